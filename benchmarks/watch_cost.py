@@ -2,8 +2,8 @@
 
     python benchmarks/watch_cost.py
 
-The group has two members and its calls return at once, so what is left is the host's own work. Calls come from
-a place as deep as those of a layer's, and are recorded in a mapped file, as in a job. It prints one JSON line:
+The group has two members whose calls return at once, so what is left is the host's own work. Calls come
+from a place as deep as a layer's, and are recorded in a mapped file, as in a job. It prints one JSON line:
 medians over rounds in which the contenders take turns.
 """
 

@@ -24,6 +24,8 @@ int with_tile(std::int64_t dtype, std::int64_t size, const Body& body) {
 // The numbers of a call, as the ABI has them: an array, in this order.
 struct Numbers {
   std::int64_t queries, keys, samples, heads, groups, size, left, right;
+  std::int64_t shares;            // of the heads of a group: gradients of keys and values have groups * shares
+  std::int64_t wide;              // results are fp32: 1 for those of queries, 2 for gradients of keys and values, 3 for all
   std::int64_t q[3], k[3], v[3];  // strides of rows, samples and heads
   std::int64_t mask[4];           // of samples, heads, queries and keys
   std::int64_t key_row, head_offset, threshold;
@@ -32,7 +34,8 @@ struct Numbers {
   bool fit() const {
     return queries > 0 && keys > 0 && samples > 0 && groups > 0 && queries < kNoLimit && keys < kNoLimit &&
            left <= kNoLimit && right <= kNoLimit && samples * heads * size < kNoLimit && q[0] < kNoLimit &&
-           k[0] < kNoLimit && v[0] < kNoLimit && samples <= 65535 && heads <= 65535 && heads % groups == 0;
+           k[0] < kNoLimit && v[0] < kNoLimit && samples <= 65535 && heads <= 65535 && shares > 0 &&
+           heads % (groups * shares) == 0;
   }
 
   Visible visible(const void* first, const void* stop, const void* bytes) const {
@@ -54,14 +57,20 @@ struct Numbers {
     const auto tensor = [](const void* at, const std::int64_t(&strides)[3]) {
       return HeadTensor<const T>{static_cast<const T*>(at), static_cast<int>(strides[0]), strides[1], strides[2]};
     };
-    return {tensor(of_q, q), tensor(of_k, k), tensor(of_v, v), static_cast<int>(heads / groups), static_cast<int>(size),
-            static_cast<float>(scale)};
+    return {tensor(of_q, q), tensor(of_k, k), tensor(of_v, v), static_cast<int>(heads / groups), static_cast<int>(shares),
+            static_cast<int>(size), static_cast<float>(scale)};
   }
 
   // A contiguous tensor [rows, samples, count, size].
   template <typename T>
   HeadTensor<T> whole(const void* at, std::int64_t count) const {
     return {static_cast<T*>(const_cast<void*>(at)), static_cast<int>(samples * count * size), count * size, size};
+  }
+
+  // The same as a result.
+  template <typename T>
+  Written<T> written(void* at, std::int64_t count, std::int64_t side) const {
+    return wide & side ? Written<T>{{}, whole<float>(at, count)} : Written<T>{whole<T>(at, count), {}};
   }
 };
 
@@ -85,7 +94,7 @@ extern "C" int megazero_cuda_attention_forward(std::int64_t dtype, const std::in
     const int bytes = kMemory<T, D>;
     return MEGAZERO_LAUNCH((attention_forward<T, D>), blocks, dim3(Sizes::kWarps * megazero::kWarp), bytes, stream,
                            n.operands<T>(q, k, v, scale), n.visible(first, stop, mask),
-                           n.drops(keys, query_places, key_places, kept), n.whole<T>(out, n.heads), lse);
+                           n.drops(keys, query_places, key_places, kept), n.written<T>(out, n.heads, 1), lse);
   });
 }
 MEGAZERO_EXPORT(attention_forward)
@@ -113,12 +122,12 @@ extern "C" int megazero_cuda_attention_backward(std::int64_t dtype, const std::i
     const int code = MEGAZERO_LAUNCH((attention_backward_queries<T, D>),
                                      dim3(megazero::ceil_div(n.queries, Sizes::kOwn), n.heads, n.samples), threads,
                                      bytes, stream, in, visible, drops, n.whole<const T>(out, n.heads), grads, lse,
-                                     grad_lse, delta, n.whole<T>(grad_q, n.heads));
+                                     grad_lse, delta, n.written<T>(grad_q, n.heads, 1));
     if (code != 0) return code;
     return MEGAZERO_LAUNCH((attention_backward_keys<T, D>),
-                           dim3(megazero::ceil_div(n.keys, Sizes::kOwn), n.groups, n.samples), threads, bytes, stream,
-                           in, visible, drops, grads, lse, delta, n.whole<T>(grad_k, n.groups),
-                           n.whole<T>(grad_v, n.groups));
+                           dim3(megazero::ceil_div(n.keys, Sizes::kOwn), n.groups * n.shares, n.samples), threads, bytes,
+                           stream, in, visible, drops, grads, lse, delta, n.written<T>(grad_k, n.groups * n.shares, 2),
+                           n.written<T>(grad_v, n.groups * n.shares, 2));
   });
 }
 MEGAZERO_EXPORT(attention_backward)

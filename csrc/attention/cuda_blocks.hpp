@@ -23,10 +23,22 @@ struct HeadTensor {
   }
 };
 
+// A result: one tensor, of T or of fp32.
+template <typename T>
+struct Written {
+  HeadTensor<T> narrow;
+  HeadTensor<float> wide;
+
+  __device__ __forceinline__ WrittenRows<T> of(int sample, int head) const {
+    return {narrow.of(sample, head), wide.at ? wide.of(sample, head) : HeadRows<float>{}};
+  }
+};
+
+// Gradients of keys and values are sums over the heads of a group, which `shares` blocks share.
 template <typename T>
 struct Operands {
   HeadTensor<const T> q, k, v;
-  int heads_per_group, size;
+  int heads_per_group, shares, size;
   float scale;
 };
 
@@ -55,28 +67,47 @@ struct Notes {
         delta(memory + 16 * ROWS) {}
 };
 
-// A block's dynamic memory: two tiles of its own rows, two of others, notes on the others, a number for each own row.
+// A block's dynamic memory: two tiles of its own rows, twice two of others, of which one pair is read while the next one is
+// copied, notes on the others, a number for each own row.
 template <typename T, int D>
 constexpr int kTileBytes = Shape<T, D>::kStride * static_cast<int>(sizeof(T));
 template <typename T, int D>
 constexpr int kOthersAt = 2 * Shape<T, D>::kOwn * kTileBytes<T, D>;
 template <typename T, int D>
-constexpr int kNotesAt = kOthersAt<T, D> + 2 * Shape<T, D>::kOther * kTileBytes<T, D>;
+constexpr int kNotesAt = kOthersAt<T, D> + 4 * Shape<T, D>::kOther * kTileBytes<T, D>;
 template <typename T, int D>
 constexpr int kDeltasAt = kNotesAt<T, D> + 20 * Shape<T, D>::kOther;
 template <typename T, int D>
 constexpr int kMemory = kDeltasAt<T, D> + 4 * Shape<T, D>::kOwn;
 
-// The block's warps copy a tile of both tensors.
+// Two pairs of tiles of other rows, which take turns.
 template <typename T, int D>
-__device__ __forceinline__ void copy_tiles(const SharedArray<T>& a, const HeadRows<const T>& from_a,
-                                           const SharedArray<T>& b, const HeadRows<const T>& from_b, int first, int end,
-                                           int size) {
+struct Others {
+  unsigned char* memory;
+
+  __device__ __forceinline__ SharedArray<T> tile(int turn, int number) const {
+    return SharedArray<T>(memory + kOthersAt<T, D> + (turn % 2 * 2 + number) * Shape<T, D>::kOther * kTileBytes<T, D>);
+  }
+
+  // The block's warps begin to copy the tiles of a turn, rows from `first` on of both tensors, as one batch.
+  __device__ __forceinline__ void begin(int turn, const HeadRows<const T>& from_a, const HeadRows<const T>& from_b,
+                                        int first, int end, int size) const {
 #pragma unroll
-  for (int row = 0; row < Shape<T, D>::kOther; row += 8 * Shape<T, D>::kWarps) {
-    const int into = row + warp() * 8;
-    copy_rows<T, D>(a, into, from_a, first + into, end, size);
-    copy_rows<T, D>(b, into, from_b, first + into, end, size);
+    for (int row = 0; row < Shape<T, D>::kOther; row += 8 * Shape<T, D>::kWarps) {
+      const int into = row + warp() * 8;
+      copy_rows<T, D>(tile(turn, 0), into, from_a, first + into, end, size);
+      copy_rows<T, D>(tile(turn, 1), into, from_b, first + into, end, size);
+    }
+    seal_copies();
+  }
+};
+
+// Waits for the thread's copies of this turn; those of the next one, if there is one, go on.
+__device__ __forceinline__ void wait_for_turn(bool another) {
+  if (another) {
+    wait_for_copies<1>();
+  } else {
+    wait_for_copies<0>();
   }
 }
 
@@ -101,6 +132,16 @@ __device__ __forceinline__ void note_keys(const Notes<ROWS>& notes, const Visibl
   if (drops.keys) notes.hash[i] = key < visible.keys ? drops.column(key, sample) : 0u;
 }
 
+// Whether a warp's rows, of which each lane knows its two, and those of a tile are of one document.
+template <int ROWS>
+__device__ __forceinline__ bool one_document(const Visible& visible, const Notes<ROWS>& notes, const int (&own)[2]) {
+  if (!visible.first) return true;
+  const int document = __shfl_sync(kAllLanes, own[0], 0);
+  bool same = own[0] == document && own[1] == document;
+  for (int i = lane(); i < ROWS; i += kWarp) same = same && notes.document[i] == document;
+  return __all_sync(kAllLanes, same);
+}
+
 // Calls body(j, e, half, column) for each of a lane's numbers of a product, in row quad() + 8 half.
 template <int COLUMNS, typename Body>
 __device__ __forceinline__ void for_each(const Body& body) {
@@ -123,12 +164,12 @@ __device__ __forceinline__ void scale_row(float (&sums)[D / 8][4], int half, flo
 
 template <typename T, int D>
 __global__ void __launch_bounds__(Shape<T, D>::kWarps* kWarp, 1)
-    attention_forward(const Operands<T> in, const Visible visible, const Drops drops, const HeadTensor<T> out,
+    attention_forward(const Operands<T> in, const Visible visible, const Drops drops, const Written<T> out,
                       Global<float> lse) {
   using Sizes = Shape<T, D>;
   MEGAZERO_DYNAMIC_SHARED(unsigned char, memory);
-  const SharedArray<T> queries(memory.get()), keys(memory.get() + kOthersAt<T, D>),
-      values(keys.get() + Sizes::kOther * Sizes::kStride);
+  const SharedArray<T> queries(memory.get());
+  const Others<T, D> others{memory.get()};
   const Notes<Sizes::kOther> notes(memory.get() + kNotesAt<T, D>);
   const auto [first, head, sample] = Place::of<false>(Sizes::kOwn);
   const int group = head / in.heads_per_group, own = warp() * 16;
@@ -150,14 +191,18 @@ __global__ void __launch_bounds__(Shape<T, D>::kWarps* kWarp, 1)
   const Span span = visible.span<false>(first, last, sample);
   const float factor = in.scale * kLog2e;
   float sums[D / 8][4] = {}, highest[2] = {kNothing, kNothing}, total[2] = {0.0f, 0.0f};
-  for (int start = span.begin; start < span.end; start += Sizes::kOther) {
-    __syncthreads();
-    copy_tiles<T, D>(keys, k, values, v, start, visible.keys, in.size);
+  int turn = 0;
+  others.begin(turn, k, v, span.begin, visible.keys, in.size);
+  for (int start = span.begin; start < span.end; start += Sizes::kOther, ++turn) {
+    const int next = start + Sizes::kOther;
+    if (next < span.end) others.begin(turn + 1, k, v, next, visible.keys, in.size);
     note_keys(notes, visible, drops, start, sample);
+    wait_for_turn(next < span.end);
     __syncthreads();
+    const SharedArray<T> keys = others.tile(turn, 0), values = others.tile(turn, 1);
     float scores[Sizes::kColumns][4];
     multiply_rows<T, D>(scores, queries, own, keys);
-    const bool all = visible.sees_all(first, Sizes::kOwn, start, Sizes::kOther);
+    const bool all = one_document(visible, notes, document) && visible.sees_all(first + own, 16, start, Sizes::kOther);
     float most[2] = {highest[0], highest[1]};
     for_each<Sizes::kColumns>([&](int j, int e, int half, int column) {
       scores[j][e] *= factor;
@@ -182,7 +227,9 @@ __global__ void __launch_bounds__(Shape<T, D>::kWarps* kWarp, 1)
       scores[j][e] = !drops.keys || kept[half].keeps(notes.hash[column], drops.threshold) ? p : 0.0f;
     });
     add_weighted<T, D>(sums, scores, values, in.size);
+    __syncthreads();  // the tile has been read, and so have its notes
   }
+  wait_for_copies<0>();  // there are some where no key is seen
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     total[half] = sum_of_row(total[half]);
@@ -234,11 +281,11 @@ template <typename T, int D>
 __global__ void __launch_bounds__(Shape<T, D>::kWarps* kWarp, 1)
     attention_backward_queries(const Operands<T> in, const Visible visible, const Drops drops,
                                const HeadTensor<const T> out, const HeadTensor<const T> grad, Global<const float> lse,
-                               Global<const float> grad_lse, Global<float> delta, const HeadTensor<T> grad_q) {
+                               Global<const float> grad_lse, Global<float> delta, const Written<T> grad_q) {
   using Sizes = Shape<T, D>;
   MEGAZERO_DYNAMIC_SHARED(unsigned char, memory);
-  const SharedArray<T> queries(memory.get()), grads(queries.get() + Sizes::kOwn * Sizes::kStride),
-      keys(memory.get() + kOthersAt<T, D>), values(keys.get() + Sizes::kOther * Sizes::kStride);
+  const SharedArray<T> queries(memory.get()), grads(queries.get() + Sizes::kOwn * Sizes::kStride);
+  const Others<T, D> others{memory.get()};
   const Notes<Sizes::kOther> notes(memory.get() + kNotesAt<T, D>);
   const SharedArray<float> deltas(memory.get() + kDeltasAt<T, D>);
   const auto [first, head, sample] = Place::of<false>(Sizes::kOwn);
@@ -267,15 +314,19 @@ __global__ void __launch_bounds__(Shape<T, D>::kWarps* kWarp, 1)
   const Span span = visible.span<false>(first, last, sample);
   const float factor = in.scale * kLog2e;
   float sums[D / 8][4] = {};
-  for (int start = span.begin; start < span.end; start += Sizes::kOther) {
-    __syncthreads();
-    copy_tiles<T, D>(keys, k, values, v, start, visible.keys, in.size);
+  int turn = 0;
+  others.begin(turn, k, v, span.begin, visible.keys, in.size);
+  for (int start = span.begin; start < span.end; start += Sizes::kOther, ++turn) {
+    const int next = start + Sizes::kOther;
+    if (next < span.end) others.begin(turn + 1, k, v, next, visible.keys, in.size);
     note_keys(notes, visible, drops, start, sample);
+    wait_for_turn(next < span.end);
     __syncthreads();
+    const SharedArray<T> keys = others.tile(turn, 0), values = others.tile(turn, 1);
     float scores[Sizes::kColumns][4], of_p[Sizes::kColumns][4];
     multiply_rows<T, D>(scores, queries, own, keys);
     multiply_rows<T, D>(of_p, grads, own, values);
-    const bool all = visible.sees_all(first, Sizes::kOwn, start, Sizes::kOther);
+    const bool all = one_document(visible, notes, document) && visible.sees_all(first + own, 16, start, Sizes::kOther);
     for_each<Sizes::kColumns>([&](int j, int e, int half, int column) {
       const bool sees =
           all || (document[half] == notes.document[column] && visible.sees(mask, query[half], start + column));
@@ -285,7 +336,9 @@ __global__ void __launch_bounds__(Shape<T, D>::kWarps* kWarp, 1)
       scores[j][e] = sees ? p * (upstream - of_row[half]) : 0.0f;
     });
     add_weighted<T, D>(sums, scores, keys, in.size);
+    __syncthreads();  // the tile has been read, and so have its notes
   }
+  wait_for_copies<0>();  // there are some where no key is seen
   store_rows<T, D>(sums, in.scale, queries, own, grad_q.of(sample, head), first + own, visible.queries, in.size);
 }
 
@@ -311,14 +364,15 @@ template <typename T, int D>
 __global__ void __launch_bounds__(Shape<T, D>::kWarps* kWarp, 1)
     attention_backward_keys(const Operands<T> in, const Visible visible, const Drops drops,
                             const HeadTensor<const T> grad, Global<const float> lse, Global<const float> delta,
-                            const HeadTensor<T> grad_k, const HeadTensor<T> grad_v) {
+                            const Written<T> grad_k, const Written<T> grad_v) {
   using Sizes = Shape<T, D>;
   MEGAZERO_DYNAMIC_SHARED(unsigned char, memory);
-  const SharedArray<T> keys(memory.get()), values(keys.get() + Sizes::kOwn * Sizes::kStride),
-      queries(memory.get() + kOthersAt<T, D>), grads(queries.get() + Sizes::kOther * Sizes::kStride);
+  const SharedArray<T> keys(memory.get()), values(keys.get() + Sizes::kOwn * Sizes::kStride);
+  const Others<T, D> others{memory.get()};
   const Notes<Sizes::kOther> notes(memory.get() + kNotesAt<T, D>);
-  const auto [first, group, sample] = Place::of<true>(Sizes::kOwn);
-  const int own = warp() * 16;
+  const Place place = Place::of<true>(Sizes::kOwn);
+  const int first = place.first, share = place.head, sample = place.sample;
+  const int own = warp() * 16, group = share / in.shares, heads = in.heads_per_group / in.shares;
   const HeadRows<const T> k = in.k.of(sample, group), v = in.v.of(sample, group);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -338,20 +392,25 @@ __global__ void __launch_bounds__(Shape<T, D>::kWarps* kWarp, 1)
   const Span span = visible.span<true>(first, last, sample);
   const float factor = in.scale * kLog2e, kept = drops.keys ? drops.kept : 1.0f;
   float sums_k[D / 8][4] = {}, sums_v[D / 8][4] = {};
-  for (int head = group * in.heads_per_group; head < (group + 1) * in.heads_per_group; ++head) {
-    const std::int64_t rows =
-        (static_cast<std::int64_t>(sample) * gridDim.y * in.heads_per_group + head) * visible.queries;
-    const HeadRows<const T> q = in.q.of(sample, head), of_out = grad.of(sample, head);
+  const auto begin = [&](int turn, int head, int start) {
+    others.begin(turn, in.q.of(sample, head), grad.of(sample, head), start, visible.queries, in.size);
+  };
+  int turn = 0;
+  begin(turn, share * heads, span.begin);
+  for (int head = share * heads; head < (share + 1) * heads; ++head) {
+    const std::int64_t rows = (static_cast<std::int64_t>(sample) * gridDim.y * heads + head) * visible.queries;
     const auto mask = visible.mask_of(sample, head);
-    for (int start = span.begin; start < span.end; start += Sizes::kOther) {
-      __syncthreads();
-      copy_tiles<T, D>(queries, q, grads, of_out, start, visible.queries, in.size);
+    for (int start = span.begin; start < span.end; start += Sizes::kOther, ++turn) {
+      const bool ends = start + Sizes::kOther >= span.end, another = !ends || head + 1 < (share + 1) * heads;
+      if (another) begin(turn + 1, head + ends, ends ? span.begin : start + Sizes::kOther);
       note_queries(notes, visible, drops, lse + rows, delta + rows, start, sample, head);
+      wait_for_turn(another);
       __syncthreads();
+      const SharedArray<T> queries = others.tile(turn, 0), grads = others.tile(turn, 1);
       float scores[Sizes::kColumns][4], of_p[Sizes::kColumns][4];
       multiply_rows<T, D>(scores, keys, own, queries);
       multiply_rows<T, D>(of_p, values, own, grads);
-      const bool all = visible.sees_all(start, Sizes::kOther, first, Sizes::kOwn);
+      const bool all = one_document(visible, notes, document) && visible.sees_all(start, Sizes::kOther, first + own, 16);
       for_each<Sizes::kColumns>([&](int j, int e, int half, int column) {
         const bool sees =
             all || (document[half] == notes.document[column] && visible.sees(mask, start + column, key[half]));
@@ -367,10 +426,12 @@ __global__ void __launch_bounds__(Shape<T, D>::kWarps* kWarp, 1)
       });
       add_weighted<T, D>(sums_v, scores, grads, in.size);
       add_weighted<T, D>(sums_k, of_p, queries, in.size);
+      __syncthreads();  // the tile has been read, and so have its notes
     }
   }
-  store_rows<T, D>(sums_k, in.scale, keys, own, grad_k.of(sample, group), first + own, visible.keys, in.size);
-  store_rows<T, D>(sums_v, kept, values, own, grad_v.of(sample, group), first + own, visible.keys, in.size);
+  wait_for_copies<0>();  // there are some where no query sees a key
+  store_rows<T, D>(sums_k, in.scale, keys, own, grad_k.of(sample, share), first + own, visible.keys, in.size);
+  store_rows<T, D>(sums_v, kept, values, own, grad_v.of(sample, share), first + own, visible.keys, in.size);
 }
 
 }  // namespace megazero::attention

@@ -60,10 +60,10 @@ struct Visible {
     return first ? static_cast<int>(first[static_cast<std::int64_t>(sample) * keys + key]) : 0;
   }
 
-  // Whether queries from `query` on, `queries_` of them, see all of `keys_` keys from `key` on, whatever their documents.
+  // Whether queries from `query` on, `queries_` of them, see all of `keys_` keys from `key` on, if all are of one document.
   __device__ __forceinline__ bool sees_all(int query, int queries_, int key, int keys_) const {
     const int own = query + shift();
-    return !first && !mask && query + queries_ <= queries && key + keys_ <= keys &&
+    return !mask && query + queries_ <= queries && key + keys_ <= keys &&
            key - (own + queries_ - 1) >= -left && key + keys_ - 1 - own <= right;
   }
 

@@ -222,30 +222,48 @@ __device__ __forceinline__ SharedArray<Pack<T, Shape<T, D>::kPack>> in_packs(con
   return SharedArray<Pack<T, Shape<T, D>::kPack>>(tile.get());
 }
 
-// A warp copies eight rows from `first` on into a tile, zeros from row `end` and channel `size` on. A warp's packs fill
-// whole sectors of eight rows.
+// A warp begins to copy eight rows from `first` on into a tile, zeros from row `end` and channel `size` on. A warp's packs
+// fill whole sectors of eight rows.
 template <typename T, int D>
 __device__ __forceinline__ void copy_rows(const SharedArray<T>& tile, int into, const HeadRows<const T>& from, int first,
                                           int end, int size) {
   constexpr int kPack = Shape<T, D>::kPack;
   const int row = lane() % 8;
   const bool real = first + row < end;
-  const auto packs = in_packs<T, D>(tile);
+  const auto of_row = from.of(real ? first + row : 0);
 #pragma unroll(sizeof(T) == 2 ? 4 : 1)
   for (int c = lane() / 8; c < D / kPack; c += 4) {
-    Pack<T, kPack> pack{};
-    if (real && c * kPack < size) pack = load_pack<kPack>(from.of(first + row), c * kPack);
-    packs[(into + row) * (Shape<T, D>::kStride / kPack) + c] = pack;
+    begin_copy(tile, (into + row) * Shape<T, D>::kStride + c * kPack, of_row + c * kPack, real && c * kPack < size);
   }
 }
 
+// A head's rows of a result, in T, or in fp32 if there is a place for it.
+template <typename T>
+struct WrittenRows {
+  HeadRows<T> narrow;
+  HeadRows<float> wide;
+};
+
 // A warp's sums [16, D] times `factor` go through rows of a tile, which nobody else uses, to
-// rows from `first` on, of which those before `end` are there.
+// rows from `first` on, of which those before `end` are there. In fp32 they go from where they are, whole sectors too.
 template <typename T, int D>
 __device__ __forceinline__ void store_rows(const float (&sums)[D / 8][4], float factor,
-                                           const SharedArray<T>& tile, int into, const HeadRows<T>& to, int first,
+                                           const SharedArray<T>& tile, int into, const WrittenRows<T>& to, int first,
                                            int end, int size) {
   constexpr int kPack = Shape<T, D>::kPack, kStride = Shape<T, D>::kStride;
+  if (to.wide.at) {
+#pragma unroll
+    for (int c = 0; c < D / 8; ++c) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first + quad() + half * 8;
+        if (row >= end || c * 8 >= size) continue;
+        const Pack<float, 2> two{{sums[c][half * 2] * factor, sums[c][half * 2 + 1] * factor}};
+        store_pack<2>(to.wide.of(row), c * 8 + 2 * pair(), two);
+      }
+    }
+    return;
+  }
   const SharedArray<Pack<T, 2>> pairs(tile.get());
   __syncwarp();
 #pragma unroll
@@ -266,7 +284,7 @@ __device__ __forceinline__ void store_rows(const float (&sums)[D / 8][4], float 
     for (int c = lane() / 8; c < D / kPack; c += 4) {
       const Pack<T, kPack> pack = packs[(into + row) * (kStride / kPack) + c];
       if (first + row < end && c * kPack < size) {
-        store_pack<kPack>(to.of(first + row), c * kPack, pack);
+        store_pack<kPack>(to.narrow.of(first + row), c * kPack, pack);
       }
     }
   }

@@ -70,6 +70,20 @@ __device__ __forceinline__ void store_pack(T* to, std::int64_t i, const Pack<T, 
   *reinterpret_cast<Pack<T, N>*>(to + i) = pack;
 }
 
+// Begins to copy 16 bytes into shared memory, or zeros where it is not `real`; others go on beside it. `seal_copies` ends
+// a batch of the thread's copies, and `wait_for_copies<N>` waits for all batches but its last N.
+template <typename T>
+__device__ __forceinline__ void begin_copy(const SharedArray<T>& to, std::int64_t at, const T* from, bool real) {
+  const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(to.get() + at));
+  const int bytes = real ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(place), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void seal_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(F16 x) { return __half2float(__ushort_as_half(x.bits)); }
 __device__ __forceinline__ float to_float(Bf16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }

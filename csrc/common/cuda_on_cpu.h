@@ -54,6 +54,10 @@ void fence();
 void arrive(const void* counter);
 // Waits for the lanes in mask; `operand` is the lane, the distance or the vote. Returns what this lane receives.
 std::uint64_t exchange(Warp kind, unsigned mask, std::uint64_t value, int operand, Site site);
+// The running thread's copies into shared memory; from nowhere come zeros.
+void begin_copy(void* to, const void* from, std::size_t bytes, Site site);
+void seal_copies();
+void wait_for_copies(std::size_t last);
 // The block's array of that key, made (and filled with NaN patterns) by the first thread that asks.
 void* shared_array(const void* key, std::size_t bytes);
 // The block's dynamic shared memory.
@@ -165,6 +169,17 @@ template <int N, typename T>
 void store_pack(Global<T> to, on_cpu::Index i, const Pack<T, N>& pack) {
   on_cpu::touch_global(to.get() + i.value, sizeof(pack), on_cpu::Access::kWrite, i.site);
   std::memcpy(to.get() + i.value, &pack, sizeof(pack));
+}
+
+// A copy is made when it is waited for, so that who reads it earlier finds what was there before.
+template <typename T>
+void begin_copy(const SharedArray<T>& to, on_cpu::Index at, Global<const T> from, bool real) {
+  on_cpu::begin_copy(to.get() + at.value, real ? from.get() : nullptr, 16, at.site);
+}
+inline void seal_copies() { on_cpu::seal_copies(); }
+template <int N>
+void wait_for_copies() {
+  on_cpu::wait_for_copies(N);
 }
 
 template <typename... Parameters, typename... Arguments>

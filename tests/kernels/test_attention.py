@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from megazero.ops.attention import cuda as attention_on_gpu
 from megazero.ops.attention.call import AttentionCall
 from megazero.ops.attention.cuda import attention_cuda
 from megazero.ops.attention.documents import Documents
+from megazero.ops.attention.kernel import Results
 from megazero.ops.attention.pattern import ALL, CAUSAL, Pattern
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dropout import AttentionDropout, dropout_mask_attention
@@ -190,3 +193,35 @@ def test_more_samples_than_a_grid_has_are_refused_by_name():
     q = torch.empty(1, 65_536, 1, 8)
     with pytest.raises(ValueError, match=r"at most 65,535 samples and heads, but has 65,536 and 1"):
         attention_cuda(q, q, q, AttentionCall(1.0), kernels=watched())
+
+
+def test_parts_are_in_fp32_and_round_to_what_a_whole_gives():
+    """The parts of a ring were made in the queries' type, and each rounded once more."""
+    *sides, grad, _ = inputs_of(70, 70, 2, 4, 2, 24, torch.bfloat16)
+    library, call = watched(), AttentionCall(0.3, pattern=CAUSAL, dropout=dropout_of(2, 70, 70))
+    kernel = replace(attention_cuda, kernels=library)
+    made = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        out, lse = kernel.forward(*sides, kernel.prepare(*sides, call), dtype)
+        results = Results(out.bfloat16(), lse, grad.view(70, 2, 4, 24), None)
+        made[dtype] = [out, *kernel.backward(*sides, results, kernel.prepare(*sides, call), dtype)]
+    assert_faultless(library)
+    for wide, narrow in zip(made[torch.float32], made[torch.bfloat16], strict=True):
+        assert (wide.dtype, narrow.dtype) == (torch.float32, torch.bfloat16)
+        assert torch.equal(wide.bfloat16(), narrow)
+        assert not torch.equal(wide, narrow.float())
+
+
+def test_blocks_share_the_heads_of_a_group_where_there_are_few():
+    """Gradients of keys of one group and 2,048 keys were made by 32 blocks, on a device that runs 132."""
+    shares = {
+        (4096, 1, 32, 4, torch.bfloat16): 1,  # 256 blocks
+        (4096, 1, 64, 2, torch.bfloat16): 2,
+        (2048, 1, 8, 1, torch.bfloat16): 8,
+        (2048, 1, 8, 1, torch.float32): 4,
+        (100, 1, 6, 3, torch.float16): 2,  # no more heads
+        (4096, 4, 8, 8, torch.bfloat16): 1,
+    }
+    for (t, b, n, g, dtype), wanted in shares.items():
+        q, k = (torch.empty(t, b, heads, 8, dtype=dtype, device="meta") for heads in (n, g))
+        assert attention_on_gpu._shares(q, k) == wanted, (t, b, n, g)

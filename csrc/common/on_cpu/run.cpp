@@ -1,4 +1,5 @@
 // Runs grids: blocks one after the other and a block's threads as fibers, both in a chosen order.
+#include <deque>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -16,6 +17,13 @@ constexpr std::size_t kMostStaticShared = 48 << 10, kMostShared = 227 << 10;
 
 enum class State { kReady, kAtBarrier, kInWarp, kDone };
 
+struct Copy {
+  void* to;
+  const void* from;
+  std::size_t bytes;
+  Site site;
+};
+
 struct Thread {
   Fiber fiber;
   State state = State::kDone;
@@ -26,6 +34,8 @@ struct Thread {
   unsigned mask = 0;
   std::uint64_t value = 0, received = 0;
   int operand = 0;
+  std::deque<std::vector<Copy>> batches;  // of copies that have begun
+  std::vector<Copy> copies;               // of the batch that is not sealed
 };
 
 struct SharedBlock {
@@ -202,6 +212,31 @@ std::uint64_t exchange(Warp kind, unsigned mask, std::uint64_t value, int operan
   return thread.received;
 }
 
+void begin_copy(void* to, const void* from, std::size_t bytes, Site site) {
+  machine().running->copies.push_back({to, from, bytes, site});
+}
+
+void seal_copies() {
+  Thread& thread = *machine().running;
+  thread.batches.push_back(std::move(thread.copies));
+  thread.copies.clear();
+}
+
+void wait_for_copies(std::size_t last) {
+  Thread& thread = *machine().running;
+  for (; thread.batches.size() > last; thread.batches.pop_front()) {
+    for (const Copy& copy : thread.batches.front()) {
+      touch_shared(copy.to, copy.bytes, Access::kWrite, copy.site);
+      if (copy.from == nullptr) {
+        std::memset(copy.to, 0, copy.bytes);
+      } else {
+        touch_global(copy.from, copy.bytes, Access::kRead, copy.site);
+        std::memcpy(copy.to, copy.from, copy.bytes);
+      }
+    }
+  }
+}
+
 void* shared_array(const void* key, std::size_t bytes) {
   Machine& m = machine();
   for (const SharedBlock& each : m.shared) {
@@ -249,6 +284,8 @@ int run(const char* kernel, dim3 blocks, dim3 threads, std::size_t dynamic_bytes
       thread.place = {at(i, threads), at(number, blocks), threads, blocks};
       thread.now = {static_cast<std::int32_t>(number), static_cast<std::int32_t>(i), 0, 0};
       thread.state = State::kReady;
+      thread.batches.clear();
+      thread.copies.clear();
       thread.fiber.begin(run_thread);
     }
     run_block(block_threads);

@@ -27,6 +27,10 @@ from megazero.ops.positions import Positions
 MOST_SIZE = 128  # channels of a head
 _MOST_BLOCKS = 65535  # of CUDA's second and third dimension
 _NO_LIMIT = 1 << 30
+_PROCESSORS = (
+    132  # of an H100; the same number everywhere, so that plans and results do not depend on the device
+)
+_ROWS = 128  # bytes of a row's element times a block's rows
 _PACK = 16  # bytes that cross the bus together
 
 
@@ -87,15 +91,20 @@ class _Given:
         tensors = (first, stop, mask, keys, places[0][0], places[1][0])
         return cls(sides, others, call.scale, kept, tensors)
 
-    def arguments(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Argument, ...]:
+    def arguments(
+        self, q: Tensor, k: Tensor, v: Tensor, results: Tensor, of_keys: Tensor | None = None
+    ) -> tuple[Argument, ...]:
+        """What comes before the results, of which one for the queries and one for the keys is given here."""
         (s, b, n, d), (t, _, g, _) = q.shape, k.shape
+        shares = 1 if of_keys is None else of_keys.shape[2] // g
+        wide = (results.dtype != q.dtype) + 2 * (of_keys is not None and of_keys.dtype != q.dtype)
         if max(b, n) > _MOST_BLOCKS:
             raise ValueError(
                 f"`q` must have at most {_MOST_BLOCKS:,} samples and heads, but has {b:,} and {n:,}; "
                 "use smaller micro-batches"
             )
         distances = [stride for x in (q, k, v) for stride in strides(x, 3)]
-        numbers = (s, t, b, n, g, d, *self.sides, *distances, *self.others)
+        numbers = (s, t, b, n, g, d, *self.sides, shares, wide, *distances, *self.others)
         return (q.dtype, numbers, self.scale, *map(_span, (q, k, v)), *self.tensors, self.kept)
 
 
@@ -137,10 +146,10 @@ class _Cuda(AttentionKernel):
             lse = q.new_full((b, n, s), -torch.inf, dtype=torch.float32)
             return torch.zeros(s, b, n, e, dtype=dtype, device=q.device), lse
         q, k, v = _fit(q, k, v)
-        out = torch.empty(s, b, n, v.shape[3], dtype=q.dtype, device=q.device)
+        out = torch.empty(s, b, n, v.shape[3], dtype=dtype, device=q.device)
         lse = torch.empty(b, n, s, dtype=torch.float32, device=q.device)
-        self._launch("attention_forward", *given.arguments(q, k, v), out, lse)
-        return out[..., :e].to(dtype).contiguous(), lse
+        self._launch("attention_forward", *given.arguments(q, k, v, out), out, lse)
+        return out[..., :e].contiguous(), lse
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, results: Results, given: _Given, dtype: torch.dtype
@@ -153,13 +162,29 @@ class _Cuda(AttentionKernel):
         out, grad = _fit(results.out.contiguous(), results.grad.contiguous())
         lse, grad_lse = (None if x is None else x.contiguous() for x in (results.lse, results.grad_lse))
         rows = (out, grad, lse, grad_lse, torch.empty_like(results.lse))
-        grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-        self._launch("attention_backward", *given.arguments(q, k, v), *rows, *grads)
-        grad_q, grad_k, grad_v = (x[..., :own].to(dtype) for x, own in zip(grads, widths, strict=True))
+        grad_q = torch.empty(q.shape, dtype=dtype, device=q.device)
+        t, b, g, _ = k.shape
+        shares = _shares(q, k)
+        of_keys = torch.float32 if shares > 1 else dtype
+        of_share = [torch.empty(t, b, g * shares, x.shape[3], dtype=of_keys, device=q.device) for x in (k, v)]
+        self._launch(
+            "attention_backward", *given.arguments(q, k, v, grad_q, of_share[0]), *rows, grad_q, *of_share
+        )
+        if shares > 1:
+            of_share = [x.view(t, b, g, shares, -1).sum(3).to(dtype) for x in of_share]
+        grad_q, grad_k, grad_v = (x[..., :own] for x, own in zip((grad_q, *of_share), widths, strict=True))
         return grad_q, grad_k, grad_v
 
     def _launch(self, name: str, *arguments: Argument) -> None:
         (self.kernels or cuda_kernels()).launch(name, *arguments)
+
+
+def _shares(q: Tensor, k: Tensor) -> int:
+    """How many blocks share the heads of a group in the gradients of keys, so that no processor is idle."""
+    (_, b, n, _), (t, _, g, _) = q.shape, k.shape
+    blocks = -(-t * q.element_size() // _ROWS) * b * g
+    divisors = (number for number in range(1, n // g + 1) if n // g % number == 0)
+    return next((number for number in divisors if blocks * number >= _PROCESSORS), n // g)
 
 
 def _fit(*tensors: Tensor) -> list[Tensor]:
