@@ -128,6 +128,7 @@ def test_gpt2_learns_speaks_and_equals_transformers(data, tmp_path):
         torch.testing.assert_close(ours, theirs(tokens).logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_llama_trained_on_slices_equals_transformers(data, tmp_path):
     transformers = pytest.importorskip("transformers")
     records = train("llama", data, tmp_path)

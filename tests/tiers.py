@@ -1,8 +1,8 @@
 """Which tests run when: the default suite, and what a commit waits for, `bash scripts/test.sh --fast`.
 
 The default suite runs all tests but those marked `slow`. Of a test with parameters it runs as many cases as
-take five seconds (`tests/durations.txt`), evenly spread, and at least three; `@pytest.mark.seconds(20)` asks
-for more. `--slow` runs everything.
+take two seconds (`tests/durations.txt`), evenly spread, at least two of those that take less each, and one of
+others; `@pytest.mark.seconds(20)` asks for more. `--slow` runs everything.
 
 All tests of a file are fast, if they take 0.6 s or less together (`tests/durations.txt`; a file without a row
 is new, and runs), but for those that need processes. Of the other files those are that are marked `fast`:
@@ -20,7 +20,7 @@ import pytest
 
 from tests.durations import ROOT, read_cases, read_durations
 
-CASES_SECONDS, LEAST_CASES = 5.0, 3
+CASES_SECONDS = 2.0
 SECONDS = 0.6
 MARKED = re.compile(r"\bmark\.fast\b|\bSWEEP\.parametrize\b")
 
@@ -43,8 +43,9 @@ def left_for_slow(
     left: list[pytest.Item] = []
     for test, cases in tests.items():
         asked = cases[0].get_closest_marker("seconds")
-        count = max(LEAST_CASES, int((asked.args[0] if asked else CASES_SECONDS) / seconds[test]))
-        kept = {round(place * (len(cases) - 1) / (count - 1)) for place in range(count)}
+        most = asked.args[0] if asked else CASES_SECONDS
+        count = max(1 if seconds[test] > CASES_SECONDS else 2, int(most / seconds[test]))
+        kept = {round(place * (len(cases) - 1) / max(count - 1, 1)) for place in range(count)}
         if count < len(cases):
             left += [
                 x for place, x in enumerate(cases) if not (place in kept or x.get_closest_marker("fast"))

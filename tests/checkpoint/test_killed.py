@@ -217,6 +217,7 @@ def test_stopped_anywhere(tmp_path, name):
     assert len(sweep.seen) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("points", [4, pytest.param(12, marks=pytest.mark.slow)])
 def test_kills_of_real_ranks(tmp_path, points):

@@ -67,6 +67,7 @@ def test_a_step_takes_what_the_formula_says(model: str, s: int, settings: str) -
     assert measured(config)["device"] == pytest.approx(formula(config), rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", ["", FULL, ALL])
 def test_a_step_of_16k_tokens_takes_what_the_formula_says(settings: str) -> None:
     config = configured(LLAMA, 16384, settings)

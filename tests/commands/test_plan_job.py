@@ -21,6 +21,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 def test_a_job_of_1024_gpus_is_planned_from_its_flags_alone(tmp_path, capsys):
     """Without a tokenizer's files: GPT-2's have 50,257 tokens."""
     status = main(["--nproc", "1024", "--device", "a100-80g", "--output", str(tmp_path), "--", *GPT.split()])
@@ -67,6 +68,7 @@ def test_bad_input_is_refused(own, training, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_batch_that_grows_takes_longer_for_as_many_tokens(tmp_path):
     """Trap 8: time to train is an integral over the ramp."""
     days, flags = [], GPT.replace("--num-layers-per-virtual-pipeline-stage 3", "").split()

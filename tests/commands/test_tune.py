@@ -165,6 +165,7 @@ def test_whole_gradients_stay_on_the_device_beside_an_optimizer_on_the_host():
     assert (whole, sliced) == (2000 + 4000, 2000)
 
 
+@pytest.mark.slow
 def test_the_best_are_trained_and_compared(tmp_path, capsys):
     flags = GPT.replace("--bf16", "").replace("--tensor-model-parallel-size 4", "--device cpu")
     flags = flags.replace("256", "32").replace("4 --hidden", "2 --hidden")

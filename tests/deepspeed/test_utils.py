@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -195,8 +196,15 @@ def test_a_json_that_is_none_is_refused(config):
         load_ds_config(config)
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What is known of a machine, as far as the command looks at it."""
+
+    variables: dict[str, str]
+
+
 def test_the_report_of_the_machine_needs_no_arguments(monkeypatch, capsys):
-    monkeypatch.setattr(env, "gather", lambda ranks: None)
+    monkeypatch.setattr(env, "gather", lambda ranks: Machine({"HOME": "/root"}))
     monkeypatch.setattr(env, "troubles", lambda found: ())
     monkeypatch.setattr(env, "report", lambda found: "the machine")
     assert env.main() == 0

@@ -18,7 +18,7 @@ def pytest_generate_tests(metafunc):
     SWEEP.parametrize(metafunc)
 
 
-@pytest.mark.seconds(12)
+@pytest.mark.seconds(5)
 def test_layout_equals_one_process(selected):
     check_as_threads(selected)
 

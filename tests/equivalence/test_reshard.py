@@ -60,11 +60,12 @@ def pytest_generate_tests(metafunc):
         )
 
 
-@pytest.mark.seconds(12)
+@pytest.mark.seconds(6)
 def test_there_and_back(tmp_path, circle):
     assert check(circle, tmp_path).wrong == ()
 
 
+@pytest.mark.slow
 def test_the_ranks_that_share_sequences_change(tmp_path):
     circle = context_circle()
     around = [*circle, circle[0]]

@@ -53,6 +53,7 @@ def test_every_remainder(kind, dtype):
             check(random(rows, width, dtype), kind, 0.37)
 
 
+@pytest.mark.slow
 @KINDS
 def test_more_tiles_than_blocks(kind):
     """A block goes on to further tiles; the amax is in the last of them."""

@@ -38,6 +38,7 @@ def faults(mode):
     return int(result.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_freed_blocks_come_back_without_page_faults():
     kept, returned = faults("keep"), faults("leave")

@@ -44,7 +44,7 @@ def name_of(case):
     return "-".join(case[name] for name in ("layout", "positions", "activation", "batch", "optimizer"))
 
 
-@pytest.mark.seconds(20)
+@pytest.mark.seconds(12)
 @pytest.mark.parametrize(
     "case",
     [
@@ -64,7 +64,7 @@ def test_product_trains_as_the_oracle(case, data, tmp_path):
     check_tensors(tensors, wanted, amplified)
 
 
-@pytest.mark.seconds(10)
+@pytest.mark.seconds(5)
 @pytest.mark.parametrize("case", HALF_CASES, ids=name_of)
 def test_half_precision_scales_as_the_oracle(case, data, tmp_path):
     flags = flags_of(HALF_FACTORS, case)

@@ -100,7 +100,6 @@ def moved(calls, payload, experts: bool) -> dict:
     return {key: (calls[key], None if experts and key == chosen else payload[key]) for key in calls}
 
 
-@pytest.mark.seconds(16)
 @pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "more"])
 @pytest.mark.parametrize("bundle", range(BUNDLES))
 def test_a_plan_says_what_a_run_holds_moves_and_does(bundle, more):

@@ -173,6 +173,7 @@ def test_31_experts_are_taken_to_be_evenly_used_and_the_report_says_so():
     assert not any("experts" in line for line in Report(plan("", 2), Device.load("h100"), 8).warnings())
 
 
+@pytest.mark.slow
 def test_19_loading_and_evaluating_take_no_more_than_training(tmp_path):
     """The whole run makes what is planned, to the byte, and so does one that loads, trains and evaluates."""
     flags = f"{GPT} --vocab-size 50000 --recompute-granularity full --global-batch-size 4 --device cpu"

@@ -196,6 +196,7 @@ def project(tmp_path):
     return root
 
 
+@pytest.mark.slow
 def test_a_fault_is_found_by_a_test_that_runs_it_and_the_checkout_stays_as_it_was(project, tmp_path):
     name, tests = "megazero/optim/total.py", "tests/optim/test_total.py"
     place = Workplace(project, tmp_path / "measure", ())

@@ -50,6 +50,7 @@ def unpacked(folder: Path, call: str) -> dict[str, str]:
         return {name: file.read().decode(errors="replace") for name, file in names.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "lines", "others"),
     [

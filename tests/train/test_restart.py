@@ -139,6 +139,7 @@ def test_a_second_signal_does_not_end_the_last_save(tmp_path):
     assert saved_iterations(tmp_path) == [2, 3]
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_job_that_lost_a_rank(jobs, tmp_path):
     (tmp_path / "wrapper.py").write_text(WRAPPER)
     saving = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]

@@ -45,17 +45,18 @@ class WatchedGroup(WrappingGroup):
         if call.operation == "all_to_all" and call.arguments[2:] != (None, None):
             # With splits each member has its own number of rows, which a star stands for.
             shape = ("*", *shape[1:])
-        noted = self.watch.begin(self._channel, call.operation, call.detail, shape, call.given.dtype)
+        watch, later = self.watch, call.async_op
+        noted = watch.begin(self._channel, call.operation, call.detail, shape, call.given.dtype, later=later)
         try:
             self._compare(noted)
-            began = self.watch.waits.begin(later=call.async_op)
+            began = watch.waits.begin(later=later)
             work = call.start(self.inner)
-            self.watch.waits.end(began)
+            watch.waits.end(began)
         except Exception as error:
-            raise self.watch.fail(noted, error) from error
-        if call.async_op:
+            raise watch.fail(noted, error) from error
+        if later:
             return self._follow(noted, work)
-        self.watch.finish(noted)
+        watch.finish(noted)
         return work
 
     def exchange(self, transfers: Sequence[Transfer]) -> list[Work]:
@@ -84,13 +85,14 @@ class WatchedGroup(WrappingGroup):
         me = self.ranks[self.rank]
         ends = (me, peer) if transfer.kind == "send" else (peer, me)
         channel = self.watch.message_channel(self._channel, ends, transfer.tag)
-        return self.watch.begin(channel, transfer.kind, None, transfer.tensor.shape, transfer.tensor.dtype)
+        tensor = transfer.tensor
+        return self.watch.begin(channel, transfer.kind, None, tensor.shape, tensor.dtype, later=True)
 
     def _follow(self, call: Call, work: Work) -> Work:
         if work is DONE:
             self.watch.finish(call)
             return work
-        self.watch.leave_open(call, work)
+        call.work = work
         return WatchedWork(call, work, self.watch)
 
     def _compare(self, call: Call) -> None:

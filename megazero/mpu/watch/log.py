@@ -77,13 +77,13 @@ class Call:
 
     __slots__ = ("channel", "sequence", "serial", "started", "state", "text", "work")
 
-    def __init__(self, serial: int, channel: Channel, text: bytes):
+    def __init__(self, serial: int, channel: Channel, text: bytes, state: int):
         self.serial = serial
         self.channel = channel
         self.sequence = channel.count
         self.text = text
         self.started = time.monotonic()
-        self.state = WAITED
+        self.state = state
         self.work: Work | None = None
 
 
@@ -130,25 +130,30 @@ class CallLog:
         detail: str | int | None,
         shape: Sequence[int | str] | None,
         dtype: torch.dtype | None,
+        state: int = WAITED,
     ) -> Call:
         """Record a call that starts now; called in the thread that makes the call."""
+        # Quick, as all calls come here. Lines are looked up and texts composed once per place: a training
+        # loop keeps revisiting them.
         site, asker = self._callers(sys._getframe(1))
-        # Lines are looked up and texts composed once per place: a training loop keeps revisiting them.
-        key = (channel.key, what, detail, shape, dtype, *_place(site), *_place(asker))
+        key: tuple[object, ...] = (channel.key, what, detail, shape, dtype)
+        if site is not None:
+            key = (*key, site.f_code.co_filename, site.f_code.co_firstlineno, site.f_lasti)
+        if asker is not None:
+            key = (*key, asker.f_code.co_filename, asker.f_code.co_firstlineno, asker.f_lasti)
         text = self._texts.get(key)
         if text is None:
             if len(self._texts) >= _MOST_TEXTS:
                 self._texts.clear()
             text = self._texts[key] = _compose(channel, what, detail, shape, dtype, site, asker)
         channel.count += 1
-        self._latest = next(self._serials)
-        call = Call(self._latest, channel, text)
-        start = call.started + self._to_wall
-        at = call.serial % SLOTS * _SLOT_BYTES
+        self._latest = serial = next(self._serials)
+        call = Call(serial, channel, text, state)
+        at = serial % SLOTS * _SLOT_BYTES
         # One write: a process that dies here leaves a whole record or none.
-        slot = _HEADER.pack(call.serial, call.sequence, start, WAITED, len(text)) + text
+        slot = _HEADER.pack(serial, call.sequence, call.started + self._to_wall, state, len(text)) + text
         self._ring[at : at + len(slot)] = slot
-        self.pending[call.serial] = call
+        self.pending[serial] = call
         return call
 
     def _callers(self, frame: FrameType | None) -> tuple[FrameType | None, FrameType | None]:
@@ -169,11 +174,6 @@ class CallLog:
                     return site, frame
             frame = frame.f_back
         return site, None
-
-    def leave_open(self, call: Call, work: Work) -> None:
-        """Record that `call` continues as `work`, and that nobody is waiting for it."""
-        call.work = work
-        self._set_state(call, OPEN)
 
     def wait_for(self, call: Call) -> None:
         """Record that somebody is waiting for `call`."""
@@ -260,13 +260,6 @@ def spell_place(file: str, line: int) -> str:
     if file.startswith(_PACKAGES):
         file = file[len(_PACKAGES) :]
     return f"{os.sep.join(file.split(os.sep)[-4:])}:{line}"
-
-
-def _place(frame: FrameType | None) -> tuple[str, int, int]:
-    if frame is None:
-        return "", 0, 0
-    code = frame.f_code
-    return code.co_filename, code.co_firstlineno, frame.f_lasti
 
 
 def _compose(

@@ -75,6 +75,7 @@ def test_it_learns_what_adam_learns(rule):
     assert abs(learned(rule) - learned(Adam())) < 0.02
 
 
+@pytest.mark.slow
 def test_one_bit_lamb_learns_about_what_lamb_learns():
     """From 3.47 to 1.99, and 0.023 less far."""
     assert abs(learned(OnebitLamb(40, Lamb(adapt_all=True))) - learned(Lamb(adapt_all=True))) < 0.05

@@ -49,6 +49,7 @@ def test_after_a_rollback_a_run_is_as_one_that_never_saw_the_batch(tmp_path):
             assert math.isclose(second[iteration], loss, abs_tol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_resume_sets_the_same_aside(tmp_path):
     """Whether the run stopped before the spike, or after the first checkpoint beyond it."""
     whole, wanted = train_with_metrics(
