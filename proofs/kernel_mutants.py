@@ -48,6 +48,7 @@ class KernelFault:
     times: int = 1
 
 
+ATTENTION = "csrc/attention/cuda_blocks.hpp"
 RMS_NORM, ROWS, SUMS = "csrc/rms_norm/cuda.cu", "csrc/common/cuda_rows.hpp", "csrc/common/cuda_sums.hpp"
 
 FAULTS = (
@@ -219,6 +220,50 @@ FAULTS = (
         "csrc/square_sum/cuda.cu",
         "const double x = to_float",
         "const float x = to_float",
+    ),
+    KernelFault(
+        "a missing barrier: the next tile is copied over one that others still multiply",
+        "attention",
+        ATTENTION,
+        "    __syncthreads();  // the tile has been read, and so have its notes\n",
+        "",
+        3,
+    ),
+    KernelFault(
+        "a tile is multiplied before its copy has been waited for",
+        "attention",
+        ATTENTION,
+        "  if (another) {\n    wait_for_copies<1>();",
+        "  if (true) {\n    wait_for_copies<1>();",
+    ),
+    KernelFault(
+        "results go through a tile to which a copy is under way",
+        "attention",
+        ATTENTION,
+        "  wait_for_copies<0>();  // there are some where no key is seen\n",
+        "",
+        2,
+    ),
+    KernelFault(
+        "the first row's document stands for all rows of a warp",
+        "attention",
+        ATTENTION,
+        "  bool same = own[0] == document && own[1] == document;",
+        "  bool same = true;",
+    ),
+    KernelFault(
+        "the documents of a tile are not looked at",
+        "attention",
+        ATTENTION,
+        "same = same && notes.document[i] == document;",
+        "same = same && true;",
+    ),
+    KernelFault(
+        "a group's heads are all summed by each of the blocks that share them",
+        "attention",
+        ATTENTION,
+        "heads = in.heads_per_group / in.shares;",
+        "heads = in.heads_per_group;",
     ),
 )
 

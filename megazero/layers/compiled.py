@@ -23,11 +23,13 @@ from megazero.layers.norm import Norm
 from megazero.layers.sums import Sums
 from megazero.layers.transformer import Forward, layers_of, use_forward
 
+_MOST_SHAPES = 1024
+
 
 def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
     """Make torch.compile compute the training passes of the layers among `blocks` from now on.
 
-    Shapes are constants: another sequence length is compiled anew. Passes without gradients, with a cache or
+    Shapes are constants: another sequence length is compiled anew, up to a thousand. Passes without gradients, with a cache or
     for some rows only run as before. Where the ranks of a tensor-parallel group communicate, a region ends
     before the linear layer and another begins behind it. The codes of weights that are multiplied as 8-bit
     floats are made before a region, so that it is the same for all micro-batches of a step.
@@ -39,6 +41,9 @@ def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
     Raises:
         ConfigError: a tool that the compiler needs is not installed.
     """
+    # After eight shapes torch would run a layer uncompiled, and a curriculum of lengths has more.
+    limits = torch._dynamo.config
+    limits.recompile_limit = limits.accumulated_recompile_limit = _MOST_SHAPES
     layers = layers_of(blocks)
     if backend == "inductor" and layers:
         _check_tools(layers[0].placement.device)

@@ -185,8 +185,11 @@ def products_in_8_bits(layer: nn.Module) -> list[tuple[Fp8Scaling, nn.Parameter]
 
 
 def on_tensor_cores(x: Tensor) -> bool:
-    """Whether products of such tensors are `torch._scaled_mm`'s, which wants rows of both in memory."""
-    return x.is_cuda
+    """Whether products of such tensors are `torch._scaled_mm`'s, which wants rows of both in memory.
+
+    Devices before Ada (8.9) have no products of 8-bit floats: there, as on a CPU, fp32 multiplies the codes.
+    """
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
 def fp8_product(

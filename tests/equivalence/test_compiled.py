@@ -77,6 +77,13 @@ def test_all_layers_share_one_graph_without_breaks():
     assert not counters()["graph_break"]
 
 
+def test_no_length_of_a_curriculum_is_left_uncompiled():
+    """From the ninth length on layers ran as they are, and one line in the log said so."""
+    for length in range(8, 30, 2):
+        losses_of(Layout(layers=1, compiled="eager", samples=1, sequence=length).config(), steps=1)
+    assert counters()["stats"]["unique_graphs"] == 11
+
+
 def test_layers_of_a_kind_share_a_graph_in_a_hybrid_model():
     losses_of(Layout(letters="M", layers=10, compiled="eager", samples=2).config())
     assert counters()["stats"]["unique_graphs"] == 1

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -472,3 +473,12 @@ def test_a_compiled_linear_has_the_bits_of_a_plain_one(forgotten, backend):
     for ours, theirs in zip(found[2:], found[:2], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert all(amax > 0 for amax in found[2][-1].tolist())
+
+
+def test_devices_before_ada_multiply_the_codes_in_fp32(monkeypatch):
+    """On an A100 the first product of 8-bit floats ended the training."""
+    x = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    for capability, cores in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, own=capability: own)
+        assert fp8.on_tensor_cores(x) is cores
+    assert not fp8.on_tensor_cores(torch.zeros(1))
