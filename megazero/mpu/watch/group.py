@@ -105,7 +105,7 @@ class WatchedGroup(WrappingGroup):
         self.inner.all_gather(everyone, mine).wait()
         if bool((everyone == mine).all()):
             return
-        calls = gather_values(self.inner, f"{record.operation} at {record.place}", self._check_on)
+        calls = gather_values(self.inner, f"{record.operation} at {record.place}", mine.device)
         listing = "; ".join(f"rank {rank} made {call}" for rank, call in zip(self.ranks, calls, strict=True))
         raise CommunicationError(
             f"the members of group `{self.name}` must make the same calls, but differ at call "
