@@ -31,8 +31,9 @@ def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
 
     Shapes are constants: another sequence length is compiled anew, up to a thousand. Passes without
     gradients, with a cache or for some rows only run as before. Where the ranks of a tensor-parallel group
-    communicate, a region ends before the linear layer and another begins behind it. The codes of weights that are multiplied as 8-bit
-    floats are made before a region, so that it is the same for all micro-batches of a step.
+    communicate, a region ends before the linear layer and another begins behind it. The codes of weights
+    that are multiplied as 8-bit floats are made before a region, so that it is the same for all micro-
+    batches of a step.
 
     Args:
         blocks: the blocks of a chunk; embedding and head stay as they are.
