@@ -59,7 +59,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests per fault and stage")
     parser.add_argument("--near", action="store_true", help="only the tests of the packages and the oracle")
     parser.add_argument(
-        "--last", type=Path, metavar="FILE", help="tests, one a line, for what no other test found"
+        "--last",
+        type=Path,
+        metavar="FILE",
+        help="tests, one a line, of any tier, for what no other test found",
     )
     parser.add_argument("--measure", action="store_true", help="only measure the tests that need it")
     parser.add_argument("--resume", action="store_true", help="keep what `--out` already says")
@@ -221,9 +224,9 @@ def main() -> int:
         tests = measured(Path(folder), options.workers, parts)
         if options.measure:
             return 0
-        last = set(options.last.read_text().splitlines()) if options.last else set()
-        parted = [[test for test in tests.tests if (test.name in last) is late] for late in (False, True)]
-        choices = [Nearest(ROOT, part, options.budget) for part in parted]
+        last = options.last.read_text().splitlines() if options.last else []
+        first = [test for test in tests.tests if test.name not in set(last)]
+        choices = [Nearest(ROOT, part, options.budget) for part in (first, tests.like_others(last))]
         out = options.out or KEPT / f"seed{options.seed}.jsonl"
         done = read_rows(out) if options.resume and out.exists() else []
         rows = try_all(counted, done, choices, Path(folder), options.workers, out)

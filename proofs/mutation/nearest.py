@@ -71,6 +71,21 @@ class MeasuredTests:
             for name, entry in json.loads(kept.read_text())["tests"].items()
         ]
 
+    def like_others(self, names: Iterable[str]) -> list[MeasuredTest]:
+        """Tests that were not measured, each as the measured cases of it are together, or its whole file."""
+        alike: dict[str, list[MeasuredTest]] = defaultdict(list)
+        for test in self.tests:
+            alike[test.name.partition("[")[0]].append(test)
+            alike[test.file].append(test)
+        made = []
+        for name in names:
+            own, _, _ = name.partition("[")
+            others = alike.get(own) or alike.get(own.partition("::")[0], [])
+            if others:
+                seconds = sum(test.seconds for test in others) / len(others)
+                made.append(MeasuredTest(name, seconds, frozenset().union(*(x.functions for x in others))))
+        return made
+
     def _kept(self, name: str) -> Path:
         return self.folder / f"{name.replace('/', '.')}.json"
 

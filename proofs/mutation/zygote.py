@@ -90,6 +90,8 @@ def run_tests(request: dict, folder: Path) -> int:
     recorder = Recorder(request["tests"], board)
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"]
     options += ["--basetemp", str(folder / "pytest"), *(["-x"] if request["stop"] else [])]
+    if request["tests"] is not None and Path("tests/conftest.py").exists():
+        options.append("--slow")  # what is wanted runs, of whatever tier it is
     code = int(pytest.main([*options, *request["files"]], plugins=[recorder]))
     answer = {"tests": recorder.tests, "failed": recorder.failed}
     (folder / "report.json").write_text(json.dumps(answer))

@@ -94,7 +94,7 @@ class _Given:
     def arguments(
         self, q: Tensor, k: Tensor, v: Tensor, results: Tensor, of_keys: Tensor | None = None
     ) -> tuple[Argument, ...]:
-        """What comes before the results, of which one for the queries and one for the keys is given here."""
+        """The arguments before the results, of which one of queries and one of keys is given here."""
         (s, b, n, d), (t, _, g, _) = q.shape, k.shape
         shares = 1 if of_keys is None else of_keys.shape[2] // g
         wide = (results.dtype != q.dtype) + 2 * (of_keys is not None and of_keys.dtype != q.dtype)
