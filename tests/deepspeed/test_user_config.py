@@ -107,7 +107,10 @@ WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], str]] = {
         {"zero_optimization": {"sdma_allgather": True, "sdma_allgather_max_numel": 64}},
         "through torch.distributed",
     ),
-    "overlap misspelt": ({"zero_optimization": {"stage": 2, "comm_overlap": True}}, "`overlap_comm` is meant"),
+    "overlap misspelt": (
+        {"zero_optimization": {"stage": 2, "comm_overlap": True}},
+        "`overlap_comm` is meant",
+    ),
     "threshold misspelt": (
         {"zero_optimization": {"stage": 3, "stage3_param_persitance_threshold": 1e5}},
         "`stage3_param_persistence_threshold` is meant",

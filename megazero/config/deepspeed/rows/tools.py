@@ -201,7 +201,7 @@ FEATURE_ROWS: tuple[KeyRow, ...] = (
         "compile",
         SECTION,
         accepted="`engine.compile` compiles the forward alone, between gathers that stay as they are",
-        only=Only("without `autosp` in `passes`", lambda section: "autosp" not in (section.get("passes") or ())),
+        only=Only("`passes` without autosp", lambda section: "autosp" not in (section.get("passes") or ())),
         refused="the compiler does not share sequences; do it with `UlyssesSPAttentionHF` or "
         "`DistributedAttention`, and leave the pass out",
     ),

@@ -145,7 +145,9 @@ ZERO_ROWS: tuple[KeyRow, ...] = (
             "enable_sanity_checks",
         ),
     ),
-    *ignores("gathers go through torch.distributed", ANYTHING, *_zero("sdma_allgather", "sdma_allgather_max_numel")),
+    *ignores(
+        "gathers go through torch.distributed", ANYTHING, *_zero("sdma_allgather", "sdma_allgather_max_numel")
+    ),
     # Examples misspell them; older releases passed over both, and only speed depends on the right ones.
     *ignores("no key has this name: `overlap_comm` is meant", ANYTHING, *_zero("comm_overlap")),
     *ignores(
