@@ -105,6 +105,8 @@ def _optimize(
     shards = Optimizer(parallel.store, rule, context, settings.clip_grad)
     scaler = build_deepspeed_scaler(settings.precision, consecutive=extras.consecutive_hysteresis)
     shown = settings.zero.stage == 0 and settings.precision.dtype == "fp32"  # then gradients are means
-    means = extras.prescale_gradients or shown
+    narrow = "fp16" in (settings.zero.grad_reduce_dtype, settings.zero.grad_accumulation_dtype)
+    # The more ranks, the sooner their sums overflow in fp16; means do not.
+    means = extras.prescale_gradients or shown or (narrow and extras.gradient_predivide_factor == 1.0)
     divisor = float(context.replica.size) if means else extras.gradient_predivide_factor
     return DeepSpeedOptimizer(client, rule_of, parallel, shards, scaler, divisor)

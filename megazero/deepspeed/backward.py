@@ -147,12 +147,15 @@ class BackwardEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, LayoutAnsw
         if self._script.recover():
             self._drop()
         counted = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        scale, arriving = self.states.loss_factor, 1.0
+        if self.settings.precision.dtype == "fp16":  # what a rank's gradient may be is the same on any number
+            scale, arriving = self.states.cur_scale, self.states.loss_factor / self.states.cur_scale
         with self._reporter.phase("backward"), self._reporter.counting():
             if self._shown is not None:
                 self._shown.hide()
-            self._begin(1.0)
+            self._begin(arriving)
             try:
-                (counted.float() * self.states.loss_factor).backward(retain_graph=retain_graph)
+                (counted.float() * scale).backward(retain_graph=retain_graph)
             except BaseException:
                 self._drop()
                 raise

@@ -174,8 +174,8 @@ def _narrow_reduction(read: DeepSpeedSettings) -> tuple[str, ...]:
         return ()
     read.settings[:] = [setting for setting in read.settings if setting.spec.path != path]
     return (
-        f"`communication_data_type` of {read.name} is fp16 without a loss scale: a sum of gradients above "
-        "65504 is inf, and its step is skipped.",
+        f"`communication_data_type` of {read.name} is fp16 without a loss scale: a mean of gradients "
+        "above 65504 is inf, and its step is skipped.",
     )
 
 

@@ -237,6 +237,24 @@ def test_where_gradients_are_divided_changes_the_rounding_alone(scaling):
     torch.testing.assert_close(record.losses, expected.losses, rtol=1e-2 if narrow else 1e-5, atol=0)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "sums", [{"communication_data_type": "fp16"}, {"data_types": {"grad_accum_dtype": "fp16"}}]
+)
+def test_sums_over_ranks_in_fp16_overflow_only_where_their_means_would(sums, stage):
+    """On 1,024 ranks the search for a loss scale would otherwise end 1,024 times lower."""
+
+    def work(context: ParallelContext):
+        fp16 = {"enabled": True, "loss_scale": 1}
+        config = settings(stage, optimizer=ADAMW, fp16=fp16, **sums)
+        engine = start(context, torch.nn.Linear(1, 1, bias=False), config)
+        engine.backward(engine(torch.ones(1, 1).half()).float().sum() * 5e4)
+        engine.step()
+        return engine.was_step_applied(), engine.get_global_grad_norm()
+
+    assert on_ranks(4, work) == [(True, pytest.approx(5e4, rel=1e-3))] * 4
+
+
 def test_train_batch_is_forward_backward_and_step():
     def work(context: ParallelContext):
         by_hand = start(context, build(Tied), settings(2, 3, optimizer=ADAMW))

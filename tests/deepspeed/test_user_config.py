@@ -97,11 +97,30 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         },
     },
 }
+WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], str]] = {
+    "compiler": ({"compile": {"deepcompile": True, "passes": ["z3"]}}, "compiles the forward alone"),
+    "experts": (
+        {"expert_parallel": {"enabled": True, "autoep_size": 8, "load_balance_coeff": None}},
+        "each rank with all experts",
+    ),
+    "direct gathers": (
+        {"zero_optimization": {"sdma_allgather": True, "sdma_allgather_max_numel": 64}},
+        "through torch.distributed",
+    ),
+    "overlap misspelt": (
+        {"zero_optimization": {"stage": 2, "comm_overlap": True}},
+        "`overlap_comm` is meant",
+    ),
+    "threshold misspelt": (
+        {"zero_optimization": {"stage": 3, "stage3_param_persitance_threshold": 1e5}},
+        "`stage3_param_persistence_threshold` is meant",
+    ),
+}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "misspelt": ({"zero_optimization": {"stage3_param_persitance_threshold": 1}}, "did you mean"),
+    "misspelt": ({"zero_optimization": {"stage3_param_persistance_threshold": 1}}, "did you mean"),
     "zenflow": ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "every gradient takes"),
-    "compiler": ({"compile": {"deepcompile": True}}, "the compiler is not offered"),
-    "experts": ({"expert_parallel": {"enabled": True}}, "not replaced by experts"),
+    "compiler": ({"compile": {"deepcompile": True, "passes": ["autosp"]}}, "does not share sequences"),
+    "experts": ({"expert_parallel": {"enabled": True, "top_k": 1}}, "the model's own router decides"),
     "sparse": ({"sparse_attention": {"mode": "strided"}}, "choose dense, fixed, variable, bigbird or"),
 }
 
@@ -113,6 +132,13 @@ def test_configurations_that_scripts_carry(name: str):
         optimizer = of_json(settings.extras.optimizer, list(torch.nn.Linear(2, 2).parameters()))
         if settings.extras.scheduler is not None:
             schedule_of_json(settings.extras.scheduler, optimizer).step()
+
+
+@over_table("name", WITHOUT_EFFECT)
+def test_what_examples_carry_without_effect_is_named(name: str):
+    config, why = WITHOUT_EFFECT[name]
+    (note,) = read_settings({"train_batch_size": 8, **config}, 1).notes
+    assert why in note
 
 
 @over_table("name", REFUSED)

@@ -337,7 +337,6 @@ HARMLESS: dict[str, Any] = {
     "optimizer.params.momentum_decay": 0.004,
     "gradient_allreduce_op": "Mean",
     "zero_optimization.mics_shard_size": -1,
-    "compile": {"deepcompile": False},
     "optimizer.params.adam_w_mode": True,
     "optimizer.params.grad_averaging": True,
 }

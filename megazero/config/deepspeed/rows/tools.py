@@ -84,6 +84,18 @@ def _generates_whole(section: Any) -> bool:
     return DISABLED.holds(section) or section.get("inference_tp_size", 1) in (1, AUTO)
 
 
+_ROUTING = (
+    *("score_func", "score_apply", "top_k", "route_norm", "routed_scaling_factor"),
+    *("load_balance_coeff", "num_expert_groups", "num_limited_groups"),
+)
+
+
+def _routes_as_the_model(section: Any) -> bool:
+    """Whether a section `expert_parallel` changes where experts lie and nothing that is computed."""
+    own = all(section.get(key) in (None, AUTO) for key in _ROUTING) and section.get("route_scale", 1) == 1
+    return own or DISABLED.holds(section)
+
+
 LOGGING_ROWS: tuple[KeyRow, ...] = (
     KeyRow(
         "steps_per_print",
@@ -185,11 +197,13 @@ FEATURE_ROWS: tuple[KeyRow, ...] = (
         refused="`tensor_parallel.autotp_size` slices the layers for training and generation alike; leave "
         "`inference_tp_size` out",
     ),
-    *refuses(
-        "the compiler is not offered; leave the section out",
-        SECTION,
-        Only("`deepcompile` false", lambda section: section.get("deepcompile", False) is False),
+    KeyRow(
         "compile",
+        SECTION,
+        accepted="`engine.compile` compiles the forward alone, between gathers that stay as they are",
+        only=Only("`passes` without autosp", lambda section: "autosp" not in (section.get("passes") or ())),
+        refused="the compiler does not share sequences; do it with `UlyssesSPAttentionHF` or "
+        "`DistributedAttention`, and leave the pass out",
     ),
     KeyRow(
         "tensor_parallel",
@@ -197,12 +211,15 @@ FEATURE_ROWS: tuple[KeyRow, ...] = (
         extra="sections.tensor_parallel",
         script_refused="cut layers with `--tensor-model-parallel-size`; leave the section out",
     ),
-    *refuses(
-        "MLPs of a given model are not replaced by experts; build them with `--num-experts` and share them "
-        "with `--expert-model-parallel-size`, and leave the section out",
-        SECTION,
-        DISABLED,
+    KeyRow(
         "expert_parallel",
+        SECTION,
+        convert=if_enabled,
+        accepted="the model's own layers run, each rank with all experts, which stage 3 shards",
+        only=Only("it leaves the routing to the model", _routes_as_the_model),
+        refused="the model's own router decides; set it there, and leave the key out",
+        script_refused="share experts with `--num-experts` and `--expert-model-parallel-size`; leave the "
+        "section out",
     ),
     *refuses(
         "the ranks that share a layer's experts are neighbours, and replicas of them lie further apart; "

@@ -145,6 +145,16 @@ ZERO_ROWS: tuple[KeyRow, ...] = (
             "enable_sanity_checks",
         ),
     ),
+    *ignores(
+        "gathers go through torch.distributed", ANYTHING, *_zero("sdma_allgather", "sdma_allgather_max_numel")
+    ),
+    # Examples misspell them; older releases passed over both, and only speed depends on the right ones.
+    *ignores("no key has this name: `overlap_comm` is meant", ANYTHING, *_zero("comm_overlap")),
+    *ignores(
+        "no key has this name: `stage3_param_persistence_threshold` is meant",
+        ANYTHING,
+        *_zero("stage3_param_persitance_threshold"),
+    ),
     *refuses("use `--finetune`, for weights alone", BOOL, only(False), *_zero("ignore_missing_optim_state")),
     *ignores("the norm of the gradients is always computed", BOOL, *_zero("compute_grad_norm")),
     *refuses(
