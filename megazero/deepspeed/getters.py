@@ -220,6 +220,7 @@ ATTRIBUTES: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "num_experts": lambda engine: [layer.num_experts for layer in _experts(engine)],
         "param_names": lambda engine: {param: name for name, param in engine.module.named_parameters()},
         "seq_data_parallel_group": lambda engine: process_group(engine.context.replica),
+        "seq_parallel_group": lambda engine: engine.get_sequence_parallel_group(),
         "sequence_parallel_size": lambda engine: engine.context.groups["cp"].size,
         "training_data": lambda engine: engine.given.training_data,
     }
