@@ -69,7 +69,9 @@ def get_config_default(config: type[BaseModel], field_name: str) -> Any:
     """
     field = config.model_fields.get(field_name)
     if field is None or field.is_required():
-        raise AssertionError(f"`{field_name}` must be a field of {config.__name__} with a default, but is not")
+        raise AssertionError(
+            f"`{field_name}` must be a field of {config.__name__} with a default, but is not"
+        )
     return field.get_default()
 
 
