@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, create_model, field_validator
 
 from megazero.config.deepspeed.row import AUTO
+from megazero.deepspeed.asserted import AssertedConfigError
 from megazero.deepspeed.utils.logging import logger
 
 
@@ -26,7 +27,7 @@ class DeepSpeedConfigModel(BaseModel):
 
     Raises:
         pydantic.ValidationError: a key is unknown, or a value is of another type.
-        AssertionError: a deprecated field and the one that replaces it are both given.
+        AssertedConfigError: a deprecated field and the one that replaces it are both given.
     """
 
     model_config = ConfigDict(
@@ -57,7 +58,7 @@ class DeepSpeedConfigModel(BaseModel):
         *parents, last = new.split(".")
         owner = reduce(getattr, parents, self)
         if last in owner.model_fields_set:
-            raise AssertionError(f"`{old}` must not be given beside `{new}`, which replaces it, but is")
+            raise AssertedConfigError(f"`{old}` must not be given beside `{new}`, which replaces it, but is")
         setattr(owner, last, value)
 
 
@@ -65,11 +66,11 @@ def get_config_default(config: type[BaseModel], field_name: str) -> Any:
     """The default of a section's field.
 
     Raises:
-        AssertionError: there is no such field, or it has no default.
+        AssertedConfigError: there is no such field, or it has no default.
     """
     field = config.model_fields.get(field_name)
     if field is None or field.is_required():
-        raise AssertionError(
+        raise AssertedConfigError(
             f"`{field_name}` must be a field of {config.__name__} with a default, but is not"
         )
     return field.get_default()

@@ -25,6 +25,7 @@ from megazero.deepspeed.utils.timer import (
     STEP_GLOBAL_TIMER,
     STEP_MICRO_TIMER,
     SynchronizedWallClockTimer,
+    ThroughputTimer,
 )
 from megazero.loss import LossTerm
 from megazero.mpu.context import ParallelContext
@@ -73,6 +74,12 @@ class StepFacts:
         return self.counters.global_steps
 
 
+class _Unwaited:
+    """The settings of the engine's throughput timer, which does not wait for the device."""
+
+    enabled, synchronized = True, False
+
+
 class Reporter:
     """Prints a line every `steps_per_print` steps on the first rank and feeds the JSON's monitors.
 
@@ -98,7 +105,7 @@ class Reporter:
         self._speaks = context.rank == 0
         self._traffic = traffic
         self._monitor = CompositeMonitor(_monitors(settings) if self._speaks else ())
-        self.throughput = Throughput(settings)
+        self.throughput = ThroughputTimer(_Unwaited, settings.batch.train)
         logging = settings.logging
         self._records = any((logging.tensorboard_dir, logging.csv_dir, logging.wandb_project))
         self.monitor = EventMonitor(self._monitor, enabled=self._records)
@@ -212,38 +219,6 @@ class Reporter:
 
     def _say(self, text: str) -> None:
         print(text, flush=True)
-
-
-class Throughput:
-    """Samples per second since the second step, under the names of DeepSpeed's `tput_timer`.
-
-    Args:
-        settings: say how many samples a step has.
-    """
-
-    def __init__(self, settings: UserSettings):
-        self.batch_size = settings.batch.train
-        self.epoch_count = 0
-        self.global_step_count = 0
-        self.total_elapsed_time = 0.0
-        self._clock: float | None = None
-
-    def stepped(self) -> None:
-        """Note the end of a step; the first one, which warms up, does not count."""
-        now = time.perf_counter()
-        if self._clock is not None:
-            self.total_elapsed_time += now - self._clock
-            self.global_step_count += 1
-        self._clock = now
-
-    def update_epoch_count(self) -> None:
-        """Note the end of an epoch."""
-        self.epoch_count += 1
-
-    def avg_samples_per_sec(self) -> float:
-        """The mean speed; -1 before the second step."""
-        samples = self.global_step_count * self.batch_size
-        return samples / self.total_elapsed_time if self.total_elapsed_time > 0 else -1.0
 
 
 class EventMonitor:

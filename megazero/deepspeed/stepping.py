@@ -102,7 +102,8 @@ class SteppingEngine(BackwardEngine):
         if (compression := self.module.__dict__.get("compression_scheduler")) is not None:
             compression.step(self.global_steps)
         self.global_samples += self.train_batch_size()
-        self.tput_timer.stepped()
+        self.tput_timer.stop(global_step=True, report_speed=False)
+        self.tput_timer.start()
         if self._reporter.wants(self.global_steps):
             report = self.states.report
             assert report is not None, "there has been a step"

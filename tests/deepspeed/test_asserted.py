@@ -120,3 +120,16 @@ def test_sections_of_scripts():
 def test_sections_refuse(make, error):
     with pytest.raises(error):
         make()
+
+
+def test_a_throughput_timer_counts_after_its_warm_up():
+    timer = engine().tput_timer
+    timer.stop()
+    assert (timer.initialized, timer.started, timer.micro_step_count, timer.batch_size) == (False, False, 0, 1)
+    for step in range(4):
+        timer.start()
+        assert timer.initialized and timer.started and bool(timer.start_time) == (step >= timer.start_step)
+        timer.stop(global_step=True)
+    assert timer.micro_step_count == timer.global_step_count == 4
+    assert 0 < timer.end_time - timer.start_time <= timer.total_elapsed_time
+    assert timer.avg_samples_per_sec() > 0
