@@ -17,6 +17,7 @@ from megazero.deepspeed.config_models import (
     get_config_default,
 )
 from megazero.deepspeed.user_config import DeepSpeedConfig, zero_config
+from megazero.deepspeed.zero.leaf_modules import set_z3_leaf_modules
 from megazero.errors import CheckpointError, ConfigError, MegazeroError
 from megazero.mpu.context import solo_context
 from tests.tables import over_table
@@ -47,10 +48,11 @@ def test_a_schedule_of_another_optimizer_is_warned_about():
         (lambda: megazero.initialize(config=TRAINED), ConfigError, "`model` must be a torch.nn.Module"),
         (lambda: DeepSpeedConfig({"train_batch_size": 3, **sizes(2, 2)}), ConfigError, "must be"),
         (lambda: zero_config(reduce_bucket_size=0), ConfigError, "reduce_bucket_size"),
+        (lambda: set_z3_leaf_modules(nn.Linear(1, 1), [nn.Conv2d]), ConfigError, "`leaf_module_classes`"),
         (lambda: engine().step(), MegazeroError, "`step` must follow a backward"),
         (lambda: engine().save_checkpoint(""), CheckpointError, "`save_dir` must be the path of a folder"),
     ],
-    ids=["no model", "batch", "section", "step", "folder"],
+    ids=["no model", "batch", "section", "leaves", "step", "folder"],
 )
 def test_refusals_are_what_deepspeed_raises(call, kind, words):
     with pytest.raises(AssertionError, match=words) as refusal:
@@ -125,7 +127,12 @@ def test_sections_refuse(make, error):
 def test_a_throughput_timer_counts_after_its_warm_up():
     timer = engine().tput_timer
     timer.stop()
-    assert (timer.initialized, timer.started, timer.micro_step_count, timer.batch_size) == (False, False, 0, 1)
+    assert (timer.initialized, timer.started, timer.micro_step_count, timer.batch_size) == (
+        False,
+        False,
+        0,
+        1,
+    )
     for step in range(4):
         timer.start()
         assert timer.initialized and timer.started and bool(timer.start_time) == (step >= timer.start_step)
