@@ -135,7 +135,8 @@ def test_a_throughput_timer_counts_after_its_warm_up():
     )
     for step in range(4):
         timer.start()
-        assert timer.initialized and timer.started and bool(timer.start_time) == (step >= timer.start_step)
+        assert (timer.initialized, timer.started) == (True, True)
+        assert bool(timer.start_time) == (step >= timer.start_step)
         timer.stop(global_step=True)
     assert timer.micro_step_count == timer.global_step_count == 4
     assert 0 < timer.end_time - timer.start_time <= timer.total_elapsed_time
