@@ -211,6 +211,7 @@ ATTRIBUTES: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "checkpoint_mp_rank": lambda engine: engine.context.tp.rank,
         "collate_fn": lambda engine: engine.given.collate_fn,
         "communication_data_type": _sent_dtype,
+        "flops_profiler": lambda engine: engine._reporter.profiler,
         "gradient_average": lambda engine: value_at(engine.config, "gradient_allreduce_op", "mean") == "mean",
         "has_moe_layers": lambda engine: bool(_experts(engine)),
         "is_iterable_style_dataset": lambda engine: lambda data: isinstance(data, IterableDataset),

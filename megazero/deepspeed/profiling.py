@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -37,6 +38,31 @@ __all__ = [
 ]
 
 
+def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    batch, heads, rows, width = query
+    return 2 * batch * heads * rows * key[-2] * (width + value[-1])
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    batch, heads, rows, width = query
+    return 2 * batch * heads * rows * key[-2] * (3 * width + 2 * value[-1])
+
+
+def _by_vector(first: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * prod(first)
+
+
+PRODUCTS: Mapping[Any, Callable[..., int]] = MappingProxyType(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+        torch.ops.aten.dot: _by_vector,
+        torch.ops.aten.mv: _by_vector,
+    }
+)
+"""Formulas by shapes that torch's registry lacks: attention on a CPU, and products with a vector."""
+
+
 class FlopsProfiler:
     """Profiles the forward pass of a module, from `start_profile` to `end_profile`.
 
@@ -57,7 +83,7 @@ class FlopsProfiler:
         self.stop_profile()
         self.profiles = profiles_of(self.model, ignore_list or ())
         device = torch.device("cuda" if get_accelerator().name() == "cuda" else "cpu")
-        self._counter = ModuleCounter(self.profiles, clock_of(device))
+        self._counter = ModuleCounter(self.profiles, clock_of(device), more=PRODUCTS)
         self._counter.start(counts=True)
         self.started = True
 
@@ -80,6 +106,21 @@ class FlopsProfiler:
         """Stop counting and forget the figures."""
         self.stop_profile()
         self.profiles, self.started = {}, False
+
+    @property
+    def flops(self) -> int:
+        """See `get_total_flops`."""
+        return self._total.flops
+
+    @property
+    def macs(self) -> int:
+        """See `get_total_macs`."""
+        return self._total.macs
+
+    @property
+    def params(self) -> int:
+        """See `get_total_params`."""
+        return self._total.params
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
         """The FLOPs of the forward pass."""

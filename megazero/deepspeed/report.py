@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megazero.config.tree.config import Config
 from megazero.deepspeed.counters import EngineCounters
-from megazero.deepspeed.profiling import FlopsProfiler
+from megazero.deepspeed.profiling import PRODUCTS, FlopsProfiler
 from megazero.deepspeed.settings import UserSettings
 from megazero.deepspeed.utils.timer import (
     BACKWARD_GLOBAL_TIMER,
@@ -91,6 +91,7 @@ class Reporter:
         settings: the settings, which say what to report.
         monitor: takes a script's own values.
         throughput: the speed so far.
+        profiler: the FLOPs of the step that `flops_profiler` names, once it has come; else None.
 
     Args:
         settings: the settings, which say what to report.
@@ -111,6 +112,7 @@ class Reporter:
         self.monitor = EventMonitor(self._monitor, enabled=self._records)
         self._flops = 0
         self._profiled = False
+        self.profiler: FlopsProfiler | None = None
         self._counted = not settings.profiling.flops_profiler
         self.restart(0)
         if self._speaks and settings.extras.dump_state:
@@ -163,7 +165,8 @@ class Reporter:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the body's FLOPs towards a step's, until the first report."""
-        counter = nullcontext() if self._counted else FlopCounterMode(display=False)
+        more = dict(PRODUCTS)
+        counter = nullcontext() if self._counted else FlopCounterMode(display=False, custom_mapping=more)
         with counter:
             yield
         if isinstance(counter, FlopCounterMode):
@@ -178,6 +181,7 @@ class Reporter:
             return
         self._profiled = True
         profiler = FlopsProfiler(module, recompute_fwd_factor=wanted.flops_profiler_recompute_fwd_factor)
+        self.profiler = profiler
         profiler.start_profile()
         try:
             yield
@@ -191,7 +195,6 @@ class Reporter:
                 wanted.flops_profiler_detailed,
                 wanted.flops_profiler_output_file,
             )
-        profiler.end_profile()
 
     def _line(self, facts: StepFacts, phases: Mapping[str, float], seconds: float) -> str:
         batch = self.settings.batch.train

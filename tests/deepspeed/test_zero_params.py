@@ -176,7 +176,9 @@ def test_fragments_are_those_of_plain_torch(stage, ranks, offload):
         safe_update_full_grad_vectorized([bias, engine.module.frozen.bias], lambda grad, param: grad * 3)
         engine.step()
         assert safe_get_full_grad(up) is None
-        assert safe_get_full_grad(engine.module.frozen.weight) is None
+        frozen = engine.module.frozen.weight
+        assert safe_get_full_grad(frozen) is safe_get_full_fp32_param(frozen) is None
+        assert safe_get_full_optimizer_state(frozen, "exp_avg") is None
         moment = safe_get_full_optimizer_state(bias, "exp_avg")
         safe_set_full_optimizer_state(bias, torch.full(bias.shape, 7.0), "exp_avg_sq")
         safe_set_full_fp32_param(bias, torch.full(bias.shape, 2.0))
