@@ -66,6 +66,9 @@ PRODUCTS: Mapping[Any, Callable[..., int]] = MappingProxyType(
 class FlopsProfiler:
     """Profiles the forward pass of a module, from `start_profile` to `end_profile`.
 
+    Attributes:
+        flops, macs, params: the figures of the last profile that was stopped.
+
     Args:
         model: the module.
         ds_engine: the engine around it, which the printed report names.
@@ -75,6 +78,7 @@ class FlopsProfiler:
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0):
         self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
         self.started = False
+        self.flops = self.macs = self.params = 0
         self.profiles: dict[nn.Module, ModuleProfile] = {}
         self._counter: ModuleCounter | None = None
 
@@ -95,6 +99,8 @@ class FlopsProfiler:
             self._counter.settle()
             fill_containers(self.model, self.profiles)
             self._counter = None
+            total = self._total
+            self.flops, self.macs, self.params = total.flops, total.macs, total.params
 
     def reset_profile(self) -> None:
         """Set all figures to zero."""
@@ -106,21 +112,6 @@ class FlopsProfiler:
         """Stop counting and forget the figures."""
         self.stop_profile()
         self.profiles, self.started = {}, False
-
-    @property
-    def flops(self) -> int:
-        """See `get_total_flops`."""
-        return self._total.flops
-
-    @property
-    def macs(self) -> int:
-        """See `get_total_macs`."""
-        return self._total.macs
-
-    @property
-    def params(self) -> int:
-        """See `get_total_params`."""
-        return self._total.params
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
         """The FLOPs of the forward pass."""
