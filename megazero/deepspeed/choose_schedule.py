@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from megazero.config.deepspeed.extras import Named
 from megazero.config.deepspeed.row import AUTO
@@ -49,6 +51,12 @@ def build_schedule(
     if given is None:
         return None if named is None else of_json(named, optimizer)
     schedule = given if hasattr(given, "step") else given(client)
+    if isinstance(given, LRScheduler) and given.optimizer.param_groups is not client.param_groups:
+        warnings.warn(
+            "`lr_scheduler` should be of the optimizer that the engine uses, but is of another, whose rates "
+            "nothing reads; pass that optimizer as `optimizer`, or a function that makes the schedule",
+            stacklevel=2,
+        )
     if not hasattr(schedule, "step"):
         raise ConfigError(
             f"`lr_scheduler` must be a schedule with `step`, or a function that makes one from an optimizer, "

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from types import MappingProxyType
+
+import torch
 
 from megazero.deepspeed.adopt import TIMEOUT
 from megazero.deepspeed.surface import VERSION
@@ -21,3 +24,15 @@ DEEPSPEED_OPTIMIZERS = (
     *("muadamw", "musgd", "lion", "muon"),
 )
 ADAM_W_MODE_DEFAULT = True
+PARTITIONED_SHAPE = (0,)
+MIN_SWAPPABLE_BYTES = 2**20
+TORCH_INFO = MappingProxyType(
+    {
+        "version": ".".join(torch.__version__.split(".")[:2]),
+        "bf16_support": True,
+        "cuda_version": torch.version.cuda or "0.0",
+        "nccl_version": "0.0",
+        "hip_version": torch.version.hip or "0.0",
+    }
+)
+"""The versions that the package was built with; 0.0 where there is no such library."""

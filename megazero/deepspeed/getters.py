@@ -211,6 +211,7 @@ ATTRIBUTES: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "checkpoint_mp_rank": lambda engine: engine.context.tp.rank,
         "collate_fn": lambda engine: engine.given.collate_fn,
         "communication_data_type": _sent_dtype,
+        "flops_profiler": lambda engine: engine._reporter.profiler,
         "gradient_average": lambda engine: value_at(engine.config, "gradient_allreduce_op", "mean") == "mean",
         "has_moe_layers": lambda engine: bool(_experts(engine)),
         "is_iterable_style_dataset": lambda engine: lambda data: isinstance(data, IterableDataset),
@@ -220,6 +221,7 @@ ATTRIBUTES: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "num_experts": lambda engine: [layer.num_experts for layer in _experts(engine)],
         "param_names": lambda engine: {param: name for name, param in engine.module.named_parameters()},
         "seq_data_parallel_group": lambda engine: process_group(engine.context.replica),
+        "seq_parallel_group": lambda engine: engine.get_sequence_parallel_group(),
         "sequence_parallel_size": lambda engine: engine.context.groups["cp"].size,
         "training_data": lambda engine: engine.given.training_data,
     }

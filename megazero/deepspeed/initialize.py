@@ -22,6 +22,7 @@ from megazero.deepspeed.arguments import (
     readable,
 )
 from megazero.deepspeed.assemble import Engine, assemble
+from megazero.deepspeed.asserted import asserts
 from megazero.deepspeed.autocast import Autocast
 from megazero.deepspeed.inference.hybrid import SECTION as HYBRID
 from megazero.deepspeed.inference.hybrid import engine_kind
@@ -41,6 +42,7 @@ from megazero.mpu.malloc import keep_freed_memory
 from megazero.train.parts.chunks import DTYPES
 
 
+@asserts
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,

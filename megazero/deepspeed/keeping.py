@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megazero.deepspeed.asserted import asserts
 from megazero.deepspeed.checkpoint import LoadParts, load_checkpoint, load_module_state, save_checkpoint
 from megazero.deepspeed.stepping import SteppingEngine
 from megazero.deepspeed.tags import agree_on_tag, folder_of, newest_tag, warn_of_nothing
@@ -20,6 +21,7 @@ from megazero.errors import ConfigError
 class KeepingEngine(SteppingEngine):
     """Adds checkpoints to an engine that takes steps."""
 
+    @asserts
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
@@ -53,6 +55,7 @@ class KeepingEngine(SteppingEngine):
         save_checkpoint(self, folder, chosen, client, save_latest, left_out)
         return True
 
+    @asserts
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
@@ -101,6 +104,13 @@ class KeepingEngine(SteppingEngine):
             custom_load_fn,
         )
         return str(folder / chosen), load_checkpoint(self, folder / chosen, parts)
+
+    def _get_optimizer_ckpt_name(
+        self, checkpoints_path: str | os.PathLike[str], tag: object, expp_rank: int
+    ) -> str:
+        """The file in DeepSpeed's own folders that has the optimizer of a rank's experts."""
+        name = f"expp_rank_{expp_rank}_mp_rank_{self.context.tp.rank:02d}_optim_states.pt"
+        return os.path.join(checkpoints_path, str(tag), name)
 
     def module_state_dict(
         self,

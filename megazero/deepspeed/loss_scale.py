@@ -166,6 +166,11 @@ class ScaleAndRate:
             return self._overflow
         return self.report is not None and not self.report.applied
 
+    @property
+    def _global_grad_norm(self) -> float:
+        """Gradient norm of the last update over all ranks, before clipping; 0 before the first."""
+        return 0.0 if self.report is None else self.report.grad_norm
+
     def set_lr(self, lr: float) -> None:
         """Give every parameter group this learning rate."""
         for group in self.param_groups:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from types import MappingProxyType, ModuleType
 
+import torch
+
 from megazero.errors import ConfigError
 
 _NONE = "megazero has no such kernel and needs none: "
@@ -78,6 +80,12 @@ class OpBuilder:
     def absolute_name(self) -> str:
         """The module that has the operator; empty if none has."""
         return BUILDERS[type(self).__name__][0]
+
+    @staticmethod
+    def installed_rocm_version() -> tuple[int, int]:
+        """The version of ROCm that torch is built with; 0.0 without one."""
+        major, minor, *_ = map(int, (torch.version.hip or "0.0").split("-")[0].split("."))
+        return major, minor
 
     def builder(self) -> None:
         """Nothing: `setup.py` builds all kernels.

@@ -11,7 +11,7 @@ from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.zero import fragments
 from megazero.deepspeed.zero.states import ZeroCalls
 from megazero.zero.optimizer import Optimizer
-from megazero.zero.store.store import GRADIENT
+from megazero.zero.store.store import GRADIENT, WEIGHT
 
 
 class OptimizerCalls(ZeroCalls):
@@ -42,6 +42,14 @@ class OptimizerCalls(ZeroCalls):
         return [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
 
     fp16_groups = bit16_groups
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[Tensor]:
+        """This rank's fp32 weights that are trained, flat, one for each bucket of them."""
+        store = self.parallel.store
+        return [store.at_rest(bucket)[WEIGHT] for bucket in store.buckets if bucket.key.trainable]
+
+    single_partition_of_fp32_groups = fp32_groups_flat = fp32_partitioned_groups_flat
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """Whether a gradient so far is inf or NaN on some rank; every rank calls this.

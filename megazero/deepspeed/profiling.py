@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -37,8 +38,36 @@ __all__ = [
 ]
 
 
+def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    batch, heads, rows, width = query
+    return 2 * batch * heads * rows * key[-2] * (width + value[-1])
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    batch, heads, rows, width = query
+    return 2 * batch * heads * rows * key[-2] * (3 * width + 2 * value[-1])
+
+
+def _by_vector(first: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * prod(first)
+
+
+PRODUCTS: Mapping[Any, Callable[..., int]] = MappingProxyType(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+        torch.ops.aten.dot: _by_vector,
+        torch.ops.aten.mv: _by_vector,
+    }
+)
+"""Formulas by shapes that torch's registry lacks: attention on a CPU, and products with a vector."""
+
+
 class FlopsProfiler:
     """Profiles the forward pass of a module, from `start_profile` to `end_profile`.
+
+    Attributes:
+        flops, macs, params: the figures of the last profile that was stopped.
 
     Args:
         model: the module.
@@ -49,6 +78,7 @@ class FlopsProfiler:
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0):
         self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
         self.started = False
+        self.flops = self.macs = self.params = 0
         self.profiles: dict[nn.Module, ModuleProfile] = {}
         self._counter: ModuleCounter | None = None
 
@@ -57,7 +87,7 @@ class FlopsProfiler:
         self.stop_profile()
         self.profiles = profiles_of(self.model, ignore_list or ())
         device = torch.device("cuda" if get_accelerator().name() == "cuda" else "cpu")
-        self._counter = ModuleCounter(self.profiles, clock_of(device))
+        self._counter = ModuleCounter(self.profiles, clock_of(device), more=PRODUCTS)
         self._counter.start(counts=True)
         self.started = True
 
@@ -69,6 +99,8 @@ class FlopsProfiler:
             self._counter.settle()
             fill_containers(self.model, self.profiles)
             self._counter = None
+            total = self._total
+            self.flops, self.macs, self.params = total.flops, total.macs, total.params
 
     def reset_profile(self) -> None:
         """Set all figures to zero."""

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megazero.config.tree.config import Config
 from megazero.deepspeed.counters import EngineCounters
-from megazero.deepspeed.profiling import FlopsProfiler
+from megazero.deepspeed.profiling import PRODUCTS, FlopsProfiler
 from megazero.deepspeed.settings import UserSettings
 from megazero.deepspeed.utils.timer import (
     BACKWARD_GLOBAL_TIMER,
@@ -25,6 +25,7 @@ from megazero.deepspeed.utils.timer import (
     STEP_GLOBAL_TIMER,
     STEP_MICRO_TIMER,
     SynchronizedWallClockTimer,
+    ThroughputTimer,
 )
 from megazero.loss import LossTerm
 from megazero.mpu.context import ParallelContext
@@ -73,6 +74,12 @@ class StepFacts:
         return self.counters.global_steps
 
 
+class _Unwaited:
+    """The settings of the engine's throughput timer, which does not wait for the device."""
+
+    enabled, synchronized = True, False
+
+
 class Reporter:
     """Prints a line every `steps_per_print` steps on the first rank and feeds the JSON's monitors.
 
@@ -84,6 +91,7 @@ class Reporter:
         settings: the settings, which say what to report.
         monitor: takes a script's own values.
         throughput: the speed so far.
+        profiler: the FLOPs of the step that `flops_profiler` names, once it has come; else None.
 
     Args:
         settings: the settings, which say what to report.
@@ -98,12 +106,13 @@ class Reporter:
         self._speaks = context.rank == 0
         self._traffic = traffic
         self._monitor = CompositeMonitor(_monitors(settings) if self._speaks else ())
-        self.throughput = Throughput(settings)
+        self.throughput = ThroughputTimer(_Unwaited, settings.batch.train)
         logging = settings.logging
         self._records = any((logging.tensorboard_dir, logging.csv_dir, logging.wandb_project))
         self.monitor = EventMonitor(self._monitor, enabled=self._records)
         self._flops = 0
         self._profiled = False
+        self.profiler: FlopsProfiler | None = None
         self._counted = not settings.profiling.flops_profiler
         self.restart(0)
         if self._speaks and settings.extras.dump_state:
@@ -156,7 +165,8 @@ class Reporter:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the body's FLOPs towards a step's, until the first report."""
-        counter = nullcontext() if self._counted else FlopCounterMode(display=False)
+        more = dict(PRODUCTS)
+        counter = nullcontext() if self._counted else FlopCounterMode(display=False, custom_mapping=more)
         with counter:
             yield
         if isinstance(counter, FlopCounterMode):
@@ -171,6 +181,7 @@ class Reporter:
             return
         self._profiled = True
         profiler = FlopsProfiler(module, recompute_fwd_factor=wanted.flops_profiler_recompute_fwd_factor)
+        self.profiler = profiler
         profiler.start_profile()
         try:
             yield
@@ -184,7 +195,6 @@ class Reporter:
                 wanted.flops_profiler_detailed,
                 wanted.flops_profiler_output_file,
             )
-        profiler.end_profile()
 
     def _line(self, facts: StepFacts, phases: Mapping[str, float], seconds: float) -> str:
         batch = self.settings.batch.train
@@ -212,38 +222,6 @@ class Reporter:
 
     def _say(self, text: str) -> None:
         print(text, flush=True)
-
-
-class Throughput:
-    """Samples per second since the second step, under the names of DeepSpeed's `tput_timer`.
-
-    Args:
-        settings: say how many samples a step has.
-    """
-
-    def __init__(self, settings: UserSettings):
-        self.batch_size = settings.batch.train
-        self.epoch_count = 0
-        self.global_step_count = 0
-        self.total_elapsed_time = 0.0
-        self._clock: float | None = None
-
-    def stepped(self) -> None:
-        """Note the end of a step; the first one, which warms up, does not count."""
-        now = time.perf_counter()
-        if self._clock is not None:
-            self.total_elapsed_time += now - self._clock
-            self.global_step_count += 1
-        self._clock = now
-
-    def update_epoch_count(self) -> None:
-        """Note the end of an epoch."""
-        self.epoch_count += 1
-
-    def avg_samples_per_sec(self) -> float:
-        """The mean speed; -1 before the second step."""
-        samples = self.global_step_count * self.batch_size
-        return samples / self.total_elapsed_time if self.total_elapsed_time > 0 else -1.0
 
 
 class EventMonitor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megazero.config.deepspeed.batch import BatchTriangle
+from megazero.deepspeed.asserted import asserts
 from megazero.deepspeed.backward import BackwardEngine
 from megazero.deepspeed.counters import EngineCounters
 from megazero.deepspeed.data import LoaderOptions, RepeatingLoader, as_arguments, build_dataloader, loss_of
@@ -49,6 +50,7 @@ class SteppingEngine(BackwardEngine):
         self._applied = self._compiled = False
         self._batches: Iterator[Any] | None = None
 
+    @asserts
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; at the last one of an accumulation, update. Every rank calls this.
 
@@ -100,7 +102,8 @@ class SteppingEngine(BackwardEngine):
         if (compression := self.module.__dict__.get("compression_scheduler")) is not None:
             compression.step(self.global_steps)
         self.global_samples += self.train_batch_size()
-        self.tput_timer.stepped()
+        self.tput_timer.stop(global_step=True, report_speed=False)
+        self.tput_timer.start()
         if self._reporter.wants(self.global_steps):
             report = self.states.report
             assert report is not None, "there has been a step"

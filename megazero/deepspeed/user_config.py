@@ -7,7 +7,15 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
+from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
 from megazero.config.deepspeed.row import AUTO
+from megazero.deepspeed.asserted import asserts
+from megazero.deepspeed.config_models import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+    get_bfloat16_config,
+    get_float16_config,
+)
 from megazero.deepspeed.config_sections import ConfigSection, sections_of
 from megazero.deepspeed.settings import JsonSource, UserSettings, read_settings
 from megazero.deepspeed.utils.configs import load_ds_config
@@ -40,29 +48,18 @@ _ZERO: Mapping[str, Any] = MappingProxyType(
 )
 _OFFLOAD: Mapping[str, Any] = MappingProxyType(
     {
-        "offload_optimizer": {
-            **{"device": "none", "nvme_path": None, "buffer_count": 4, "pin_memory": True, "ratio": 1.0},
-            **{"pipeline_read": False, "pipeline_write": False, "fast_init": False, "super_offload": False},
-        },
-        "offload_param": {
-            **{"device": "none", "nvme_path": None, "buffer_count": 5, "buffer_size": 100_000_000},
-            **{"max_in_cpu": 1_000_000_000, "pin_memory": True},
-        },
+        "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+        "offload_param": DeepSpeedZeroOffloadParamConfig,
     }
 )
-_FP16: Mapping[str, Any] = MappingProxyType(
+_FORMER: Mapping[str, tuple[str, Any]] = MappingProxyType(
     {
-        **{"enabled": False, "auto_cast": False, "loss_scale": 0.0, "initial_scale_power": 16},
-        **{"loss_scale_window": 1000, "hysteresis": 2, "consecutive_hysteresis": False, "min_loss_scale": 1},
-        "fp16_master_weights_and_grads": False,
+        "cpu_offload": ("offload_optimizer", {"device": "cpu"}),
+        "cpu_offload_param": ("offload_param", {"device": "cpu"}),
+        "gather_fp16_weights_on_model_save": ("gather_16bit_weights_on_model_save", True),
     }
 )
-_BF16: Mapping[str, Any] = MappingProxyType(
-    {
-        **{"enabled": False, "immediate_grad_update": False, "check_grad_overflow": True},
-        **{"bf16_master_weights_and_grads": False, "bf16_optimizer_states": False},
-    }
-)
+"""A key of older releases -> the key that has replaced it, and what it means there."""
 _PLAIN: Mapping[str, Any] = MappingProxyType(
     {
         **{
@@ -103,6 +100,7 @@ class DeepSpeedConfig:
         ConfigError: names everything that is wrong with it.
     """
 
+    @asserts
     def __init__(self, config: JsonSource, mpu: Any = None, mesh_device: Any = None):
         content = load_ds_config(config)
         ranks = _data_parallel(content, mpu, mesh_device)
@@ -123,17 +121,13 @@ class DeepSpeedConfig:
 
     def _fill(self, given: dict[str, Any], settings: UserSettings, world_size: int) -> None:
         self._param_dict, self.world_size, self.settings = given, world_size, settings
-        batch = settings.batch
-        self.train_batch_size = batch.train
-        self.train_micro_batch_size_per_gpu = batch.micro
-        self.gradient_accumulation_steps = batch.accumulation
+        self._set_batch(settings.batch)
         self.gradient_clipping = settings.clip_grad
         self.zero_config = _zero(_section(given, "zero_optimization"))
         self.zero_optimization_stage: int = self.zero_config.stage
         self.zero_enabled = self.zero_optimization_stage > 0
-        self.float16_config = ConfigSection(**{**_FP16, **_section(given, "fp16")})
-        bf16 = _section(given, "bf16" if "bf16" in given else "bfloat16")
-        self.bfloat16_config = ConfigSection(**{**_BF16, **bf16})
+        self.float16_config = get_float16_config(given)
+        self.bfloat16_config = get_bfloat16_config(given)
         for name, default in _PLAIN.items():
             setattr(self, name, given.get(name, default))
         vars(self).update(sections_of(given))
@@ -147,6 +141,17 @@ class DeepSpeedConfig:
             own = kind == "optimizer" and isinstance(kind_name, str) and kind_name.lower() in _OWN_NAMES
             setattr(self, f"{kind}_name", kind_name.lower() if own and kind_name else kind_name)
             setattr(self, f"{kind}_params", named.get("params"))
+
+    @asserts
+    def _configure_train_batch_size(self) -> None:
+        """Complete the batch sizes anew, after a script has set some of them and others to None."""
+        sizes = self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+        self._set_batch(resolve_batch(*sizes, self.world_size))
+
+    def _set_batch(self, batch: BatchTriangle) -> None:
+        self.train_batch_size: int | None = batch.train
+        self.train_micro_batch_size_per_gpu: int | None = batch.micro
+        self.gradient_accumulation_steps: int | None = batch.accumulation
 
     def print_user_config(self) -> None:
         """Print the JSON."""
@@ -172,7 +177,9 @@ def zero_config(**section: Any) -> ConfigSection:
     Raises:
         ConfigError: names every key or value that is wrong.
     """
-    return DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": section}).zero_config
+    checked = {"stage": 3, **section}
+    DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": checked})
+    return _zero({key: value for key, value in section.items() if value != AUTO})
 
 
 _OWN_NAMES = frozenset({"adagrad", "adam", "adamw", "lamb", "lion", "muon", "muadam", "muadamw", "musgd"})
@@ -189,9 +196,12 @@ def _section(given: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _zero(section: Mapping[str, Any]) -> ConfigSection:
     values = {key.removeprefix("stage3_"): value for key, value in section.items()}
     stage = int(values.pop("stage", 0))
-    for part, defaults in _OFFLOAD.items():
+    for old, (new, value) in _FORMER.items():
+        if values.get(old):
+            values.setdefault(new, value)
+    for part, section_class in _OFFLOAD.items():
         own = values.get(part)
-        values[part] = ConfigSection(**{**defaults, **own}) if isinstance(own, Mapping) else None
+        values[part] = section_class(**own) if isinstance(own, Mapping) else None
     overlap = values.pop("overlap_comm", None)
     return ConfigSection(
         **{**_ZERO, **values}, stage=stage, overlap_comm=stage == 3 if overlap is None else overlap

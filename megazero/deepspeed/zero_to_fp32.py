@@ -217,9 +217,13 @@ def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
         CheckpointError: there is none.
     """
     files = find_files(Path(checkpoint_dir))
-    if files is None or not files.optimizer:
+    if files is not None and files.optimizer:
+        order = sorted(files.optimizer, key=lambda key: (key[1], key[0]))
+        return [str(files.optimizer[key]) for key in order]
+    named = [str(path) for path in Path(checkpoint_dir).glob("*_optim_states.pt")]
+    if not named:
         raise _no_file(checkpoint_dir, "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    return [str(files.optimizer[key]) for key in sorted(files.optimizer, key=lambda key: (key[1], key[0]))]
+    return sorted(named, key=lambda name: [int(part) for part in re.findall(r"\d+", Path(name).name)])
 
 
 def _no_file(folder: str | os.PathLike[str], name: str) -> CheckpointError:

@@ -17,6 +17,7 @@ from megazero.deepspeed.monitor import MonitorMaster, TensorBoardMonitor, get_mo
 from megazero.deepspeed.profiling import FlopsProfiler, get_model_profile
 from megazero.deepspeed.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 from megazero.deepspeed.utils.configs import load_ds_config
+from megazero.deepspeed.utils.groups import expert_ranks
 from megazero.deepspeed.utils.logging import LoggerFactory, logger
 from megazero.deepspeed.utils.timer import trim_mean
 from megazero.errors import ConfigError
@@ -209,3 +210,9 @@ def test_the_report_of_the_machine_needs_no_arguments(monkeypatch, capsys):
     monkeypatch.setattr(env, "report", lambda found: "the machine")
     assert env.main() == 0
     assert capsys.readouterr().out == "the machine\n"
+
+
+def test_groups_of_experts_are_listed_by_slice_of_the_layers():
+    shared, same = expert_ranks(16, 2, 4)
+    assert shared == [[0, 2, 4, 6], [8, 10, 12, 14], [1, 3, 5, 7], [9, 11, 13, 15]]
+    assert same == [[0, 8], [2, 10], [4, 12], [6, 14], [1, 9], [3, 11], [5, 13], [7, 15]]

@@ -176,7 +176,9 @@ def test_fragments_are_those_of_plain_torch(stage, ranks, offload):
         safe_update_full_grad_vectorized([bias, engine.module.frozen.bias], lambda grad, param: grad * 3)
         engine.step()
         assert safe_get_full_grad(up) is None
-        assert safe_get_full_grad(engine.module.frozen.weight) is None
+        frozen = engine.module.frozen.weight
+        assert safe_get_full_grad(frozen) is safe_get_full_fp32_param(frozen) is None
+        assert safe_get_full_optimizer_state(frozen, "exp_avg") is None
         moment = safe_get_full_optimizer_state(bias, "exp_avg")
         safe_set_full_optimizer_state(bias, torch.full(bias.shape, 7.0), "exp_avg_sq")
         safe_set_full_fp32_param(bias, torch.full(bias.shape, 2.0))
@@ -213,14 +215,16 @@ def test_own_slices_make_the_whole():
         total = torch.zeros(())
         for param in engine.module.parameters():
             mine = safe_get_local_fp32_param(param)
-            total += mine.numel()
-            safe_set_local_fp32_param(param, torch.full_like(mine, 0.5))
+            assert (mine is None) == (not param.requires_grad)
+            if mine is not None:
+                total += mine.numel()
+                safe_set_local_fp32_param(param, torch.full_like(mine, 0.5))
         context.data.all_reduce(total).wait()
         with pytest.raises(ConfigError, match=r"`value` must have the elements that this rank keeps"):
             safe_set_local_fp32_param(engine.module.scale, torch.ones(100))
         return int(total), safe_get_full_fp32_param(engine.module.up.weight).unique().tolist()
 
-    expected = sum(param.numel() for param in Tied().parameters())
+    expected = sum(param.numel() for param in Tied().parameters() if param.requires_grad)
     assert on_ranks(2, work) == [(expected, [0.5])] * 2
 
 

@@ -7,6 +7,8 @@ import json
 import re
 import runpy
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,6 +114,13 @@ def test_what_is_not_there_is_named(tmp_path):
         get_optim_files(tmp_path)
 
 
+def test_files_of_optimizers_are_in_the_order_of_their_numbers(tmp_path):
+    names = [f"zero_{number}_optim_states.pt" for number in range(12)]
+    for name in names:
+        (tmp_path / name).write_text("")
+    assert [Path(path).name for path in get_optim_files(tmp_path)] == names
+
+
 def test_sizes_are_read():
     assert [parse_size(size) for size in (5, "7", "5GB", "1.5 KiB", "2m")] == [5, 7, 5 * 10**9, 1536, 2000000]
     for wrong in ("", "GB", "0", "-1", "5XB"):
@@ -119,12 +128,15 @@ def test_sizes_are_read():
             parse_size(wrong)
 
 
-def test_a_conversion_to_universal_says_why_none_is_needed(saved, tmp_path, capsys):
+def test_a_conversion_to_universal_gives_the_same_files_and_says_why(saved, tmp_path, capsys):
     folder, _ = saved
     words = ["--input_folder", str(folder / "global_step2"), "--output_folder", str(tmp_path / "u")]
     universal.main(words)
     assert "nothing to convert" in capsys.readouterr().out
-    assert not (tmp_path / "u").exists()
+    universal.main(SimpleNamespace(input_folder=words[1], output_folder=str(tmp_path / "v")))
+    files = sorted(path.name for path in (folder / "global_step2").rglob("*"))
+    for output in ("u", "v"):
+        assert sorted(path.name for path in (tmp_path / output).rglob("*")) == files
     with pytest.raises(CheckpointError, match="must hold a checkpoint"):
         universal.main(["--input_folder", str(tmp_path), "--output_folder", "u"])
 

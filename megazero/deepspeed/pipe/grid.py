@@ -69,6 +69,10 @@ class _Placed:
     global_rank: int
     _topo: ProcessTopology
 
+    def _is_grid_valid(self) -> bool:
+        """Whether the topology is as large as the world."""
+        return self._topo.world_size() == self.context.world_size
+
     def topology(self) -> ProcessTopology:
         """The topology."""
         return self._topo

@@ -5,6 +5,7 @@ Before `initialize` all ranks are data-parallel. Groups are torch's, so that its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megazero.deepspeed.comm.world import (
@@ -159,5 +160,11 @@ def expert_ranks(
         )
     sizes = {"tp": tensor_parallel_size_, "pp": pipeline_parallel_size_, "ep": expert_parallel_size_}
     grid = ProcessGrid.factor(world_size, **sizes, etp=tensor_parallel_size_)
-    shared, same = grid.partition(("ep",)), grid.partition(("edp",))
+    stage = world_size // pipeline_parallel_size_
+
+    def place(ranks: Sequence[int]) -> tuple[int, ...]:
+        """DeepSpeed lists groups by stage, then by slice of the layers."""
+        return ranks[0] // stage, ranks[0] % tensor_parallel_size_, ranks[0]
+
+    shared, same = (sorted(grid.partition((axis,)), key=place) for axis in ("ep", "edp"))
     return [list(ranks) for ranks in shared], [list(ranks) for ranks in same]

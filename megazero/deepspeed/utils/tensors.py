@@ -126,6 +126,11 @@ def ensure_directory_exists(filename: str) -> None:
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """A call as it would be written: ``base(1, key=2)``."""
+    return f"{base}({', '.join([*map(repr, args), *(f'{k}={v!r}' for k, v in kwargs.items())])})"
+
+
 def is_model_parallel_parameter(p: Tensor) -> bool:
     """Whether a parameter is a slice that other ranks have other parts of."""
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))

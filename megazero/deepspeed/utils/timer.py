@@ -193,6 +193,10 @@ SynchronizedWallClockTimer.Timer = Timer  # type: ignore[attr-defined]  # the na
 class ThroughputTimer:
     """Measures how many samples a second a loop goes through.
 
+    Attributes:
+        initialized, started: whether a micro-step has begun, and whether one is going on.
+        start_time, end_time: of the last one that counted, in seconds of a clock; 0 before.
+
     Args:
         config: says whether it is ``enabled``, and whether it waits for the device (``synchronized``).
         batch_size: the samples of a step.
@@ -219,9 +223,9 @@ class ThroughputTimer:
         self.logging = logging_fn or logger.info
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.total_elapsed_time = self.step_elapsed_time = 0.0
-        self.started = False
+        self.initialized = self.started = False
+        self.start_time = self.end_time = 0.0
         self._counted = 0
-        self._clock: float | None = None
 
     def update_epoch_count(self) -> None:
         """Say that an epoch is over."""
@@ -231,8 +235,9 @@ class ThroughputTimer:
     def start(self) -> None:
         """A micro-step begins."""
         if self.config.enabled:
-            self.started = True
-            self._clock = self._now() if self.global_step_count >= self.start_step else None
+            self.initialized = self.started = True
+            if self.global_step_count >= self.start_step:
+                self.start_time = self._now()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """A micro-step ends, and with `global_step` a step does."""
@@ -241,9 +246,10 @@ class ThroughputTimer:
         self.started = False
         self.micro_step_count += 1
         self.global_step_count += global_step
-        if self._clock is None:
+        if not self.start_time:
             return
-        duration = self._now() - self._clock
+        self.end_time = self._now()
+        duration = self.end_time - self.start_time
         self.total_elapsed_time += duration
         self.step_elapsed_time += duration
         if global_step:

@@ -98,11 +98,11 @@ class _Fragment:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """A parameter's fp32 weights, whole; None if there is no engine."""
+    """A parameter's fp32 weights, whole; None if there is no engine, or if they are frozen there."""
     home = partition_of(param)
     if home is not None:
         return home.whole().float()
-    fragment = _fragment(param)
+    fragment = _trained(param)
     return None if fragment is None else fragment.whole(WEIGHT)
 
 
@@ -112,12 +112,14 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A parameter's optimizer state, whole: ``exp_avg``, ``exp_avg_sq`` and so on; None without an engine.
+    """A parameter's optimizer state, whole: ``exp_avg``, ``exp_avg_sq`` and so on.
+
+    None without an engine, and for a frozen parameter.
 
     Raises:
         ConfigError: the optimizer has no such state.
     """
-    fragment = _fragment(param)
+    fragment = _trained(param)
     return None if fragment is None else fragment.whole(_state_of(fragment, optim_state_key))
 
 
@@ -159,9 +161,10 @@ def safe_update_full_grad_vectorized(param_list: Sequence[nn.Parameter], update_
                 safe_set_full_grad(param, update_func(grad, param))
 
 
-def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
-    """The fp32 weights that this rank keeps of a parameter, flat."""
-    return _at_stage_3(param).local(WEIGHT)
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """The fp32 weights that this rank keeps of a parameter, flat; None if it is frozen."""
+    fragment = _at_stage_3(param)
+    return fragment.local(WEIGHT) if fragment.bucket.key.trainable else None
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -169,9 +172,11 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     _at_stage_3(param).set_local(WEIGHT, value)
 
 
-def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor:
-    """The optimizer state that this rank keeps of a parameter, flat."""
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """The optimizer state that this rank keeps of a parameter, flat; None if it is frozen."""
     fragment = _at_stage_3(param)
+    if not fragment.bucket.key.trainable:
+        return None
     return fragment.local(_state_of(fragment, optim_state_key))
 
 
@@ -205,6 +210,12 @@ def _fragment(param: nn.Parameter) -> _Fragment | None:
     return _Fragment(parallel, *parallel.place(param)) if isinstance(parallel, UserParallel) else None
 
 
+def _trained(param: nn.Parameter) -> _Fragment | None:
+    """The parameter's place in an engine; None if it has none, or is frozen there."""
+    fragment = _fragment(param)
+    return None if fragment is None or not fragment.bucket.key.trainable else fragment
+
+
 def _engines(param: nn.Parameter) -> _Fragment:
     fragment = _fragment(param)
     if fragment is None:
@@ -223,8 +234,8 @@ def _at_stage_3(param: nn.Parameter) -> _Fragment:
 
 
 def _with_gradients(param: nn.Parameter) -> _Fragment | None:
-    fragment = _fragment(param)
-    if fragment is None or not fragment.parallel.has_gradients or not fragment.bucket.key.trainable:
+    fragment = _trained(param)
+    if fragment is None or not fragment.parallel.has_gradients:
         return None
     fragment.parallel.settle()
     return fragment

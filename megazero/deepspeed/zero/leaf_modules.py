@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from megazero.deepspeed.asserted import asserts
 from megazero.errors import ConfigError
 
 DEFAULT_CLASSES = (
@@ -42,6 +43,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     model.__dict__["_z3_leaf"] = flag
 
 
+@asserts
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
@@ -61,6 +63,7 @@ def set_z3_leaf_modules(
     return _flag_classes(model, leaf_module_classes, True, raise_if_not_found)
 
 
+@asserts
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
@@ -68,6 +71,7 @@ def unset_z3_leaf_modules(
     return _flag_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 
+@asserts
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
@@ -85,6 +89,7 @@ def set_z3_leaf_modules_by_name(
     )
 
 
+@asserts
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from megazero.mpu.group import Group
+from megazero.mpu.group import Done, Group
 
 
 class ZeroParamStatus(Enum):
@@ -85,6 +85,11 @@ class ZeroParameter(nn.Parameter):
                 stack = ExitStack()
                 stack.enter_context(home_of(param).gathered([param], write_back=False))
                 param.__dict__["zero_open"] = stack
+
+    def all_gather_coalesced(self, params: Iterable[nn.Parameter], **options: Any) -> Done:
+        """See `all_gather`; options have no effect, and there is nothing left to wait for."""
+        self.all_gather(list(params))
+        return Done()
 
     def partition(
         self,

@@ -48,10 +48,17 @@ class OperatorCounter(TorchDispatchMode):
     Attributes:
         flops: all of them so far.
         products: those of products of matrices, convolutions and attention.
+
+    Args:
+        more: formulas by shapes for products that torch's registry lacks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, more: Mapping[Any, Callable[..., int]] = MappingProxyType({})) -> None:
         TorchDispatchMode.__init__(self)
+        self._formulas = {
+            **{product: shape_wrapper(count) for product, count in more.items()},
+            **flop_registry,
+        }
         self.flops = self.products = 0
 
     def __enter__(self) -> OperatorCounter:
@@ -74,7 +81,7 @@ class OperatorCounter(TorchDispatchMode):
     ) -> Any:
         kwargs, packet = kwargs or {}, func._overloadpacket
         formula = _ELEMENTWISE.get(packet)
-        product = flop_registry.get(packet) if formula is None else None
+        product = self._formulas.get(packet) if formula is None else None
         if formula is None and product is None and func is not torch.ops.prim.device.default:
             with self:
                 result = func.decompose(*args, **kwargs)
@@ -108,6 +115,7 @@ class ModuleCounter:
         profiles: where to add, by module.
         clock: times them.
         seen: called after each forward with the module, its inputs and its output.
+        more: see `OperatorCounter`.
     """
 
     def __init__(
@@ -115,7 +123,9 @@ class ModuleCounter:
         profiles: Mapping[nn.Module, ModuleProfile],
         clock: Clock,
         seen: Callable[[nn.Module, Any, Any], None] = lambda module, args, output: None,
+        more: Mapping[Any, Callable[..., int]] = MappingProxyType({}),
     ):
+        self._more = more
         self.profiles = profiles
         self.clock = clock
         self.operators: OperatorCounter | None = None
@@ -126,7 +136,7 @@ class ModuleCounter:
 
     def start(self, *, counts: bool) -> None:
         """Add hooks; with `counts`, FLOPs are counted too, which makes all that runs slower."""
-        self.operators = OperatorCounter() if counts else None
+        self.operators = OperatorCounter(self._more) if counts else None
         for module in self.profiles:
             self._handles.append(module.register_forward_pre_hook(self._before))
             self._handles.append(module.register_forward_hook(self._after))
