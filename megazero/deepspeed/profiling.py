@@ -39,17 +39,15 @@ __all__ = [
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    batch, heads, rows, width = query
-    return 2 * batch * heads * rows * key[-2] * (width + value[-1])
+    return int(2 * prod(query[:3]) * key[-2] * (query[3] + value[-1]))
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    batch, heads, rows, width = query
-    return 2 * batch * heads * rows * key[-2] * (3 * width + 2 * value[-1])
+    return int(2 * prod(query[:3]) * key[-2] * (3 * query[3] + 2 * value[-1]))
 
 
 def _by_vector(first: Any, *args: Any, **kwargs: Any) -> int:
-    return 2 * prod(first)
+    return int(2 * prod(first))
 
 
 PRODUCTS: Mapping[Any, Callable[..., int]] = MappingProxyType(
