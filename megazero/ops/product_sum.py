@@ -66,6 +66,10 @@ class Blas:
         assert total.dtype == torch.float32, "sums are in fp32"
         assert total.is_contiguous(), "a sum is contiguous"
         assert total.shape == (n, h), "a sum has the product's shape"
+        if not rows:  # cuBLAS may leave a sum that begins as it is
+            if begins:
+                total.zero_()
+            return
         alpha, beta = ctypes.c_float(1.0), ctypes.c_float(0.0 if begins else 1.0)
         # cuBLAS counts down columns, for which row-major matrices are transposed: total.T = right.T @ left.
         code = self.gemm_ex(

@@ -79,6 +79,17 @@ def test_a_refusal_is_an_error():
         refusing.add(torch.zeros(2, 2), *[torch.ones(3, 2).bfloat16()] * 2, begins=True)
 
 
+def test_no_rows_begin_a_sum_of_zeros_and_add_nothing():
+    """An expert without a token: cuBLAS does not promise to write a sum of no products."""
+    silent = Blas(lambda *_: 0, lambda: 77)
+    left, right = torch.ones(0, 3).bfloat16(), torch.ones(0, 2).bfloat16()
+    total = torch.full((3, 2), torch.nan)
+    assert Product(left, right, total.shape, silent).add_to(total, begins=True)
+    assert torch.equal(total, torch.zeros(3, 2))
+    assert Product(left, right, total.shape, silent).add_to(total.fill_(4.0), begins=False)
+    assert torch.equal(total, torch.full((3, 2), 4.0))
+
+
 def test_there_is_none_on_the_host():
     assert working_blas(torch.device("cpu")) is None
 
