@@ -22,8 +22,7 @@ from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.norm import Norm
 from megazero.layers.sums import Sums
 from megazero.layers.transformer import Forward, layers_of, use_forward
-
-_MOST_SHAPES = 1024
+from megazero.ops.compiler import compiles_every_length
 
 
 def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
@@ -42,9 +41,7 @@ def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
     Raises:
         ConfigError: a tool that the compiler needs is not installed.
     """
-    # After eight shapes torch would run a layer uncompiled, and a curriculum of lengths has more.
-    limits = torch._dynamo.config
-    limits.recompile_limit = limits.accumulated_recompile_limit = _MOST_SHAPES
+    compiles_every_length()  # a curriculum has many
     layers = layers_of(blocks)
     if backend == "inductor" and layers:
         _check_tools(layers[0].placement.device)

@@ -62,7 +62,7 @@ def calls_of(pattern: Pattern, s: int, t: int):
 def cases(name: str):
     for s, t in ((256, 256), (200, 333), (1, 140)):
         for call in calls_of(PATTERNS[name], s, t):
-            q, k, v = (torch.randn(rows, 2, N, 16) for rows in (s, t, t))
+            q, k, v = (torch.randn(rows, 2, N, 8) for rows in (s, t, t))
             yield s, t, call, q, k, v
 
 
@@ -105,9 +105,14 @@ def test_forward_is_the_references(name, bias, monkeypatch):
 
     # torch's own way to run it without tracing each call, which takes most of the time.
     monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+    def attend(q, *others, **settings):
+        assert q.shape[-1] >= 16, "the compiled kernels refuse narrower heads"
+        return flex_attention(q, *others, **settings)
+
     for _, _, call, q, k, v in cases(name):
         given = (q, k[:, :, :1], v[:, :, :1], replace(call, bias=bias))
-        ours, _ = attention_flex(*given, attend=flex_attention)
+        ours, _ = attention_flex(*given, attend=attend)
         torch.testing.assert_close(ours, attention_reference(*given)[0], rtol=1e-4, atol=1e-5)
 
 

@@ -19,8 +19,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megazero.ops.attention.call import AttentionCall, Part, Slopes, Softcap, over_pairs
 from megazero.ops.attention.pattern import Pattern
+from megazero.ops.compiler import compiles_every_length
 
 TILE = 128  # a smaller one is slow, and a layout's block of this size is a whole tile
+CHANNELS = 16  # that the compiled kernels need at least
 _Allows = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # sample, head, query, key -> bool
 
 
@@ -82,6 +84,7 @@ class _Flex:
 
     @cached_property
     def compiled(self) -> Callable[..., Any]:
+        compiles_every_length()  # uncompiled it would hold all scores
         return torch.compile(flex_attention, dynamic=False)
 
     def block_mask(self, call: AttentionCall, s: int, t: int, device: torch.device) -> BlockMask:
@@ -137,8 +140,9 @@ def attention_flex(
     q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, attend: Callable[..., Any] | None = None
 ) -> tuple[Tensor, None]:
     """Attention without dropout; `attend` stands for the compiled function in tests."""
-    (s, b, n, _), t = q.shape, k.shape[0]
-    heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
+    (s, b, n, d), t = q.shape, k.shape[0]
+    short = max(0, CHANNELS - d)  # channels of zeros change neither scores nor results
+    heads = [F.pad(x, (0, short)).permute(1, 2, 0, 3) for x in (q, k, v)]
     mask = _FLEX.block_mask(call, s, t, q.device)
     out: Tensor = (attend or _FLEX.compiled)(
         *heads,
@@ -147,4 +151,4 @@ def attention_flex(
         scale=call.scale,
         enable_gqa=k.shape[2] != n,
     )
-    return out.permute(2, 0, 1, 3).reshape(s, b, -1), None
+    return out[..., :d].permute(2, 0, 1, 3).reshape(s, b, -1), None

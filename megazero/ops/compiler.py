@@ -1,0 +1,13 @@
+"""What torch.compile is told before it compiles with shapes as constants."""
+
+from __future__ import annotations
+
+import torch
+
+_MOST_SHAPES = 1024
+
+
+def compiles_every_length() -> None:
+    """Let torch compile a function for a thousand shapes; after eight it would run others as they are."""
+    limits = torch._dynamo.config
+    limits.recompile_limit = limits.accumulated_recompile_limit = _MOST_SHAPES
