@@ -1,4 +1,4 @@
-"""What torch.compile is told before it compiles with shapes as constants."""
+"""The limits of torch.compile where shapes are constants."""
 
 from __future__ import annotations
 
