@@ -234,7 +234,7 @@ FAULTS = (
         "attention",
         ATTENTION,
         "  if (another) {\n    wait_for_copies<1>();",
-        "  if (true) {\n    wait_for_copies<1>();",
+        "  if (another || true) {\n    wait_for_copies<1>();",
     ),
     KernelFault(
         "results go through a tile to which a copy is under way",
@@ -256,7 +256,7 @@ FAULTS = (
         "attention",
         ATTENTION,
         "same = same && notes.document[i] == document;",
-        "same = same && true;",
+        "same = same && (notes.document[i] == document || true);",
     ),
     KernelFault(
         "a group's heads are all summed by each of the blocks that share them",
