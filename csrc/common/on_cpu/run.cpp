@@ -69,6 +69,9 @@ void run_thread() {
   } catch (const OutOfBounds&) {
     m.broken = true;
   }
+  for (const std::vector<Copy>& batch : m.running->batches) {
+    for (const Copy& copy : batch) m.watch.fault(&Counts::races, copy.site, m.running->now, "a copy that nobody waits for");
+  }
   m.running->state = State::kDone;
   give_way();
 }
