@@ -225,3 +225,10 @@ def test_blocks_share_the_heads_of_a_group_where_there_are_few():
     for (t, b, n, g, dtype), wanted in shares.items():
         q, k = (torch.empty(t, b, heads, 8, dtype=dtype, device="meta") for heads in (n, g))
         assert attention_on_gpu._shares(q, k) == wanted, (t, b, n, g)
+
+
+def test_a_block_of_queries_that_see_nothing():
+    """Its copies of a first tile are waited for too, before results go through its own."""
+    out, lse, *_ = check(inputs_of(150, 10, 1, 1, 1, 8, torch.bfloat16), AttentionCall(0.3, pattern=CAUSAL))
+    assert bool((lse[..., :140] == -torch.inf).all())
+    assert not out[:140].any()
