@@ -15,6 +15,9 @@ _CGROUPS = (
     (_GROUPS / "memory/memory.limit_in_bytes", _GROUPS / "memory/memory.usage_in_bytes"),
 )
 
+AT_ONCE = 64 << 10
+"""Bytes up to which CUDA takes memory that is not locked along, and copies it when its turn comes."""
+
 
 def available_memory() -> int:
     """Bytes of memory that this process can still get, on the host and in its control group."""
@@ -37,9 +40,9 @@ def _from_meminfo() -> int:
 def sent_to(device: torch.device, tensor: Tensor) -> Tensor:
     """A tensor on the device; if it is the host's, neither waits for the other.
 
-    From memory that is not locked, CUDA copies more than 64 KiB only after all the work queued before, and
-    the host waits for it. torch keeps locked blocks and gives one again once the copy from it is done.
+    For more of it than `AT_ONCE`, the host would wait for all the work queued before. torch keeps locked
+    blocks, and gives one again once the copy from it is done.
     """
-    if device.type == "cuda" and tensor.device.type == "cpu":
+    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.nbytes > AT_ONCE:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

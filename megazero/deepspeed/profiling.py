@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
-from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -38,29 +37,6 @@ __all__ = [
 ]
 
 
-def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return int(2 * prod(query[:3]) * key[-2] * (query[3] + value[-1]))
-
-
-def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return int(2 * prod(query[:3]) * key[-2] * (3 * query[3] + 2 * value[-1]))
-
-
-def _by_vector(first: Any, *args: Any, **kwargs: Any) -> int:
-    return int(2 * prod(first))
-
-
-PRODUCTS: Mapping[Any, Callable[..., int]] = MappingProxyType(
-    {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-        torch.ops.aten.dot: _by_vector,
-        torch.ops.aten.mv: _by_vector,
-    }
-)
-"""Formulas by shapes that torch's registry lacks: attention on a CPU, and products with a vector."""
-
-
 class FlopsProfiler:
     """Profiles the forward pass of a module, from `start_profile` to `end_profile`.
 
@@ -85,7 +61,7 @@ class FlopsProfiler:
         self.stop_profile()
         self.profiles = profiles_of(self.model, ignore_list or ())
         device = torch.device("cuda" if get_accelerator().name() == "cuda" else "cpu")
-        self._counter = ModuleCounter(self.profiles, clock_of(device), more=PRODUCTS)
+        self._counter = ModuleCounter(self.profiles, clock_of(device))
         self._counter.start(counts=True)
         self.started = True
 

@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megazero.config.tree.config import Config
 from megazero.deepspeed.counters import EngineCounters
-from megazero.deepspeed.profiling import PRODUCTS, FlopsProfiler
+from megazero.deepspeed.profiling import FlopsProfiler
 from megazero.deepspeed.settings import UserSettings
 from megazero.deepspeed.utils.timer import (
     BACKWARD_GLOBAL_TIMER,
@@ -35,6 +35,7 @@ from megazero.train.observe.monitors.base import CompositeMonitor, Monitor
 from megazero.train.observe.monitors.csv_file import CsvMonitor
 from megazero.train.observe.monitors.tensorboard import TensorBoardMonitor
 from megazero.train.observe.monitors.weights_and_biases import WandbMonitor
+from megazero.train.profiling.flops.counter import PRODUCTS
 from megazero.train.step.losses import Losses
 from megazero.train.step.timers import Timers
 
@@ -165,12 +166,12 @@ class Reporter:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the body's FLOPs towards a step's, until the first report."""
-        more = dict(PRODUCTS)
-        counter = nullcontext() if self._counted else FlopCounterMode(display=False, custom_mapping=more)
-        with counter:
+        if self._counted:
             yield
-        if isinstance(counter, FlopCounterMode):
-            self._flops += counter.get_total_flops()
+            return
+        with FlopCounterMode(display=False, custom_mapping=dict(PRODUCTS)) as counter:
+            yield
+        self._flops += counter.get_total_flops()
 
     @contextmanager
     def profiling(self, module: nn.Module, step: int) -> Iterator[None]:

@@ -6,9 +6,11 @@ import argparse
 import os
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megazero.checkpoint.disk import Disk, appear
 from megazero.deepspeed.saved import open_saved
 
 WHY = (
@@ -40,7 +42,8 @@ def main(words: Any = None) -> None:
     open_saved(Path(words.input_folder), optimizer=False)
     source, target = Path(words.input_folder), Path(words.output_folder)
     if not target.exists():
-        shutil.copytree(source, target, copy_function=_link)
+        copied = partial(shutil.copytree, source, copy_function=_link, dirs_exist_ok=True)
+        appear(Disk(), target, copied)
     print(WHY.format(words.input_folder), flush=True)
 
 

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.errors import HostWaitError
+from megazero.host_memory import AT_ONCE
 
 _PACKAGE = Path(__file__).parents[1]
 # They read, and send, for whoever calls them.
@@ -50,7 +51,6 @@ _READS = MappingProxyType(
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 # Methods that leave no trace among the operators where everything is on the CPU.
 _METHODS = ("tolist", "cpu", "numpy", "__array__", "to", "cuda")
-_UNLOCKED = 65_536  # bytes from which on CUDA waits before it copies memory that is not locked
 
 
 class HostWaits(TorchDispatchMode):
@@ -130,7 +130,7 @@ class _Methods(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _METHODS:
             if kwargs.get("non_blocking"):
-                if args[0].nbytes > _UNLOCKED and not (args[0].is_cuda or args[0].is_pinned()):
+                if args[0].nbytes > AT_ONCE and not (args[0].is_cuda or args[0].is_pinned()):
                     self._waits.add(_PAGEABLE)
             elif name != "to":
                 self._waits.add("reads numbers")

@@ -219,7 +219,7 @@ def test_stopped_anywhere(tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize("points", [4, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("points", [4, 12])
 def test_kills_of_real_ranks(tmp_path, points):
     """`proofs/kill_sweep.py`, which says what must hold, for a point of each layout, or three."""
     done = run(

@@ -279,6 +279,22 @@ def test_a_work_that_stays_unfinished_is_found_though_nobody_waits_for_it(capfd)
     close_all([first, second])
 
 
+def test_a_call_that_does_not_get_under_way_is_found_though_it_is_for_later(capfd):
+    """A transport may hold up whoever starts a call, as one that connects at its first call does."""
+    first, second = watches(Notes(), 2, Spared(), timeout=0.2)
+
+    class Blocking(Slow):
+        def all_reduce(self, tensor, op="sum", *, async_op=False):
+            ends = time.monotonic() + 20
+            while first._alarm is None and time.monotonic() < ends:
+                time.sleep(0.02)
+            return self.work
+
+    watched(Blocking(Pending()), first).all_reduce(torch.zeros(2), async_op=True)
+    assert first._alarm is not None, "nobody noticed"
+    close_all([first, second])
+
+
 @pytest.mark.parametrize("how", ["done", "dropped", "lazy"])
 def test_a_work_that_is_done_or_dropped_or_not_begun_is_in_nobodys_way(how):
     """A work without `is_completed` may do its part only when it is waited for."""

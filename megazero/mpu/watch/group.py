@@ -46,7 +46,7 @@ class WatchedGroup(WrappingGroup):
             # With splits each member has its own number of rows, which a star stands for.
             shape = ("*", *shape[1:])
         watch, later = self.watch, call.async_op
-        noted = watch.begin(self._channel, call.operation, call.detail, shape, call.given.dtype, later=later)
+        noted = watch.begin(self._channel, call.operation, call.detail, shape, call.given.dtype)
         try:
             if self._check_on is not None:
                 self._compare(noted)
@@ -87,14 +87,13 @@ class WatchedGroup(WrappingGroup):
         me = self.ranks[self.rank]
         ends = (me, peer) if transfer.kind == "send" else (peer, me)
         channel = self.watch.message_channel(self._channel, ends, transfer.tag)
-        tensor = transfer.tensor
-        return self.watch.begin(channel, transfer.kind, None, tensor.shape, tensor.dtype, later=True)
+        return self.watch.begin(channel, transfer.kind, None, transfer.tensor.shape, transfer.tensor.dtype)
 
     def _follow(self, call: Call, work: Work) -> Work:
         if work is DONE:
             self.watch.finish(call)
             return work
-        call.work = work
+        self.watch.leave_open(call, work)
         return WatchedWork(call, work, self.watch)
 
     def _compare(self, call: Call) -> None:

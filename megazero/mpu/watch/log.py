@@ -77,13 +77,13 @@ class Call:
 
     __slots__ = ("channel", "sequence", "serial", "started", "state", "text", "work")
 
-    def __init__(self, serial: int, channel: Channel, text: bytes, state: int):
+    def __init__(self, serial: int, channel: Channel, text: bytes):
         self.serial = serial
         self.channel = channel
         self.sequence = channel.count
         self.text = text
         self.started = time.monotonic()
-        self.state = state
+        self.state = WAITED
         self.work: Work | None = None
 
 
@@ -130,7 +130,6 @@ class CallLog:
         detail: str | int | None,
         shape: Sequence[int | str] | None,
         dtype: torch.dtype | None,
-        state: int = WAITED,
     ) -> Call:
         """Record a call that starts now; called in the thread that makes the call."""
         # Quick, as all calls come here. Lines are looked up and texts composed once per place: a training
@@ -148,10 +147,10 @@ class CallLog:
             text = self._texts[key] = _compose(channel, what, detail, shape, dtype, site, asker)
         channel.count += 1
         self._latest = serial = next(self._serials)
-        call = Call(serial, channel, text, state)
+        call = Call(serial, channel, text)
         at = serial % SLOTS * _SLOT_BYTES
         # One write: a process that dies here leaves a whole record or none.
-        slot = _HEADER.pack(serial, call.sequence, call.started + self._to_wall, state, len(text)) + text
+        slot = _HEADER.pack(serial, call.sequence, call.started + self._to_wall, WAITED, len(text)) + text
         self._ring[at : at + len(slot)] = slot
         self.pending[serial] = call
         return call
@@ -163,9 +162,7 @@ class CallLog:
             if frame is None:
                 break
             file = frame.f_code.co_filename
-            if (
-                file not in inside
-            ):  # a string's hash is kept, so this is quicker than to compare its beginning
+            if file not in inside:  # a string keeps its hash, so this is quicker than to compare beginnings
                 inside[file] = file.startswith((HERE, _TORCH))
             if not inside[file]:
                 if site is None:
@@ -174,6 +171,11 @@ class CallLog:
                     return site, frame
             frame = frame.f_back
         return site, None
+
+    def leave_open(self, call: Call, work: Work) -> None:
+        """Record that `call` continues as `work`, and that nobody is waiting for it."""
+        call.work = work
+        self._set_state(call, OPEN)
 
     def wait_for(self, call: Call) -> None:
         """Record that somebody is waiting for `call`."""

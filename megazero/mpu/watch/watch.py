@@ -28,6 +28,7 @@ import torch
 
 from megazero.errors import CommunicationError
 from megazero.mpu.grid import Ranks
+from megazero.mpu.group import Work
 from megazero.mpu.threads import helper_thread
 from megazero.mpu.tree import pause_of
 from megazero.mpu.waits import Waits
@@ -36,7 +37,7 @@ from megazero.mpu.watch.failure import FailureDiagnosis, JobFailure
 from megazero.mpu.watch.flight_recorder import write_flight_record
 from megazero.mpu.watch.heartbeat import Heartbeat
 from megazero.mpu.watch.job_notes import JobNotes, SilentKeeperError
-from megazero.mpu.watch.log import OPEN, RETURNED, WAITED, Call, CallLog, Channel
+from megazero.mpu.watch.log import OPEN, RETURNED, Call, CallLog, Channel
 from megazero.mpu.watch.queued import Mark, QueuedCalls
 from megazero.mpu.watch.report import Alarm, CallRecord, ChannelRecord, Report
 from megazero.mpu.watch.stacks import spell_stack, spell_trace
@@ -202,17 +203,19 @@ class Watch:
         detail: str | int | None,
         shape: Sequence[int | str] | None,
         dtype: torch.dtype | None,
-        *,
-        later: bool = False,
     ) -> Call:
-        """Record a call that starts now, and that somebody waits for: at once, or `later`.
+        """Record a call that starts now.
 
         Raises:
             CommunicationError: the job has failed.
         """
         if self._alarm is not None:
             raise self._failure()
-        return self._log.begin(channel, what, detail, shape, dtype, OPEN if later else WAITED)
+        return self._log.begin(channel, what, detail, shape, dtype)
+
+    def leave_open(self, call: Call, work: Work) -> None:
+        """Record that `call` has been started and continues without anybody waiting for it."""
+        self._log.leave_open(call, work)
 
     def wait_for(self, call: Call) -> None:
         """Record that somebody is now waiting for `call`.

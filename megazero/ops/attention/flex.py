@@ -142,7 +142,7 @@ def attention_flex(
     """Attention without dropout; `attend` stands for the compiled function in tests."""
     (s, b, n, d), t = q.shape, k.shape[0]
     short = max(0, CHANNELS - d)  # channels of zeros change neither scores nor results
-    heads = [F.pad(x, (0, short)).permute(1, 2, 0, 3) for x in (q, k, v)]
+    heads = [(F.pad(x, (0, short)) if short else x).permute(1, 2, 0, 3) for x in (q, k, v)]
     mask = _FLEX.block_mask(call, s, t, q.device)
     out: Tensor = (attend or _FLEX.compiled)(
         *heads,

@@ -42,23 +42,43 @@ _ELEMENTWISE: Mapping[Any, Callable[..., int]] = MappingProxyType(
 )
 
 
+def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return int(2 * prod(query[:3]) * key[-2] * (query[3] + value[-1]))
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return int(2 * prod(query[:3]) * key[-2] * (3 * query[3] + 2 * value[-1]))
+
+
+def _by_vector(first: Any, *args: Any, **kwargs: Any) -> int:
+    return int(2 * prod(first))
+
+
+PRODUCTS: Mapping[Any, Callable[..., int]] = MappingProxyType(
+    {
+        _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+        _ATEN.dot: _by_vector,
+        _ATEN.mv: _by_vector,
+    }
+)
+"""Formulas by shapes that torch's registry lacks: attention on a CPU, and products with a vector."""
+
+_OF_PRODUCTS: Mapping[Any, Callable[..., int]] = MappingProxyType(
+    {**{product: shape_wrapper(count) for product, count in PRODUCTS.items()}, **flop_registry}
+)
+
+
 class OperatorCounter(TorchDispatchMode):
     """A mode that counts the FLOPs of this thread's operators.
 
     Attributes:
         flops: all of them so far.
         products: those of products of matrices, convolutions and attention.
-
-    Args:
-        more: formulas by shapes for products that torch's registry lacks.
     """
 
-    def __init__(self, more: Mapping[Any, Callable[..., int]] = MappingProxyType({})) -> None:
+    def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
-        self._formulas = {
-            **{product: shape_wrapper(count) for product, count in more.items()},
-            **flop_registry,
-        }
         self.flops = self.products = 0
 
     def __enter__(self) -> OperatorCounter:
@@ -81,7 +101,7 @@ class OperatorCounter(TorchDispatchMode):
     ) -> Any:
         kwargs, packet = kwargs or {}, func._overloadpacket
         formula = _ELEMENTWISE.get(packet)
-        product = self._formulas.get(packet) if formula is None else None
+        product = _OF_PRODUCTS.get(packet) if formula is None else None
         if formula is None and product is None and func is not torch.ops.prim.device.default:
             with self:
                 result = func.decompose(*args, **kwargs)
@@ -115,7 +135,6 @@ class ModuleCounter:
         profiles: where to add, by module.
         clock: times them.
         seen: called after each forward with the module, its inputs and its output.
-        more: see `OperatorCounter`.
     """
 
     def __init__(
@@ -123,9 +142,7 @@ class ModuleCounter:
         profiles: Mapping[nn.Module, ModuleProfile],
         clock: Clock,
         seen: Callable[[nn.Module, Any, Any], None] = lambda module, args, output: None,
-        more: Mapping[Any, Callable[..., int]] = MappingProxyType({}),
     ):
-        self._more = more
         self.profiles = profiles
         self.clock = clock
         self.operators: OperatorCounter | None = None
@@ -136,7 +153,7 @@ class ModuleCounter:
 
     def start(self, *, counts: bool) -> None:
         """Add hooks; with `counts`, FLOPs are counted too, which makes all that runs slower."""
-        self.operators = OperatorCounter(self._more) if counts else None
+        self.operators = OperatorCounter() if counts else None
         for module in self.profiles:
             self._handles.append(module.register_forward_pre_hook(self._before))
             self._handles.append(module.register_forward_hook(self._after))
