@@ -48,10 +48,12 @@ def write_durations(
 ) -> None:
     """Put the seconds of files, and of cases by test, into the table; of files that ran, all rows are new.
 
-    Rows of files that are not there any more go.
+    Rows of files that are not there any more go. Cases that were left out count as what they took before, if
+    that was more: otherwise a test whose long cases are left out would run them the next time.
     """
-    kept = read_rows(table) if table.exists() else {}
-    kept = {name: value for name, value in kept.items() if name.partition("::")[0] not in seconds}
+    before = read_rows(table) if table.exists() else {}
+    kept = {name: value for name, value in before.items() if name.partition("::")[0] not in seconds}
+    cases = {name: max(value, before.get(name, 0.0)) for name, value in cases.items()}
     long = {name: value for name, value in cases.items() if value >= LONG_CASE}
     rows = {name: value for name, value in {**kept, **seconds, **long}.items() if _file(name) in files}
     lines = [f"{rows[name]:7.{2 if '::' in name else 1}f} {name}\n" for name in sorted(rows)]

@@ -34,6 +34,7 @@ def test_members_are_the_files_that_are_not_named_as_a_base(tmp_path):
     assert not any(member.takes_corpus for member in study.members)
 
 
+@pytest.mark.fast
 def test_flags_take_precedence_over_files(tmp_path):
     folder = write_study(tmp_path / "s", a="optimizer: {lr: 1.0}")
     (member,) = read_study(folder, StudyOptions(flags=("--lr", "3", "--weight-decay", "0"))).members

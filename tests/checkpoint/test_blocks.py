@@ -224,7 +224,7 @@ def test_any_range_is_read(tmp_path, block_size):
     ranges = [(i, j) for i in range(len(data) + 1) for j in range(i, len(data) + 1)]
     random.Random(0).shuffle(ranges)
     file = None
-    for number, (start, stop) in enumerate(ranges):
+    for number, (start, stop) in enumerate(ranges[::3]):
         if number % 9 == 0:  # now and then without what an earlier read left
             if file is not None:
                 file.close()

@@ -305,6 +305,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_beside_the_destination_is_bounded(tmp_path):
     """A tensor of 128 MiB: a quarter of its columns, and rows of it in another dtype."""
     tensors = [

@@ -103,6 +103,7 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path, capsys, flags
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_real_training_goes_on_where_it_was_stopped(tmp_path, capsys, undrawn):
     """The first half is stopped after two steps of four, in this process; the command finishes it."""
     from megazero.config.resolve import parse_config

@@ -44,6 +44,7 @@ def test_a_job_of_1024_gpus_is_planned_from_its_flags_alone(tmp_path, capsys):
     }
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_has_a_status_of_its_own(capsys):
     words = [word for word in GPT.split() if word not in ("--num-layers-per-virtual-pipeline-stage", "3")]
     words = ["--fp16" if word == "--bf16" else word for word in words]

@@ -31,6 +31,7 @@ def measured() -> Measured:
     return world.run(lambda rank: measure(world.group("world", rank, (0, 1)), CPU, SMALL))[0]
 
 
+@pytest.mark.slow
 def test_what_two_ranks_measure_is_a_device(measured):
     kept = Measured(**json.loads(json.dumps(asdict(measured))))  # as it comes from the first rank
     device = Device.of(document(kept, Device.load("cpu"), 2, "cpu"))
@@ -60,6 +61,7 @@ def test_one_rank_measures_no_calls_and_plans_none():
         Prices(device, 2).call(Call("g", "all_reduce", 8, (0, 1)))
 
 
+@pytest.mark.slow
 def test_a_line_names_a_thing_once(measured):
     names = [what for what, _, _ in lines_of(measured.lines) if what]
     assert names == [

@@ -187,6 +187,7 @@ def test_more_ranks_than_the_machine_runs_are_not_measured(capsys):
     assert "`--gpus` must be at most 0 with `--measure`" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_section_of_a_json_bounds_the_search(tmp_path, capsys):
     section = {
         "enabled": True,
@@ -286,6 +287,7 @@ def test_a_search_goes_on_around_the_best():
 TIMES = ((3.0, True), (2.0, True), (1.0, False), (2.5, True), (1.0, True))
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_from_its_log_and_writes_what_it_finds(tmp_path, capsys):
     words = [
         "--gpus",

@@ -158,6 +158,7 @@ def peak(samples: int, folder: Path) -> int:
     return int(done.stdout) // unit
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(resource, "getrusage"), reason="the peak is not known here")
 def test_memory_does_not_grow_with_the_samples(tmp_path):
     few, many = peak(20_000, tmp_path / "few"), peak(250_000, tmp_path / "many")

@@ -240,6 +240,7 @@ def test_runs_as_a_script_from_anywhere(tmp_path, out):
     assert visible(out) == ["p_text_document.bin", "p_text_document.idx", "p_text_document.sum"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory account")
 def test_memory_does_not_grow_with_the_input(tmp_path, out):
     """Peak memory of a 64 MB run in chunks of 1 MB stays near that of an 8 MB run."""

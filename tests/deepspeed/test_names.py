@@ -79,6 +79,7 @@ def test_the_version_that_installers_see_is_that_of_the_names():
     ]
 
 
+@pytest.mark.slow
 def test_a_child_finds_deepspeed_wherever_it_starts(tmp_path):
     """`install` changes the environment, from which alone a child knows where megazero is."""
     start = "import subprocess, sys; from megazero.deepspeed import install; install(); install();"

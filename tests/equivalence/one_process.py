@@ -17,6 +17,9 @@ from tests.layouts.layout import Layout
 from tests.layouts.selection import allowed, covering, with_methods, with_stores
 from tests.pool import WorkerPool
 
+_FAST = 2
+"""Layouts of a sweep that the fast tier trains."""
+
 
 @cache
 def serial(layout: Layout, steps: int = STEPS) -> Record:
@@ -82,13 +85,13 @@ class Sweep:
     def parametrize(self, metafunc: pytest.Metafunc) -> None:
         """Give a test that takes `selected` the layouts that the command line asks for.
 
-        Some small ones, in which each setting has each of its values, are marked as fast.
+        A few small ones, in which settings have as many of their values as fit, are marked as fast.
         """
         if "selected" in metafunc.fixturenames:
             options = metafunc.config.option
             count = self.many if options.slow else self.few
             layouts = filter(allowed, self.everything()) if options.all_layouts else self.selection(count)
-            marked = set(representatives(self.selection(self.few)))
+            marked = set(representatives(self.selection(self.few))[:_FAST])
             chosen = [pytest.param(x, marks=[pytest.mark.fast] * (x in marked), id=x.name) for x in layouts]
             metafunc.parametrize("selected", chosen)
 

@@ -83,6 +83,7 @@ def test_each_does_something(kind):
     assert serial(layout, kind).losses[1] != run_alone(layout.config()).losses[1]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_processes_equal_one_process(pool):
     layout, kind = Layout(tp=2, dp=2, zero=2, sequence_parallel=True), "all"

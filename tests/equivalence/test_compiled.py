@@ -77,6 +77,7 @@ def test_all_layers_share_one_graph_without_breaks():
     assert not counters()["graph_break"]
 
 
+@pytest.mark.slow
 def test_no_length_of_a_curriculum_is_left_uncompiled():
     """From the ninth length on layers ran as they are, and one line in the log said so."""
     for length in range(8, 30, 2):

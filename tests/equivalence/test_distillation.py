@@ -86,6 +86,7 @@ def test_layout_equals_one_process(teachers, layout, teacher, until):
     check(run_in_threads(config, layout.grid), layout, teachers[teacher], until)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_processes_equal_one_process(pool, teachers):
     layout = Layout(tp=2, pp=2, zero=1, micro_batch=2)

@@ -96,7 +96,7 @@ def save_serial(tmp_path: Path, family: str, untied: bool) -> tuple[dict[str, to
 
 
 @pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.fast), "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_every_layout_is_one_model_there_and_back(tmp_path, family, untied):
     transformers = pytest.importorskip("transformers")
     first, ours = save_serial(tmp_path, family, untied)

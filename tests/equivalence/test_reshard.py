@@ -95,6 +95,7 @@ def test_a_deepseek_moves_between_layouts(count, tmp_path):
     assert check(circle, tmp_path).wrong == ()
 
 
+@pytest.mark.slow
 def test_layers_of_their_own_sizes_move_between_layouts(tmp_path):
     changes = (
         {"tp": 2, "sequence_parallel": True, "zero": 1, "dp": 2},
@@ -107,6 +108,7 @@ def test_layers_of_their_own_sizes_move_between_layouts(tmp_path):
     assert check(circle, tmp_path).wrong == ()
 
 
+@pytest.mark.slow
 def test_experts_by_the_ids_of_tokens_move_between_layouts(tmp_path):
     changes = (
         {"tp": 2, "sequence_parallel": True, "dp": 2, "ep": 2, "zero": 3},
@@ -117,6 +119,7 @@ def test_experts_by_the_ids_of_tokens_move_between_layouts(tmp_path):
     assert check(circle, tmp_path).wrong == ()
 
 
+@pytest.mark.slow
 def test_the_ranks_of_state_space_layers_change(tmp_path):
     circle = hybrid_circle()
     assert not any(case.layout.broken_rules() for case in circle)

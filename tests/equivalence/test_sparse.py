@@ -87,6 +87,7 @@ def test_layout_equals_one_process(layout, name):
     check(run_in_threads(with_settings(layout, name), layout.grid), layout, name)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_processes_equal_one_process(pool):
     layout = Layout(layers=4, tp=2, pp=2, sequence_parallel=True, micro_batch=2, dropout=0.1)

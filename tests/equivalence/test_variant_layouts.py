@@ -48,6 +48,7 @@ def test_each_does_something(variant):
     assert serial(layout).losses[1] != run_alone(Layout().serial.config()).losses[1]
 
 
+@pytest.mark.slow
 def test_processes_equal_one_process(pool):
     layout = Layout(tp=2, sequence_parallel=True, variant="olmo")
     check_as_processes(pool, layout)

@@ -147,6 +147,7 @@ def test_a_page_without_a_place_for_the_table_is_refused(tmp_path, capsys):
     assert page.read_text(encoding="utf-8") == "# A page\n"
 
 
+@pytest.mark.slow
 def test_json_has_a_line_per_row(rows, capsys):
     assert main(["report", "--no-nvcc", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -8,7 +8,7 @@ from megazero.mpu.watch.watch import EXIT_STATUS
 from tests.mpu.fault_ranks import GRACE, HEARTBEAT
 from tests.mpu.test_faults import Outcome, run
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
 LIMIT = 15.0
 ENDED = (

@@ -46,7 +46,7 @@ def test_a_thread_takes_the_device_before_its_work(devices):
 
 
 def test_the_watch_has_the_device_of_its_rank(devices):
-    watch = Watch(Notes(), 0, 2, WatchLimits(20.0), Spared())
+    watch = Watch(Notes(), 1, 2, WatchLimits(20.0), Spared())
     watch.close()
     assert devices == {"_watch_calls": 3, "_watch_notes": 3}
 

@@ -147,7 +147,7 @@ def watches(
 
 
 def close_all(all_watches: list[Watch]) -> None:
-    for watch in all_watches:
+    for watch in reversed(all_watches):  # rank 0 waits for the others
         watch.close()
 
 
@@ -163,7 +163,7 @@ def test_a_watched_group_conforms():
         assert got == [expected(r, 3) for r in range(3)]
     assert [len(watch._log.pending) for watch in all_watches] == [0, 0, 0]
     close_all(all_watches)
-    assert set(job_notes.texts) == {"log/0", "log/1", "log/2"}
+    assert set(job_notes.texts) == {f"{what}/{rank}" for what in ("log", "parted") for rank in range(3)}
 
 
 def test_a_watched_group_is_a_group_and_closes_what_it_wraps():

@@ -232,6 +232,7 @@ def test_the_stub_declares_what_the_module_has() -> None:
     assert declared == {name for name in vars(module) if not name.startswith("__")}
 
 
+@pytest.mark.slow
 def test_without_the_module_torch_serves_and_it_is_said() -> None:
     """None in sys.modules makes an import fail as a module that was never built does."""
     code = (

@@ -129,6 +129,7 @@ def test_a_step_of_many_micro_batches_is_the_sections_of_a_few_repeated(schedule
     _repeats(layout)
 
 
+@pytest.mark.slow
 def test_so_is_one_of_groups_of_micro_batches():
     _repeats(Layout(pp=2, schedule="interleaved", virtual=2, group=3, zero=1, layers=4))
 

@@ -63,6 +63,7 @@ def test_losses_of_all_evaluations_of_a_script_compare():
     assert {flag for following in evaluating.values() for flag in following} == {"--eval-from-start"}
 
 
+@pytest.mark.slow
 def test_a_launcher_says_why_a_layout_is_refused():
     run = bash("pretrain_llama_1b.sh", CHECK="1", TP="3")
     assert run.returncode == 2

@@ -22,7 +22,7 @@ from tests.checkpoint.power_cut import Change
 from tests.forks import run
 from tests.train.restart_ranks import MODEL, SAVING
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -36,9 +36,8 @@ def gpt() -> Record:
     return serial(make_gpt, gpt_loss)
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("overlap", [pytest.param(True, marks=pytest.mark.fast), False])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.fast), 4])
 @pytest.mark.parametrize("stage", range(len(STAGES)))
 def test_every_kind_of_parameter(stage, size, overlap):
     cases = product((1, 300, 10**9), (1, 3)) if size == 2 else ((1, 3), (300, 1), (10**9, 3))

@@ -21,6 +21,7 @@ from megazero.mpu.watch.report import Alarm, Report
 _LOOK = 0.1
 _MOST_LOOKS = 10_000  # of all ranks in a second
 _SECOND_CALL = 2.0
+_PARTING = 5.0
 _SENSELESS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """What reading a note raises that no rank has left."""
 _NOBODY: Mapping[int, str] = MappingProxyType({})
@@ -96,6 +97,19 @@ class FailureDiagnosis:
             CommunicationError: the notes are out of reach.
         """
         return self.job_notes.read("trouble") is not None
+
+    def part(self) -> None:
+        """Say that this process reads no more notes; rank 0, which may keep them, waits until all have.
+
+        A process that is gone says nothing, and is waited for a few seconds.
+        """
+        everyone = [f"parted/{rank}" for rank in range(self.world_size)]
+        pause = pause_of(0.01, self.world_size, _MOST_LOOKS)
+        end = time.monotonic() + min(self.grace, _PARTING)
+        with suppress(CommunicationError):
+            self.job_notes.post(everyone[self.rank], "")
+            while self.rank == 0 and None in self.job_notes.read_all(everyone) and time.monotonic() < end:
+                time.sleep(pause)
 
     def hold(self, report: Report, still: Mapping[int, str] = _NOBODY) -> str:
         """Tell the others, post `report`, wait until the diagnosis is printed, and return its summary.

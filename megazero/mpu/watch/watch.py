@@ -176,7 +176,9 @@ class Watch:
             self._wake.set()
         for thread in self._threads:
             thread.join(self._limits.grace)
-        if self._alarm is not None:
+        if self._alarm is None and self._threads:
+            self._diagnosis.part()
+        elif self._alarm is not None:
             self._ending.cancel()
             if self._device_is_behind():  # for good, maybe, and then the end of this process waits for it
                 self._ending.prepare(self._limits.grace)

@@ -37,6 +37,7 @@ from tests.tables import over_table
 TOKENS = torch.randint(VOCAB, (2, 17), generator=torch.Generator().manual_seed(5))
 
 
+@pytest.mark.fast
 @over_table(
     ("name", "tp", "padded"),
     [*((name, 1, VOCAB) for name in MODELS), ("gpt2", 2, 128), ("llama", 2, 110), ("llama-tied", 1, 128)],

@@ -301,6 +301,7 @@ print(json.dumps({"total": total, "growths": growths}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's memory accounts")
 def test_memory_stays_near_the_largest_tensor(tmp_path):
     """A model of 200 MiB, of which the embedding is 60 MiB, in a process of its own."""

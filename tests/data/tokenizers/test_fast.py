@@ -51,6 +51,7 @@ def sentencepiece_pair(sp_bpe_model):
 TEXTS = st.text(st.characters(exclude_categories=("Cs",))) | st.sampled_from(["</s>", "a<s>", "the fox"])
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(st.lists(TEXTS))
 def test_fast_sentencepiece_bpe_agrees(sentencepiece_pair, texts):

@@ -56,6 +56,7 @@ def losses(ranks: int, *arguments: str) -> list[float]:
     return [float(found) for found in re.findall(r"loss (\S+)$", done.stdout, re.MULTILINE)]
 
 
+@pytest.mark.slow
 def test_the_example_gives_the_same_losses_on_stages(tmp_path):
     one = losses(1)
     assert len(one) == 4

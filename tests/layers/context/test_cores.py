@@ -44,6 +44,7 @@ PROBLEMS = {
 RANKS = ((1, ring), (2, ring), (3, ring), (4, ring), (2, exchange), (4, exchange), (2, gather), (3, gather))
 
 
+@pytest.mark.fast
 @pytest.mark.slow
 @over_table("problem", PROBLEMS.values(), ids=PROBLEMS)
 @over_table(("ranks", "maker"), RANKS)

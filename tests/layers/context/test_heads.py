@@ -34,6 +34,7 @@ def coded(rows: int, batch: int, heads: int, width: int, first: int = 0) -> Tens
     return sum(axis * 100**place for place, axis in enumerate(reversed(grid))).double()
 
 
+@pytest.mark.fast
 @over_table(
     ("layout", "queries", "keys"),
     [

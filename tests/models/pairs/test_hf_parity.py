@@ -40,6 +40,7 @@ def batch_of(model, count=3):
     return PairCollate(model.vocab_size, torch.device("cpu"), lengths, 8)(arrays, tuple(range(count)))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_gradients_equal_transformers(kind):
     model = t5_shape(**KINDS[kind])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 import torch
 
 from megazero.config.tree.recompute import RecomputeConfig
@@ -84,6 +85,7 @@ def test_a_stage_computes_the_biases_of_its_own_layers_alone(parts, sides, monke
     assert both_ways == sides
 
 
+@pytest.mark.fast
 def test_biases_and_mask_are_joined_once_for_all_layers(monkeypatch):
     """Each layer of the encoder did so, in a tensor of all pairs of rows of its own."""
     chunk, seen = chunk_of(), []

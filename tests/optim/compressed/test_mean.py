@@ -117,6 +117,7 @@ def test_every_kind_of_group_gives_the_same_bits(pool):
             assert all(a.equal(b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_not_lost():
     """Of the same numbers again and again, the mean of the results tends to the mean of the numbers."""
     size, steps = 3, 400

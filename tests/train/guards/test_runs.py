@@ -28,6 +28,7 @@ def train_with_metrics(where: Setting, folder, flags: str = "", **rest) -> tuple
     return outcome, losses(path)
 
 
+@pytest.mark.slow
 def test_after_a_rollback_a_run_is_as_one_that_never_saw_the_batch(tmp_path):
     """On two layouts, which set the same samples aside, and by hand."""
     found = {}

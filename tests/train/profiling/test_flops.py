@@ -232,6 +232,7 @@ def test_afterwards_nothing_is_called(monkeypatch) -> None:
     assert profiled[3] > own[3]
 
 
+@pytest.mark.fast
 def test_tables() -> None:
     rows = [
         ModuleRow("", "GPT", ModuleProfile(4000, 2000, 30, 0.002)),
