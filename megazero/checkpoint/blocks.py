@@ -67,6 +67,13 @@ class BlockHasher:
         return FileRecord(self._size, (*self._done, *last))
 
 
+def record_of(data: bytes) -> FileRecord:
+    """The size and the hashes of a file of this content."""
+    hasher = BlockHasher()
+    hasher.update(data)
+    return hasher.record()
+
+
 class BlockFile:
     """An open file whose bytes are checked as they are read; use it from one thread at a time.
 

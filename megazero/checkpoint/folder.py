@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.manifest import LARGEST, STATE, parse_facts
@@ -104,10 +105,20 @@ class Candidates:
         folders: the one that the run's file names, then the others, newest first; but those of which it is
             known that something was wrong with the run come last, if there are others.
         remarks: what was odd about the file.
+        states: the content of `state.json` of the folders that were looked into, so that it is read once.
     """
 
     folders: tuple[Path, ...]
     remarks: tuple[str, ...] = ()
+    states: Mapping[Path, bytes] = field(default_factory=dict)
+
+    def facts(self, folder: Path) -> dict[str, Any]:
+        """The content of a candidate's `state.json`, before anything else of the checkpoint is checked.
+
+        Raises:
+            DamagedCheckpointError: it cannot be read, or is not a JSON object.
+        """
+        return parse_facts(self.states.get(folder) or _state(folder), folder / STATE)
 
 
 def candidates(directory: str | Path, iteration: int | None = None) -> Candidates:
@@ -125,7 +136,7 @@ def candidates(directory: str | Path, iteration: int | None = None) -> Candidate
                 f"({', '.join(map(str, sorted(saved))) or 'none'}), but is {iteration}"
             )
         return Candidates((saved[iteration],))
-    remarks = []
+    remarks, states = [], {}
     try:
         named = latest_iteration(directory)
     except DamagedCheckpointError as error:
@@ -140,7 +151,7 @@ def candidates(directory: str | Path, iteration: int | None = None) -> Candidate
         elif named != order[0]:
             remarks.append(f"`{directory / LATEST}` names iteration {named}, although {order[0]} is there")
         order = [named] * (named in saved) + [number for number in order if number != named]
-    ailing = list(takewhile(lambda number: not healthy(saved[number]), order))
+    ailing = list(takewhile(lambda number: not healthy(saved[number], states), order))
     if len(ailing) < len(order):
         order = [number for number in order if number not in ailing] + ailing
         remarks += [
@@ -150,20 +161,26 @@ def candidates(directory: str | Path, iteration: int | None = None) -> Candidate
     ours = any(os.path.lexists(best / name) for name in ("manifest.json", "index.json"))  # perhaps damaged
     if not order or not ours:
         _refuse_foreign(best)
-    return Candidates(tuple(saved[number] for number in order), tuple(remarks))
+    return Candidates(tuple(saved[number] for number in order), tuple(remarks), states)
 
 
-def healthy(folder: Path) -> bool:
+def healthy(folder: Path, states: dict[Path, bytes] | None = None) -> bool:
     """Whether nothing was wrong with the run when it saved a checkpoint, as far as that says.
 
     One that does not say so is believed, and so is one that cannot be read: it will be found to be damaged.
+    What was read is added to `states`.
     """
     try:
-        return (
-            parse_facts(read_bytes(folder / STATE, most=LARGEST), folder / STATE).get("healthy") is not False
-        )
+        state = _state(folder)
+        if states is not None:
+            states[folder] = state
+        return parse_facts(state, folder / STATE).get("healthy") is not False
     except CheckpointError:
         return True
+
+
+def _state(folder: Path) -> bytes:
+    return read_bytes(folder / STATE, most=LARGEST)
 
 
 def was_healthy(directory: Path, iteration: int) -> bool:

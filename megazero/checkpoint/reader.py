@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.blocks import record_of
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.directory import Directory, DirectoryInParts, Share, Wanted, WholeDirectory
 from megazero.checkpoint.folder import hidden_folder, iteration_folder
@@ -71,6 +72,8 @@ class CheckpointReader:
         share: the reader's place among those that open the checkpoint together. Where it is described by
             parts, each looks at its share of these and whether their files are there; all together look at
             all. By default it is alone.
+        state: the content of its `state.json`, if that was read before; it is read again if the manifest
+            lists another content.
 
     Attributes:
         manifest: which files there are, but for those that parts describe.
@@ -84,7 +87,14 @@ class CheckpointReader:
         CheckpointError: the checkpoint has another format.
     """
 
-    def __init__(self, folder: str | Path, *, verify: Verify = Verify.FULL, share: Share | None = None):
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        verify: Verify = Verify.FULL,
+        share: Share | None = None,
+        state: bytes | None = None,
+    ):
         self.folder = Path(folder)
         self.verify = verify
         self._kept: dict[str, TensorFile] | None = None
@@ -94,7 +104,7 @@ class CheckpointReader:
         if wrong := [name for name in (INDEX, STATE) if name not in self.manifest.files]:
             raise DamagedCheckpointError(f"`{self.folder}` must be whole, but {wrong[0]} is not listed")
         self.directory = self._directory(share or Share())
-        facts = parse_facts(self._json(STATE), self.folder / STATE)
+        facts = parse_facts(self._json(STATE, state), self.folder / STATE)
         saved_into = facts.pop(FOLDER_FACT, None)
         self.saved_into = saved_into if isinstance(saved_into, str) else None
         self.facts: Mapping[str, Any] = MappingProxyType(facts)
@@ -212,9 +222,12 @@ class CheckpointReader:
         if wrong:
             raise DamagedCheckpointError(f"`{self.folder}` must be whole, but {'; '.join(wrong)}")
 
-    def _json(self, name: str) -> bytes:
-        """The content of a small file; its hash is always checked."""
-        return read_bytes(self.folder / name, self.manifest.files[name].record, most=LARGEST)
+    def _json(self, name: str, known: bytes | None = None) -> bytes:
+        """The content of a small file, which may be `known` already; its hash is always checked."""
+        record = self.manifest.files[name].record
+        if known is not None and record_of(known) == record:
+            return known
+        return read_bytes(self.folder / name, record, most=LARGEST)
 
 
 _: type[Source] = CheckpointReader

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.manifest import MANIFEST
-from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.config.derive import PipelineShape
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree.config import Config
@@ -39,7 +38,7 @@ from megazero.train.parts.chunks import programs_of
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
 from megazero.train.resume.fit import check_model, free_fields
-from megazero.train.resume.saved import checkpoint_at, opened, saved_model
+from megazero.train.resume.saved import Checkpoint
 from megazero.train.resume.trained import load_chunks
 
 SCALE = 1000
@@ -242,9 +241,8 @@ def trained_chunks(
             "`context_parallel_size` must be 1 to measure losses of samples, but is "
             f"{context.groups['cp'].size}; use tensor or pipeline parallelism"
         )
-    where = checkpoint_at(section.load, context, section.ckpt_step)
-    reader: CheckpointReader = opened(where, Verify(section.verify_checkpoint), context)
-    saved = saved_model(reader)
+    checkpoint = Checkpoint.at(section.load, section.verify_checkpoint, context, section.ckpt_step)
+    saved, where = checkpoint.model, checkpoint.folder
     free = free_fields(config.model, saved, where, extends=section.extend_context)
     check_model(config.model, vocabulary.size, saved, where, free)
-    return where, load_chunks(config, vocabulary, context, reader)
+    return where, load_chunks(config, vocabulary, context, checkpoint)

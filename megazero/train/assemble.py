@@ -23,7 +23,7 @@ from megazero.train.observe.host import measure_matmul_rate
 from megazero.train.observe.meters import Meters
 from megazero.train.observe.monitors import build_monitors
 from megazero.train.observe.monitors.base import Monitor
-from megazero.train.parts.attention import attention_remark
+from megazero.train.parts.attention import attention_facts, attention_remark
 from megazero.train.parts.chunks import DTYPES
 from megazero.train.parts.families import TokenFlops
 from megazero.train.parts.vocabulary import Vocabulary
@@ -140,15 +140,17 @@ def assemble(
         context.device,
     )
     task.check(resumed, feeds)
-    rate = measure_matmul_rate(DTYPES[config.precision.dtype], context.device)
+    dtype, documents = DTYPES[config.precision.dtype], config.data.reset_attention_mask
+    rate = measure_matmul_rate(dtype, context.device)
     monitor = build_monitors(config, context.rank == 0, state.progress, plan.end.iteration)
     flops = TokenFlops(config, vocabulary)
     profiler.begin(engine, monitor.message, flops)
     meters = Meters(config, plan, engine, flops, rate, monitor.message, profiler)
     run = Run(resumed, feeds, meters, monitor)
     try:
-        chosen = (attention_remark(config, context.device), *scan_remarks(config.model, context.device))
-        for remark in (*chosen, *task.remarks(run)):
+        facts = attention_facts(config.model, dtype, context.device, documents=documents)
+        monitor.message(attention_remark(facts, compiled=config.acceleration.compile))
+        for remark in (*scan_remarks(config.model, context.device), *task.remarks(run)):
             monitor.message(remark)
         if config.checkpoint.save and not config.training.skip_train:
             seed = resumed.stream_seed

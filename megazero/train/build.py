@@ -146,5 +146,6 @@ def build_model(
 ) -> Engine:
     """`build_engine` of this rank's chunks of the configured model, and of its teacher's if it has one."""
     chunks = build_chunks(config, vocabulary, context)
-    teacher = load_teacher(config, training_plan, vocabulary, context)
+    kd = config.distillation.kd
+    teacher = load_teacher(config, training_plan, vocabulary, context) if kd else None
     return build_engine(config, training_plan, chunks, context, teacher)

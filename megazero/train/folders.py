@@ -50,17 +50,16 @@ def read_folder(given: Mapping[str, Any]) -> Stated | None:
 
 def _checkpoint(path: str, step: int | None, given: Mapping[str, Any]) -> Stated | None:
     """Read what the newest intact checkpoint says; None if there is none."""
-    from megazero.checkpoint.folder import candidates
+    from megazero.checkpoint.folder import Candidates, candidates
     from megazero.checkpoint.locate import is_checkpoint
-    from megazero.checkpoint.manifest import LARGEST, STATE, parse_facts
-    from megazero.checkpoint.tensor_file import read_bytes
     from megazero.train.resume.saved import PRETRAINING, model_said
 
     whole = Path(path)
     single = step is None and whole.is_dir() and is_checkpoint(whole)
-    for folder in (whole,) if single else candidates(whole, step).folders:
+    listed = Candidates((whole,)) if single else candidates(whole, step)
+    for folder in listed.folders:
         try:
-            facts = parse_facts(read_bytes(folder / STATE, most=LARGEST), folder / STATE)
+            facts = listed.facts(folder)
             saved = model_said(facts, folder)
         except DamagedCheckpointError:
             continue  # the run passes it over, and says so
@@ -74,7 +73,7 @@ def _said_by(saved: SavedModel, given: Mapping[str, Any], *, anew: bool) -> Stat
     from megazero.config.derive import FREE_MODEL_FIELDS
     from megazero.train.resume.fit import ROTARY_FIELDS, free_to_begin, unlike
 
-    model, extends = saved.settings(ModelConfig.model_fields), bool(given.get("checkpoint.extend_context"))
+    model, extends = saved.settings, bool(given.get("checkpoint.extend_context"))
     free = FREE_MODEL_FIELDS | free_to_begin(saved, anew) | (ROTARY_FIELDS if extends else frozenset())
     begins = bool(given.get("checkpoint.moe_use_upcycling")) and not model.num_experts
     return Stated(

@@ -70,8 +70,8 @@ class Pretraining(Task):
     def check(self, resumed: Resumed, feeds: Feeds) -> None:
         self._record = data_record(feeds.datasets[0], resumed.engine.context)
         passes = not resumed.config.data.verify_data
-        self._origin = resumed.past.origin or origin_of(resumed.config.checkpoint.load_hf)
-        self._compared = compare_data(resumed.past.data, self._record, changes_pass=passes)
+        self._origin = resumed.origin or origin_of(resumed.config.checkpoint.load_hf)
+        self._compared = compare_data(resumed.data, self._record, changes_pass=passes)
 
     def remarks(self, run: Run) -> Iterable[str]:
         engine, dtype = run.resumed.engine, DTYPES[run.resumed.config.precision.dtype]

@@ -52,7 +52,8 @@ def in_job(
     place, nodes = launch or Launch.from_environment(), replicas_per_node(config.zero)
     facts = partial(settings_and_code, config, place.speaks_for_node)
     joined = join(config.parallel, place, nodes, facts, zero_stage=config.zero.stage)
-    with reporting(joined), varying_shapes(shapes_vary(config)):
+    varies = shapes_vary(config.curriculum, config.skipping, config.model)
+    with reporting(joined), varying_shapes(varies):
         state = work(joined)
     leave(joined)
     return state

@@ -29,7 +29,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
     ],
 )
 def test_shapes_vary_where_columns_or_tokens_are_left_out(changes, varies):
-    assert shapes_vary(make_config(changes)) == varies
+    config = make_config(changes)
+    assert shapes_vary(config.curriculum, config.skipping, config.model) == varies
 
 
 def facts_of(config, device):
@@ -69,14 +70,15 @@ def test_windows_biases_and_offsets_are_facts():
 
 @pytest.mark.skipif(not native.available(), reason="the compiled kernels are not built")
 def test_the_remark_names_the_implementation():
-    assert attention_remark(make_config(), CPU) == "attention: native_cpu on cpu (float32, causal, dropout)"
-    plain = make_config({"model.attention_dropout": 0.0, "acceleration.compile": True})
-    assert attention_remark(plain, CPU) == "attention: sdpa on cpu (float32, causal)"
+    said = attention_remark(facts_of(make_config(), CPU), compiled=False)
+    assert said == "attention: native_cpu on cpu (float32, causal, dropout)"
+    plain = facts_of(make_config({"model.attention_dropout": 0.0}), CPU)
+    assert attention_remark(plain, compiled=True) == "attention: sdpa on cpu (float32, causal)"
 
 
 def test_the_remark_says_if_all_pairs_are_held(monkeypatch):
     monkeypatch.setattr("megazero.ops.cuda._BACKEND", type("Backend", (), {"library": None})())
-    assert attention_remark(make_config(), GPU) == (
+    assert attention_remark(facts_of(make_config(), GPU), compiled=False) == (
         "attention: composed on cuda (float32, causal, dropout), which holds a tensor of all pairs"
     )
 

@@ -26,7 +26,7 @@ from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.launch import Launch
 from megazero.mpu.thread_group import ThreadWorld
-from megazero.train.resume import resume as module
+from megazero.train.resume import saved as module
 from megazero.train.resume.fit import check_model
 from megazero.train.resume.resume import Resumed, resume
 from megazero.train.resume.saved import PRETRAINING, SavedModel

@@ -21,7 +21,7 @@ from megazero.commands.checkpoint.stream import whole_tensors
 from megazero.commands.outputs import output_folder
 from megazero.commands.show import printable
 from megazero.errors import CheckpointError, ConfigError
-from megazero.train.resume.saved import saved_model
+from megazero.train.resume.saved import Checkpoint
 from megazero.version import VERSION
 
 _POSITIONS = Key("embedding.position.weight")
@@ -51,7 +51,7 @@ def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 def run(flags: argparse.Namespace) -> int:
     """Extend, and print how to go on."""
     folder = one_checkpoint(Path(flags.source))
-    with CheckpointReader(folder) as reader:
+    with Checkpoint(folder) as reader:
         written = extend_positions(reader, flags.out, flags.max_position_embeddings)
     print(f"read   {printable(folder)}")
     print(f"wrote  {printable(written)}: {flags.max_position_embeddings} positions")
@@ -62,7 +62,7 @@ def run(flags: argparse.Namespace) -> int:
     return 0
 
 
-def extend_positions(reader: CheckpointReader, out: Path, positions: int) -> Path:
+def extend_positions(reader: Checkpoint, out: Path, positions: int) -> Path:
     """Write the weights with `positions` learned positions as checkpoint 0 in `out`; returns its folder.
 
     Position i gets the row of position i mod the number there was (Beltagy et al. 2020), so that each stretch
@@ -85,7 +85,7 @@ def extend_positions(reader: CheckpointReader, out: Path, positions: int) -> Pat
         raise ConfigError(
             f"`--max-position-embeddings` must be above {known}, but is {positions}; the model has as many"
         )
-    saved = saved_model(reader)
+    saved = reader.model
     facts = {
         "kind": KIND,
         "extended_from": {"megazero": VERSION, "positions": known},

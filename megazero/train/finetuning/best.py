@@ -8,10 +8,10 @@ from pathlib import Path
 
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import candidates, iteration_folder, remove_checkpoint, saved_iterations
-from megazero.checkpoint.reader import CheckpointReader, Verify
+from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.saver import together
 from megazero.train.resume.keepers import keepers_of
-from megazero.train.resume.saved import opened
+from megazero.train.resume.saved import Checkpoint
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.state import TrainState
 
@@ -81,7 +81,7 @@ class BestModel:
         """Give the engine the best weights; every rank calls this."""
         assert self.mark is not None, "no model has been offered"
         path = iteration_folder(self.folder, self.mark.iteration)
-        reader, keepers = opened(path, Verify.FULL, self.context), keepers_of(self.engine, ())
+        reader, keepers = Checkpoint.opened(path, "full", self.context), keepers_of(self.engine, ())
 
         def read() -> None:
             reader.read([part for keeper in keepers for part in keeper.taken(reader)])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 from megazero.checkpoint.hf.config_json import Description
 from megazero.checkpoint.hf.reader import HFReader
-from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.checkpoint.saver import together
 from megazero.config.derive import FREE_MODEL_FIELDS
 from megazero.config.tree.config import Config
@@ -16,7 +16,7 @@ from megazero.errors import CheckpointError
 from megazero.models.classifier import OWN, PRETRAINING_ONLY
 from megazero.mpu.context import ParallelContext
 from megazero.train.resume.fit import OF_THE_HEAD, check_model, free_to_begin
-from megazero.train.resume.saved import checkpoint_at, model_at
+from megazero.train.resume.saved import Checkpoint
 from megazero.train.resume.weights import Opener, take_weights
 from megazero.train.step.engine import Engine
 
@@ -41,11 +41,11 @@ def take_pretrained(
     without: tuple[str, ...] = ()
     opener: Opener
     if given is not None:
-        folder = checkpoint_at(given, context)
-        path, saved = str(folder), model_at(folder, context)
+        checkpoint = Checkpoint.at(given, config.checkpoint.verify_checkpoint, context)
+        path, saved = str(checkpoint.folder), checkpoint.model
         free = FREE_MODEL_FIELDS | OF_THE_HEAD | free_to_begin(saved, True)
-        check_model(config.model, vocab_size, saved, folder, free)
-        opener = partial(CheckpointReader, path, verify=Verify(config.checkpoint.verify_checkpoint))
+        check_model(config.model, vocab_size, saved, checkpoint.folder, free)
+        opener = partial(nullcontext, checkpoint)
         labels = saved.sections.get("finetune", {}).get("labels") or ()
         same = _same_classes(saved.sections["model"].get("num_classes"), tuple(labels), config)
         without = () if same else ("classifier.",)

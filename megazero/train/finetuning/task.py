@@ -9,7 +9,7 @@ from pathlib import Path
 from megazero.checkpoint.folder import candidates
 from megazero.checkpoint.hf.config_json import Description
 from megazero.checkpoint.locate import one_checkpoint
-from megazero.checkpoint.reader import CheckpointReader, Verify
+from megazero.checkpoint.reader import Verify
 from megazero.config.rules.table import check
 from megazero.config.tasks import Task, task_of
 from megazero.config.tree.config import Config
@@ -20,7 +20,7 @@ from megazero.errors import ConfigError, DataError
 from megazero.mpu.context import ParallelContext
 from megazero.train.parts.families import FAMILIES
 from megazero.train.parts.vocabulary import Vocabulary
-from megazero.train.resume.saved import saved_model
+from megazero.train.resume.saved import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _labels(config: Config, task: Task, train: Sequence[LabelledFile]) -> tuple[
     if seen:
         return tuple(seen)
     for folder in _checkpoints(config):
-        saved = saved_model(CheckpointReader(folder, verify=Verify.SIZE)).sections.get("finetune", {})
+        saved = Checkpoint(folder, verify=Verify.SIZE).model.sections.get("finetune", {})
         if saved.get("labels"):
             return tuple(saved["labels"])
     if (path := config.checkpoint.load_hf) and (names := Description.read(Path(path)).labels):

@@ -6,20 +6,19 @@ from types import MappingProxyType
 
 import torch
 
-from megazero.config.tree.config import Config
+from megazero.config.tree.curriculum import CurriculumConfig
 from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.skipping import SkippingConfig
 from megazero.ops.attention import ATTENTION, AttentionFacts, BiasKind, MaskKind, head_kind, holds_all_pairs
 from megazero.ops.attention.varlen import varlen_knows
-from megazero.train.parts.chunks import DTYPES
 from megazero.train.parts.families import family_of
 
 _BIASES = MappingProxyType({"alibi": BiasKind.SLOPES, "relative": BiasKind.TENSOR})
 
 
-def shapes_vary(config: Config) -> bool:
+def shapes_vary(curriculum: CurriculumConfig, skipping: SkippingConfig, model: ModelConfig) -> bool:
     """Whether micro-batches, or what layers see of them, have other shapes from step to step."""
-    cut = config.curriculum.seqlen_schedule != "none" or config.skipping.random_ltd
-    return cut or _padded(config.model)
+    return curriculum.seqlen_schedule != "none" or skipping.random_ltd or _padded(model)
 
 
 def _padded(model: ModelConfig) -> bool:
@@ -66,11 +65,9 @@ def _bias(model: ModelConfig) -> BiasKind:
     return _BIASES.get(model.position_embedding_type, BiasKind.NONE)
 
 
-def attention_remark(config: Config, device: torch.device) -> str:
-    """A sentence that names the implementation of the run's attention."""
-    dtype, documents = DTYPES[config.precision.dtype], config.data.reset_attention_mask
-    facts = attention_facts(config.model, dtype, device, documents=documents)
-    name = ATTENTION.choose(facts, traced=config.acceleration.compile).name
+def attention_remark(facts: AttentionFacts, *, compiled: bool) -> str:
+    """A sentence that names the implementation of attention for a layer's call."""
+    name = ATTENTION.choose(facts, traced=compiled).name
     what = [str(facts.dtype).removeprefix("torch."), facts.mask.value, *["dropout"] * facts.dropout]
     remark = f"attention: {name} on {facts.device} ({', '.join(what)})"
     return f"{remark}, which holds a tensor of all pairs" if holds_all_pairs(name, facts) else remark

@@ -170,8 +170,8 @@ def build_chunks(
     """
     family = family_of(config.model)
     placement = placement_of(config.parallel, config.precision.dtype, context, device or torch.device("meta"))
-    stage_of = schedule_of(PipelineShape.of(config)).stage_of
     assigned = assign_parts(config, vocabulary, context)
+    stage_of = schedule_of(PipelineShape.of(config)).stage_of
     whole = Slice(config.model, (vocabulary.size, vocabulary.padded), placement, config.recompute)
     chunks: Chunks = {}
     for number, parts in enumerate(assigned):

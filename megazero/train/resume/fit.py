@@ -1,4 +1,4 @@
-"""A checkpoint's record of the data it was trained on, compared before a run goes on."""
+"""Whether a checkpoint fits the run that is to go on with it: its model, its tensors and its data."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megazero.checkpoint.part import Part, Source, misfits
-from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.upcycling import dense_model
-from megazero.config.derive import FREE_MODEL_FIELDS, data_parallel_size, model_differences
+from megazero.config.derive import FREE_MODEL_FIELDS, model_differences
 from megazero.config.latent import LatentConfig
 from megazero.config.rules.table import check
 from megazero.config.training_plan import TrainingPlan, training_plan_of
@@ -19,13 +18,14 @@ from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.config.tree.rotary import RotaryConfig
 from megazero.config.tree.sparse import SPARSE_FIELDS
+from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.data.blended import SampleDataset
 from megazero.data.sources import contents
 from megazero.errors import CheckpointError, ConfigError, DataError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.grid import AXES
 from megazero.mpu.messages import broadcast_value
-from megazero.train.resume.saved import DataFacts, RunFacts, SavedConfig, SavedModel, saved_model
+from megazero.train.resume.saved import Checkpoint, DataFacts, RunFacts, SavedConfig, SavedModel
 from megazero.train.resume.scheduled import on_schedule, with_batch
 
 ROTARY_FIELDS = frozenset(RotaryConfig.model_fields) - frozenset(LatentConfig.model_fields) - {
@@ -42,34 +42,34 @@ _SHOWN = 10
 
 def fit(
     config: Config,
-    reader: CheckpointReader,
+    checkpoint: Checkpoint,
     run: RunFacts | None,
     vocab_size: int,
-    world_size: int,
+    context: ParallelContext,
     begins_experts: bool,
 ) -> tuple[Config, TrainingPlan, list[str]]:
     """The configuration and the plan to continue with, and their differences from the saved ones.
+
+    `run` is None where all counts begin anew.
 
     Raises:
         CheckpointError: the checkpoint belongs to another model, or the run has another schedule.
         ConfigError: its global batch, which is kept, cannot be distributed over these ranks.
     """
     model = dense_model(config.model) if begins_experts else config.model
-    saved, anew = saved_model(reader), run is None or config.checkpoint.finetune
-    extends = config.checkpoint.extend_context
-    free = free_fields(model, saved, reader.folder, extends=extends) | free_to_begin(saved, anew)
-    check_model(model, vocab_size, saved, reader.folder, free)
-    _check_ends(config, saved, reader.folder)
-    replicas = data_parallel_size(config, world_size)
-    if run is None or config.checkpoint.finetune:  # converted weights, or counting anew
-        return config, training_plan_of(config, replicas), []
-    kept = with_batch(config, run.global_batch_size)
-    if kept is not config and (problems := check(kept, world_size)):
+    saved, folder, extends = checkpoint.model, checkpoint.folder, config.checkpoint.extend_context
+    free = free_fields(model, saved, folder, extends=extends) | free_to_begin(saved, run is None)
+    check_model(model, vocab_size, saved, folder, free)
+    _check_ends(config.tokenizer, model, saved, folder)
+    if run is None:
+        return config, training_plan_of(config, context.data.size), []
+    kept = config.model_copy(update={"batch": with_batch(config.batch, run.global_batch_size)})
+    if kept.batch is not config.batch and (problems := check(kept, context.world_size)):
         raise ConfigError(
-            [f"the global batch of {reader.folder} is kept, but does not fit here: {p}" for p in problems]
+            [f"the global batch of {folder} is kept, but does not fit here: {p}" for p in problems]
         )
-    plan = training_plan_of(kept, replicas, run.state.train_state().progress, run.origin)
-    kept, plan, remarks = on_schedule(kept, plan, run, reader.folder)
+    plan = training_plan_of(kept, context.data.size, run.state.train_state().progress, run.origin)
+    kept, plan, remarks = on_schedule(kept, plan, run, folder)
     changes = [
         f"{where}: {before} -> {now}"
         for where, before, now in _differences(run.config, kept.model_dump(mode="json"))
@@ -110,8 +110,8 @@ def check_model(
 def unlike(saved: SavedModel, model: ModelConfig, free: Set[str]) -> list[tuple[str, Any, Any]]:
     """The settings in which a checkpoint's model is another: (field, its value, the value now)."""
     # Only fields that both versions of the code have are compared; for others, the tensors' names decide.
-    fields = [name for name in ModelConfig.model_fields if name in saved.sections["model"]]
-    return model_differences(saved.settings(fields), model, [name for name in fields if name not in free])
+    compared = [name for name in ModelConfig.model_fields if name in saved.sections["model"].keys() - free]
+    return model_differences(saved.settings, model, compared)
 
 
 def free_fields(model: ModelConfig, saved: SavedModel, folder: Path, *, extends: bool) -> frozenset[str]:
@@ -122,7 +122,7 @@ def free_fields(model: ModelConfig, saved: SavedModel, folder: Path, *, extends:
     """
     if not extends:
         return FREE_MODEL_FIELDS
-    before = saved.settings([name for name in ModelConfig.model_fields if name in saved.sections["model"]])
+    before = saved.settings
     if not before.rotates:
         return FREE_MODEL_FIELDS  # the kind of positions is then a difference that is refused
     lengths = (before.seq_length, before.positions) if before.scaled_from is None else (before.scaled_from,)
@@ -135,13 +135,13 @@ def free_fields(model: ModelConfig, saved: SavedModel, folder: Path, *, extends:
     return FREE_MODEL_FIELDS | ROTARY_FIELDS
 
 
-def _check_ends(config: Config, saved: SavedModel, folder: Path) -> None:
+def _check_ends(now: TokenizerConfig, model: ModelConfig, saved: SavedModel, folder: Path) -> None:
     """Refuse to swap the ids with which a T5's decoder begins and ends."""
-    then, now = saved.sections.get("tokenizer", {}).get("wordpiece_first"), config.tokenizer.wordpiece_first
-    decodes = config.model.t5_decoder_layers is not None
-    if decodes and config.tokenizer.tokenizer_type is not None and (then or now) != now:
+    then, first = saved.sections.get("tokenizer", {}).get("wordpiece_first"), now.wordpiece_first
+    decodes = model.t5_decoder_layers is not None
+    if decodes and now.tokenizer_type is not None and (then or first) != first:
         raise CheckpointError(
-            f"`wordpiece_first` must be {then}, with which `{folder}` was trained, but is {now}; set "
+            f"`wordpiece_first` must be {then}, with which `{folder}` was trained, but is {first}; set "
             f"--wordpiece-first {then}"
         )
 

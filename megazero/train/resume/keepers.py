@@ -285,13 +285,14 @@ def _set(state: Mapping[str, Tensor], device: torch.device) -> None:
 def load_state(
     config: Config,
     engine: Engine,
-    context: ParallelContext,
-    reader: CheckpointReader,
+    checkpoint: CheckpointReader,
     run: RunFacts | None,
     *,
     begins_experts: bool = False,
 ) -> int:
     """Load what a checkpoint holds into an engine, as `config` asks; every rank calls this.
+
+    Without `run` only the model is loaded.
 
     Returns:
         The seed of the dropout streams.
@@ -300,21 +301,20 @@ def load_state(
         CheckpointError: on every rank: it does not fit the engine's model, or lacks what is asked for.
     """
     section = config.checkpoint
-    progress = None if section.finetune else run
-    drawn = None if section.no_load_rng else progress
+    drawn = None if section.no_load_rng else run
     counted = None  # the updates made, and the loss scaler's state
-    if progress is not None and not section.no_load_optim:
-        if progress.updates is None or progress.scaler is None:
+    if run is not None and not section.no_load_optim:
+        if run.updates is None or run.scaler is None:
             raise CheckpointError(
-                f"`{reader.folder}` must hold optimizer state, but has none; set --no-load-optim "
+                f"`{checkpoint.folder}` must hold optimizer state, but has none; set --no-load-optim "
                 "or --finetune"
             )
-        counted = progress.updates, ScalerState(**dict(progress.scaler))
-    wanted = {Share.PROGRESS: progress, Share.UPDATES: counted, Share.RANDOM: drawn}
+        counted = run.updates, ScalerState(**dict(run.scaler))
+    wanted = {Share.PROGRESS: run, Share.UPDATES: counted, Share.RANDOM: drawn}
     # The weights of new routers are the seed's, as the dense model has none.
     seeded = router_names(config.model) if begins_experts else ()
     keepers = keepers_of(engine, {share for share, there in wanted.items() if there is not None}, seeded)
-    held: Source = Upcycled(reader, config.model) if begins_experts else reader
+    held: Source = Upcycled(checkpoint, config.model) if begins_experts else checkpoint
     updated, *others = keepers
     parts = updated.taken(held)
     source = ReplicaRows(held, parts, engine.optimizer.private_kinds)
@@ -322,15 +322,15 @@ def load_state(
     unused = _unused(source, engine, moments=counted is not None)
 
     def read() -> None:
-        check_tensors(source, parts, reader.folder, unused)
+        check_tensors(source, parts, checkpoint.folder, unused)
         source.read([*parts, *(part for keeper in others for part in keeper.taken(source))])
 
     # An error on one rank is raised on all, so that none waits in the next call for one that has given up.
-    together(context, read, f"load {reader.folder}")
+    together(engine.context, read, f"load {checkpoint.folder}")
     # In the list's order: masters are published before the weights in use, which they would overwrite, and
     # the generators come last, so that nothing here draws from them after they are set.
     for keeper in keepers:
-        keeper.took(reader, reader.folder)
+        keeper.took(checkpoint, checkpoint.folder)
     if counted is not None:
         engine.optimizer.updates, engine.scaler_state = counted
     return config.training.seed if drawn is None else drawn.stream_seed

@@ -5,43 +5,20 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.folder import Candidates, candidates
+from megazero.checkpoint.folder import Candidates
 from megazero.checkpoint.lock import saved_elsewhere
-from megazero.checkpoint.reader import CheckpointReader, Verify
-from megazero.checkpoint.saver import together
 from megazero.config.training_plan import TrainingPlan, training_plan_of
-from megazero.config.tree.checkpoint import CheckpointConfig
 from megazero.config.tree.config import Config
-from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.transports import transports
 from megazero.train.resume.fit import changed_sums, fit
 from megazero.train.resume.keepers import load_state
-from megazero.train.resume.saved import (
-    DataFacts,
-    opened,
-    saved_model,
-    saved_run,
-)
+from megazero.train.resume.saved import Checkpoint, DataFacts, candidates_of
 from megazero.train.step.engine import Engine
 from megazero.train.step.state import TrainState
-
-
-@dataclass(frozen=True)
-class Past:
-    """The training before a checkpoint, as that tells it.
-
-    Attributes:
-        data: the data of the steps so far; None if there were none or the checkpoint does not say.
-        origin: the model that the weights were converted from at first; None if nothing is known of it.
-    """
-
-    data: tuple[DataFacts, ...] | None = None
-    origin: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +32,8 @@ class Resumed:
         config: the run's configuration; its global batch is the checkpoint's if none was asked for.
         training_plan: the run's plan, from `state` on.
         remarks: lines about the resume for a person.
-        past: what the checkpoint says of the training before it.
+        data: the data of the steps before the checkpoint; None without any, or if it does not say.
+        origin: the model that the weights were converted from at first; None if nothing is known of it.
     """
 
     engine: Engine
@@ -64,7 +42,8 @@ class Resumed:
     config: Config
     training_plan: TrainingPlan
     remarks: tuple[str, ...] = ()
-    past: Past = Past()
+    data: tuple[DataFacts, ...] | None = None
+    origin: Mapping[str, Any] | None = None
 
 
 def resume(
@@ -93,8 +72,8 @@ def resume(
             allowed.
     """
     section = config.checkpoint
-    checkpoints = _candidates(section.load, section.ckpt_step, context) if section.load else None
-    if checkpoints is None or not (checkpoints.folders or checkpoints.remarks):
+    listed = candidates_of(section.load, section.ckpt_step, context) if section.load else Candidates(())
+    if not (listed.folders or listed.remarks):
         if section.load:
             _may_start_without(config)
         training_plan = training_plan_of(config, context.data.size)
@@ -103,34 +82,37 @@ def resume(
         if section.load and not begun:
             begun = (f"warning: {section.load} holds no checkpoint; training starts from random weights",)
         return Resumed(new, TrainState(), config.training.seed, config, training_plan, begun)
-    remarks = list(checkpoints.remarks)
+    remarks = list(listed.remarks)
     # The newest first. All ranks take each step below together, and an error of one is raised on all: they
     # pass over a damaged checkpoint as one, and never train from two different ones.
-    for folder in checkpoints.folders:
+    for folder in listed.folders:
         engine: Engine | None = None
         try:
-            reader = opened(folder, Verify(section.verify_checkpoint), context)
-            begins = _begins_experts(section, reader)
-            run = None if begins else saved_run(reader)
+            checkpoint = Checkpoint.opened(folder, section.verify_checkpoint, context, listed.states)
+            # The experts are copies of its MLPs, unless it has experts itself.
+            begins = section.moe_use_upcycling and not checkpoint.model.settings.num_experts
+            run = None if begins else checkpoint.run
+            if section.finetune:
+                run = None  # its weights are taken, and all counts begin anew
             # Before the engine is built, which takes memory and minutes for a large model.
-            world_size = context.world_size
-            kept, training_plan, changes = fit(config, reader, run, vocab_size, world_size, begins)
-            state = TrainState() if run is None or section.finetune else run.state.train_state()
+            kept, training_plan, changes = fit(config, checkpoint, run, vocab_size, context, begins)
             engine = build(kept, training_plan)
-            seed = load_state(kept, engine, context, reader, run, begins_experts=begins)
+            seed = load_state(kept, engine, checkpoint, run, begins_experts=begins)
         except DamagedCheckpointError as error:
             remarks.append(f"passed over {folder}: {error}")
             if engine is not None:  # part of its state may come from the damaged checkpoint
                 engine = None
                 gc.collect()  # frees its memory before the next engine needs as much
             continue
-        changes += filter(None, [saved_elsewhere(folder, reader.saved_into)])
-        if run is not None and not section.finetune:
+        changes += filter(None, [saved_elsewhere(folder, checkpoint.saved_into)])
+        if run is not None:
             changes += changed_sums(run, kept.parallel, transports(context), context.world_size)
         loaded = f"{'began experts from the dense model' if begins else 'loaded'} {folder}"
-        data = None if run is None or section.finetune or run.data is None else tuple(run.data)
-        past = Past(data, reader.facts.get("converted_from"))
-        return Resumed(engine, state, seed, kept, training_plan, (*remarks, loaded, *changes), past)
+        progress = TrainState() if run is None else run.state.train_state()
+        data = None if run is None or run.data is None else tuple(run.data)
+        remarks += [loaded, *changes]
+        origin = checkpoint.facts.get("converted_from")
+        return Resumed(engine, progress, seed, kept, training_plan, tuple(remarks), data, origin)
     raise DamagedCheckpointError(
         f"`load` must hold a whole checkpoint, but {section.load} has none: " + "; ".join(remarks)
     )
@@ -150,21 +132,3 @@ def _may_start_without(config: Config) -> None:
             raise CheckpointError(
                 f"`load` must hold a checkpoint with {flag}, but {section.load} has none; check the path"
             )
-
-
-def _candidates(load: str, step: int | None, context: ParallelContext) -> Candidates:
-    """The first rank's candidates; on a shared file system, other ranks may still see an older state."""
-
-    def look() -> dict[str, list[str]]:
-        listed = candidates(load, step)
-        return {"folders": [str(folder) for folder in listed.folders], "remarks": list(listed.remarks)}
-
-    first = together(context, look if context.rank == 0 else None, f"look into {load}")
-    return Candidates(tuple(map(Path, first["folders"])), tuple(first["remarks"]))
-
-
-def _begins_experts(section: CheckpointConfig, reader: CheckpointReader) -> bool:
-    """Whether the experts are to be copies of this checkpoint's MLPs; not once it has experts itself."""
-    if not section.moe_use_upcycling:
-        return False
-    return not saved_model(reader).settings(ModelConfig.model_fields).num_experts

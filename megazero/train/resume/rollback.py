@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
-from megazero.checkpoint.folder import candidates
-from megazero.checkpoint.reader import Verify
-from megazero.checkpoint.saver import together
 from megazero.errors import CheckpointError, DamagedCheckpointError, LostFolderError
 from megazero.train.resume.keepers import load_state
-from megazero.train.resume.saved import opened, saved_run
+from megazero.train.resume.saved import Checkpoint, candidates_of
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.state import TrainState
 
@@ -39,22 +35,17 @@ def restore_last(snapshots: Snapshots) -> TrainState | None:
             raise
         except CheckpointError as error:  # one that cannot be saved is not there to go back to
             print(f"error: rank {context.rank} goes back further: {error}", file=sys.stderr, flush=True)
-    own = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
+    own = {"no_load_optim": False, "no_load_rng": False}
     section = snapshots.config.checkpoint.model_copy(update=own)
     config = snapshots.config.model_copy(update={"checkpoint": section})
-
-    def look() -> list[str]:
-        return [str(folder) for folder in candidates(saver.directory).folders]
-
-    here = look if context.rank == 0 else None
-    problem = None
-    for folder in together(context, here, f"look into {saver.directory}"):
+    problem, listed = None, candidates_of(saver.directory, None, context)
+    for folder in listed.folders:
         try:
-            reader = opened(Path(folder), Verify(section.verify_checkpoint), context)
-            run = saved_run(reader)
+            checkpoint = Checkpoint.opened(folder, section.verify_checkpoint, context, listed.states)
+            run = checkpoint.run
             if run is None or not run.healthy:
                 continue
-            load_state(config, engine, context, reader, run)
+            load_state(config, engine, checkpoint, run)
         except DamagedCheckpointError as error:
             problem = error
             continue

@@ -6,8 +6,9 @@ The file may come from another version or from anyone at all.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from pydantic import (
 
 from megazero.checkpoint.described import check_saved_model
 from megazero.checkpoint.directory import Share
+from megazero.checkpoint.folder import Candidates, candidates
 from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.manifest import STATE, parse
 from megazero.checkpoint.part import Key
@@ -186,15 +188,6 @@ class _ModelFacts(_FactsModel):
     finetune: dict[str, Any] | None = None
 
 
-def saved_run(reader: CheckpointReader) -> RunFacts | None:
-    """Read a checkpoint's facts about the run that saved it; None if no run did, as with converted weights.
-
-    Raises:
-        DamagedCheckpointError: something is missing or has the wrong type.
-    """
-    return _read(RunFacts, reader.facts, reader.folder) if reader.facts.get("kind") == PRETRAINING else None
-
-
 @dataclass(frozen=True)
 class SavedModel:
     """A checkpoint's description of its model.
@@ -211,15 +204,17 @@ class SavedModel:
     place: Path
     shapes: Mapping[Key, tuple[int, ...]] | None = None
 
-    def settings(self, fields: Iterable[str]) -> ModelConfig:
-        """The model's settings, from those of these fields that were saved.
+    @cached_property
+    def settings(self) -> ModelConfig:
+        """The model's settings, as far as they were saved.
 
         Raises:
             CheckpointError: this version of the code does not have such a model, or the tensors have no room
                 for it.
         """
         saved = self.sections["model"]
-        model = self._validated(ModelConfig, {name: saved[name] for name in fields if name in saved})
+        known = {name: saved[name] for name in ModelConfig.model_fields if name in saved}
+        model = self._validated(ModelConfig, known)
         self._check(model)
         return model
 
@@ -259,16 +254,6 @@ class SavedModel:
             ) from None
 
 
-def saved_model(reader: CheckpointReader) -> SavedModel:
-    """Read a checkpoint's description of its model.
-
-    Raises:
-        DamagedCheckpointError: something has the wrong type.
-        CheckpointError: the checkpoint does not say which model it holds.
-    """
-    return model_said(reader.facts, reader.folder, reader.shapes)
-
-
 def model_said(
     content: Mapping[str, Any], folder: Path, shapes: Mapping[Key, tuple[int, ...]] | None = None
 ) -> SavedModel:
@@ -297,40 +282,72 @@ def _read(model: type[_Facts], content: Mapping[str, Any], folder: Path) -> _Fac
     return facts
 
 
-def checkpoint_at(given: str, context: ParallelContext, step: int | None = None) -> Path:
-    """Find the checkpoint that a path means, as the first rank sees it; every rank calls this.
+def candidates_of(directory: str | Path, step: int | None, context: ParallelContext) -> Candidates:
+    """The first rank's candidates; on a shared file system, other ranks may still see an older state."""
+    here = Candidates(())
 
-    `step` asks for the checkpoint of one step of a run.
+    def look() -> dict[str, list[str]]:
+        nonlocal here
+        here = candidates(directory, step)
+        return {"folders": [str(folder) for folder in here.folders], "remarks": list(here.remarks)}
 
-    Raises:
-        CheckpointError: on every rank: there is none.
-    """
-    look = (lambda: str(one_checkpoint(Path(given), step))) if context.rank == 0 else None
-    return Path(together(context, look, f"look into {given}"))
-
-
-def opened(folder: Path, verify: Verify, context: ParallelContext) -> CheckpointReader:
-    """Open a checkpoint on all ranks; every rank calls this.
-
-    Raises:
-        CheckpointError: on every rank: it cannot be read.
-    """
-    readers: list[CheckpointReader] = []
-    share = Share.of(context)
-    together(
-        context,
-        lambda: readers.append(CheckpointReader(folder, verify=verify, share=share)),
-        f"open {folder}",
-    )
-    return readers[0]
+    first = together(context, look if context.rank == 0 else None, f"look into {directory}")
+    return Candidates(tuple(map(Path, first["folders"])), tuple(first["remarks"]), here.states)
 
 
-def model_at(folder: Path, context: ParallelContext) -> SavedModel:
-    """Read a checkpoint's description of its model; every rank calls this.
+class Checkpoint(CheckpointReader):
+    """A checkpoint that is opened once: its tensors, and what it says of its model and of its run."""
 
-    Raises:
-        CheckpointError: on every rank: it cannot be read, or has no description.
-    """
-    reader, models = opened(folder, Verify.SIZE, context), []
-    together(context, lambda: models.append(saved_model(reader)), f"open {folder}")
-    return models[0]
+    @classmethod
+    def opened(
+        cls, folder: Path, verify: str, context: ParallelContext, states: Mapping[Path, bytes] | None = None
+    ) -> Checkpoint:
+        """Open a checkpoint on all ranks; every rank calls this.
+
+        `verify` and `states` are as in `Verify` and `Candidates`.
+
+        Raises:
+            CheckpointError: on every rank: it cannot be read.
+        """
+        here: list[Checkpoint] = []
+
+        def work() -> None:
+            how, state = Verify(verify), (states or {}).get(folder)
+            here.append(cls(folder, verify=how, share=Share.of(context), state=state))
+
+        together(context, work, f"open {folder}")
+        return here[0]
+
+    @classmethod
+    def at(cls, given: str, verify: str, context: ParallelContext, step: int | None = None) -> Checkpoint:
+        """Open the checkpoint that a path means, as the first rank sees it; every rank calls this.
+
+        `step` asks for the checkpoint of one step of a run.
+
+        Raises:
+            CheckpointError: on every rank: there is none, it cannot be read, or does not describe its model.
+        """
+        look = (lambda: str(one_checkpoint(Path(given), step))) if context.rank == 0 else None
+        folder = Path(together(context, look, f"look into {given}"))
+        checkpoint = cls.opened(folder, verify, context)
+        together(context, lambda: checkpoint.model and None, f"open {folder}")
+        return checkpoint
+
+    @cached_property
+    def model(self) -> SavedModel:
+        """Its description of its model.
+
+        Raises:
+            DamagedCheckpointError: something has the wrong type.
+            CheckpointError: it does not say which model it holds.
+        """
+        return model_said(self.facts, self.folder, self.shapes)
+
+    @cached_property
+    def run(self) -> RunFacts | None:
+        """Its facts about the run that saved it; None if no run did, as with converted weights.
+
+        Raises:
+            DamagedCheckpointError: something is missing or has the wrong type.
+        """
+        return _read(RunFacts, self.facts, self.folder) if self.facts.get("kind") == PRETRAINING else None

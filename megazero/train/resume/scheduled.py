@@ -16,7 +16,12 @@ from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.steps import Step
 from megazero.config.training_plan import LrLengths, TrainingPlan, training_plan_of
 from megazero.config.tree.config import Config
+from megazero.config.tree.curriculum import CurriculumConfig
+from megazero.config.tree.data_sampling import DataSamplingConfig
+from megazero.config.tree.distillation import DistillationConfig
 from megazero.config.tree.schedule import ScheduleConfig
+from megazero.config.tree.skipping import SkippingConfig
+from megazero.config.tree.training import BatchConfig
 from megazero.errors import CheckpointError, ConfigError
 from megazero.optim.schedule import UpdateSchedule
 from megazero.train.resume.saved import RunFacts, SavedModel
@@ -29,11 +34,11 @@ _CONSTANTS = ("batch size", "sequence length")
 _OVERRIDE, _KEEP = "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"
 
 
-def with_batch(config: Config, size: int) -> Config:
-    """The same configuration with this global batch size, if it gives none."""
-    if config.batch.final_batch_size is not None:
-        return config
-    return config.model_copy(update={"batch": config.batch.model_copy(update={"global_batch_size": size})})
+def with_batch(batch: BatchConfig, size: int) -> BatchConfig:
+    """The same section with this global batch size, if it gives none."""
+    return (
+        batch if batch.final_batch_size is not None else batch.model_copy(update={"global_batch_size": size})
+    )
 
 
 def on_schedule(
@@ -50,10 +55,11 @@ def on_schedule(
     Raises:
         CheckpointError: a scheduled value would be another than the checkpoint's run has.
     """
-    overrides, now = config.checkpoint.override_opt_param_scheduler, _updates(config, plan)
+    overrides = config.checkpoint.override_opt_param_scheduler
+    now = UpdateSchedule.of(config.optimizer, plan).values()
     try:
-        saved, before = _saved(config, run, plan, folder)
-        then = _updates(saved, before)
+        saved, before = _saved(config.curriculum, run, plan, folder)
+        then = UpdateSchedule.of(saved.optimizer, before).values()
     except (CheckpointError, ConfigError) as error:
         if overrides:
             return config, plan, [f"new schedule ({_OVERRIDE}); the checkpoint's is unknown: {error}"]
@@ -63,7 +69,11 @@ def on_schedule(
         ) from error
     differing = _differing(then, now)
     rates = [f"{name} {was} -> {is_now}" for name, (was, is_now) in differing.items()]
-    others = list(_other_changes(_stepwise(saved, before), _stepwise(config, plan)))
+    steps = [
+        _stepwise(of, c.data_sampling, c.skipping, c.distillation)
+        for c, of in ((saved, before), (config, plan))
+    ]
+    others = list(_other_changes(*steps))
     if not rates and not others:
         return config, plan, []
     if overrides:
@@ -80,7 +90,9 @@ def on_schedule(
     return config, replace(plan, lr=before.lr), [f"the checkpoint's schedule goes on ({_KEEP}): {remark}"]
 
 
-def _saved(now: Config, run: RunFacts, plan: TrainingPlan, folder: Path) -> tuple[Config, TrainingPlan]:
+def _saved(
+    now: CurriculumConfig, run: RunFacts, plan: TrainingPlan, folder: Path
+) -> tuple[Config, TrainingPlan]:
     """The configuration of the checkpoint's run, and the plan that it would go on with.
 
     Raises:
@@ -95,18 +107,15 @@ def _saved(now: Config, run: RunFacts, plan: TrainingPlan, folder: Path) -> tupl
         for name, fields in known.items()
         if (section := run.config.get(name)) is not None
     }
-    config = with_batch(SavedModel(1, sections, folder / STATE).config(), run.global_batch_size)
+    config = SavedModel(1, sections, folder / STATE).config()
+    config = config.model_copy(update={"batch": with_batch(config.batch, run.global_batch_size)})
     custom = config.curriculum.seqlen_custom_schedule
     if custom is not None:  # code that a checkpoint names is not run unless the run names it, too
-        if custom != now.curriculum.seqlen_custom_schedule:
+        if custom != now.seqlen_custom_schedule:
             raise CheckpointError(f"its sequence lengths are those of {custom}, which this run does not name")
-        config = config.model_copy(update={"curriculum": now.curriculum})
+        config = config.model_copy(update={"curriculum": now})
     before = training_plan_of(config, 1, plan.steps.start, plan.steps.origin)
     return config, before if run.lengths is None else replace(before, lr=run.lengths)
-
-
-def _updates(config: Config, plan: TrainingPlan) -> dict[str, object]:
-    return UpdateSchedule.of(config.optimizer, plan).values()
 
 
 def _differing(then: Mapping[str, object], now: Mapping[str, object]) -> dict[str, tuple[object, object]]:
@@ -114,9 +123,14 @@ def _differing(then: Mapping[str, object], now: Mapping[str, object]) -> dict[st
     return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
 
-def _stepwise(config: Config, plan: TrainingPlan) -> dict[str, _Pieces]:
+def _stepwise(
+    plan: TrainingPlan,
+    sampling: DataSamplingConfig,
+    skipping: SkippingConfig,
+    distillation: DistillationConfig,
+) -> dict[str, _Pieces]:
     """The schedules of a run besides those of its updates, from the plan's start on."""
-    steps, skipping, distillation = plan.steps, config.skipping, config.distillation
+    steps = plan.steps
     values: dict[str, Callable[[Step], object]] = {
         "batch size": lambda step: step.batch_size,
         "sequence length": lambda step: (
@@ -128,7 +142,7 @@ def _stepwise(config: Config, plan: TrainingPlan) -> dict[str, _Pieces]:
         name: _merged((step.before.iteration, value(step)) for step in steps.segments)
         for name, value in values.items()
     }
-    if difficulties := Difficulties.of(config.data_sampling):
+    if difficulties := Difficulties.of(sampling):
         firsts = [difficulties.before(start, steps).iteration for start in difficulties.starts]
         for number, metric in enumerate(difficulties.metrics):
             levels = [level[number] for level in difficulties.levels]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import MappingProxyType
 
-from megazero.checkpoint.reader import Verify
 from megazero.config.derive import PipelineShape
 from megazero.config.rules.table import check
 from megazero.config.training_plan import TrainingPlan
@@ -21,7 +20,7 @@ from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megazero.mpu.context import ParallelContext
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary
-from megazero.train.resume.saved import SavedModel, checkpoint_at, model_at, opened
+from megazero.train.resume.saved import Checkpoint, SavedModel
 from megazero.train.resume.trained import load_chunks
 from megazero.train.step.distillation import Teacher
 
@@ -49,7 +48,7 @@ def load_teacher(
     over = (
         settings.kd_train_iters is not None and training_plan.steps.start.iteration >= settings.kd_train_iters
     )
-    if not settings.kd or over or config.training.skip_train:
+    if over or config.training.skip_train:
         return None
     try:
         return _opened(config, vocabulary, context)
@@ -61,16 +60,14 @@ def load_teacher(
 def _opened(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Teacher:
     load = config.distillation.load_teacher
     assert load is not None, "rules ask for the teacher's folder"
-    folder = checkpoint_at(load, context)
-    saved = model_at(folder, context)
-    model = saved.settings(ModelConfig.model_fields)
+    checkpoint = Checkpoint.at(load, config.checkpoint.verify_checkpoint, context)
+    saved, folder, model = checkpoint.model, checkpoint.folder, checkpoint.model.settings
     if wrong := _unfit(config, model, saved, vocabulary):
         raise CheckpointError(f"`load_teacher` must fit this training, but {folder} has {', '.join(wrong)}")
     beside = _beside(config, model)
     if problems := check(beside, context.world_size):
         raise ConfigError([f"the teacher {folder}: {problem}" for problem in problems])
-    reader = opened(folder, Verify(config.checkpoint.verify_checkpoint), context)
-    chunks = load_chunks(beside, vocabulary, context, reader)
+    chunks = load_chunks(beside, vocabulary, context, checkpoint)
     for chunk in chunks.values():
         for parameter in chunk.parameters():
             parameter.requires_grad_(False)

@@ -28,7 +28,7 @@ from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
 from megazero.train.resume.fit import check_tensors
 from megazero.train.resume.keepers import Routers
-from megazero.train.resume.saved import SavedModel, saved_model
+from megazero.train.resume.saved import Checkpoint, SavedModel
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ def load_for_inference(
     context = None
     for folder in checkpoints.folders:
         try:
-            reader = CheckpointReader(folder)
-            config = _config_of(saved_model(reader), launch, sizes or Sizes(), str(folder), verb)
+            checkpoint = Checkpoint(folder, state=checkpoints.states.get(folder))
+            config = _config_of(checkpoint.model, launch, sizes or Sizes(), str(folder), verb)
             context = context or join(config.parallel, launch)
             vocabulary, whole = build_vocabulary(config), with_whole_sequences(context)
-            chunks = load_chunks(config, vocabulary, whole, reader)
+            chunks = load_chunks(config, vocabulary, whole, checkpoint)
         except DamagedCheckpointError as error:
             remarks.append(f"passed over {folder}: {error}")
             continue
