@@ -26,11 +26,11 @@ LARGE_CONSTRUCTORS = {
     "megazero.commands.checkpoint.summary.Summary": 9,  # printed as JSON, as are the facts of a machine
     "megazero.config.deepspeed.extras.Extras": 15,
     "megazero.config.deepspeed.read.DeepSpeedSettings": 12,
-    "megazero.config.deepspeed.row.KeyRow": 13,
+    "megazero.config.deepspeed.section.KeyRow": 13,
     "megazero.config.fields.FieldSpec": 18,
     "megazero.config.flags.Scan": 11,
     "megazero.data.t5.dataset.T5Settings": 9,
-    "megazero.deepspeed.settings.UserSettings": 11,
+    "megazero.deepspeed.config.settings.UserSettings": 11,
     "megazero.env.facts.Environment": 15,
     "megazero.env.facts.Versions": 12,
     "megazero.layers.linear.ColumnParallelLinear": 8,

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from megazero.deepspeed.comm.world import is_initialized, process_group
+from megazero.deepspeed.config.settings import UserSettings
+from megazero.deepspeed.config.user import DeepSpeedConfig
 from megazero.deepspeed.grouped_rule import rate_of
 from megazero.deepspeed.optimizer import DeepSpeedOptimizer
-from megazero.deepspeed.settings import UserSettings
-from megazero.deepspeed.user_config import DeepSpeedConfig
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.launch import Launch
 

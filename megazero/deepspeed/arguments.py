@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megazero.config.deepspeed.extras import Extras
-from megazero.deepspeed.settings import JsonSource
-from megazero.deepspeed.utils.configs import load_ds_config
+from megazero.config.deepspeed.load import load_ds_config
+from megazero.deepspeed.config.settings import JsonSource
 from megazero.errors import ConfigError
 
 DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], Optimizer]

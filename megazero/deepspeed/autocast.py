@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megazero.deepspeed.settings import UserSettings
+from megazero.deepspeed.config.settings import UserSettings
 from megazero.errors import ConfigError
 from megazero.train.parts.chunks import DTYPES
 

@@ -19,6 +19,7 @@ from megazero.deepspeed.answers import (
     SettingsAnswers,
 )
 from megazero.deepspeed.autocast import Autocast
+from megazero.deepspeed.config.settings import UserSettings
 from megazero.deepspeed.curriculum import ScriptLengths
 from megazero.deepspeed.data import to_half
 from megazero.deepspeed.getters import ATTRIBUTES, GETTERS
@@ -26,7 +27,6 @@ from megazero.deepspeed.optimizer import DeepSpeedOptimizer
 from megazero.deepspeed.random_ltd import initialize_layers, scheduler_of
 from megazero.deepspeed.report import Reporter
 from megazero.deepspeed.script_backward import ScriptBackward, ShownGradients
-from megazero.deepspeed.settings import UserSettings
 from megazero.errors import ConfigError, MegazeroError
 from megazero.mpu.context import ParallelContext
 

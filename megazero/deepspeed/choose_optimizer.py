@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megazero.config.deepspeed.extras import Named
-from megazero.config.deepspeed.row import AUTO
+from megazero.config.deepspeed.section import AUTO
 from megazero.deepspeed.adam import FusedAdam
 from megazero.deepspeed.choose_schedule import fit
 from megazero.deepspeed.fused import COMPRESSED, CompressedOptimizer, FusedLamb, FusedLion

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from megazero.config.deepspeed.extras import Named
-from megazero.config.deepspeed.row import AUTO
+from megazero.config.deepspeed.section import AUTO
 from megazero.deepspeed.one_cycle import OneCycle
 from megazero.deepspeed.schedules import LRRangeTest, RateSchedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from megazero.errors import ConfigError

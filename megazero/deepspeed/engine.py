@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megazero.deepspeed.config_sections import value_at
+from megazero.deepspeed.config.shown import value_at
 from megazero.deepspeed.keeping import KeepingEngine
 from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.tenancy import Tenancy

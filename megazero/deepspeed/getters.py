@@ -1,14 +1,11 @@
 """The engine's getters, one for each key of the JSON: ``engine.zero_reduce_bucket_size()`` and the like.
 
-`ATTRIBUTES` has what is read without a call.
-
-Each line of the table is a name, the key's path, and DeepSpeed's default as JSON. They show what the script
-configured, which says nothing about whether the key has an effect here; docs/deepspeed_json.md does.
+`ATTRIBUTES` has what is read without a call. They show what the script configured, which says nothing about
+whether the key has an effect here; docs/deepspeed_json.md does.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -17,99 +14,43 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from megazero.config.deepspeed.sections.zero import Aio
+from megazero.config.deepspeed.table import ROWS
 from megazero.deepspeed.comm.world import process_group
-from megazero.deepspeed.config_sections import AIO, DTYPES, autocast_dtype, value_at
+from megazero.deepspeed.config.shown import DTYPES, autocast_dtype, optimizer_name, value_at
 from megazero.deepspeed.moe.layer import MoE
 from megazero.deepspeed.utils.torch_version import get_default_autocast_lower_precision_modules
 
-_DATA = '{"enabled": false, "num_epochs": 1000, "num_workers": 0, "pin_memory": false}'
-_LOWER = json.dumps(get_default_autocast_lower_precision_modules())
-_TABLE = f"""
-aio_config aio {AIO}
-autotuning_enabled autotuning.enabled false
-autotuning_end_profile_step autotuning.end_profile_step 5
-autotuning_metric autotuning.metric "throughput"
-autotuning_start_profile_step autotuning.start_profile_step 3
-bf16_master_weights_and_gradients bf16.bf16_master_weights_and_grads false
-bf16_optimizer_states bf16.bf16_optimizer_states false
-checkpoint_serialization_enabled checkpoint.checkpoint_serialization true
-curriculum_learning_config data_efficiency.data_sampling.curriculum_learning {{"enabled": false}}
-curriculum_learning_enabled data_efficiency.data_sampling.curriculum_learning.enabled false
-data_efficiency_config data_efficiency {{"enabled": false, "seed": 1234}}
-data_efficiency_enabled data_efficiency.enabled false
-data_sampling_config data_efficiency.data_sampling {_DATA}
-data_sampling_enabled data_efficiency.data_sampling.enabled false
-cpuadam_cores_perc zero_optimization.offload_optimizer.cpuadam_cores_perc 0.9
-dataloader_drop_last dataloader_drop_last false
-dump_state dump_state false
-flops_profiler_detailed flops_profiler.detailed true
-flops_profiler_enabled flops_profiler.enabled false
-flops_profiler_module_depth flops_profiler.module_depth -1
-flops_profiler_output_file flops_profiler.output_file null
-flops_profiler_profile_step flops_profiler.profile_step 1
-flops_profiler_recompute_fwd_factor flops_profiler.recompute_fwd_factor 0.0
-flops_profiler_top_modules flops_profiler.top_modules 1
-fp16_auto_cast fp16.auto_cast false
-fp16_master_weights_and_gradients fp16.fp16_master_weights_and_grads false
-gradient_predivide_factor gradient_predivide_factor 1.0
-is_deepcompile_enabled compile.deepcompile false
-is_sanity_checks_enabled enable_sanity_checks false
-load_universal_checkpoint checkpoint.load_universal false
-log_level log_level null
-loss_scale fp16.loss_scale 0.0
-memory_breakdown memory_breakdown false
-optimizer_legacy_fusion optimizer.legacy_fusion false
-optimizer_params optimizer.params null
-pld_enabled progressive_layer_drop.enabled false
-pld_gamma progressive_layer_drop.gamma 0.001
-pld_params progressive_layer_drop null
-pld_theta progressive_layer_drop.theta 1.0
-random_ltd_config data_efficiency.data_routing.random_ltd {{"enabled": false}}
-random_ltd_enabled data_efficiency.data_routing.random_ltd.enabled false
-scheduler_name scheduler.type null
-scheduler_params scheduler.params null
-steps_per_print steps_per_print null
-super_offload zero_optimization.offload_optimizer.super_offload false
-torch_autocast_enabled torch_autocast.enabled false
-torch_autocast_lower_precision_safe_modules torch_autocast.lower_precision_safe_modules {_LOWER}
-use_node_local_storage checkpoint.use_node_local_storage false
-wall_clock_breakdown wall_clock_breakdown false
-zenflow_config zero_optimization.zenflow null
-zero_allgather_bucket_size zero_optimization.allgather_bucket_size 500000000
-zero_allgather_partitions zero_optimization.allgather_partitions true
-zero_allgather_sequential zero_optimization.allgather_sequential false
-zero_allow_untested_optimizer zero_allow_untested_optimizer false
-zero_compute_grad_norm zero_optimization.compute_grad_norm true
-zero_contiguous_gradients zero_optimization.contiguous_gradients true
-zero_elastic_checkpoint zero_optimization.elastic_checkpoint false
-zero_force_ds_cpu_optimizer zero_force_ds_cpu_optimizer true
-zero_gather_16bit_weights_on_model_save zero_optimization.gather_16bit_weights_on_model_save false
-zero_hpz_partition_size zero_optimization.zero_hpz_partition_size 1
-zero_ignore_unused_parameters zero_optimization.ignore_unused_parameters true
-zero_legacy_stage1 zero_optimization.legacy_stage1 false
-zero_load_from_fp32_weights zero_optimization.load_from_fp32_weights true
-zero_log_trace_cache_warnings zero_optimization.log_trace_cache_warnings false
-zero_max_live_parameters zero_optimization.max_live_parameters 1000000000
-zero_max_reuse_distance zero_optimization.max_reuse_distance 1000000000
-zero_model_persistence_threshold zero_optimization.model_persistence_threshold 9223372036854775807
-zero_module_granularity_threshold zero_optimization.module_granularity_threshold 0
-zero_multi_rank_bucket_allreduce zero_optimization.use_multi_rank_bucket_allreduce true
-zero_offload_optimizer zero_optimization.offload_optimizer null
-zero_offload_param zero_optimization.offload_param null
-zero_param_persistence_threshold zero_optimization.param_persistence_threshold 100000
-zero_parameter_alignment zero_optimization.parameter_alignment false
-zero_partial_offload zero_optimization.offload_optimizer.ratio 1.0
-zero_prefetch_bucket_size zero_optimization.prefetch_bucket_size 50000000
-zero_quantized_gradients zero_optimization.zero_quantized_gradients false
-zero_quantized_nontrainable_weights zero_optimization.zero_quantized_nontrainable_weights false
-zero_quantized_weights zero_optimization.zero_quantized_weights false
-zero_reduce_bucket_size zero_optimization.reduce_bucket_size 500000000
-zero_reduce_scatter zero_optimization.reduce_scatter true
-zero_round_robin_gradients zero_optimization.round_robin_gradients false
-zero_save_muon_momentum_buffer_in_memory zero_optimization.save_muon_momentum_buffer_in_memory false
-zero_sub_group_size zero_optimization.sub_group_size 1000000000
-"""
-_DEEPSPEED_NAMES = ("adam", "adamw", "lamb", "lion", "adagrad", "muon", "muadam", "muadamw", "musgd")
+_LEARNING = "data_efficiency.data_sampling.curriculum_learning"
+_LOWER = get_default_autocast_lower_precision_modules()
+_BESIDE: Mapping[str, tuple[str, Any]] = MappingProxyType(
+    {
+        "autotuning_enabled": ("autotuning.enabled", False),
+        "autotuning_end_profile_step": ("autotuning.end_profile_step", 5),
+        "autotuning_metric": ("autotuning.metric", "throughput"),
+        "autotuning_start_profile_step": ("autotuning.start_profile_step", 3),
+        "cpuadam_cores_perc": ("zero_optimization.offload_optimizer.cpuadam_cores_perc", 0.9),
+        "curriculum_learning_config": (_LEARNING, {"enabled": False}),
+        "data_efficiency_config": ("data_efficiency", {"enabled": False, "seed": 1234}),
+        "data_sampling_config": (
+            "data_efficiency.data_sampling",
+            {"enabled": False, "num_epochs": 1000, "num_workers": 0, "pin_memory": False},
+        ),
+        "is_deepcompile_enabled": ("compile.deepcompile", False),
+        "is_sanity_checks_enabled": ("enable_sanity_checks", False),
+        "optimizer_params": ("optimizer.params", None),
+        "pld_params": ("progressive_layer_drop", None),
+        "random_ltd_config": ("data_efficiency.data_routing.random_ltd", {"enabled": False}),
+        "torch_autocast_enabled": ("torch_autocast.enabled", False),
+        "torch_autocast_lower_precision_safe_modules": (
+            "torch_autocast.lower_precision_safe_modules",
+            _LOWER,
+        ),
+        "zero_offload_optimizer": ("zero_optimization.offload_optimizer", None),
+        "zero_offload_param": ("zero_optimization.offload_param", None),
+    }
+)
+"""Getters of whole sections, and of keys that nothing here reads: path, and DeepSpeed's default."""
 
 
 def _at(path: str, default: Any, engine: Any) -> Any:
@@ -127,11 +68,6 @@ def _tags(engine: Any) -> str:
 
 def _power(engine: Any) -> int:
     return 1 << int(value_at(engine.config, "fp16.initial_scale_power", 16))
-
-
-def _optimizer_name(engine: Any) -> str | None:
-    name: str | None = value_at(engine.config, "optimizer.type")
-    return name.lower() if name is not None and name.lower() in _DEEPSPEED_NAMES else name
 
 
 def _kept(engine: Any) -> float | None:
@@ -171,14 +107,15 @@ def _scale_arguments(engine: Any) -> dict[str, Any]:
     }
 
 
-def _read_table() -> dict[str, Callable[[Any], Any]]:
-    rows = (line.split(" ", 2) for line in _TABLE.strip().splitlines())
-    return {name: partial(_at, path, json.loads(default)) for name, path, default in rows}
-
-
 GETTERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
     {
-        **_read_table(),
+        **{
+            str(row.there.getter): partial(_at, row.key, row.there.default)
+            for row in ROWS.values()
+            if row.there.getter
+        },
+        **{name: partial(_at, path, default) for name, (path, default) in _BESIDE.items()},
+        "aio_config": partial(_at, Aio.at, Aio.defaults()),
         "checkpoint_tag_validation_enabled": lambda engine: _tags(engine) != "IGNORE",
         "checkpoint_tag_validation_fail": lambda engine: _tags(engine) == "FAIL",
         "checkpoint_writer_enabled": lambda engine: value_at(engine.config, "checkpoint.writer") is not None,
@@ -190,7 +127,7 @@ GETTERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "is_deepcompile_active": lambda engine: False,
         "is_first_weights_partition_group": lambda engine: engine.zero_optimization_stage() >= 3,
         "managed_gradient_accumulation": lambda engine: engine.settings.extras.managed_gradient_accumulation,
-        "optimizer_name": _optimizer_name,
+        "optimizer_name": lambda engine: optimizer_name(engine.config),
         "tensor_parallel_config": lambda engine: engine._config.tensor_parallel_config,
         "torch_autocast_dtype": lambda engine: autocast_dtype(engine.config),
         "postscale_gradients": lambda engine: not value_at(engine.config, "prescale_gradients", False),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.deepspeed.config_sections import value_at
+from megazero.deepspeed.config.shown import value_at
 from megazero.errors import ConfigError
 
 SECTION = "data_efficiency.data_routing.random_ltd"

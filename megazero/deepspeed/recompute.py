@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
+from megazero.config.deepspeed.load import load_ds_config
 from megazero.config.deepspeed.read import read_deepspeed
 from megazero.deepspeed.adopt import find_context
+from megazero.deepspeed.config.settings import JsonSource
 from megazero.deepspeed.per_context import PerContext
 from megazero.deepspeed.random_states import get_cuda_rng_tracker, seed_streams
-from megazero.deepspeed.settings import JsonSource
-from megazero.deepspeed.utils.configs import load_ds_config
 from megazero.errors import ConfigError
 from megazero.layers.recompute import InputKeeping
 from megazero.mpu.group import Group

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megazero.config.tree.config import Config
+from megazero.deepspeed.config.settings import UserSettings
 from megazero.deepspeed.counters import EngineCounters
 from megazero.deepspeed.profiling import FlopsProfiler
-from megazero.deepspeed.settings import UserSettings
 from megazero.deepspeed.utils.timer import (
     BACKWARD_GLOBAL_TIMER,
     BACKWARD_MICRO_TIMER,

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from megazero.deepspeed.config_sections import value_at
+from megazero.deepspeed.config.shown import value_at
 from megazero.deepspeed.indexed import MMapIndexedDataset, dataset_exists
 from megazero.deepspeed.variable_lr import VariableBatchSizeLR, lr_scheduler_for_variable_batch_size
 from megazero.errors import ConfigError

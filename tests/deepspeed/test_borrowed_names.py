@@ -21,6 +21,7 @@ from megazero.deepspeed.choose_schedule import (
 )
 from megazero.deepspeed.comm import backend, collectives
 from megazero.deepspeed.comm.log import CommsLogger
+from megazero.deepspeed.config.user import DeepSpeedConfig
 from megazero.deepspeed.curriculum import CurriculumScheduler
 from megazero.deepspeed.moe import gating
 from megazero.deepspeed.moe.layer import EXPERTS, OLD_NAMES, MoE
@@ -36,7 +37,6 @@ from megazero.deepspeed.one_cycle import OneCycle
 from megazero.deepspeed.saved import Renamed
 from megazero.deepspeed.schedules import WarmupCosineLR, WarmupLR
 from megazero.deepspeed.surface import read_names
-from megazero.deepspeed.user_config import DeepSpeedConfig
 from megazero.deepspeed.variable_batch import batch_by_seqlens
 from megazero.errors import ConfigError
 from megazero.mpu.context import solo_context

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import megazero
-from megazero.deepspeed.config_sections import value_at
+from megazero.deepspeed.config.shown import value_at
 from megazero.deepspeed.getters import GETTERS
 from megazero.deepspeed.optimizer import DeepSpeedOptimizer
 from megazero.deepspeed.zero import GatheredParameters

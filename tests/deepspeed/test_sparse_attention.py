@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megazero.deepspeed.settings import read_settings
+from megazero.deepspeed.config.settings import read_settings
+from megazero.deepspeed.config.user import DeepSpeedConfig
 from megazero.deepspeed.sparse.attention import BertSparseSelfAttention, SparseSelfAttention
 from megazero.deepspeed.sparse.configs import (
     BigBirdSparsityConfig,
@@ -20,7 +21,6 @@ from megazero.deepspeed.sparse.configs import (
 )
 from megazero.deepspeed.sparse.products import MatMul, Softmax
 from megazero.deepspeed.sparse.utils import SparseAttentionUtils as Utils
-from megazero.deepspeed.user_config import DeepSpeedConfig
 from megazero.errors import ConfigError
 from megazero.ops.attention import attention
 from tests.tables import over_table

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from megazero.deepspeed.utils.configs import load_ds_config
+from megazero.config.deepspeed.load import load_ds_config
 from megazero.errors import ConfigError
 
 SECTION = "compression_training"

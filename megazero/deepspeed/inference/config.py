@@ -20,8 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from megazero.config.deepspeed.load import plain_paths
-from megazero.deepspeed.utils.configs import load_ds_config
+from megazero.config.deepspeed.load import load_ds_config, plain_paths
 from megazero.errors import ConfigError
 
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(

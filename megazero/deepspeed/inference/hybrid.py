@@ -8,23 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.config.deepspeed.table import ROWS
 from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.deepspeed.zero import GatheredParameters
 from megazero.errors import ConfigError, DataError
 
 SECTION = "hybrid_engine"
-_LONGEST = 512
-_KEYS = frozenset(
-    {
-        "enabled",
-        "max_out_tokens",
-        "inference_tp_size",
-        "release_inference_cache",
-        "pin_parameters",
-        "tp_gather_partition_size",
-        "enable_cuda_graph",
-    }
-)
+_DEFAULTS: Mapping[str, Any] = ROWS[SECTION].there.default
 
 
 class DeepSpeedHybridEngine(DeepSpeedEngine):
@@ -34,7 +24,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         max_out_tokens: the longest prompt, see `hybrid_engine.max_out_tokens`.
     """
 
-    max_out_tokens: int = _LONGEST
+    max_out_tokens: int = _DEFAULTS["max_out_tokens"]
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's `generate`, without dropout and gradients; every rank calls this.
@@ -65,11 +55,11 @@ def engine_kind(section: Mapping[str, Any]) -> type[DeepSpeedEngine]:
     Raises:
         ConfigError: a key of it is not known.
     """
-    if unknown := sorted(set(section) - _KEYS):
+    if unknown := sorted(set(section) - set(_DEFAULTS)):
         raise ConfigError(
-            f"`{SECTION}` must have the keys {', '.join(sorted(_KEYS))}, but has {unknown[0]}; leave it out"
+            f"`{SECTION}` must have the keys {', '.join(sorted(_DEFAULTS))}, but has {unknown[0]}; leave it out"
         )
     if not section.get("enabled", False):
         return DeepSpeedEngine
-    longest = int(section.get("max_out_tokens", _LONGEST))
+    longest = int(section.get("max_out_tokens", _DEFAULTS["max_out_tokens"]))
     return type("DeepSpeedHybridEngine", (DeepSpeedHybridEngine,), {"max_out_tokens": longest})

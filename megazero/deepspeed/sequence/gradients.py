@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megazero.deepspeed.settings import UserSettings
+from megazero.deepspeed.config.settings import UserSettings
 from megazero.mpu.context import ParallelContext
 
 

@@ -8,44 +8,24 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
-from megazero.config.deepspeed.row import AUTO
+from megazero.config.deepspeed.load import load_ds_config
+from megazero.config.deepspeed.section import AUTO
+from megazero.config.deepspeed.sections.zero import Zero
 from megazero.deepspeed.asserted import asserts
-from megazero.deepspeed.config_models import (
+from megazero.deepspeed.config.models import (
     DeepSpeedZeroOffloadOptimizerConfig,
     DeepSpeedZeroOffloadParamConfig,
     get_bfloat16_config,
     get_float16_config,
 )
-from megazero.deepspeed.config_sections import ConfigSection, sections_of
-from megazero.deepspeed.settings import JsonSource, UserSettings, read_settings
-from megazero.deepspeed.utils.configs import load_ds_config
+from megazero.deepspeed.config.settings import JsonSource, UserSettings, read_settings
+from megazero.deepspeed.config.shown import ConfigSection, optimizer_name, sections_of, value_at
 from megazero.errors import ConfigError
 from megazero.mpu.torch_group import joined_world
 
 DeepSpeedConfigError = ConfigError
 """What DeepSpeed calls the error about a configuration."""
 
-_LARGEST = 2**63 - 1
-_ZERO: Mapping[str, Any] = MappingProxyType(
-    {
-        **{"contiguous_gradients": True, "reduce_scatter": True, "reduce_bucket_size": 500_000_000},
-        **{"use_multi_rank_bucket_allreduce": True, "allgather_partitions": True},
-        **{"allgather_bucket_size": 500_000_000, "compute_grad_norm": True, "load_from_fp32_weights": True},
-        **{"elastic_checkpoint": False, "zenflow": None, "sub_group_size": 1_000_000_000},
-        **{"prefetch_bucket_size": 50_000_000, "param_persistence_threshold": 100_000},
-        **{"model_persistence_threshold": _LARGEST, "max_live_parameters": 1_000_000_000},
-        **{"max_reuse_distance": 1_000_000_000, "gather_16bit_weights_on_model_save": False},
-        **{"module_granularity_threshold": 0, "use_all_reduce_for_fetch_params": False},
-        **{"allgather_sequential": False, "ignore_unused_parameters": True, "legacy_stage1": False},
-        **{"round_robin_gradients": False, "zero_hpz_partition_size": 1, "zero_quantized_weights": False},
-        **{"zero_quantized_nontrainable_weights": False, "zero_quantized_gradients": False},
-        **{"memory_efficient_linear": True, "pipeline_loading_checkpoint": False},
-        **{"override_module_apply": True, "parameter_alignment": False, "enable_sanity_checks": False},
-        **{"log_trace_cache_warnings": False, "save_muon_momentum_buffer_in_memory": False},
-        **{"cpu_offload": None, "cpu_offload_param": None, "cpu_offload_use_pin_memory": None},
-        "gather_fp16_weights_on_model_save": False,
-    }
-)
 _OFFLOAD: Mapping[str, Any] = MappingProxyType(
     {
         "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
@@ -60,20 +40,6 @@ _FORMER: Mapping[str, tuple[str, Any]] = MappingProxyType(
     }
 )
 """A key of older releases -> the key that has replaced it, and what it means there."""
-_PLAIN: Mapping[str, Any] = MappingProxyType(
-    {
-        **{
-            "steps_per_print": None,
-            "dump_state": False,
-            "prescale_gradients": False,
-            "memory_breakdown": False,
-        },
-        **{"gradient_predivide_factor": 1.0, "wall_clock_breakdown": False, "dataloader_drop_last": False},
-        **{"zero_allow_untested_optimizer": False, "zero_force_ds_cpu_optimizer": True},
-        **{"communication_data_type": None, "gradient_allreduce_op": "mean"},
-    }
-)
-"""Defaults of 0.19.8 by key; an attribute has the key's name."""
 
 
 class DeepSpeedConfig:
@@ -128,19 +94,15 @@ class DeepSpeedConfig:
         self.zero_enabled = self.zero_optimization_stage > 0
         self.float16_config = get_float16_config(given)
         self.bfloat16_config = get_bfloat16_config(given)
-        for name, default in _PLAIN.items():
-            setattr(self, name, given.get(name, default))
         vars(self).update(sections_of(given))
         self.wall_clock_breakdown: bool
         self.flops_profiler_config: ConfigSection
         self.global_rank = (joined_world() or (0, 1))[0]
         self.wall_clock_breakdown |= self.flops_profiler_config.enabled
-        for kind in ("optimizer", "scheduler"):
-            named = _section(given, kind)
-            kind_name = named.get("type")
-            own = kind == "optimizer" and isinstance(kind_name, str) and kind_name.lower() in _OWN_NAMES
-            setattr(self, f"{kind}_name", kind_name.lower() if own and kind_name else kind_name)
-            setattr(self, f"{kind}_params", named.get("params"))
+        self.optimizer_name, self.scheduler_name = optimizer_name(given), value_at(given, "scheduler.type")
+        self.optimizer_params, self.scheduler_params = (
+            value_at(given, f"{kind}.params") for kind in ("optimizer", "scheduler")
+        )
 
     @asserts
     def _configure_train_batch_size(self) -> None:
@@ -182,9 +144,6 @@ def zero_config(**section: Any) -> ConfigSection:
     return _zero({key: value for key, value in section.items() if value != AUTO})
 
 
-_OWN_NAMES = frozenset({"adagrad", "adam", "adamw", "lamb", "lion", "muon", "muadam", "muadamw", "musgd"})
-
-
 def _section(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The keys of a section that are not "auto"."""
     section = given.get(name)
@@ -195,17 +154,17 @@ def _section(given: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _zero(section: Mapping[str, Any]) -> ConfigSection:
     values = {key.removeprefix("stage3_"): value for key, value in section.items()}
-    stage = int(values.pop("stage", 0))
     for old, (new, value) in _FORMER.items():
         if values.get(old):
             values.setdefault(new, value)
     for part, section_class in _OFFLOAD.items():
         own = values.get(part)
         values[part] = section_class(**own) if isinstance(own, Mapping) else None
-    overlap = values.pop("overlap_comm", None)
-    return ConfigSection(
-        **{**_ZERO, **values}, stage=stage, overlap_comm=stage == 3 if overlap is None else overlap
-    )
+    values = {**{key.removeprefix("stage3_"): v for key, v in Zero.defaults().items()}, **values}
+    values["stage"] = int(values["stage"])
+    if values["overlap_comm"] is None:
+        values["overlap_comm"] = values["stage"] == 3
+    return ConfigSection(**values)
 
 
 def _data_parallel(given: Mapping[str, Any], mpu: Any, mesh: Any) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 
 from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
 from megazero.config.deepspeed.extras import Extras
+from megazero.config.deepspeed.load import load_ds_config
 from megazero.config.deepspeed.read import DeepSpeedSettings, read_deepspeed
 from megazero.config.pacing import Pacing
 from megazero.config.resolve import build_section
@@ -28,7 +29,6 @@ from megazero.deepspeed.elasticity import elasticity_enabled, with_elastic_batch
 from megazero.deepspeed.layer_drop import LayerDropSchedule, layer_drop_of
 from megazero.deepspeed.sparse.section import sparse_faults
 from megazero.deepspeed.surface import VERSION
-from megazero.deepspeed.utils.configs import load_ds_config
 from megazero.errors import ConfigError
 
 JsonSource = str | os.PathLike[str] | Mapping[str, Any]

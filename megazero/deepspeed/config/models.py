@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import reduce
-from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, create_model, field_validator
 
-from megazero.config.deepspeed.row import AUTO
+from megazero.config.deepspeed.section import AUTO, Section
+from megazero.config.deepspeed.sections.training import Bf16, Fp16
+from megazero.config.deepspeed.sections.zero import OffloadOptimizer, OffloadParam
 from megazero.deepspeed.asserted import AssertedConfigError
 from megazero.deepspeed.utils.logging import logger
 
@@ -76,33 +77,6 @@ def get_config_default(config: type[BaseModel], field_name: str) -> Any:
     return field.get_default()
 
 
-_FP16: Mapping[str, Any] = MappingProxyType(
-    {
-        **{"enabled": False, "auto_cast": False, "loss_scale": 0.0, "initial_scale_power": 16},
-        **{"loss_scale_window": 1000, "hysteresis": 2, "consecutive_hysteresis": False, "min_loss_scale": 1},
-        "fp16_master_weights_and_grads": False,
-    }
-)
-_BF16: Mapping[str, Any] = MappingProxyType(
-    {
-        **{"enabled": False, "immediate_grad_update": False, "check_grad_overflow": True},
-        **{"bf16_master_weights_and_grads": False, "bf16_optimizer_states": False},
-    }
-)
-_OFFLOAD_OPTIMIZER: Mapping[str, Any] = MappingProxyType(
-    {
-        **{"device": "none", "nvme_path": None, "buffer_count": 4, "pin_memory": True, "ratio": 1.0},
-        **{"pipeline_read": False, "pipeline_write": False, "fast_init": False, "super_offload": False},
-    }
-)
-_OFFLOAD_PARAM: Mapping[str, Any] = MappingProxyType(
-    {
-        **{"device": "none", "nvme_path": None, "buffer_count": 5, "buffer_size": 100_000_000},
-        **{"max_in_cpu": 1_000_000_000, "pin_memory": True},
-    }
-)
-
-
 class _Scaled(DeepSpeedConfigModel):
     @field_validator("loss_scale", mode="after", check_fields=False)
     @classmethod
@@ -122,22 +96,21 @@ class _Piped(DeepSpeedConfigModel):
         return self.pipeline_read or self.pipeline_write
 
 
-def _model(name: str, base: type[DeepSpeedConfigModel], defaults: Mapping[str, Any], what: str) -> Any:
+def _model(name: str, base: type[DeepSpeedConfigModel], section: type[Section]) -> Any:
     """A section's class; a default of None or a word takes any value, which the engine's reader checks."""
     fields: dict[str, Any] = {
         key: (Any if default is None or isinstance(default, str) else type(default), default)
-        for key, default in defaults.items()
+        for key, default in section.defaults().items()
+        if key not in base.model_fields
     }
-    return create_model(name, __base__=base, __doc__=what, **fields)
+    return create_model(name, __base__=base, __doc__=section.__doc__, **fields)
 
 
-DeepSpeedFP16Config = _model("DeepSpeedFP16Config", _Scaled, _FP16, "The section `fp16`.")
-DeepSpeedBF16Config = _model("DeepSpeedBF16Config", DeepSpeedConfigModel, _BF16, "The section `bf16`.")
-DeepSpeedZeroOffloadOptimizerConfig = _model(
-    "DeepSpeedZeroOffloadOptimizerConfig", _Piped, _OFFLOAD_OPTIMIZER, "The section `offload_optimizer`."
-)
+DeepSpeedFP16Config = _model("DeepSpeedFP16Config", _Scaled, Fp16)
+DeepSpeedBF16Config = _model("DeepSpeedBF16Config", DeepSpeedConfigModel, Bf16)
+DeepSpeedZeroOffloadOptimizerConfig = _model("DeepSpeedZeroOffloadOptimizerConfig", _Piped, OffloadOptimizer)
 DeepSpeedZeroOffloadParamConfig = _model(
-    "DeepSpeedZeroOffloadParamConfig", DeepSpeedConfigModel, _OFFLOAD_PARAM, "The section `offload_param`."
+    "DeepSpeedZeroOffloadParamConfig", DeepSpeedConfigModel, OffloadParam
 )
 
 
@@ -148,4 +121,7 @@ def get_float16_config(param_dict: Mapping[str, Any]) -> Any:
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> Any:
     """The section `bf16` of a JSON's content, or `bfloat16`, as it was called."""
-    return DeepSpeedBF16Config(**param_dict.get("bf16", param_dict.get("bfloat16", {})))
+    given = param_dict.get("bf16", param_dict.get("bfloat16", {}))
+    # Examples copy the keys of `fp16`, which the reader passes over.
+    copied = Bf16.model_fields.keys() - Bf16.defaults().keys()
+    return DeepSpeedBF16Config(**{key: value for key, value in given.items() if key not in copied})

@@ -1,26 +1,27 @@
-"""The rows of the keys of a DeepSpeed JSON's optimizer."""
+"""`optimizer`, and the clipping of gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
-from megazero.config.deepspeed.row import (
-    AMOUNT,
-    BOOL,
-    COUNT,
+from megazero.config.deepspeed.section import (
     NOTHING,
-    NUMBER,
     PAIR,
-    TEXT,
-    KeyRow,
+    Amount,
+    Bool,
+    Convert,
+    Count,
+    Number,
     Only,
+    Section,
+    Text,
     Values,
-    ignores,
+    ignored,
     left_to_flags,
     only,
-    refuses,
+    refused,
     say,
     sets,
 )
@@ -43,10 +44,6 @@ _TYPES: Mapping[str, str] = MappingProxyType(
     }
 )
 _OPTIMIZERS: Mapping[str, str] = MappingProxyType({name.lower(): flag for name, flag in _TYPES.items()})
-
-
-def _optimizer(key: str, shape: Any, *fields: str, **rest: Any) -> KeyRow:
-    return sets(f"optimizer.params.{key}", shape, *fields, when="optimizer.type", **rest)
 
 
 # Keys that not every optimizer has: those that have it, and what others accept, which is what they do.
@@ -108,7 +105,7 @@ def uncorrected(values: Values) -> Iterator[tuple[str, str]]:
         yield key, "the moments of 1-bit and 0/1 Adam are always corrected"
 
 
-def _of_lamb(read: Callable[[Any], Any]) -> Callable[[Any, Values], Any]:
+def _of_lamb(read: Callable[[Any], Any]) -> Convert:
     """Make a converter of a key of LAMB; with another optimizer, it sets nothing."""
     return lambda value, values: read(value) if is_lamb(values) else NOTHING
 
@@ -156,165 +153,128 @@ def _corrects(on: bool) -> str:
     return "rate" if on else "none"
 
 
-_ABOVE_0: Mapping[str, Any] = MappingProxyType(
-    {
-        "only": Only("above 0", lambda factor: factor > 0),
-        "refused": "the trust ratio would become 0 or stay as it is; leave it out",
-    }
-)
+_BITS = "bits travel over the groups that everything else does"
+_NO_VARIANT = "there is no such variant; leave it out"
+_FASTEST = "the fastest update that is built is used, and all of them compute the same"
 
-OPTIMIZER_ROWS: tuple[KeyRow, ...] = (
-    sets(
-        "optimizer.type",
-        TEXT,
+
+def _above_0(
+    field: str, remedy: str = "the trust ratio would become 0 or stay as it is; leave it out"
+) -> Any:
+    return sets(f"optimizer.{field}", only=Only("above 0", lambda factor: factor > 0), refused=remedy)
+
+
+class NamedOptimizer(Section):
+    """`optimizer`."""
+
+    at, heading = "optimizer", "Optimizer"
+
+    type: Text = sets(
         "optimizer.optimizer",
         convert=lambda name, values: _OPTIMIZERS[name.lower()],
         only=only(*_TYPES),
         refused="choose Adam, AdamW (both decay weights separately from the gradient), SGD, Lamb, Lion, "
         "Muon, OneBitAdam, ZeroOneAdam, OneBitLamb, or Adagrad, Adadelta, Adamax, NAdam, RAdam or RMSprop of "
         "torch.optim",
-    ),
-    _optimizer("lr", AMOUNT, "optimizer.lr", convert=_rate, auto=left_to_flags),
-    _optimizer(
-        "betas",
-        PAIR,
+    )
+    legacy_fusion: Bool = ignored(
+        _FASTEST, False, getter="optimizer_legacy_fusion", attribute="optimizer_legacy_fusion"
+    )
+
+
+class OptimizerParams(Section):
+    """`optimizer.params`: what a training script does with the arguments of the optimizer's class."""
+
+    at, heading, when = "optimizer.params", "Optimizer", "optimizer.type"
+
+    lr: Amount = sets("optimizer.lr", convert=_rate, auto=left_to_flags)
+    betas: Annotated[Any, PAIR] = sets(
         *(f"optimizer.{name}" for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2")),
         convert=_betas,
         absent=None,
         auto=left_to_flags,
-    ),
-    _optimizer(
-        "eps",
-        AMOUNT,
+    )
+    eps: Amount = sets(
         *(f"optimizer.{name}" for name in ("adam_eps", "adagrad_eps", "adadelta_eps")),
         convert=_eps,
         auto=left_to_flags,
-    ),
-    _optimizer("weight_decay", AMOUNT, "optimizer.weight_decay", absent=0.0, auto=left_to_flags),
-    _optimizer(
-        "momentum",
-        AMOUNT,
+    )
+    weight_decay: Amount = sets("optimizer.weight_decay", absent=0.0, auto=left_to_flags)
+    momentum: Amount = sets(
         "optimizer.sgd_momentum",
         "optimizer.muon_momentum",
         convert=_momentum,
         absent=None,
         auto=left_to_flags,
-    ),
-    _optimizer("rho", AMOUNT, "optimizer.adadelta_rho"),
-    _optimizer("alpha", AMOUNT, "optimizer.rmsprop_alpha"),
-    _optimizer("muon_lr", AMOUNT, "optimizer.lr", "optimizer.muon_scalar_lr", convert=_rates),
-    _optimizer("adam_lr", AMOUNT, "optimizer.muon_scalar_lr"),
-    _optimizer(
-        "nesterov",
-        BOOL,
+    )
+    rho: Amount = sets("optimizer.adadelta_rho")
+    alpha: Amount = sets("optimizer.rmsprop_alpha")
+    muon_lr: Amount = sets("optimizer.lr", "optimizer.muon_scalar_lr", convert=_rates)
+    adam_lr: Amount = sets("optimizer.muon_scalar_lr")
+    nesterov: Bool = sets(
         *(f"optimizer.muon_{name}" for name in ("nesterov", "coefficient_type", "scale_mode")),
         convert=_nesterov,
         absent=None,
-    ),
-    *ignores(
+    )
+    ns_method: Text = ignored(
         "DeepSpeed's methods are two ways to the same polynomial, and `--muon-ns-dtype` says how exact it is",
-        TEXT,
-        "optimizer.params.ns_method",
-    ),
-    *refuses(
-        "queries, keys and values are one matrix each, over all heads; leave it out",
-        COUNT,
-        None,
-        "optimizer.params.muon_num_heads",
-    ),
-    _optimizer(
-        "max_coeff",
-        AMOUNT,
-        "optimizer.lamb_max_coeff",
-        only=Only("above 0", lambda bound: bound > 0),
-        refused="a trust ratio of 0 moves nothing; choose 10",
-    ),
-    _optimizer("min_coeff", AMOUNT, "optimizer.lamb_min_coeff"),
-    _optimizer(
-        "bias_correction",
-        BOOL,
-        "optimizer.lamb_bias_correction",
-        convert=_of_lamb(_corrects),
-        absent=True,
-    ),
+        when="",
+    )
+    muon_num_heads: Count = refused(
+        "queries, keys and values are one matrix each, over all heads; leave it out", when=""
+    )
+    max_coeff: Amount = _above_0("lamb_max_coeff", "a trust ratio of 0 moves nothing; choose 10")
+    min_coeff: Amount = sets("optimizer.lamb_min_coeff")
+    bias_correction: Bool = sets("optimizer.lamb_bias_correction", convert=_of_lamb(_corrects), absent=True)
     # apex's name for what DeepSpeed's LAMB always does.
-    _optimizer("use_nvlamb", BOOL, "optimizer.lamb_adapt_all", convert=_of_lamb(lambda on: on), absent=True),
-    _optimizer("freeze_step", COUNT, "optimizer.onebit_freeze_step"),
-    _optimizer(
-        "coeff_beta",
-        AMOUNT,
+    use_nvlamb: Bool = sets("optimizer.lamb_adapt_all", convert=_of_lamb(lambda on: on), absent=True)
+    freeze_step: Count = sets("optimizer.onebit_freeze_step")
+    coeff_beta: Amount = sets(
         "optimizer.onebit_lamb_coeff_beta",
         only=Only("at most 1", lambda decay: decay <= 1),
         refused="it is the decay of an average; choose 0.9",
-    ),
-    _optimizer("factor_max", AMOUNT, "optimizer.onebit_lamb_factor_max", **_ABOVE_0),
-    _optimizer("factor_min", AMOUNT, "optimizer.onebit_lamb_factor_min", **_ABOVE_0),
-    _optimizer("factor_threshold", AMOUNT, "optimizer.onebit_lamb_factor_threshold", **_ABOVE_0),
-    _optimizer("var_freeze_step", COUNT, "optimizer.zero_one_var_freeze_step"),
-    _optimizer("var_update_scaler", COUNT, "optimizer.zero_one_var_update_scaler"),
-    _optimizer("local_step_scaler", COUNT, "optimizer.zero_one_local_step_scaler"),
-    _optimizer("local_step_clipper", COUNT, "optimizer.zero_one_local_step_clipper"),
-    *ignores("bits travel over the groups that everything else does", BOOL, "optimizer.params.cuda_aware"),
-    *ignores(
-        "bits travel over the groups that everything else does", TEXT, "optimizer.params.comm_backend_name"
-    ),
-    sets("optimizer.params.max_grad_norm", AMOUNT, "optimizer.clip_grad", when="optimizer.type"),
-    *refuses(
-        "the update always decays weights separately from the gradient; leave it out",
-        BOOL,
-        only(True),
-        "optimizer.params.adam_w_mode",
-    ),
-    *refuses(
-        "gradients always enter the first moment by 1 - beta1; leave it out",
-        BOOL,
-        only(True),
-        "optimizer.params.grad_averaging",
-    ),
-    *refuses(
-        "epsilon is always added to the root; leave it out",
-        BOOL,
-        only(False),
-        "optimizer.params.eps_inside_sqrt",
-    ),
-    *refuses(
-        "there is no such variant; leave it out",
-        BOOL,
-        only(False),
-        "optimizer.params.amsgrad",
-        "optimizer.params.maximize",
-    ),
-    *refuses(
-        "there is no such variant; leave it out",
-        BOOL,
-        only(False),
-        "optimizer.params.centered",
-        "optimizer.params.decoupled_weight_decay",
-    ),
-    *refuses(
-        "there is no such variant; leave it out",
-        NUMBER,
-        only(0),
-        "optimizer.params.dampening",
-        "optimizer.params.lr_decay",
-        "optimizer.params.initial_accumulator_value",
-    ),
-    *refuses(
-        "momenta always grow at torch's default rate; leave it out",
-        NUMBER,
-        only(0.004),
-        "optimizer.params.momentum_decay",
-    ),
-    *ignores(
-        "the fastest update that is built is used, and all of them compute the same",
-        BOOL,
-        "optimizer.params.torch_adam",
-        "optimizer.params.fused",
-        "optimizer.params.foreach",
-        "optimizer.params.capturable",
-        "optimizer.params.differentiable",
-        "optimizer.params.set_grad_none",
-        "optimizer.legacy_fusion",
-    ),
-    sets("gradient_clipping", AMOUNT, "optimizer.clip_grad", auto=left_to_flags),
-)
+    )
+    factor_max: Amount = _above_0("onebit_lamb_factor_max")
+    factor_min: Amount = _above_0("onebit_lamb_factor_min")
+    factor_threshold: Amount = _above_0("onebit_lamb_factor_threshold")
+    var_freeze_step: Count = sets("optimizer.zero_one_var_freeze_step")
+    var_update_scaler: Count = sets("optimizer.zero_one_var_update_scaler")
+    local_step_scaler: Count = sets("optimizer.zero_one_local_step_scaler")
+    local_step_clipper: Count = sets("optimizer.zero_one_local_step_clipper")
+    cuda_aware: Bool = ignored(_BITS, when="")
+    comm_backend_name: Text = ignored(_BITS, when="")
+    max_grad_norm: Amount = sets("optimizer.clip_grad")
+    adam_w_mode: Bool = refused(
+        "the update always decays weights separately from the gradient; leave it out", only(True), when=""
+    )
+    grad_averaging: Bool = refused(
+        "gradients always enter the first moment by 1 - beta1; leave it out", only(True), when=""
+    )
+    eps_inside_sqrt: Bool = refused("epsilon is always added to the root; leave it out", only(False), when="")
+    amsgrad: Bool = refused(_NO_VARIANT, only(False), when="")
+    maximize: Bool = refused(_NO_VARIANT, only(False), when="")
+    centered: Bool = refused(_NO_VARIANT, only(False), when="")
+    decoupled_weight_decay: Bool = refused(_NO_VARIANT, only(False), when="")
+    dampening: Number = refused(_NO_VARIANT, only(0), when="")
+    lr_decay: Number = refused(_NO_VARIANT, only(0), when="")
+    initial_accumulator_value: Number = refused(_NO_VARIANT, only(0), when="")
+    momentum_decay: Number = refused(
+        "momenta always grow at torch's default rate; leave it out", only(0.004), when=""
+    )
+    torch_adam: Bool = ignored(_FASTEST, when="")
+    fused: Bool = ignored(_FASTEST, when="")
+    foreach: Bool = ignored(_FASTEST, when="")
+    capturable: Bool = ignored(_FASTEST, when="")
+    differentiable: Bool = ignored(_FASTEST, when="")
+    set_grad_none: Bool = ignored(_FASTEST, when="")
+
+
+class Clipping(Section):
+    """The largest norm of the gradients."""
+
+    heading = "Optimizer"
+
+    gradient_clipping: Amount = sets("optimizer.clip_grad", auto=left_to_flags)
+
+
+OPTIMIZER_SECTIONS: tuple[type[Section], ...] = (NamedOptimizer, OptimizerParams, Clipping)
