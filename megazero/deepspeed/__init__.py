@@ -10,7 +10,7 @@ to them. `adopt.py` finds a rank's place, `zero.py` has `Init`, and `moe` the la
 
 from megazero.deepspeed.adopt import init_distributed
 from megazero.deepspeed.data import RepeatingLoader
-from megazero.deepspeed.engine import DeepSpeedEngine
+from megazero.deepspeed.engine.engine import DeepSpeedEngine
 from megazero.deepspeed.estimates import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,

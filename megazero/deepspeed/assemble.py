@@ -10,17 +10,17 @@ from torch import nn
 from torch.optim import Optimizer as TorchOptimizer
 from torch.utils.data import DataLoader
 
-from megazero.deepspeed.answers import Given
 from megazero.deepspeed.arguments import check_groups
 from megazero.deepspeed.choose_schedule import build_schedule
 from megazero.deepspeed.config.settings import UserSettings
+from megazero.deepspeed.engine.report import Reporter
+from megazero.deepspeed.engine.state import Given
+from megazero.deepspeed.engine.tenancy import Tenancy, end_tenancies
 from megazero.deepspeed.loss_scale import build_deepspeed_scaler
 from megazero.deepspeed.muon import MUON_OPTIMIZER, mark_matrices, matrix_groups
 from megazero.deepspeed.optimizer import DeepSpeedOptimizer, build_torch_optimizer, idle_optimizer, idle_rule
 from megazero.deepspeed.parallel import UserParallel
-from megazero.deepspeed.report import Reporter
 from megazero.deepspeed.sharding import Sharding, group_numbers
-from megazero.deepspeed.tenancy import Tenancy, end_tenancies
 from megazero.deepspeed.torch_rule import choose_rule
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.traffic import TrafficLog, count_traffic

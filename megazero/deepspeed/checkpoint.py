@@ -20,10 +20,10 @@ from megazero.checkpoint.part import WEIGHT, Key, Part, Source
 from megazero.checkpoint.replica_rows import ReplicaRows
 from megazero.checkpoint.saver import Saver, together
 from megazero.checkpoint.shards import parts_to_read, parts_to_write
+from megazero.deepspeed.engine.state import EngineState
 from megazero.deepspeed.moe.experts import older_names
 from megazero.deepspeed.plain import encode
 from megazero.deepspeed.saved import STATE, Saved, open_saved
-from megazero.deepspeed.stepping import SteppingEngine
 from megazero.deepspeed.tags import LATEST
 from megazero.deepspeed.weights import StateSource, frozen_names, shared_names
 from megazero.deepspeed.zero.gathered import GatheredParameters
@@ -54,7 +54,7 @@ class LoadParts:
 
 
 def save_checkpoint(
-    engine: SteppingEngine,
+    engine: EngineState,
     save_dir: Path,
     tag: str,
     client_state: Mapping[str, Any],
@@ -64,7 +64,7 @@ def save_checkpoint(
     """Write a checkpoint; every rank calls this and returns when it is visible.
 
     Args:
-        engine: the engine.
+        engine: what its parts share.
         save_dir: a folder that every rank sees.
         tag: the name of the folder in it.
         client_state: the script's own values; the first rank's are written.
@@ -106,13 +106,13 @@ def save_checkpoint(
     def name_it() -> None:
         if save_latest:
             Disk().write_text(save_dir / LATEST, f"{tag}\n")
-        if engine.zero_optimization_stage():
+        if engine.settings.zero.stage:
             write_scripts(save_dir)
 
     together(context, name_it if context.rank == 0 else None, f"name {tag}")
 
 
-def load_checkpoint(engine: SteppingEngine, folder: Path, parts: LoadParts) -> dict[str, Any]:
+def load_checkpoint(engine: EngineState, folder: Path, parts: LoadParts) -> dict[str, Any]:
     """Load the checkpoint in the folder of a tag; every rank calls this. Returns the `client_state`."""
     result: list[Saved] = []
     groups = _groups(engine)
@@ -149,11 +149,11 @@ def load_checkpoint(engine: SteppingEngine, folder: Path, parts: LoadParts) -> d
     optimizer.zero_grad()
     optimizer.shards.publish()
     if parts.progress:
-        engine.resume(saved.beside.progress(engine.gradient_accumulation_steps()))
+        engine.resume(saved.beside.progress(engine.settings.batch.accumulation))
     return clients[0]
 
 
-def _read(engine: SteppingEngine, saved: Saved, parts: LoadParts) -> None:
+def _read(engine: EngineState, saved: Saved, parts: LoadParts) -> None:
     """Read what this rank holds."""
     wanted = parts_to_read(engine.states.shards, engine.context, moments=parts.optimizer)
     if parts.custom is None:
@@ -171,7 +171,7 @@ def _read(engine: SteppingEngine, saved: Saved, parts: LoadParts) -> None:
     source.read(wanted)
 
 
-def _check_names(engine: SteppingEngine, source: Source, names: set[str], where: object) -> None:
+def _check_names(engine: EngineState, source: Source, names: set[str], where: object) -> None:
     """Refuse weights that the module has no place for on any rank; it knows tied ones by each name."""
     own = {*engine.module.state_dict(keep_vars=True), *(n for n, _ in engine.module.named_parameters())}
     world, device = engine.context.world, engine.context.device
@@ -179,14 +179,14 @@ def _check_names(engine: SteppingEngine, source: Source, names: set[str], where:
     check_tensors(source, [], where, sorted(names - set(broadcast_value(world, folded, device))))
 
 
-def _load_by(engine: SteppingEngine, state: Mapping[str, Any], custom: CustomLoad) -> None:
+def _load_by(engine: EngineState, state: Mapping[str, Any], custom: CustomLoad) -> None:
     """Let the script put whole weights into the module; the changes of the first replica count."""
     with GatheredParameters(engine.module.parameters(), modifier_rank=engine.context.replica.ranks[0]):
         custom(src=state, dst=engine.module)
 
 
 def load_module_state(
-    engine: SteppingEngine, state: Mapping[str, Any], strict: bool, custom: CustomLoad | None
+    engine: EngineState, state: Mapping[str, Any], strict: bool, custom: CustomLoad | None
 ) -> None:
     """Put a whole `state_dict` into the module and its masters; every rank calls this with the same one.
 
@@ -214,7 +214,7 @@ def load_module_state(
     engine.states.shards.publish()
 
 
-def _groups(engine: SteppingEngine) -> list[Shapes]:
+def _groups(engine: EngineState) -> list[Shapes]:
     """The parameters of each group of the optimizer, with whole shapes."""
     names = {id(param): name for name, param in engine.module.named_parameters()}
     groups = engine.states.param_groups
@@ -228,7 +228,7 @@ def _groups(engine: SteppingEngine) -> list[Shapes]:
     ]
 
 
-def _buffers(engine: SteppingEngine) -> dict[str, Tensor]:
+def _buffers(engine: EngineState) -> dict[str, Tensor]:
     """The module's persistent buffers."""
     kept = engine.module.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in engine.module.named_buffers() if name in kept}

@@ -14,7 +14,6 @@ from megazero.config.deepspeed.load import load_ds_config
 from megazero.config.deepspeed.read import read_deepspeed
 from megazero.deepspeed.accelerator.choose import get_accelerator
 from megazero.deepspeed.adopt import find_context
-from megazero.deepspeed.answers import Given
 from megazero.deepspeed.arguments import (
     Mesh,
     check_local_rank,
@@ -26,6 +25,7 @@ from megazero.deepspeed.assemble import Engine, assemble
 from megazero.deepspeed.asserted import asserts
 from megazero.deepspeed.autocast import Autocast
 from megazero.deepspeed.config.settings import JsonSource, UserSettings, choose_source, read_settings
+from megazero.deepspeed.engine.state import Given
 from megazero.deepspeed.inference.hybrid import SECTION as HYBRID
 from megazero.deepspeed.inference.hybrid import engine_kind
 from megazero.deepspeed.moe.experts import agreed_ep_size, check_ep_size, share_experts, without

@@ -118,15 +118,25 @@ class LossScaleView:
 
 
 class ScaleAndRate:
-    """The loss scale and the learning rates of a `DeepSpeedOptimizer`, as its users ask for them."""
+    """The loss scale and the learning rates of a `DeepSpeedOptimizer`, as its users ask for them.
 
-    scaler: LossScaler
-    scaler_state: ScalerState
-    report: StepReport | None
-    steps: int
-    param_groups: list[dict[str, Any]]
-    custom_loss_scaler: ClassVar[bool] = False
-    _overflow: bool | None = None
+    Args:
+        scaler: decides the loss scale.
+        param_groups: the groups.
+
+    Attributes:
+        scaler_state: the loss scale.
+        report: the report of the last step; None before the first.
+        steps: the steps so far, skipped ones included.
+        overflows: what `check_overflow` has found since the last step; None if it was not called.
+    """
+
+    def __init__(self, scaler: LossScaler, param_groups: list[dict[str, Any]]):
+        self.scaler, self.scaler_state = scaler, scaler.initial()
+        self.param_groups = param_groups
+        self.report: StepReport | None = None
+        self.steps = 0
+        self.overflows: bool | None = None
 
     @property
     def cur_scale(self) -> float:
@@ -162,8 +172,8 @@ class ScaleAndRate:
 
         After `check_overflow`, whether one is so now.
         """
-        if self._overflow is not None:
-            return self._overflow
+        if self.overflows is not None:
+            return self.overflows
         return self.report is not None and not self.report.applied
 
     @property

@@ -10,17 +10,19 @@ from torch import nn
 
 from megazero.config.deepspeed.extras import Extras
 from megazero.deepspeed.choose_optimizer import of_json
+from megazero.deepspeed.engine.parts import made_of
 from megazero.deepspeed.grouped_rule import rates
 from megazero.deepspeed.loss_scale import ScaleAndRate
-from megazero.deepspeed.optimizer_calls import OptimizerCalls
 from megazero.deepspeed.parallel import UserParallel
+from megazero.deepspeed.shard_calls import ShardCalls
 from megazero.deepspeed.torch_rule import RuleOf
 from megazero.deepspeed.zero.offload import DeepSpeedZeRoOffload
+from megazero.deepspeed.zero.states import ZeroMemory
 from megazero.errors import ConfigError, MegazeroError
 from megazero.optim.elementwise import Adam
 from megazero.optim.loss_scaler import LossScaler, ScalerState
 from megazero.optim.rule import UpdateRule
-from megazero.zero.optimizer import Optimizer, StepReport
+from megazero.zero.optimizer import Optimizer
 
 ParamGroups = Sequence[nn.Parameter] | Sequence[dict[str, Any]]
 
@@ -78,7 +80,24 @@ def idle_rule(groups: Any) -> UpdateRule:
     return Adam(0.9, 0.999, 1e-8)
 
 
-class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
+@made_of(
+    {
+        "_scale": (
+            ScaleAndRate,
+            "scaler scaler_state report steps cur_scale loss_scale loss_scaler loss_scale_config "
+            "dynamic_loss_scale override_loss_scale overflow _global_grad_norm set_lr get_lr",
+        ),
+        "_calls": (
+            ShardCalls,
+            "clip_grad partition_gradients bit16_groups fp16_groups fp32_partitioned_groups_flat "
+            "single_partition_of_fp32_groups fp32_groups_flat has_overflow refresh_fp32_params "
+            "check_overflow quantize_nontrainable_params get_full_hp_param set_full_hp_param "
+            "get_fp32_grad_for_param set_fp32_grad_for_param",
+        ),
+        "_memory": (ZeroMemory, "offload_states reload_states empty_partition_cache"),
+    }
+)
+class DeepSpeedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose step sums gradients, unscales, clips and updates this rank's shards.
 
     `param_groups` are those of the optimizer that it replaces: a schedule's changes to them take effect.
@@ -87,10 +106,7 @@ class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
         optimizer: the torch optimizer that gives groups and options; its own `step` is not used.
         parallel: gathers parameters and reduces gradients.
         shards: this rank's master weights and moments.
-        scaler_state: the loss scale.
-        report: the report of the last step; None before the first.
         offload: what libraries take off the model and put back; None if weights are not sharded.
-        steps: the steps so far, skipped ones included.
 
     Args:
         client: the optimizer that provides groups and options.
@@ -101,6 +117,8 @@ class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
         divisor: gradients are divided by this before they are summed over ranks, and by the rest of the
             number of ranks after it.
     """
+
+    custom_loss_scaler = False
 
     def __init__(
         self,
@@ -115,23 +133,21 @@ class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
         self.param_groups = client.param_groups
         self.optimizer = client
         self.parallel, self.shards = parallel, shards
+        self._scale = ScaleAndRate(scaler, client.param_groups)
+        self._calls, self._memory = ShardCalls(parallel, shards, self._scale), ZeroMemory(parallel)
         parallel.optimizer = self
         sharded = parallel.stage == 3
         self.offload = DeepSpeedZeRoOffload(parallel.module, parallel.free) if sharded else None
         if sharded:
             self.parameter_offload = self.offload
-        self.scaler, self.scaler_state = scaler, scaler.initial()
-        self.report: StepReport | None = None
-        self.steps = 0
         self._rule_of = rule_of
         self._divisor = divisor
         self._pending = False
-        self._overflow: bool | None = None
 
     @property
     def loss_factor(self) -> float:
         """The factor by which a mean loss is multiplied for backward."""
-        return self.scaler_state.scale / self._divisor
+        return self._scale.scaler_state.scale / self._divisor
 
     @property
     def idle(self) -> bool:
@@ -179,15 +195,16 @@ class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
             raise MegazeroError("`step` must follow a backward, but there was none; call `engine.backward`")
         self._check_frozen()
         self.parallel.finish()
-        self._pending, self._overflow = False, None
+        self._pending, self._scale.overflows = False, None
         self.shards.rule = self._rule_of(self.param_groups)
-        self.report = self.shards.step(
+        scale = self._scale
+        scale.report = self.shards.step(
             rates(self.shards.rule, self.param_groups),
             [float(group.get("weight_decay", 0.0)) for group in self.param_groups],
-            self._divisor / (self.scaler_state.scale * self.parallel.group.size),
+            self._divisor / (scale.scaler_state.scale * self.parallel.group.size),
         )
-        self.scaler_state = self.scaler.update(self.scaler_state, self.overflow)
-        self.steps += 1
+        scale.scaler_state = scale.scaler.update(scale.scaler_state, scale.overflow)
+        scale.steps += 1
         # A schedule that the caller made for its own optimizer would otherwise warn that this never steps.
         self.optimizer.__dict__["_opt_called"] = True
 
@@ -238,7 +255,7 @@ class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
             "state": {number: dict(store.at_rest(bucket)) for number, bucket in enumerate(store.buckets)},
             "param_groups": self.options(),
             "updates": self.shards.updates,
-            "scaler": vars(self.scaler_state).copy(),
+            "scaler": vars(self._scale.scaler_state).copy(),
         }
 
     @torch.no_grad()
@@ -264,6 +281,6 @@ class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
             for kind, tensor in kinds.items():
                 tensor.copy_(theirs[i][kind])
         self.shards.updates = state_dict["updates"]
-        self.scaler_state = ScalerState(**state_dict["scaler"])
+        self._scale.scaler_state = ScalerState(**state_dict["scaler"])
         self.zero_grad()
         self.shards.publish()

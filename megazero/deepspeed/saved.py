@@ -14,7 +14,7 @@ from megazero.checkpoint.folder import candidates
 from megazero.checkpoint.megatron.zero_states import Scale
 from megazero.checkpoint.part import WEIGHT, Key, Part, Source
 from megazero.checkpoint.reader import CheckpointReader
-from megazero.deepspeed.counters import EngineCounters
+from megazero.deepspeed.engine.report import EngineCounters
 from megazero.deepspeed.foreign.files import Files, find_files, inventory
 from megazero.deepspeed.foreign.folder import ForeignFolder, Groups
 from megazero.deepspeed.moe.experts import older_names

@@ -14,21 +14,21 @@ from torch import Tensor, nn
 
 from megazero.checkpoint.part import Key, Part, Source
 from megazero.checkpoint.saver import together
+from megazero.deepspeed.engine.state import EngineState
 from megazero.deepspeed.moe.experts import with_all_experts
 from megazero.deepspeed.pipe.whole import whole_state
-from megazero.deepspeed.stepping import SteppingEngine
 from megazero.deepspeed.tensor_parallel.whole import whole_value
 from megazero.deepspeed.zero.gathered import GatheredParameters
 from megazero.errors import CheckpointError
 
 
 def module_state(
-    engine: SteppingEngine, exclude_frozen: bool = False, *, keep: bool = True
+    engine: EngineState, exclude_frozen: bool = False, *, keep: bool = True
 ) -> dict[str, Tensor]:
     """The module's `state_dict`, whole, on the CPU, one parameter after another; every rank calls this.
 
     Args:
-        engine: the module's engine.
+        engine: what the parts of the module's engine share.
         exclude_frozen: leave out parameters that are not trained.
         keep: whether this rank wants it; the others only take part, and get an empty one.
     """
@@ -62,7 +62,7 @@ def shared_names(module: nn.Module) -> dict[str, str]:
     return {name: kept for name, param in named if (kept := first.setdefault(id(param), name)) != name}
 
 
-def save_module(engine: SteppingEngine, path: Path, exclude_frozen: bool) -> None:
+def save_module(engine: EngineState, path: Path, exclude_frozen: bool) -> None:
     """Write `module_state` to a file; every rank calls this.
 
     Raises:

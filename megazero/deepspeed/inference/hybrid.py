@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.deepspeed.table import ROWS
-from megazero.deepspeed.engine import DeepSpeedEngine
+from megazero.deepspeed.engine.engine import DeepSpeedEngine
 from megazero.deepspeed.zero import GatheredParameters
 from megazero.errors import ConfigError, DataError
 
@@ -57,7 +57,8 @@ def engine_kind(section: Mapping[str, Any]) -> type[DeepSpeedEngine]:
     """
     if unknown := sorted(set(section) - set(_DEFAULTS)):
         raise ConfigError(
-            f"`{SECTION}` must have the keys {', '.join(sorted(_DEFAULTS))}, but has {unknown[0]}; leave it out"
+            f"`{SECTION}` must have the keys {', '.join(sorted(_DEFAULTS))}, but has {unknown[0]}; "
+            "leave it out"
         )
     if not section.get("enabled", False):
         return DeepSpeedEngine

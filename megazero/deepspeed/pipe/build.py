@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from megazero.config.deepspeed.load import load_ds_config
-from megazero.deepspeed.answers import Given
 from megazero.deepspeed.arguments import params_of
 from megazero.deepspeed.assemble import Engine, assemble
 from megazero.deepspeed.autocast import SECTION as AUTOCAST
 from megazero.deepspeed.config.settings import JsonSource, UserSettings, read_settings
+from megazero.deepspeed.engine.state import Given
 from megazero.deepspeed.moe.experts import agreed_ep_size
 from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.pipe.engine import PipelineEngine

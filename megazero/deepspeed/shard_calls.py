@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
+from megazero.deepspeed.loss_scale import ScaleAndRate
 from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.zero import fragments
-from megazero.deepspeed.zero.states import ZeroCalls
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.store.store import GRADIENT, WEIGHT
 
 
-class OptimizerCalls(ZeroCalls):
-    """The calls of a `DeepSpeedOptimizer` that concern one parameter, or all gradients."""
+class ShardCalls:
+    """The calls of a `DeepSpeedOptimizer` that concern one parameter, or all gradients.
 
-    parallel: UserParallel
-    shards: Optimizer
-    param_groups: list[dict[str, Any]]
-    _overflow: bool | None
+    Args:
+        parallel: gathers parameters and reduces gradients.
+        shards: this rank's master weights and moments.
+        scale: the loss scale and the parameter groups.
+    """
 
-    @property
-    def _parallel(self) -> UserParallel:
-        return self.parallel
+    def __init__(self, parallel: UserParallel, shards: Optimizer, scale: ScaleAndRate):
+        self.parallel, self.shards, self._scale = parallel, shards, scale
 
     @property
     def clip_grad(self) -> float:
@@ -39,7 +37,7 @@ class OptimizerCalls(ZeroCalls):
     @property
     def bit16_groups(self) -> list[list[nn.Parameter]]:
         """The parameters of each group."""
-        return [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
+        return [[p for p in group["params"] if p.requires_grad] for group in self._scale.param_groups]
 
     fp16_groups = bit16_groups
 
@@ -76,7 +74,7 @@ class OptimizerCalls(ZeroCalls):
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
         """Set `overflow` to what `has_overflow` finds, until the next step."""
-        self._overflow = self.has_overflow(partition_gradients)
+        self._scale.overflows = self.has_overflow(partition_gradients)
 
     def quantize_nontrainable_params(self) -> None:
         """Do nothing: frozen weights are kept as they are."""

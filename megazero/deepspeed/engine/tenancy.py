@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megazero.deepspeed.engine.script_backward import ScriptBackward
 from megazero.deepspeed.moe.experts import expert_layers
 from megazero.deepspeed.parallel import UserParallel
-from megazero.deepspeed.script_backward import ScriptBackward
 from megazero.deepspeed.zero.offload import EXTERNAL
 from megazero.deepspeed.zero.partition import Partition, Shelf
 from megazero.errors import ConfigError

@@ -107,6 +107,7 @@ def _scale_arguments(engine: Any) -> dict[str, Any]:
     }
 
 
+_THERE = tuple((row.key, row.there) for row in ROWS.values())
 GETTERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
     {
         **{
@@ -148,7 +149,7 @@ ATTRIBUTES: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "checkpoint_mp_rank": lambda engine: engine.context.tp.rank,
         "collate_fn": lambda engine: engine.given.collate_fn,
         "communication_data_type": _sent_dtype,
-        "flops_profiler": lambda engine: engine._reporter.profiler,
+        "flops_profiler": lambda engine: engine._state.reporter.profiler,
         "gradient_average": lambda engine: value_at(engine.config, "gradient_allreduce_op", "mean") == "mean",
         "has_moe_layers": lambda engine: bool(_experts(engine)),
         "is_iterable_style_dataset": lambda engine: lambda data: isinstance(data, IterableDataset),

@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megazero.config.tree.config import Config
 from megazero.deepspeed.config.settings import UserSettings
-from megazero.deepspeed.counters import EngineCounters
 from megazero.deepspeed.profiling import FlopsProfiler
 from megazero.deepspeed.utils.timer import (
     BACKWARD_GLOBAL_TIMER,
@@ -47,6 +46,16 @@ _CLOCKS = MappingProxyType(
         "step": (STEP_MICRO_TIMER, STEP_GLOBAL_TIMER),
     }
 )
+
+
+@dataclass(frozen=True)
+class EngineCounters:
+    """How far an engine has come; checkpoints store it. See `EngineState` for the meaning."""
+
+    global_steps: int
+    global_samples: int
+    micro_steps: int
+    skipped_steps: int
 
 
 @dataclass(frozen=True)

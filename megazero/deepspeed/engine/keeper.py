@@ -12,14 +12,21 @@ from torch import Tensor
 
 from megazero.deepspeed.asserted import asserts
 from megazero.deepspeed.checkpoint import LoadParts, load_checkpoint, load_module_state, save_checkpoint
-from megazero.deepspeed.stepping import SteppingEngine
+from megazero.deepspeed.engine.state import EngineState
 from megazero.deepspeed.tags import agree_on_tag, folder_of, newest_tag, warn_of_nothing
 from megazero.deepspeed.weights import frozen_names, module_state, save_module
 from megazero.errors import ConfigError
 
 
-class KeepingEngine(SteppingEngine):
-    """Adds checkpoints to an engine that takes steps."""
+class Keeper:
+    """An engine's checkpoints and whole weights.
+
+    Args:
+        state: what the engine's parts share.
+    """
+
+    def __init__(self, state: EngineState):
+        self.state = state
 
     @asserts
     def save_checkpoint(
@@ -47,12 +54,12 @@ class KeepingEngine(SteppingEngine):
             CommunicationError: not every rank calls this.
         """
         folder = folder_of(save_dir, "save_dir")
-        named = f"global_step{self.global_steps}" if tag is None else tag
-        differing = self.settings.extras.checkpoint.tag_validation.lower()
-        chosen = agree_on_tag(named, "save_checkpoint", self.context, differing)
+        named = f"global_step{self.state.global_steps}" if tag is None else tag
+        differing = self.state.settings.extras.checkpoint.tag_validation.lower()
+        chosen = agree_on_tag(named, "save_checkpoint", self.state.context, differing)
         client = vars(client_state) if isinstance(client_state, Namespace) else dict(client_state or {})
-        left_out = frozen_names(self.module) if exclude_frozen_parameters else ()
-        save_checkpoint(self, folder, chosen, client, save_latest, left_out)
+        left_out = frozen_names(self.state.module) if exclude_frozen_parameters else ()
+        save_checkpoint(self.state, folder, chosen, client, save_latest, left_out)
         return True
 
     @asserts
@@ -89,13 +96,13 @@ class KeepingEngine(SteppingEngine):
         """
         folder = folder_of(load_dir, "load_dir")
         result = newest_tag(folder) if tag is None else tag
-        chosen = agree_on_tag(result or "", "load_checkpoint", self.context)
+        chosen = agree_on_tag(result or "", "load_checkpoint", self.state.context)
         if not chosen:
-            if self.context.rank == 0:
+            if self.state.context.rank == 0:
                 warn_of_nothing(folder)
             return None, None
         whole = not load_module_only
-        trains = whole and not self.states.idle
+        trains = whole and not self.state.states.idle
         parts = LoadParts(
             load_module_strict,
             load_optimizer_states and trains,
@@ -103,13 +110,13 @@ class KeepingEngine(SteppingEngine):
             whole,
             custom_load_fn,
         )
-        return str(folder / chosen), load_checkpoint(self, folder / chosen, parts)
+        return str(folder / chosen), load_checkpoint(self.state, folder / chosen, parts)
 
     def _get_optimizer_ckpt_name(
         self, checkpoints_path: str | os.PathLike[str], tag: object, expp_rank: int
     ) -> str:
         """The file in DeepSpeed's own folders that has the optimizer of a rank's experts."""
-        name = f"expp_rank_{expp_rank}_mp_rank_{self.context.tp.rank:02d}_optim_states.pt"
+        name = f"expp_rank_{expp_rank}_mp_rank_{self.state.context.tp.rank:02d}_optim_states.pt"
         return os.path.join(checkpoints_path, str(tag), name)
 
     def module_state_dict(
@@ -132,14 +139,14 @@ class KeepingEngine(SteppingEngine):
         """
         state: Mapping[str, Any]
         if not keep_vars:
-            state = module_state(self, exclude_frozen_parameters)
-        elif self.zero_optimization_stage() == 3:
+            state = module_state(self.state, exclude_frozen_parameters)
+        elif self.state.settings.zero.stage == 3:
             raise ConfigError(
                 "`keep_vars` must be False at stage 3, where weights are sharded, but is True; leave it out"
             )
         else:
-            frozen = frozen_names(self.module) if exclude_frozen_parameters else set()
-            kept = self.module.state_dict(keep_vars=True)
+            frozen = frozen_names(self.state.module) if exclude_frozen_parameters else set()
+            kept = self.state.module.state_dict(keep_vars=True)
             state = {name: value for name, value in kept.items() if name not in frozen}
         result = {} if destination is None else destination
         result.update({prefix + name: value for name, value in state.items()})
@@ -163,7 +170,7 @@ class KeepingEngine(SteppingEngine):
         Raises:
             CheckpointError: they are not the module's.
         """
-        load_module_state(self, checkpoint["module"], strict, custom_load_fn)
+        load_module_state(self.state, checkpoint["module"], strict, custom_load_fn)
 
     def save_16bit_model(
         self,
@@ -186,22 +193,21 @@ class KeepingEngine(SteppingEngine):
             CheckpointError: it cannot be written.
         """
         folder = folder_of(save_dir, "save_dir")
-        if self.zero_optimization_stage() == 3 and not self.zero_gather_16bit_weights_on_model_save():
-            if self.context.rank == 0:
+        if (
+            self.state.settings.zero.stage == 3
+            and not self.state.settings.extras.gather_16bit_weights_on_save
+        ):
+            if self.state.context.rank == 0:
                 warnings.warn(
                     f"`{folder / save_filename}` is not written: at stage 3 the JSON must say "
                     "`stage3_gather_16bit_weights_on_model_save`, which gathers whole weights",
                     stacklevel=2,
                 )
             return False
-        save_module(self, folder / save_filename, exclude_frozen_parameters)
+        save_module(self.state, folder / save_filename, exclude_frozen_parameters)
         return True
 
     save_fp16_model = save_16bit_model
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether `save_16bit_model` gathers sharded weights."""
-        return self.settings.extras.gather_16bit_weights_on_save
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
@@ -211,9 +217,9 @@ class KeepingEngine(SteppingEngine):
         Raises:
             ConfigError: the stage is not 3.
         """
-        if self.zero_optimization_stage() != 3:
+        if self.state.settings.zero.stage != 3:
             raise ConfigError(
-                f"`stage` must be 3 to gather sharded weights, but is {self.zero_optimization_stage()}; call "
+                f"`stage` must be 3 to gather sharded weights, but is {self.state.settings.zero.stage}; call "
                 "`_consolidated_16bit_state_dict`, or `module.state_dict()`"
             )
         return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
@@ -222,6 +228,6 @@ class KeepingEngine(SteppingEngine):
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
         """The whole weights on rank 0, None elsewhere, at any stage; every rank calls this."""
-        first = self.context.rank == 0
-        state = module_state(self, exclude_frozen_parameters, keep=first)
+        first = self.state.context.rank == 0
+        state = module_state(self.state, exclude_frozen_parameters, keep=first)
         return state if first else None
