@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import torch
 
-from megazero.deepspeed.adopt import TIMEOUT
+from megazero.deepspeed.comm.adopt import TIMEOUT
 from megazero.deepspeed.surface import VERSION
 
 VERSION_MAJOR, VERSION_MINOR, VERSION_PATCH = map(int, VERSION.split("."))

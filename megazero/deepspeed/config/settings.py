@@ -24,10 +24,9 @@ from megazero.config.tree.option import Section
 from megazero.config.tree.precision import PrecisionConfig
 from megazero.config.tree.profiling import ProfilingConfig
 from megazero.config.tree.zero import ZeroConfig
-from megazero.deepspeed.curriculum import ScriptLengths
-from megazero.deepspeed.elasticity import elasticity_enabled, with_elastic_batches
-from megazero.deepspeed.layer_drop import LayerDropSchedule, layer_drop_of
-from megazero.deepspeed.sparse.section import sparse_faults
+from megazero.deepspeed.config.elasticity import elasticity_enabled, with_elastic_batches
+from megazero.deepspeed.config.sparse import sparse_faults
+from megazero.deepspeed.schedules.curriculum import LayerDropSchedule, ScriptLengths, layer_drop_of
 from megazero.deepspeed.surface import VERSION
 from megazero.errors import ConfigError
 

@@ -11,8 +11,8 @@ import torch
 
 from megazero.config.deepspeed.section import AUTO
 from megazero.config.deepspeed.table import MODELS, ROWS
-from megazero.deepspeed.monitor import get_monitor_config
-from megazero.deepspeed.sparse.section import sparse_section
+from megazero.deepspeed.config.sparse import sparse_section
+from megazero.deepspeed.reports.monitor import get_monitor_config
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from megazero.deepspeed.data import LoaderOptions, RepeatingLoader, as_arguments, build_dataloader, loss_of
+from megazero.deepspeed.engine.data import (
+    LoaderOptions,
+    RepeatingLoader,
+    as_arguments,
+    build_dataloader,
+    loss_of,
+)
 from megazero.deepspeed.engine.state import EngineState
 from megazero.errors import ConfigError, DataError
 

@@ -16,14 +16,14 @@ from megazero.deepspeed.engine.batches import Batches
 from megazero.deepspeed.engine.getters import ATTRIBUTES, GETTERS
 from megazero.deepspeed.engine.gradients import Accumulation, Passes
 from megazero.deepspeed.engine.keeper import Keeper
-from megazero.deepspeed.engine.parts import made_of
 from megazero.deepspeed.engine.queries import Queries, with_queries
 from megazero.deepspeed.engine.report import Reporter
 from megazero.deepspeed.engine.state import EngineState, Given
 from megazero.deepspeed.engine.tenancy import Tenancy
 from megazero.deepspeed.engine.updates import Updates
-from megazero.deepspeed.optimizer import DeepSpeedOptimizer
-from megazero.deepspeed.weights import empty_state_dict
+from megazero.deepspeed.engine.weights import empty_state_dict
+from megazero.deepspeed.optimizers.optimizer import DeepSpeedOptimizer
+from megazero.deepspeed.utils.parts import made_of
 from megazero.deepspeed.zero.states import ZeroMemory
 from megazero.mpu.context import ParallelContext
 

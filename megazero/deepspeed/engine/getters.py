@@ -19,7 +19,7 @@ from megazero.config.deepspeed.table import ROWS
 from megazero.deepspeed.comm.world import process_group
 from megazero.deepspeed.config.shown import DTYPES, autocast_dtype, optimizer_name, value_at
 from megazero.deepspeed.moe.layer import MoE
-from megazero.deepspeed.utils.torch_version import get_default_autocast_lower_precision_modules
+from megazero.deepspeed.utils.modules import get_default_autocast_lower_precision_modules
 
 _LEARNING = "data_efficiency.data_sampling.curriculum_learning"
 _LOWER = get_default_autocast_lower_precision_modules()

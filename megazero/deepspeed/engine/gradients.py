@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.deepspeed.autocast import Autocast
-from megazero.deepspeed.curriculum import ScriptLengths
-from megazero.deepspeed.data import to_half
+from megazero.deepspeed.engine.autocast import Autocast
+from megazero.deepspeed.engine.data import to_half
 from megazero.deepspeed.engine.script_backward import ScriptBackward, ShownGradients
 from megazero.deepspeed.engine.state import EngineState
-from megazero.deepspeed.random_ltd import initialize_layers
+from megazero.deepspeed.models.random_ltd import initialize_layers
+from megazero.deepspeed.schedules.curriculum import ScriptLengths
 from megazero.errors import ConfigError, MegazeroError
 
 

@@ -11,10 +11,15 @@ from typing import Any
 from torch import Tensor
 
 from megazero.deepspeed.asserted import asserts
-from megazero.deepspeed.checkpoint import LoadParts, load_checkpoint, load_module_state, save_checkpoint
+from megazero.deepspeed.checkpoint.tags import agree_on_tag, folder_of, newest_tag, warn_of_nothing
+from megazero.deepspeed.engine.checkpoint import (
+    LoadParts,
+    load_checkpoint,
+    load_module_state,
+    save_checkpoint,
+)
 from megazero.deepspeed.engine.state import EngineState
-from megazero.deepspeed.tags import agree_on_tag, folder_of, newest_tag, warn_of_nothing
-from megazero.deepspeed.weights import frozen_names, module_state, save_module
+from megazero.deepspeed.engine.weights import frozen_names, module_state, save_module
 from megazero.errors import ConfigError
 
 

@@ -11,9 +11,9 @@ import torch
 
 from megazero.deepspeed.comm.world import is_initialized, process_group
 from megazero.deepspeed.config.user import DeepSpeedConfig
-from megazero.deepspeed.engine.parts import asked
 from megazero.deepspeed.engine.state import EngineState
-from megazero.deepspeed.grouped_rule import rate_of
+from megazero.deepspeed.optimizers.grouped_rule import rate_of
+from megazero.deepspeed.utils.parts import asked
 from megazero.mpu.launch import Launch
 
 T = TypeVar("T")

@@ -14,9 +14,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megazero.config.tree.config import Config
+from megazero.deepspeed.checkpoint.saved import EngineCounters
 from megazero.deepspeed.config.settings import UserSettings
-from megazero.deepspeed.profiling import FlopsProfiler
-from megazero.deepspeed.utils.timer import (
+from megazero.deepspeed.reports.profiling import FlopsProfiler
+from megazero.deepspeed.reports.timer import (
     BACKWARD_GLOBAL_TIMER,
     BACKWARD_MICRO_TIMER,
     FORWARD_GLOBAL_TIMER,
@@ -46,16 +47,6 @@ _CLOCKS = MappingProxyType(
         "step": (STEP_MICRO_TIMER, STEP_GLOBAL_TIMER),
     }
 )
-
-
-@dataclass(frozen=True)
-class EngineCounters:
-    """How far an engine has come; checkpoints store it. See `EngineState` for the meaning."""
-
-    global_steps: int
-    global_samples: int
-    micro_steps: int
-    skipped_steps: int
 
 
 @dataclass(frozen=True)

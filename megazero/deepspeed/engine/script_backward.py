@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.deepspeed.data import tensors_of
-from megazero.deepspeed.parallel import UserParallel
+from megazero.deepspeed.engine.data import tensors_of
+from megazero.deepspeed.zero.parallel import UserParallel
 from megazero.errors import MegazeroError
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megazero.deepspeed.checkpoint.saved import EngineCounters
 from megazero.deepspeed.config.settings import UserSettings
-from megazero.deepspeed.engine.report import EngineCounters, Reporter
-from megazero.deepspeed.optimizer import DeepSpeedOptimizer
-from megazero.deepspeed.random_ltd import RandomLTDScheduler, scheduler_of
+from megazero.deepspeed.engine.report import Reporter
+from megazero.deepspeed.models.random_ltd import RandomLTDScheduler, scheduler_of
+from megazero.deepspeed.optimizers.optimizer import DeepSpeedOptimizer
 from megazero.mpu.context import ParallelContext
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from megazero.deepspeed.engine.script_backward import ScriptBackward
 from megazero.deepspeed.moe.experts import expert_layers
-from megazero.deepspeed.parallel import UserParallel
-from megazero.deepspeed.zero.offload import EXTERNAL
+from megazero.deepspeed.zero.gathered import EXTERNAL
+from megazero.deepspeed.zero.parallel import UserParallel
 from megazero.deepspeed.zero.partition import Partition, Shelf
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext

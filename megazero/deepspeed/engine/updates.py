@@ -11,7 +11,7 @@ from megazero.deepspeed.asserted import asserts
 from megazero.deepspeed.engine.gradients import Accumulation
 from megazero.deepspeed.engine.report import StepFacts
 from megazero.deepspeed.engine.state import EngineState
-from megazero.deepspeed.grouped_rule import rate_of
+from megazero.deepspeed.optimizers.grouped_rule import rate_of
 from megazero.errors import ConfigError, MegazeroError
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.deepspeed.data import RepeatingLoader, to_half
+from megazero.deepspeed.engine.data import RepeatingLoader, to_half
 from megazero.deepspeed.engine.engine import DeepSpeedEngine
-from megazero.deepspeed.engine.parts import made_of
 from megazero.deepspeed.pipe import schedule
 from megazero.deepspeed.pipe.chunk import StageBatch
 from megazero.deepspeed.pipe.feed import PipelineFeed, StagePlace
@@ -19,6 +18,7 @@ from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.deepspeed.pipe.runner import StageRunner
 from megazero.deepspeed.pipe.specs import PipelineError
 from megazero.deepspeed.pipe.ties import PipelineParallel
+from megazero.deepspeed.utils.parts import made_of
 from megazero.errors import ConfigError
 from megazero.mpu.messages import gather_values
 from megazero.pipeline.actions import Op

@@ -6,7 +6,7 @@ from typing import Any
 
 from megazero.deepspeed.config.settings import JsonSource
 from megazero.deepspeed.engine.state import Given
-from megazero.deepspeed.optimizer import DeepSpeedOptimizer
+from megazero.deepspeed.optimizers.optimizer import DeepSpeedOptimizer
 from megazero.deepspeed.pipe.build import make_engine
 from megazero.deepspeed.pipe.engine import PipelineEngine
 from megazero.deepspeed.pipe.module import PipelineStage

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.config.deepspeed.load import load_ds_config
-from megazero.deepspeed.mpu import DeepSpeedMpu
+from megazero.deepspeed.comm.mpu import DeepSpeedMpu
 from megazero.deepspeed.tensor_parallel.cutter import Cutter, synchronise
 from megazero.deepspeed.tensor_parallel.policy import SlicingPolicy, slice_model
 from megazero.errors import ConfigError, DataError

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from megazero.deepspeed.parallel import UserParallel
+from megazero.deepspeed.zero.parallel import UserParallel
 from megazero.errors import ConfigError, MegazeroError
 from megazero.zero.bucket import Bucket
 from megazero.zero.store.store import WEIGHT
