@@ -26,11 +26,11 @@ LARGE_CONSTRUCTORS = {
     "megazero.commands.checkpoint.summary.Summary": 9,  # printed as JSON, as are the facts of a machine
     "megazero.config.deepspeed.extras.Extras": 15,
     "megazero.config.deepspeed.read.DeepSpeedSettings": 12,
-    "megazero.config.deepspeed.row.KeyRow": 13,
+    "megazero.config.deepspeed.section.KeyRow": 13,
     "megazero.config.fields.FieldSpec": 18,
     "megazero.config.flags.Scan": 11,
     "megazero.data.t5.dataset.T5Settings": 9,
-    "megazero.deepspeed.settings.UserSettings": 11,
+    "megazero.deepspeed.config.settings.UserSettings": 11,
     "megazero.env.facts.Environment": 15,
     "megazero.env.facts.Versions": 12,
     "megazero.layers.linear.ColumnParallelLinear": 8,
@@ -42,19 +42,19 @@ MOST_LARGE = 15
 # Signatures of DeepSpeed's, which its users' scripts call by position and by name: they are not ours to
 # divide. Each is that of the class of this name in DeepSpeed 0.18.2, parameter for parameter.
 FOREIGN_SIGNATURES = {
-    "megazero.deepspeed.adam.DeepSpeedCPUAdam": 9,
-    "megazero.deepspeed.adam.FusedAdam": 9,
-    "megazero.deepspeed.fused.FusedLamb": 12,  # with apex's `use_nvlamb`
-    "megazero.deepspeed.linear.OptimizedLinear": 8,
+    "megazero.deepspeed.optimizers.adam.DeepSpeedCPUAdam": 9,
+    "megazero.deepspeed.optimizers.adam.FusedAdam": 9,
+    "megazero.deepspeed.optimizers.fused.FusedLamb": 12,  # with apex's `use_nvlamb`
+    "megazero.deepspeed.models.linear.OptimizedLinear": 8,
     "megazero.deepspeed.moe.layer.MoE": 15,
-    "megazero.deepspeed.one_cycle.OneCycle": 14,
+    "megazero.deepspeed.schedules.one_cycle.OneCycle": 14,
     "megazero.deepspeed.pipe.module.PipelineStage": 12,  # there `PipelineModule`
     # With the seed and the layer of random blocks, which are keywords.
-    "megazero.deepspeed.sparse.configs.BSLongformerSparsityConfig": 9,
-    "megazero.deepspeed.sparse.configs.BigBirdSparsityConfig": 9,
-    "megazero.deepspeed.sparse.configs.FixedSparsityConfig": 10,
-    "megazero.deepspeed.sparse.configs.VariableSparsityConfig": 11,
-    "megazero.deepspeed.transformer.DeepSpeedTransformerConfig": 20,
+    "megazero.deepspeed.legacy.sparse.configs.BSLongformerSparsityConfig": 9,
+    "megazero.deepspeed.legacy.sparse.configs.BigBirdSparsityConfig": 9,
+    "megazero.deepspeed.legacy.sparse.configs.FixedSparsityConfig": 10,
+    "megazero.deepspeed.legacy.sparse.configs.VariableSparsityConfig": 11,
+    "megazero.deepspeed.legacy.transformer.DeepSpeedTransformerConfig": 20,
     "megazero.deepspeed.zero.init.Init": 16,
     "megazero.deepspeed.zero.tiling.TiledLinear": 10,
 }

@@ -14,7 +14,7 @@ from pathlib import Path
 from megazero.config import tables
 from megazero.config.compat.foreign import FOREIGN_FLAGS, Foreign
 from megazero.config.condition import Condition, Need
-from megazero.config.deepspeed.row import NOTHING, KeyRow
+from megazero.config.deepspeed.section import NOTHING, KeyRow
 from megazero.config.deepspeed.table import ALIASES, GROUPS
 from megazero.config.fields import FIELDS, NEEDS, SECTIONS, FieldSpec, Kind, section_title, spoken
 from megazero.config.flags import COMMANDS
@@ -175,8 +175,8 @@ def _deepspeed_row(row: KeyRow) -> tuple[str, ...]:
         effects += [f"refused in a script: {row.script_refused}"] if row.script_refused else []
     if row.when:
         effects.append(f"with `{row.when}`")
-    if row.absent is not NOTHING:
-        effects.append(f"default {row.absent}")
+    if row.there.absent is not NOTHING:
+        effects.append(f"default {row.there.absent}")
     if row.refused:
         effects.append(f"refused{f' unless {row.only.says}' if row.only else ''}: {row.refused}")
     return (f"`{row.key}`", row.shape.says, "yes" if row.auto else "", "; ".join(effects))

@@ -1,17 +1,21 @@
 """deepspeed: DeepSpeed's interface: an engine for the user's own model, with DeepSpeed's JSON and names.
 
-Start with `initialize.py` and `engine.py` (`stepping.py` holds its training step, `answers.py` what a script
-may query). `settings.py` reads the JSON; `optimizer.py`, `torch_rule.py`, `fused.py`, `muon.py` and
-`schedules.py` connect torch's optimizers to ours; `sharding.py` lays a foreign module out in buckets;
-`checkpoint.py` and `data.py` save and feed it; `report.py` reports progress; `estimates.py` says how much
-memory states take. `surface.py` makes modules of the table of names, and `path/` leads ``import deepspeed``
-to them. `adopt.py` finds a rank's place, `zero.py` has `Init`, and `moe` the layer of experts.
+Start with `initialize.py` and `engine/`. `config/` has the JSON as an engine takes it; `optimizers/` and
+`schedules/` connect torch's and DeepSpeed's to ours; `zero/` has `Init` and lays a foreign module out in buckets;
+`checkpoint/` reads saved states, DeepSpeed's too; `pipe/`, `moe/`, `sequence/` and `tensor_parallel/` share a
+model among ranks, which `comm/` joins; `models/` has layers for scripts, `reports/` what a training says, and
+`legacy/` what DeepSpeed has removed. `surface.py` makes modules of the tables in `names/`, and `path/` leads
+``import deepspeed`` to them.
 """
 
-from megazero.deepspeed.adopt import init_distributed
-from megazero.deepspeed.data import RepeatingLoader
-from megazero.deepspeed.engine import DeepSpeedEngine
-from megazero.deepspeed.estimates import (
+from megazero.deepspeed.comm.adopt import init_distributed
+from megazero.deepspeed.engine.data import RepeatingLoader
+from megazero.deepspeed.engine.engine import DeepSpeedEngine
+from megazero.deepspeed.initialize import add_config_arguments, initialize
+from megazero.deepspeed.optimizers.fused import FusedLamb, FusedLion
+from megazero.deepspeed.optimizers.muon import MuonWithAuxAdam
+from megazero.deepspeed.optimizers.optimizer import DeepSpeedOptimizer
+from megazero.deepspeed.reports.estimates import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
@@ -19,10 +23,6 @@ from megazero.deepspeed.estimates import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from megazero.deepspeed.fused import FusedLamb, FusedLion
-from megazero.deepspeed.initialize import add_config_arguments, initialize
-from megazero.deepspeed.muon import MuonWithAuxAdam
-from megazero.deepspeed.optimizer import DeepSpeedOptimizer
 from megazero.deepspeed.surface import install
 
 __all__ = [

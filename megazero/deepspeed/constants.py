@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import torch
 
-from megazero.deepspeed.adopt import TIMEOUT
+from megazero.deepspeed.comm.adopt import TIMEOUT
 from megazero.deepspeed.surface import VERSION
 
 VERSION_MAJOR, VERSION_MINOR, VERSION_PATCH = map(int, VERSION.split("."))
@@ -19,10 +19,6 @@ DIST = None
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 DEFAULT_PG_TIMEOUT = TIMEOUT
 
-DEEPSPEED_OPTIMIZERS = (
-    *("adagrad", "adam", "adamw", "lamb", "muadam"),
-    *("muadamw", "musgd", "lion", "muon"),
-)
 ADAM_W_MODE_DEFAULT = True
 PARTITIONED_SHAPE = (0,)
 MIN_SWAPPABLE_BYTES = 2**20

@@ -10,32 +10,31 @@ from torch import nn
 from torch.optim import Optimizer as TorchOptimizer
 from torch.utils.data import Dataset
 
+from megazero.config.deepspeed.load import load_ds_config
 from megazero.config.deepspeed.read import read_deepspeed
 from megazero.deepspeed.accelerator.choose import get_accelerator
-from megazero.deepspeed.adopt import find_context
-from megazero.deepspeed.answers import Given
-from megazero.deepspeed.arguments import (
+from megazero.deepspeed.asserted import asserts
+from megazero.deepspeed.comm.adopt import find_context
+from megazero.deepspeed.config.settings import JsonSource, UserSettings, choose_source, read_settings
+from megazero.deepspeed.engine.arguments import (
     Mesh,
     check_local_rank,
     mesh_of,
     params_of,
     readable,
 )
-from megazero.deepspeed.assemble import Engine, assemble
-from megazero.deepspeed.asserted import asserts
-from megazero.deepspeed.autocast import Autocast
-from megazero.deepspeed.inference.hybrid import SECTION as HYBRID
-from megazero.deepspeed.inference.hybrid import engine_kind
+from megazero.deepspeed.engine.assemble import Engine, assemble
+from megazero.deepspeed.engine.autocast import Autocast
+from megazero.deepspeed.engine.hybrid import SECTION as HYBRID
+from megazero.deepspeed.engine.hybrid import engine_kind
+from megazero.deepspeed.engine.state import Given
 from megazero.deepspeed.moe.experts import agreed_ep_size, check_ep_size, share_experts, without
-from megazero.deepspeed.parallel import UserParallel
-from megazero.deepspeed.sequence.gradients import for_sequences
-from megazero.deepspeed.settings import JsonSource, UserSettings, choose_source, read_settings
-from megazero.deepspeed.sharding import Sharding, build_parallel, prepare
+from megazero.deepspeed.sequence.state import for_sequences
 from megazero.deepspeed.tensor_parallel.training import SECTION as TENSOR_PARALLEL
 from megazero.deepspeed.tensor_parallel.training import TensorParallelRequest
-from megazero.deepspeed.units import user_units
-from megazero.deepspeed.utils.configs import load_ds_config
 from megazero.deepspeed.zero.leaf_modules import apply_leaf_settings
+from megazero.deepspeed.zero.parallel import UserParallel
+from megazero.deepspeed.zero.sharding import Sharding, build_parallel, prepare, user_units
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.malloc import keep_freed_memory

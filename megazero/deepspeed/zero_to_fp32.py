@@ -17,13 +17,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megazero.checkpoint.part import Key
-from megazero.deepspeed.foreign.files import find_files, inventory
-from megazero.deepspeed.saved import Saved, open_saved
-from megazero.deepspeed.tags import newest_tag
-from megazero.deepspeed.weights import write_state
+from megazero.deepspeed.checkpoint.files import find_files, inventory
+from megazero.deepspeed.checkpoint.saved import Saved, open_saved
+from megazero.deepspeed.checkpoint.tags import newest_tag
 from megazero.errors import CheckpointError, ConfigError, exit_status
 
 SCRIPTS: Mapping[str, str] = MappingProxyType(
@@ -194,6 +195,22 @@ def write_shards(
         files |= dict.fromkeys(names, path.name)
     index = {"metadata": {"total_size": total}, "weight_map": files}
     (folder / f"{stem}{suffix}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_state(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write whole tensors to a file, in the format that its name asks for.
+
+    Raises:
+        CheckpointError: the format does not take them.
+    """
+    if path.suffix == ".safetensors":
+        # This format has no tied weights: each name gets a copy of its own.
+        try:
+            save_file({name: value.clone().contiguous() for name, value in state.items()}, path)
+        except SafetensorError as error:
+            raise CheckpointError(f"`{path}` cannot be written: {error}") from error
+    else:
+        torch.save(dict(state), path)
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:

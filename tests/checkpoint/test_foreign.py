@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megazero.checkpoint.folder import LATEST, candidates
-from megazero.deepspeed.tags import newest_tag
+from megazero.deepspeed.checkpoint.tags import newest_tag
 from megazero.errors import CheckpointError
 from tests.checkpoint.forged import make
 from tests.tables import over_table

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megazero.config.deepspeed.read import read_deepspeed
-from megazero.config.deepspeed.row import KeyRow
+from megazero.config.deepspeed.section import KeyRow
 from megazero.config.deepspeed.table import ROWS
 from megazero.config.document import read_text
 from megazero.config.fields import FIELDS, FieldSpec, Kind

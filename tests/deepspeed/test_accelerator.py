@@ -8,7 +8,7 @@ import torch
 from megazero.deepspeed.accelerator import choose
 from megazero.deepspeed.accelerator.cpu import Accelerator
 from megazero.deepspeed.accelerator.cuda import CudaAccelerator
-from megazero.deepspeed.op_builder import BUILDERS, COMPATIBLE, builder_class
+from megazero.deepspeed.accelerator.op_builder import BUILDERS, COMPATIBLE, builder_class
 from megazero.errors import ConfigError
 
 

@@ -6,11 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.deepspeed.adam import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam
-from megazero.deepspeed.fused import FusedLamb
-from megazero.deepspeed.grouped_rule import GroupedRule, GroupRate
 from megazero.deepspeed.initialize import initialize
-from megazero.deepspeed.torch_rule import choose_rule
+from megazero.deepspeed.optimizers.adam import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdam,
+)
+from megazero.deepspeed.optimizers.fused import FusedLamb
+from megazero.deepspeed.optimizers.grouped_rule import GroupedRule, GroupRate
+from megazero.deepspeed.optimizers.torch_rule import choose_rule
 from megazero.mpu.context import ParallelContext, solo_context
 from tests.deepspeed.user_models import (
     Tied,

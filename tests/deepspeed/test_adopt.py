@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megazero.deepspeed import adopt
-from megazero.deepspeed.adopt import find_context
-from megazero.deepspeed.mpu import DeepSpeedMpu
+from megazero.deepspeed.comm import adopt
+from megazero.deepspeed.comm.adopt import find_context
+from megazero.deepspeed.comm.mpu import DeepSpeedMpu
 from megazero.errors import ConfigError
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
@@ -126,7 +126,7 @@ def test_a_process_lets_go_of_its_groups_when_it_ends():
     code = """
 import atexit
 import deepspeed, torch
-from megazero.deepspeed.adopt import leave_at_exit
+from megazero.deepspeed.comm.adopt import leave_at_exit
 from megazero.mpu.torch_group import TorchGroup, joined_world
 model = torch.nn.Linear(2, 2)
 atexit.register(lambda: print(joined_world(), group.process_group, flush=True))  # runs after those below

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError
 from torch import nn
 
 import megazero
-from megazero.deepspeed.config_models import (
+from megazero.deepspeed.config.models import (
     DeepSpeedConfigModel,
     DeepSpeedFP16Config,
     DeepSpeedZeroOffloadOptimizerConfig,
@@ -16,7 +16,7 @@ from megazero.deepspeed.config_models import (
     get_bfloat16_config,
     get_config_default,
 )
-from megazero.deepspeed.user_config import DeepSpeedConfig, zero_config
+from megazero.deepspeed.config.user import DeepSpeedConfig, zero_config
 from megazero.deepspeed.zero.leaf_modules import set_z3_leaf_modules
 from megazero.errors import CheckpointError, ConfigError, MegazeroError
 from megazero.mpu.context import solo_context

@@ -12,19 +12,16 @@ import torch
 from torch import nn
 
 from megazero.commands import as_deepspeed
-from megazero.deepspeed import checkpoint, elasticity
-from megazero.deepspeed.choose_schedule import (
-    add_tuning_arguments,
-    get_config_from_args,
-    override_1cycle_params,
-    override_lr_range_test_params,
-)
+from megazero.deepspeed.checkpoint.saved import Renamed
 from megazero.deepspeed.comm import backend, collectives
 from megazero.deepspeed.comm.log import CommsLogger
-from megazero.deepspeed.curriculum import CurriculumScheduler
+from megazero.deepspeed.config import elasticity
+from megazero.deepspeed.config.user import DeepSpeedConfig
+from megazero.deepspeed.engine import checkpoint
+from megazero.deepspeed.legacy.variable_batch import batch_by_seqlens
 from megazero.deepspeed.moe import gating
 from megazero.deepspeed.moe.layer import EXPERTS, OLD_NAMES, MoE
-from megazero.deepspeed.monitor import (
+from megazero.deepspeed.reports.monitor import (
     CometConfig,
     CometMonitor,
     CSVConfig,
@@ -32,12 +29,16 @@ from megazero.deepspeed.monitor import (
     WandbMonitor,
     csvMonitor,
 )
-from megazero.deepspeed.one_cycle import OneCycle
-from megazero.deepspeed.saved import Renamed
-from megazero.deepspeed.schedules import WarmupCosineLR, WarmupLR
+from megazero.deepspeed.schedules.choose import (
+    add_tuning_arguments,
+    get_config_from_args,
+    override_1cycle_params,
+    override_lr_range_test_params,
+)
+from megazero.deepspeed.schedules.curriculum import CurriculumScheduler
+from megazero.deepspeed.schedules.one_cycle import OneCycle
+from megazero.deepspeed.schedules.warmup import WarmupCosineLR, WarmupLR
 from megazero.deepspeed.surface import read_names
-from megazero.deepspeed.user_config import DeepSpeedConfig
-from megazero.deepspeed.variable_batch import batch_by_seqlens
 from megazero.errors import ConfigError
 from megazero.mpu.context import solo_context
 from tests.deepspeed.user_models import start

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.deepspeed.plain import decode, encode
+from megazero.deepspeed.checkpoint.plain import decode, encode
 from megazero.deepspeed.zero import GatheredParameters
 from megazero.deepspeed.zero_to_fp32 import SCRIPTS, get_fp32_state_dict_from_zero_checkpoint
 from megazero.errors import CheckpointError, CommunicationError, ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.deepspeed.fused import CompressedOptimizer
+from megazero.deepspeed.optimizers.fused import CompressedOptimizer
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from tests.deepspeed.user_models import (

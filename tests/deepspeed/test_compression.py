@@ -8,13 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.deepspeed.compression.compress import compressed_layers, init_compression, redundancy_clean
-from megazero.deepspeed.compression.helper import convert_conv1d_to_linear
-from megazero.deepspeed.compression.layers import CompressedLinear
-from megazero.deepspeed.compression.prune import largest
-from megazero.deepspeed.compression.quantize import ActivationQuantizer, bits_at, quantized
-from megazero.deepspeed.compression.teacher import student_initialization
 from megazero.deepspeed.initialize import initialize
+from megazero.deepspeed.legacy.compression.compress import (
+    compressed_layers,
+    init_compression,
+    redundancy_clean,
+)
+from megazero.deepspeed.legacy.compression.helper import convert_conv1d_to_linear, student_initialization
+from megazero.deepspeed.legacy.compression.layers import CompressedLinear
+from megazero.deepspeed.legacy.compression.prune import largest
+from megazero.deepspeed.legacy.compression.quantize import ActivationQuantizer, bits_at, quantized
 from megazero.errors import ConfigError
 from tests.tables import over_table
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import megazero
-from megazero.deepspeed.config_sections import value_at
-from megazero.deepspeed.getters import GETTERS
-from megazero.deepspeed.optimizer import DeepSpeedOptimizer
+from megazero.deepspeed.config.shown import value_at
+from megazero.deepspeed.engine.getters import GETTERS
+from megazero.deepspeed.optimizers.optimizer import DeepSpeedOptimizer
 from megazero.deepspeed.zero import GatheredParameters
 from megazero.errors import CheckpointError, ConfigError, MegazeroError
 from megazero.mpu.context import ParallelContext, solo_context

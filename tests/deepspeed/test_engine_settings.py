@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.deepspeed.arguments import Mesh, mesh_of
-from megazero.deepspeed.settings import read_settings
+from megazero.deepspeed.config.settings import read_settings
+from megazero.deepspeed.engine.arguments import Mesh, mesh_of
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext, solo_context
 from tests.deepspeed.user_models import ADAMW, MICRO, on_ranks, settings, start

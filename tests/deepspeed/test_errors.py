@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import megazero
-from megazero.deepspeed.fused import FusedLamb
-from megazero.deepspeed.settings import read_settings
+from megazero.deepspeed.config.settings import read_settings
+from megazero.deepspeed.optimizers.fused import FusedLamb
 from megazero.errors import ConfigError, DataError, MegazeroError
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from megazero.deepspeed.estimates import (
+from megazero.deepspeed.reports.estimates import (
     count_parameters,
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.deepspeed.inference.config import DeepSpeedInferenceConfig
-from megazero.deepspeed.inference.fused import FusedGelu, FusedRmsNorm
-from megazero.deepspeed.inference.initialize import init_inference
-from megazero.deepspeed.inference.int8 import Int8Rows
 from megazero.deepspeed.initialize import initialize
+from megazero.deepspeed.legacy.inference.config import DeepSpeedInferenceConfig
+from megazero.deepspeed.legacy.inference.fused import FusedGelu, FusedRmsNorm
+from megazero.deepspeed.legacy.inference.initialize import Int8Rows, init_inference
 from megazero.errors import CheckpointError, ConfigError, DataError, MegazeroError
 from megazero.inference.generate import generate
 from megazero.inference.sampling import Sampling

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import megazero
-from megazero.deepspeed.fused import FusedLamb, FusedLion
+from megazero.deepspeed.optimizers.fused import FusedLamb, FusedLion
 from megazero.mpu.context import ParallelContext, solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld

@@ -76,6 +76,6 @@ def test_a_call_of_lightning_fits(name: str):
 
 
 def test_the_optimizer_is_known_by_its_class():
-    from megazero.deepspeed.optimizer import DeepSpeedOptimizer
+    from megazero.deepspeed.optimizers.optimizer import DeepSpeedOptimizer
 
     assert issubclass(DeepSpeedOptimizer, deepspeed.runtime.base_optimizer.DeepSpeedOptimizer)

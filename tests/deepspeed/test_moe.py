@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megazero
-from megazero.deepspeed.fused import FusedLamb
+from megazero.deepspeed.optimizers.fused import FusedLamb
 from megazero.errors import ConfigError
 from megazero.moe.layer import MoE
 from megazero.moe.utils import (

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.deepspeed.muon import MuonWithAuxAdam
-from megazero.deepspeed.torch_rule import choose_rule
+from megazero.deepspeed.optimizers.muon import MuonWithAuxAdam
+from megazero.deepspeed.optimizers.torch_rule import choose_rule
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext, solo_context
 from megazero.optim.elementwise import Adam

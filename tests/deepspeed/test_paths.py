@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from megazero.deepspeed import indexed
-from megazero.deepspeed.inference.checkpoint import checkpoint_files
-from megazero.deepspeed.inference.config import read_config
-from megazero.deepspeed.monitor import CSVConfig, csvMonitor
-from megazero.deepspeed.recompute import configure
-from megazero.deepspeed.settings import read_settings
-from megazero.deepspeed.user_config import DeepSpeedConfig
-from megazero.deepspeed.utils.configs import load_ds_config
+from megazero.config.deepspeed.load import load_ds_config
+from megazero.deepspeed.config.settings import read_settings
+from megazero.deepspeed.config.user import DeepSpeedConfig
+from megazero.deepspeed.legacy import indexed
+from megazero.deepspeed.legacy.inference.checkpoint import checkpoint_files
+from megazero.deepspeed.legacy.inference.config import read_config
+from megazero.deepspeed.models.recompute import configure
+from megazero.deepspeed.reports.monitor import CSVConfig, csvMonitor
 from megazero.deepspeed.zero.init import Init
 from megazero.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from megazero.mpu.context import ParallelContext

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 import megazero
-from megazero.deepspeed.profiling import FlopsProfiler
+from megazero.deepspeed.reports.profiling import FlopsProfiler
 from megazero.mpu.context import solo_context
 from tests.tables import over_table
 

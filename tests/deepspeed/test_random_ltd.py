@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megazero.deepspeed.random_ltd import RandomLTDScheduler
+from megazero.deepspeed.models.random_ltd import RandomLTDScheduler
 
 SECTION = {
     "total_layer_num": 4,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.deepspeed import recompute
-from megazero.deepspeed.random_states import get_cuda_rng_tracker
+from megazero.deepspeed.models import recompute
+from megazero.deepspeed.models.random_states import get_cuda_rng_tracker
 from megazero.errors import ConfigError
 from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid

@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megazero.deepspeed.adopt import find_context
-from megazero.deepspeed.arguments import Mesh
-from megazero.deepspeed.comm import world
+from megazero.deepspeed.comm import groups, world
+from megazero.deepspeed.comm.adopt import find_context
+from megazero.deepspeed.config.settings import read_settings
+from megazero.deepspeed.engine.arguments import Mesh
 from megazero.deepspeed.initialize import initialize
-from megazero.deepspeed.sequence.gradients import for_sequences
-from megazero.deepspeed.sequence.state import SequenceMpu, initialize_sequence_parallel
-from megazero.deepspeed.settings import read_settings
-from megazero.deepspeed.utils import groups
+from megazero.deepspeed.sequence.state import SequenceMpu, for_sequences, initialize_sequence_parallel
 from megazero.deepspeed.zero.gathered import GatheredParameters
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext, thread_context

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megazero.deepspeed.settings import read_settings
-from megazero.deepspeed.sparse.attention import BertSparseSelfAttention, SparseSelfAttention
-from megazero.deepspeed.sparse.configs import (
+from megazero.deepspeed.config.settings import read_settings
+from megazero.deepspeed.config.user import DeepSpeedConfig
+from megazero.deepspeed.legacy.sparse.attention import BertSparseSelfAttention, SparseSelfAttention
+from megazero.deepspeed.legacy.sparse.configs import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
     DenseSparsityConfig,
@@ -18,9 +19,8 @@ from megazero.deepspeed.sparse.configs import (
     SparsityConfig,
     VariableSparsityConfig,
 )
-from megazero.deepspeed.sparse.products import MatMul, Softmax
-from megazero.deepspeed.sparse.utils import SparseAttentionUtils as Utils
-from megazero.deepspeed.user_config import DeepSpeedConfig
+from megazero.deepspeed.legacy.sparse.products import MatMul, Softmax
+from megazero.deepspeed.legacy.sparse.utils import SparseAttentionUtils as Utils
 from megazero.errors import ConfigError
 from megazero.ops.attention import attention
 from tests.tables import over_table
@@ -85,7 +85,7 @@ def test_the_blocks_are_one_object_until_the_layout_changes(monkeypatch):
         seen.append(pattern.layout)
         return attention(*parts, pattern=pattern, **how)
 
-    monkeypatch.setattr("megazero.deepspeed.sparse.attention.attention", watched)
+    monkeypatch.setattr("megazero.deepspeed.legacy.sparse.attention.attention", watched)
     layer = SparseSelfAttention(LocalSlidingWindowSparsityConfig(2, 4, 1), max_seq_length=16)
     x = torch.randn(1, 2, 16, 4)
     narrow = layer(x, x, x)

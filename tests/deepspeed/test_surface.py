@@ -55,7 +55,7 @@ def test_a_row_that_says_too_little_is_refused(tmp_path, state, note, home):
 
 
 def test_a_module_of_the_table_has_its_names_and_those_below():
-    row = Name(("utils.groups",), "first", "megazero.deepspeed.utils.groups:DATA", "same", "")
+    row = Name(("utils.groups",), "first", "megazero.deepspeed.comm.groups:DATA", "same", "")
     surface = Surface([row, replace(row, modules=(".",), name="top")])
     module = surface.create_module(surface.find_spec("deepspeed"))
     assert isinstance(module, SurfaceModule)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from megazero.deepspeed.engine.weights import module_state
 from megazero.deepspeed.initialize import initialize
 from megazero.deepspeed.tensor_parallel.cutter import Cutter
 from megazero.deepspeed.tensor_parallel.families import read_families
@@ -16,7 +17,6 @@ from megazero.deepspeed.tensor_parallel.heads import Heads
 from megazero.deepspeed.tensor_parallel.policy import SlicingPolicy, slice_model
 from megazero.deepspeed.tensor_parallel.slices import Piece, Sliced
 from megazero.deepspeed.tensor_parallel.training import TensorParallelRequest, tp_model_init
-from megazero.deepspeed.weights import module_state
 from megazero.deepspeed.zero import Init
 from megazero.errors import ConfigError, DataError
 from megazero.mpu.context import ParallelContext, solo_context, thread_context
@@ -219,7 +219,7 @@ def test_a_checkpoint_of_slices_loads_on_another_number_of_ranks(tmp_path):
 
 def test_two_engines_of_two_ranks_live_in_a_world_of_four():
     """DeepSpeed's inference group is ranks 0 to tp - 1, so that a second replica shared it."""
-    from megazero.deepspeed.inference.initialize import init_inference
+    from megazero.deepspeed.legacy.inference.initialize import init_inference
 
     models = [tiny("llama", seed=rank // 2) for rank in range(4)]
     wanted = [tiny("llama", seed=number)(**inputs(models[0])).logits for number in range(2)]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.deepspeed.initialize import initialize
-from megazero.deepspeed.tiled import (
+from megazero.deepspeed.models.tiled import (
     SequenceTiledCompute,
     TiledFusedLogitsLoss,
     TiledMLP,

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.deepspeed.autocast import Autocast
-from megazero.deepspeed.choose_optimizer import of_json
-from megazero.deepspeed.choose_schedule import of_json as schedule_of_json
-from megazero.deepspeed.settings import read_settings
-from megazero.deepspeed.user_config import DeepSpeedConfig
+from megazero.deepspeed.config.settings import read_settings
+from megazero.deepspeed.config.user import DeepSpeedConfig
+from megazero.deepspeed.engine.autocast import Autocast
+from megazero.deepspeed.optimizers.choose import of_json
+from megazero.deepspeed.schedules.choose import of_json as schedule_of_json
 from megazero.errors import ConfigError
 from tests.tables import over_table
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.deepspeed.torch_rule import choose_rule
-from megazero.deepspeed.whole_rule import WholeRule
+from megazero.deepspeed.optimizers.torch_rule import choose_rule
+from megazero.deepspeed.optimizers.whole_rule import WholeRule
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from tests.deepspeed.user_models import (

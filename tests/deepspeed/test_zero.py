@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.zero.gathered import (
     GatheredParameters,
     external_parameters,
     register_external_parameter,
 )
 from megazero.deepspeed.zero.init import Init
+from megazero.deepspeed.zero.parallel import UserParallel
 from megazero.deepspeed.zero.partition import partition_of
 from megazero.errors import ConfigError, MegazeroError
 from megazero.mpu.context import ParallelContext, solo_context, thread_context

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import megazero
-from megazero.deepspeed.units import user_units
 from megazero.deepspeed.zero.gathered import GatheredParameters, register_external_parameter
 from megazero.deepspeed.zero.init import Init
+from megazero.deepspeed.zero.sharding import user_units
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext, solo_context
 from tests.deepspeed.user_models import (

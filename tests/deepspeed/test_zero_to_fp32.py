@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megazero.deepspeed import universal
-from megazero.deepspeed.foreign.names import clone_tensors_for_torch_save, get_zero_ckpt_name_for_rank
+from megazero.deepspeed.checkpoint import to_universal as universal
+from megazero.deepspeed.checkpoint.facts import clone_tensors_for_torch_save, get_zero_ckpt_name_for_rank
 from megazero.deepspeed.surface import read_names
 from megazero.deepspeed.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,

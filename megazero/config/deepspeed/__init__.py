@@ -1,4 +1,5 @@
 """deepspeed: reads a DeepSpeed JSON into the tree.
 
-`table.py` lists the keys, `row.py` says what a row is, and `rows/` says what happens to each key.
+`sections/` declares each key once: its type, its default in DeepSpeed, and what it does here. `table.py`
+lists them, and `read.py` reads a JSON by them.
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megazero.config.deepspeed.row import AUTO, say
-from megazero.config.deepspeed.rows.train import BATCH_ROWS
+from megazero.config.deepspeed.section import AUTO, say
+from megazero.config.deepspeed.sections.training import Batch
 from megazero.config.flags import Setting
 from megazero.config.tree.precision import PrecisionConfig
 
@@ -95,7 +95,7 @@ def leave_batch_to_flags(
         A sentence on each of them.
     """
     said: list[str] = []
-    total, micro, steps = (row.key for row in BATCH_ROWS)
+    total, micro, steps = Batch.model_fields
     sizes = {total: flags.get("batch.global_batch_size"), micro: flags.get("batch.micro_batch_size")}
     given = {key: flag for key, flag in sizes.items() if flag is not None}
     for key, flag in given.items():

@@ -17,6 +17,7 @@ from typing import Any
 from megazero.config.bounded import bounded_text
 from megazero.config.deepspeed.relaxed import Relaxed, relaxed
 from megazero.config.words import Few
+from megazero.errors import ConfigError
 from megazero.regular_file import why_unreadable
 
 _TEXT = r'"(?:\\.|[^"\\])*"'
@@ -63,6 +64,26 @@ def load_json(source: str | os.PathLike[str]) -> tuple[Mapping[str, Any], list[s
     except UnicodeDecodeError as error:
         return {}, [f"{path}: the file must be UTF-8, but has {error.reason}; save it as UTF-8."]
     return read_json(text, str(path))
+
+
+def load_ds_config(config: Any) -> dict[str, Any]:
+    """The document of a JSON: of a file, of its text in base64, or itself, also within a `DeepSpeedConfig`.
+
+    Raises:
+        ConfigError: it is none of these, or names everything that is wrong with the text.
+    """
+    content = getattr(config, "_param_dict", config)
+    if isinstance(content, Mapping):
+        return dict(plain_paths(content))
+    if not isinstance(content, (str, os.PathLike)):
+        raise ConfigError(
+            "`config` must be a path, a dictionary or a DeepSpeedConfig, but is a "
+            f"{type(content).__name__}; pass one of these"
+        )
+    document, faults = load_json(content)
+    if faults:
+        raise ConfigError(faults)
+    return dict(document)
 
 
 def _decoded(source: str | os.PathLike[str]) -> str | None:

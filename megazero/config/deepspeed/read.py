@@ -1,6 +1,6 @@
 """Read a DeepSpeed JSON into settings of the same tree that flags and YAML give.
 
-`rows/` says what happens to each key. Nothing is guessed and nothing is raised: problems with the
+`sections/` says what happens to each key. Nothing is guessed and nothing is raised: problems with the
 file are collected, to be reported together with all others.
 """
 
@@ -18,10 +18,10 @@ from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
 from megazero.config.deepspeed.beside import leave_batch_to_flags
 from megazero.config.deepspeed.extras import Extras, Named
 from megazero.config.deepspeed.load import load_json, plain_paths
-from megazero.config.deepspeed.row import AUTO, LARGEST, NOTHING, OR_NEVER, SECTION, KeyRow, say
-from megazero.config.deepspeed.rows.optimizer import optimizer_faults, uncorrected
-from megazero.config.deepspeed.rows.train import BATCH_ROWS
-from megazero.config.deepspeed.rows.zero import AT_STAGE_3
+from megazero.config.deepspeed.section import AUTO, LARGEST, NOTHING, OR_NEVER, SECTION, KeyRow, say
+from megazero.config.deepspeed.sections.optimizer import optimizer_faults, uncorrected
+from megazero.config.deepspeed.sections.training import Batch
+from megazero.config.deepspeed.sections.zero import AT_STAGE_3
 from megazero.config.deepspeed.table import (
     ALIASES,
     LOOSE,
@@ -146,7 +146,7 @@ def read_deepspeed(
 
 
 def _as_deepspeed_takes(result: DeepSpeedSettings, document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The document as the rows have it, where DeepSpeed takes others for the same, or a default for a key."""
+    """The document in the present spelling, where DeepSpeed takes an older one for the same."""
     changed = dict(document)
     if isinstance(stage := document.get("zero_optimization"), bool):  # how the first releases said stage 1
         changed["zero_optimization"] = {"stage": int(stage)}
@@ -290,9 +290,9 @@ def _apply(
             result.ignored.append(IgnoredKey(row.key, off))
         return
     if row.key not in values:
-        if row.absent is not NOTHING:
+        if row.there.absent is not NOTHING:
             source = f"{result.name}: DeepSpeed's default of `{row.key}`"
-            _set_fields(row, row.absent, values, source, result.defaults)
+            _set_fields(row, row.there.absent, values, source, result.defaults)
         return
     value, source = values[row.key], f"{result.name}: `{row.key}`"
     if row.is_of_another and not row.takes(value):
@@ -351,7 +351,7 @@ def _set_batch(
     result: DeepSpeedSettings, values: Mapping[str, Any], given: Mapping[str, Any], data_parallel: int | None
 ) -> None:
     """Resolve the batch sizes, with what flags and YAML give, and set them."""
-    keys = [row.key for row in BATCH_ROWS]
+    keys = [*Batch.model_fields]
     paths = ("batch.global_batch_size", "batch.micro_batch_size")
     stated = {key: values[key] for key in keys if values.get(key, AUTO) != AUTO}
     known = {**dict(zip(keys, map(given.get, paths), strict=False)), **stated}

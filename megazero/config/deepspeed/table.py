@@ -5,56 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megazero.config.deepspeed.row import KeyRow
-from megazero.config.deepspeed.rows.curriculum import CURRICULUM_ROWS
-from megazero.config.deepspeed.rows.data_efficiency import DATA_EFFICIENCY_ROWS
-from megazero.config.deepspeed.rows.offload import OFFLOAD_ROWS
-from megazero.config.deepspeed.rows.optimizer import OPTIMIZER_ROWS
-from megazero.config.deepspeed.rows.skipping import SKIPPING_ROWS
-from megazero.config.deepspeed.rows.sparse import SPARSE_ROWS
-from megazero.config.deepspeed.rows.tools import FEATURE_ROWS, LOGGING_ROWS
-from megazero.config.deepspeed.rows.train import BATCH_ROWS, PRECISION_ROWS, SCHEDULER_ROWS
-from megazero.config.deepspeed.rows.zero import ACTIVATION_ROWS, PIPELINE_ROWS, ZERO_ROWS
+from megazero.config.deepspeed.section import NOTHING, KeyRow, Section
+from megazero.config.deepspeed.sections.data import DATA_SECTIONS
+from megazero.config.deepspeed.sections.features import FEATURE_SECTIONS
+from megazero.config.deepspeed.sections.layers import LAYER_SECTIONS
+from megazero.config.deepspeed.sections.optimizer import OPTIMIZER_SECTIONS
+from megazero.config.deepspeed.sections.training import TRAINING_SECTIONS
+from megazero.config.deepspeed.sections.zero import ZERO_SECTIONS
 from megazero.config.words import nearest
 
-GROUPS: Mapping[str, tuple[KeyRow, ...]] = MappingProxyType(
-    {
-        "Batch sizes": BATCH_ROWS,
-        "Optimizer": OPTIMIZER_ROWS,
-        "Learning rate schedule": SCHEDULER_ROWS,
-        "Precision and gradients": PRECISION_ROWS,
-        "ZeRO": ZERO_ROWS,
-        "Offload": OFFLOAD_ROWS,
-        "Activation checkpointing": ACTIVATION_ROWS,
-        "Pipeline": PIPELINE_ROWS,
-        "Curriculum": CURRICULUM_ROWS,
-        "Data efficiency": DATA_EFFICIENCY_ROWS,
-        "Token and layer dropping": SKIPPING_ROWS,
-        "Sparse attention": SPARSE_ROWS,
-        "Logging": LOGGING_ROWS,
-        "Other features": FEATURE_ROWS,
-    }
+MODELS: tuple[type[Section], ...] = (
+    *OPTIMIZER_SECTIONS,
+    *TRAINING_SECTIONS,
+    *ZERO_SECTIONS,
+    *DATA_SECTIONS,
+    *LAYER_SECTIONS,
+    *FEATURE_SECTIONS,
 )
-"""Heading -> its rows, in the order of the docs."""
+"""All sections, in the order of the docs."""
 
-_STAGE_3 = (
-    "prefetch_bucket_size",
-    "param_persistence_threshold",
-    "model_persistence_threshold",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "gather_16bit_weights_on_model_save",
-    "module_granularity_threshold",
-    "use_all_reduce_for_fetch_params",
-    "allgather_sequential",
-)
-ALIASES: Mapping[str, str] = MappingProxyType(
-    {
-        "bfloat16": "bf16",
-        **{f"zero_optimization.{name}": f"zero_optimization.stage3_{name}" for name in _STAGE_3},
-    }
-)
-"""Other names of sections and keys."""
+
+def _groups() -> dict[str, tuple[KeyRow, ...]]:
+    groups: dict[str, tuple[KeyRow, ...]] = {}
+    for model in MODELS:
+        groups[model.heading] = (*groups.get(model.heading, ()), *model.rows())
+    return groups
+
+
+GROUPS: Mapping[str, tuple[KeyRow, ...]] = MappingProxyType(_groups())
+"""Heading -> its rows, in the order of the docs."""
 
 PYDANTIC: frozenset[str] = frozenset(
     {
@@ -83,6 +62,19 @@ def _table() -> dict[str, KeyRow]:
 
 ROWS: Mapping[str, KeyRow] = MappingProxyType(_table())
 """Key path -> its row."""
+
+_STAGE_3 = "zero_optimization.stage3_"
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "bfloat16": "bf16",
+        **{
+            key.replace("stage3_", ""): key
+            for key, row in ROWS.items()
+            if key.startswith(_STAGE_3) and row.there.default is not NOTHING
+        },
+    }
+)
+"""Other names of sections and keys: those of stage 3 go without its name too."""
 
 SECTIONS: frozenset[str] = frozenset(
     ".".join(key.split(".")[:depth]) for key in ROWS for depth in range(1, key.count(".") + 1)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.deepspeed import op_builder
+from megazero.deepspeed.accelerator import op_builder
 from megazero.errors import ConfigError
 from megazero.host_memory import available_memory
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megazero.deepspeed.adopt import init_distributed
 from megazero.deepspeed.comm import collectives, world
+from megazero.deepspeed.comm.adopt import init_distributed
 
 
 class TorchBackend:

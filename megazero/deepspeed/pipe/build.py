@@ -6,19 +6,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megazero.deepspeed.answers import Given
-from megazero.deepspeed.arguments import params_of
-from megazero.deepspeed.assemble import Engine, assemble
-from megazero.deepspeed.autocast import SECTION as AUTOCAST
+from megazero.config.deepspeed.load import load_ds_config
+from megazero.deepspeed.config.settings import JsonSource, UserSettings, read_settings
+from megazero.deepspeed.engine.arguments import params_of
+from megazero.deepspeed.engine.assemble import Engine, assemble
+from megazero.deepspeed.engine.autocast import SECTION as AUTOCAST
+from megazero.deepspeed.engine.state import Given
 from megazero.deepspeed.moe.experts import agreed_ep_size
-from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.pipe.engine import PipelineEngine
 from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.deepspeed.pipe.ties import PipelineParallel, mark_tied, without_ends
-from megazero.deepspeed.settings import JsonSource, UserSettings, read_settings
-from megazero.deepspeed.sharding import Sharding, build_parallel, prepare
-from megazero.deepspeed.units import user_units
-from megazero.deepspeed.utils.configs import load_ds_config
+from megazero.deepspeed.zero.parallel import UserParallel
+from megazero.deepspeed.zero.sharding import Sharding, build_parallel, prepare, user_units
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.train.parts.chunks import DTYPES

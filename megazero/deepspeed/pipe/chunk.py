@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.deepspeed.data import map_tensors
+from megazero.deepspeed.engine.data import map_tensors
 from megazero.deepspeed.pipe.messages import DescribingGroup, Form, Forms, Pack, Unpack
 from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.deepspeed.pipe.specs import PipelineError

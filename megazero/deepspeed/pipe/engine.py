@@ -9,68 +9,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.deepspeed.data import RepeatingLoader, to_half
-from megazero.deepspeed.engine import DeepSpeedEngine
+from megazero.deepspeed.engine.data import RepeatingLoader, to_half
+from megazero.deepspeed.engine.engine import DeepSpeedEngine
 from megazero.deepspeed.pipe import schedule
-from megazero.deepspeed.pipe.feed import PipelineFeed
+from megazero.deepspeed.pipe.chunk import StageBatch
+from megazero.deepspeed.pipe.feed import PipelineFeed, StagePlace
 from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.deepspeed.pipe.runner import StageRunner
 from megazero.deepspeed.pipe.specs import PipelineError
 from megazero.deepspeed.pipe.ties import PipelineParallel
+from megazero.deepspeed.utils.parts import made_of
 from megazero.errors import ConfigError
 from megazero.mpu.messages import gather_values
 from megazero.pipeline.actions import Op
 
 
-class PipelinePlace:
-    """The place of an engine's rank in the pipeline."""
-
-    module: Any
-
-    @property
-    def grid(self) -> Any:
-        """This rank's place and its groups."""
-        return self.module.mpu()
-
-    @property
-    def num_stages(self) -> int:
-        """The number of stages."""
-        return int(self.module.num_stages)
-
-    @property
-    def stage_id(self) -> int:
-        """This rank's stage."""
-        return int(self.module.stage_id)
-
-    def is_first_stage(self) -> bool:
-        """Whether this rank holds the first layers."""
-        return self.stage_id == 0
-
-    def is_last_stage(self) -> bool:
-        """Whether this rank holds the last layers, and computes the loss."""
-        return bool(self.module.is_last_stage)
-
-    def get_pipeline_parallel_rank(self) -> int:
-        """This rank's stage."""
-        return self.stage_id
-
-    @property
-    def is_pipe_parallel(self) -> bool:
-        """Whether there is more than one stage."""
-        return self.num_stages > 1
-
-    @property
-    def is_data_parallel(self) -> bool:
-        """Whether there is more than one pipeline."""
-        return bool(self.grid.data_parallel_size > 1)
-
-    @property
-    def is_model_parallel(self) -> bool:
-        """Whether layers are sliced over ranks."""
-        return bool(self.grid.model_parallel_size > 1)
-
-
-class PipelineEngine(PipelinePlace, PipelineFeed, DeepSpeedEngine):
+@made_of(
+    {
+        "_feed": (
+            PipelineFeed,
+            "data_iterator batch_fn training_dataloader set_dataloader set_dataiterator set_batch_fn",
+        ),
+        "_place": (
+            StagePlace,
+            "grid num_stages stage_id is_first_stage is_last_stage get_pipeline_parallel_rank "
+            "is_pipe_parallel is_data_parallel is_model_parallel",
+        ),
+    }
+)
+class PipelineEngine(DeepSpeedEngine):
     """Trains a `PipelineModule`: ``loss = engine.train_batch(data_iter)``.
 
     All stages of ZeRO work. Checkpoints load on any number of stages.
@@ -97,30 +64,31 @@ class PipelineEngine(PipelinePlace, PipelineFeed, DeepSpeedEngine):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.reads = (self.is_first_stage(), self.is_last_stage())
-        self.with_labels = self.module.loss_fn is not None
+        self._place = StagePlace(self.module)
+        reads = self._place.is_first_stage(), self._place.is_last_stage()
+        self._feed = PipelineFeed(reads, with_labels=self.module.loss_fn is not None)
         self.has_attention_mask = False
         self.agg_train_loss: Tensor | None = None
         self.agg_additional_losses: dict[str, Tensor] | None = None
-        self.training_dataloader = None
-        if self.given.training_data is not None:
-            in_order = self.deepspeed_io(self.given.training_data, route="eval")
-            self.set_dataloader(RepeatingLoader(in_order))
-        parallel = self.states.parallel
+        self._state.losses_are_means = True
+        if self._state.given.training_data is not None:
+            in_order = self._batches.deepspeed_io(self._state.given.training_data, route="eval")
+            self._feed.set_dataloader(RepeatingLoader(in_order))
+        parallel = self._state.states.parallel
         assert isinstance(parallel, PipelineParallel), "`make_engine` lays a stage out"
-        self._runner = StageRunner(self.module, parallel, self.settings.zero, self._compute)
+        self._runner = StageRunner(self.module, parallel, self._state.settings.zero, self._compute)
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches per batch of one pipeline."""
-        return self.gradient_accumulation_steps()
+        return self._state.settings.batch.accumulation
 
     @property
     def micro_batch_size(self) -> int:
         """Samples per micro-batch."""
-        return self.train_micro_batch_size_per_gpu()
+        return self._state.settings.batch.micro
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:  # type: ignore[override]
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Forward, backward and update for the next `micro_batches` micro-batches; every rank calls this.
 
         Args:
@@ -139,29 +107,33 @@ class PipelineEngine(PipelinePlace, PipelineFeed, DeepSpeedEngine):
                 "`train_batch` must be called with gradients enabled, but they are off; call `eval_batch` to "
                 "compute losses only"
             )
-        self._must_train("train_batch")
+        state, states, reporter = self._state, self._state.states, self._state.reporter
+        self._accumulation.must_train("train_batch")
         if data_iter is not None:
-            self.set_dataiterator(data_iter)
+            self._feed.set_dataiterator(data_iter)
         self.module.train()
-        count, states = self.micro_batches, self.states
+        count = self.micro_batches
         states.begin()
         factor, step = states.loss_factor / count, states.shards.updates
+
+        def take() -> list[StageBatch]:
+            return self._feed.take(self._feed.data_iterator, count)
+
         try:
-            profiling = self._reporter.profiling(self.module, self.global_steps + 1)
-            with self._reporter.timers("forward-backward"), self._reporter.counting(), profiling:
-                sums = self._runner.train(lambda: self.take(self.data_iterator, count), count, factor, step)
+            profiling = reporter.profiling(self.module, state.global_steps + 1)
+            with reporter.timers("forward-backward"), reporter.counting(), profiling:
+                sums = self._runner.train(take, count, factor, step)
         except BaseException:
-            self._drop()
+            self._accumulation.drop()
             raise
         total = sums.terms / count
-        self.context.pp.all_reduce(total).wait()  # zero on all stages but the last
-        self.context.batch.all_reduce(total).wait()
-        self.agg_train_loss = loss = (total[0] / self.context.batch.size).float()
+        state.context.pp.all_reduce(total).wait()  # zero on all stages but the last
+        state.context.batch.all_reduce(total).wait()
+        self.agg_train_loss = loss = (total[0] / state.context.batch.size).float()
         self.agg_additional_losses = self._additional(sums.tallies, count)
-        self.micro_steps += count
-        self._applied = False
-        self._losses = [loss]
-        self._update({})
+        state.micro_steps += count
+        state.losses = [loss]
+        self._updates.update({})
         return loss
 
     @torch.no_grad()
@@ -198,9 +170,9 @@ class PipelineEngine(PipelinePlace, PipelineFeed, DeepSpeedEngine):
             raise ConfigError(f"`reduce_output` must be avg or None, but is {reduce_output!r}; choose one")
         self.module.eval()
         count = num_micro_batches or self.micro_batches
-        outputs = self._runner.evaluate(lambda: self.take(data_iter, count), count, compute_loss)
-        result: Any = outputs.values if self.is_last_stage() else None
-        if self.is_last_stage() and reduce_output == "avg":
+        outputs = self._runner.evaluate(lambda: self._feed.take(data_iter, count), count, compute_loss)
+        result: Any = outputs.values if self._place.is_last_stage() else None
+        if self._place.is_last_stage() and reduce_output == "avg":
             result = self._mean(result)
         if compute_loss and bcast_loss:
             result = self._spread(result)
@@ -234,21 +206,24 @@ class PipelineEngine(PipelinePlace, PipelineFeed, DeepSpeedEngine):
         return self.agg_additional_losses
 
     def _compute(self, inputs: Any) -> Any:
-        if self.settings.extras.auto_cast:
+        if self._state.settings.extras.auto_cast:
             inputs = to_half(inputs)
         return self.module(inputs)
-
-    def _mean_loss(self, losses: list[Tensor]) -> float:
-        return float(losses[0])  # which is the mean over all ranks already
 
     def _additional(self, tallies: Mapping[str, Tensor], count: int) -> dict[str, Tensor] | None:
         if type(self.module).get_additional_losses is PipelineStage.get_additional_losses:
             return None
         mine = {name: float(total) / count for name, total in tallies.items()}
-        everyone = gather_values(self.context.batch, mine, self.device) if self.is_last_stage() else []
+        everyone = (
+            gather_values(self._state.context.batch, mine, self._state.context.device)
+            if self._place.is_last_stage()
+            else []
+        )
         mean = {name: sum(means[name] for means in everyone) / len(everyone) for name in mine}
-        (*_, last) = gather_values(self.context.pp, mean, self.device)
-        return {name: torch.tensor(value, device=self.device) for name, value in last.items()} or None
+        (*_, last) = gather_values(self._state.context.pp, mean, self._state.context.device)
+        return {
+            name: torch.tensor(value, device=self._state.context.device) for name, value in last.items()
+        } or None
 
     def _mean(self, values: list[Any]) -> Any:
         """The mean over micro-batches and pipelines, of each item if there are several."""
@@ -256,22 +231,22 @@ class PipelineEngine(PipelinePlace, PipelineFeed, DeepSpeedEngine):
             kind = type(values[0])
             return kind(self._mean(list(items)) for items in zip(*values, strict=True))
         total = torch.stack([value.float() for value in values]).mean(0)
-        self.context.batch.all_reduce(total).wait()
-        return total / self.context.batch.size
+        self._state.context.batch.all_reduce(total).wait()
+        return total / self._state.context.batch.size
 
     def _spread(self, result: Any) -> Any:
         """Bring the last stage's losses to the others."""
         values = result if isinstance(result, (tuple, list)) else [result]
         message: dict[str, Any] = {}
-        if self.is_last_stage():
+        if self._place.is_last_stage():
             if not all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
                 message["problem"] = "losses must be scalars to be brought to all stages, but are not; "
             else:
                 message = {"values": [float(v) for v in values], "alone": result is not values}
-        (*_, last) = gather_values(self.context.pp, message, self.device)
+        (*_, last) = gather_values(self._state.context.pp, message, self._state.context.device)
         if "problem" in last:
             raise PipelineError(last["problem"] + "pass `bcast_loss=False`")
-        losses = [torch.tensor(value, device=self.device) for value in last["values"]]
+        losses = [torch.tensor(value, device=self._state.context.device) for value in last["values"]]
         return losses[0] if last["alone"] else losses
 
 

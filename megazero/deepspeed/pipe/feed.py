@@ -15,6 +15,59 @@ class DataEnded(DataError, StopIteration):
     """The data iterator ended within a batch; scripts may catch it as `StopIteration`."""
 
 
+class StagePlace:
+    """The place of an engine's rank in the pipeline.
+
+    Args:
+        module: the stage, see `PipelineStage`.
+    """
+
+    def __init__(self, module: Any):
+        self._module = module
+
+    @property
+    def grid(self) -> Any:
+        """This rank's place and its groups."""
+        return self._module.mpu()
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return int(self._module.num_stages)
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's stage."""
+        return int(self._module.stage_id)
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return self.stage_id
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the first layers."""
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last layers, and computes the loss."""
+        return bool(self._module.is_last_stage)
+
+    @property
+    def is_pipe_parallel(self) -> bool:
+        """Whether there is more than one stage."""
+        return self.num_stages > 1
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether there is more than one pipeline."""
+        return bool(self.grid.data_parallel_size > 1)
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """Whether layers are sliced over ranks."""
+        return bool(self.grid.model_parallel_size > 1)
+
+
 class PipelineFeed:
     """The source of the micro-batches that `train_batch` reads.
 
@@ -22,23 +75,27 @@ class PipelineFeed:
         data_iterator: gives the micro-batches; None on stages between the first and the last.
         batch_fn: called with each of them first; None leaves them as they are.
         training_dataloader: what `data_iterator` iterates over, or None.
+
+    Args:
+        reads: whether this rank has the first stage, and whether the last.
+        with_labels: whether a micro-batch must have labels.
     """
 
-    data_iterator: Iterator[Any] | None = None
-    batch_fn: Callable[[Any], Any] | None = None
-    training_dataloader: Any = None
-    with_labels: bool
-    reads: tuple[bool, bool]
+    def __init__(self, reads: tuple[bool, bool], *, with_labels: bool):
+        self._reads, self._with_labels = reads, with_labels
+        self.data_iterator: Iterator[Any] | None = None
+        self.batch_fn: Callable[[Any], Any] | None = None
+        self.training_dataloader: Any = None
 
     def set_dataloader(self, loader: Iterable[Any] | None) -> None:
         """Read from a loader, from its beginning, until it ends; `RepeatingLoader` never does."""
-        if any(self.reads):
+        if any(self._reads):
             self.training_dataloader = loader
             self.data_iterator = None if loader is None else iter(loader)
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Read from an iterator."""
-        if any(self.reads):
+        if any(self._reads):
             self.training_dataloader = None
             self.data_iterator = iterator
 
@@ -53,7 +110,7 @@ class PipelineFeed:
             DataEnded: the iterator ended.
             DataError: a micro-batch is not a pair of inputs and labels.
         """
-        if not any(self.reads):
+        if not any(self._reads):
             return [StageBatch(number) for number in range(count)]
         return [self._split(self._next(iterator, number, count), number) for number in range(count)]
 
@@ -79,14 +136,14 @@ class PipelineFeed:
         return batch if self.batch_fn is None else self.batch_fn(batch)
 
     def _split(self, batch: Any, number: int) -> StageBatch:
-        sizes = (2,) if self.with_labels else (1, 2)
+        sizes = (2,) if self._with_labels else (1, 2)
         if not isinstance(batch, (tuple, list)) or len(batch) not in sizes:
             many = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
             raise DataError(
                 f"a micro-batch must be a pair (inputs, labels), but is a {type(batch).__name__}{many}; put "
                 "several inputs into a tuple, or convert it with `engine.set_batch_fn`"
             )
-        first, last = self.reads
+        first, last = self._reads
         labels = batch[1] if len(batch) == 2 else None
         return StageBatch(number, _inputs(batch[0]) if first else None, labels if last else None)
 

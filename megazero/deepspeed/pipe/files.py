@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.deepspeed.foreign.pickles import load_states
+from megazero.deepspeed.checkpoint.pickles import load_states
 from megazero.deepspeed.pipe.grid import PipelineParallelGrid
-from megazero.deepspeed.zero import GatheredParameters
+from megazero.deepspeed.zero.gathered import GatheredParameters
 from megazero.errors import CheckpointError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megazero.deepspeed.adopt import find_context
+from megazero.deepspeed.comm.adopt import find_context
 from megazero.deepspeed.pipe.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from megazero.deepspeed.answers import Given
-from megazero.deepspeed.optimizer import DeepSpeedOptimizer
+from megazero.deepspeed.config.settings import JsonSource
+from megazero.deepspeed.engine.state import Given
+from megazero.deepspeed.optimizers.optimizer import DeepSpeedOptimizer
 from megazero.deepspeed.pipe.build import make_engine
 from megazero.deepspeed.pipe.engine import PipelineEngine
 from megazero.deepspeed.pipe.module import PipelineStage
-from megazero.deepspeed.settings import JsonSource
 
 
 class PipelineModule(PipelineStage):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megazero.deepspeed.parallel import UserParallel
+from megazero.deepspeed.zero.parallel import UserParallel
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group, Transfer
 from megazero.mpu.host import on_device

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from megazero.deepspeed.comm.collectives import all_gather, all_gather_object
 from megazero.deepspeed.comm.world import AnyGroup
-from megazero.deepspeed.tiled import IGNORED
+from megazero.deepspeed.models.tiled import IGNORED
 from megazero.errors import DataError
 
 _NEEDED = ("input_ids", "position_ids", "labels")

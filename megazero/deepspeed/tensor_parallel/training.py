@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.deepspeed.mpu import DeepSpeedMpu
+from megazero.config.deepspeed.load import load_ds_config
+from megazero.deepspeed.comm.mpu import DeepSpeedMpu
 from megazero.deepspeed.tensor_parallel.cutter import Cutter, synchronise
 from megazero.deepspeed.tensor_parallel.policy import SlicingPolicy, slice_model
-from megazero.deepspeed.utils.configs import load_ds_config
 from megazero.errors import ConfigError, DataError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group

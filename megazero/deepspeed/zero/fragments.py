@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megazero.deepspeed.parallel import ExpertHome, UserParallel
+from megazero.deepspeed.zero.parallel import ExpertHome, UserParallel
 from megazero.deepspeed.zero.partition import partition_of
 from megazero.errors import ConfigError
 from megazero.mpu.host import on_device

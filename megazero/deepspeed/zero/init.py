@@ -21,8 +21,8 @@ from torch.nn.modules.module import (
 )
 
 from megazero.config.deepspeed.read import read_deepspeed
-from megazero.deepspeed.adopt import find_context
-from megazero.deepspeed.settings import JsonSource
+from megazero.deepspeed.comm.adopt import find_context
+from megazero.deepspeed.config.settings import JsonSource
 from megazero.deepspeed.zero.partition import (
     Builder,
     Partition,

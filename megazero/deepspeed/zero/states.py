@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from types import MappingProxyType
@@ -12,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from megazero.deepspeed.parallel import UserParallel
+from megazero.deepspeed.zero.parallel import UserParallel
 from megazero.errors import ConfigError, MegazeroError
 from megazero.zero.bucket import Bucket
 from megazero.zero.store.store import WEIGHT
@@ -125,13 +124,15 @@ class AwayStates:
             self._refuse()
 
 
-class ZeroCalls:
-    """Calls about the memory that ZeRO takes, of an engine and of its optimizer alike."""
+class ZeroMemory:
+    """Calls about the memory that ZeRO takes, of an engine and of its optimizer alike.
 
-    @property
-    @abstractmethod
-    def _parallel(self) -> UserParallel:
-        """The module's data parallelism."""
+    Args:
+        parallel: the module's data parallelism.
+    """
+
+    def __init__(self, parallel: UserParallel):
+        self._parallel = parallel
 
     def offload_states(
         self,
@@ -192,7 +193,7 @@ class ZeroCalls:
 def state_devices(model: Any, state: OffloadStateTypeEnum | str) -> set[torch.device]:
     """The devices that a kind of an engine's state is on (DeepSpeed's `get_state_devices`)."""
     (kind,) = _kinds([state])
-    away = model._away
+    away = model.states.parallel.away
     if away is not None and kind in away.kinds:
         return {torch.device("cpu")}
     parallel = model.states.parallel

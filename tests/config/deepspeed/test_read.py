@@ -9,7 +9,7 @@ import pytest
 
 from megazero.config.deepspeed.extras import CheckpointExtras, Extras, Named, RankExtras
 from megazero.config.deepspeed.read import read_deepspeed
-from megazero.config.deepspeed.row import (
+from megazero.config.deepspeed.section import (
     AMOUNT,
     ANYTHING,
     BOOL,
@@ -21,13 +21,13 @@ from megazero.config.deepspeed.row import (
     NUMBER,
     OR_NEVER,
     PAIR,
+    PLACE,
     SECTION,
     SIZE,
     TEXT,
     TEXTS,
     KeyRow,
 )
-from megazero.config.deepspeed.rows.offload import PLACE
 from megazero.config.deepspeed.table import GROUPS, PYDANTIC, ROWS
 from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.resolve import build_section

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from megazero.checkpoint.part import Key
-from megazero.deepspeed.foreign.files import find_files
-from megazero.deepspeed.foreign.folder import ForeignFolder
-from megazero.deepspeed.foreign.names import clone_tensors_for_torch_save
-from megazero.deepspeed.foreign.pickles import load_states
+from megazero.deepspeed.checkpoint.facts import clone_tensors_for_torch_save
+from megazero.deepspeed.checkpoint.files import find_files
+from megazero.deepspeed.checkpoint.folder import ForeignFolder
+from megazero.deepspeed.checkpoint.pickles import load_states
 from megazero.deepspeed.zero_to_fp32 import (
     get_fp32_state_dict_from_zero_checkpoint,
     get_model_state_file,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import megazero
-from megazero.deepspeed.engine import DeepSpeedEngine
+from megazero.deepspeed.engine.engine import DeepSpeedEngine
 from megazero.deepspeed.pipe.model import PipelineModule
 from megazero.deepspeed.pipe.specs import LayerSpec, PipelineError, TiedLayerSpec
 from megazero.deepspeed.zero import Init

@@ -1,1 +1,0 @@
-"""rows: one row for each key of a DeepSpeed JSON, by subject."""

@@ -1,0 +1,336 @@
+"""Sections of DeepSpeed's JSON as pydantic models: each key, its default there, and what it does here."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+AUTO = "auto"
+LARGEST = 2**63 - 1
+"""The largest integer of 64 bits."""
+
+
+class Nothing(Enum):
+    """No value: of another type, left out, or of no consequence."""
+
+    NOTHING = 0
+
+
+NOTHING = Nothing.NOTHING
+
+Values = Mapping[str, Any]
+"""Key path -> value of a whole JSON, as read; `"auto"` if it could not be resolved."""
+Convert = Callable[[Any, Values], Any]
+"""Turns a key's value, beside those of all keys, into that of its field, or NOTHING."""
+Read = Callable[[object], Any]
+
+
+@dataclass(frozen=True)
+class ValueShape:
+    """A type of value, in words, and how to read it; `read` returns NOTHING for a value of another type."""
+
+    says: str
+    read: Read
+
+
+def _number(value: object) -> float | Nothing:
+    """A finite number that a float can hold; one in quotes counts too."""
+    if not isinstance(value, int | float | str) or isinstance(value, bool):
+        return NOTHING
+    try:
+        number = float(value)
+    except (OverflowError, ValueError):
+        return NOTHING
+    return number if math.isfinite(number) else NOTHING
+
+
+def _integer(value: object) -> int | Nothing:
+    """An integer of at most 64 bits; one written as 5e8, "500" or true counts too, because that is exact."""
+    if isinstance(value, str):
+        value = float(value) if "." in value and _number(value) is not NOTHING else value
+        value = int(value) if isinstance(value, str) and re.fullmatch(r" *[+-]?\d{1,19} *", value) else value
+    if isinstance(value, bool):
+        return int(value)
+    if not isinstance(value, int | float) or _number(value) is NOTHING or value != value // 1:
+        return NOTHING
+    return int(value) if abs(value) <= LARGEST else NOTHING
+
+
+def boolean(value: object) -> bool | Nothing:
+    """True or false; 1 and 0 and the words that pydantic takes for them count too."""
+    if isinstance(value, str):
+        return _WORDS.get(value.lower(), NOTHING)
+    return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else NOTHING
+
+
+_WORDS: Mapping[str, bool] = MappingProxyType(
+    {
+        **dict.fromkeys(("true", "t", "yes", "y", "on", "1"), True),
+        **dict.fromkeys(("false", "f", "no", "n", "off", "0"), False),
+    }
+)
+
+
+def _endless(value: object) -> Any:
+    """A positive integer; one that no run reaches is the largest of 64 bits."""
+    whole = isinstance(value, int | float) and not isinstance(value, bool) and value > LARGEST
+    return LARGEST if whole and value != math.inf else _at_least(1, _integer)(value)
+
+
+def _at_least(least: int, read: Read) -> Read:
+    def within(value: object) -> Any:
+        number = read(value)
+        return number if number is not NOTHING and number >= least else NOTHING
+
+    return within
+
+
+def _list_of(read: Read, length: int | None = None) -> Read:
+    def list_of_values(value: object) -> Any:
+        items = [read(item) for item in value] if isinstance(value, list | tuple) else [NOTHING]
+        return NOTHING if NOTHING in items or len(items) != (length or len(items)) else tuple(items)
+
+    return list_of_values
+
+
+def _of(*types: type) -> Read:
+    return lambda value: value if isinstance(value, types) else NOTHING
+
+
+BOOL = ValueShape("true or false", boolean)
+INTEGER = ValueShape("an integer", _integer)
+COUNT = ValueShape("a positive integer", _at_least(1, _integer))
+INTERVAL = ValueShape("a positive integer", _endless)
+OR_NEVER = ValueShape(
+    "a positive integer, or null for never",
+    lambda value: LARGEST if value is None or value == math.inf else _endless(value),
+)
+SIZE = ValueShape("an integer, at least 0", _at_least(0, _integer))
+NUMBER = ValueShape("a number", _number)
+AMOUNT = ValueShape("a number, at least 0", _at_least(0, _number))
+PAIR = ValueShape("a list of two numbers", _list_of(_number, 2))
+COUNTS = ValueShape("a list of positive integers", _list_of(COUNT.read))
+INDICES = ValueShape("a list of integers, at least 0", _list_of(SIZE.read))
+TEXT = ValueShape("text", _of(str))
+TEXTS = ValueShape("a list of texts", _list_of(_of(str)))
+SECTION = ValueShape("an object", _of(Mapping))
+ANYTHING = ValueShape("any value", lambda value: value)
+PLACE = ValueShape(
+    '"none", "cpu" or "nvme"', lambda value: value if value in ("none", "cpu", "nvme") else NOTHING
+)
+
+# What a section annotates its keys with: the type that pydantic holds, and the shape that is read.
+Bool = Annotated[bool, BOOL]
+Integer = Annotated[int, INTEGER]
+Count = Annotated[int, COUNT]
+Interval = Annotated[int, INTERVAL]
+Size = Annotated[int, SIZE]
+Number = Annotated[float, NUMBER]
+Amount = Annotated[float, AMOUNT]
+Text = Annotated[Any, TEXT]
+Object = Annotated[Any, SECTION]
+Anything = Annotated[Any, ANYTHING]
+
+
+@dataclass(frozen=True)
+class Only:
+    """The values with which a key is accepted; with others it is refused."""
+
+    says: str
+    holds: Callable[[Any], bool]
+
+
+def only(*values: object) -> Only:
+    """Accept these values alone; strings match in any case."""
+    spelled = {_plain(value) for value in values}
+    says = " or ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in values)
+    return Only(says, lambda value: _plain(value) in spelled)
+
+
+def _plain(value: object) -> tuple[bool, object]:
+    return (type(value) is bool, value.lower() if isinstance(value, str) else value)
+
+
+def _enables_nothing(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return value.get("enabled") is not True and all(map(_enables_nothing, value.values()))
+    return True
+
+
+DISABLED = Only("`enabled` false", lambda section: boolean(section.get("enabled", False)) is False)
+NOTHING_ENABLED = Only("nothing in it `enabled`", _enables_nothing)
+
+
+@dataclass(frozen=True)
+class There:
+    """What DeepSpeed has for a key.
+
+    Attributes:
+        default: its default; NOTHING if it has none, or has no such key any more.
+        absent: what it assumes if `when` is on and the key is missing; flags and YAML override it.
+        getter: the engine's method that returns the value; True for one of the key's name.
+        attribute: the attribute of `DeepSpeedConfig` that has the value; True likewise.
+    """
+
+    default: Any = NOTHING
+    absent: Any = NOTHING
+    getter: str | bool | None = None
+    attribute: str | bool | None = None
+
+    def named(self, name: str) -> There:
+        """The same, with the key's name for True."""
+        named = {kind: name for kind in ("getter", "attribute") if getattr(self, kind) is True}
+        return replace(self, **named)
+
+
+@dataclass(frozen=True)
+class KeyRow:
+    """One key of the JSON, as its section declares it.
+
+    Attributes:
+        key: its path, such as `zero_optimization.stage`. Nothing below a key of shape SECTION is looked at.
+        shape: what it must hold.
+        fields: paths of the tree that it sets.
+        convert: turns the value and those of all keys into the field's value, or into one for each of several
+            fields, or into NOTHING, also for one of several; None if another key sets the fields from both.
+        extra: the attribute of `Extras` that it sets; without `fields`, only `megazero.initialize` reads it.
+        accepted: why it has no effect; together with `extra`, why it has none in a training script.
+        refused: what to do instead.
+        only: the values with which it is accepted; with others it is `refused`.
+        script_refused: what to do instead in a training script, if only an engine takes it.
+        when: the key that must be on for this one to count, as must be the one that it counts beside; "" for
+            none, although the section has one.
+        faults: what is wrong with the value, or with all values because of it, as sentences without their
+            period; for what is looked at below a key of shape SECTION.
+        auto: how "auto" is resolved from what flags and YAML give (path -> value); NOTHING leaves it to
+            them. None if the key cannot be "auto".
+        there: what DeepSpeed has for it.
+    """
+
+    key: str
+    shape: ValueShape
+    fields: tuple[str, ...] = ()
+    convert: Convert | None = None
+    extra: str | None = None
+    accepted: str | None = None
+    refused: str | None = None
+    only: Only | None = None
+    script_refused: str | None = None
+    when: str | None = None
+    auto: Callable[[Mapping[str, Any]], Any] | None = None
+    faults: Callable[[Any, Values], list[str]] | None = None
+    there: There = There()
+
+    @property
+    def is_of_another(self) -> bool:
+        """Whether it only ever refuses something of what another key turns on."""
+        return self.when is not None and not (self.fields or self.extra)
+
+    def takes(self, value: Any) -> bool:
+        """Whether the key may have this value of its shape."""
+        if self.only is not None:
+            return self.only.holds(value)
+        return bool(self.fields or self.extra or self.accepted)
+
+
+def sets(*fields: str, default: Any = NOTHING, **effect: Any) -> Any:
+    """Declare a key that sets these fields of the tree, as it is unless `convert` says otherwise."""
+    return does(default, fields=fields, **{"convert": plainly, **effect})
+
+
+def ignored(reason: str, default: Any = NOTHING, **effect: Any) -> Any:
+    """Declare a key that has no effect, for this reason."""
+    return does(default, accepted=reason, **effect)
+
+
+def refused(remedy: str, taken: Only | None = None, default: Any = NOTHING, **effect: Any) -> Any:
+    """Declare a key that is refused, except with the values that ask for nothing."""
+    return does(default, refused=remedy, only=taken, **effect)
+
+
+def does(default: Any = NOTHING, **effect: Any) -> Any:
+    """Declare a key with this default in DeepSpeed; the rest are attributes of `There` and `KeyRow`."""
+    there = There(default, **{name: effect.pop(name) for name in _THERE if name in effect})
+    given = {"validate_default": False, "exclude": True} if default is NOTHING else {}
+    shown = None if default is NOTHING else default
+    return Field(shown, json_schema_extra={"there": there, "effect": effect}, **given)
+
+
+_THERE = ("absent", "getter", "attribute")
+
+
+class Section(BaseModel):
+    """The keys of one object of the JSON that are declared together.
+
+    Attributes:
+        at: its path in the JSON; "" for keys at the top.
+        heading: the heading in the docs.
+        when: the key that must be on for any of these to count, unless a key says otherwise.
+        attribute: the attribute of `DeepSpeedConfig` that shows its keys.
+        mapping: whether that is a dictionary, not an object.
+    """
+
+    model_config = ConfigDict(extra="forbid", defer_build=True, protected_namespaces=())
+    at: ClassVar[str] = ""
+    heading: ClassVar[str]
+    when: ClassVar[str | None] = None
+    attribute: ClassVar[str | None] = None
+    mapping: ClassVar[bool] = False
+
+    @classmethod
+    def rows(cls) -> tuple[KeyRow, ...]:
+        """Its keys, in order."""
+        return tuple(cls._row(name, field) for name, field in cls.model_fields.items())
+
+    @classmethod
+    def _row(cls, name: str, field: FieldInfo) -> KeyRow:
+        declared: Any = field.json_schema_extra
+        effect, there = declared["effect"], declared["there"].named(name)
+        shape = next(part for part in field.metadata if isinstance(part, ValueShape))
+        key = f"{cls.at}.{name}" if cls.at else name
+        when = effect.get("when", None if cls.when == key else cls.when)
+        return KeyRow(key, shape, **{**effect, "when": when or None, "there": there})
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Key -> DeepSpeed's default, for those that have one."""
+        rows = (row for row in cls.rows() if row.there.default is not NOTHING)
+        return {row.key.rpartition(".")[2]: row.there.default for row in rows}
+
+
+def say(value: object) -> str:
+    """A value as JSON writes it; None is what was not set."""
+    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def plainly(value: Any, values: Values) -> Any:
+    """The converter that changes nothing."""
+    return value
+
+
+def if_enabled(section: Any, values: Values) -> Any:
+    """The converter of a section that counts if something in it is enabled."""
+    return NOTHING if NOTHING_ENABLED.holds(section) else section
+
+
+def left_to_flags(given: Mapping[str, Any]) -> Any:
+    """The "auto" that means: whatever flags, YAML or the caller give."""
+    return NOTHING
+
+
+def of_hidden_size(formula: Callable[[int], int]) -> Callable[[Mapping[str, Any]], Any]:
+    """The "auto" of transformers that follows from the hidden size; left to flags if that is unknown."""
+
+    def resolve(given: Mapping[str, Any]) -> Any:
+        hidden = given.get("model.hidden_size")
+        return NOTHING if hidden is None else formula(hidden)
+
+    return resolve

@@ -1,0 +1,1 @@
+"""sections: DeepSpeed's JSON, one pydantic model for each of its objects."""

@@ -1,0 +1,188 @@
+"""`ForeignFolder`: DeepSpeed's checkpoint of one tag, seen as whole logical tensors.
+
+Files are mapped, and a tensor is joined from the ranks' slices when it is read, so that memory is taken for
+one tensor at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.megatron.folder import UNIVERSAL
+from megazero.checkpoint.megatron.zero_states import Joined, Shapes, cut_parameters
+from megazero.checkpoint.part import Key, Part, Source
+from megazero.deepspeed.checkpoint.facts import ForeignFacts, read_facts
+from megazero.deepspeed.checkpoint.files import Files
+from megazero.deepspeed.checkpoint.flat import OptimizerStates, read_sharded, read_universal, read_unsharded
+from megazero.deepspeed.checkpoint.pickles import load_states
+from megazero.errors import CheckpointError
+
+Groups = Sequence[Shapes]
+"""The parameters of each group of an optimizer, in its order."""
+
+
+class ForeignFolder:
+    """The tensors and facts of one tag.
+
+    Args:
+        files: its files.
+        groups: the optimizer's groups as they are now: checkpoints of stage 0 do not name their parameters.
+            Without them, weights of stage 0 are those of the model, in its type.
+        optimizer: whether the optimizer's files are read. Without them weights are the model's too, but for
+            stage 3, where there are no others.
+
+    Attributes:
+        facts: everything but tensors.
+        shapes: the shapes of all tensors.
+        frozen: names of the parameters that were not trained.
+        buffers: names of the buffers.
+        shared: other name of a parameter -> the name that its tensors have.
+
+    Raises:
+        CheckpointError: files name a class that is not known, belong to several tensor-parallel ranks, or
+            hold what is not read here.
+        DamagedCheckpointError: a file is missing or cannot be read.
+    """
+
+    def __init__(self, files: Files, groups: Groups = (), *, optimizer: bool = True):
+        self.files = files
+        self._tensors: dict[Key, Joined] = {}
+        self._from_optimizer: set[Key] = set()
+        self.buffers: set[str] = set()
+        self.frozen: set[str] = set()
+        self.shared: dict[str, str] = {}
+        if files.experts:
+            raise CheckpointError(
+                f"`{files.folder}` must hold no experts in files of their own, but has "
+                f"{files.experts[0].name}; load them into a model of DeepSpeed's and save their weights"
+            )
+        result: list[OptimizerStates] = []
+        ranks = files.model_ranks()
+        for rank in ranks:
+            model = load_states(files.model[min(key for key in files.model if key[0] == rank)])
+            self._add_module(model)
+            wanted = optimizer or any(_is_empty(value) for value in (model.get("module") or {}).values())
+            states = self._optimizer(rank, model, groups) if wanted else None
+            if states is not None:
+                result.append(states)
+                self._add(states)
+        for number, path in files.layers.items():
+            for name, value in load_states(path).items():
+                self._put(Key(f"{number}.{name}"), value)
+        first = load_states(files.model[ranks[0], min(data for m, data in files.model if m == ranks[0])])
+        states = result[0] if result else OptimizerStates()
+        self.facts: ForeignFacts = read_facts(
+            first, max((entry.updates for entry in result), default=None), states.groups, states.scale
+        )
+        self.dp_world_size = first.get("dp_world_size")
+
+    @property
+    def shapes(self) -> Mapping[Key, tuple[int, ...]]:
+        """The shapes of all tensors, under each of a parameter's names."""
+        own = {key: joined.shape for key, joined in self._tensors.items()}
+        return own | {Key(alias, key.kind): own[key] for alias, key in self._aliases()}
+
+    def _aliases(self) -> Iterable[tuple[str, Key]]:
+        kinds = {key.kind for key in self._tensors}
+        for alias, name in self.shared.items():
+            for kind in kinds:
+                if (key := Key(name, kind)) in self._tensors and Key(alias, kind) not in self._tensors:
+                    yield alias, key
+
+    def tensor(self, key: Key) -> Tensor:
+        """A whole logical tensor."""
+        if key not in self._tensors:
+            key = Key(self.shared[key.name], key.kind)
+        return self._tensors[key].whole()
+
+    def read(self, parts: Iterable[Part]) -> None:
+        """Fill the memory of parts; see `Source`."""
+        for part in parts:
+            part.tensor.copy_(self.tensor(part.key)[part.box.slices])
+
+    def _optimizer(self, rank: int, model: Mapping[str, Any], groups: Groups) -> OptimizerStates | None:
+        """Masters and moments of the model-parallel rank; None if the run had no optimizer."""
+        if self.files.universal:
+            known = {
+                name: tuple(shape)
+                for group in model.get("param_shapes") or ()
+                for name, shape in group.items()
+            }
+            return read_universal(self.files.folder / UNIVERSAL, known)
+        if not any(of == rank for of, _ in self.files.optimizer):
+            # Stages 1 to 3 say their parameters' shapes; then there is no optimizer in this file either.
+            if model.get("param_shapes") is None:
+                return read_unsharded(model.get("optimizer"), groups, self.files.folder)
+            if not model.get("dp_world_size"):
+                return None
+            self.files.of_optimizer(rank, int(model["dp_world_size"]))
+        return read_sharded(self.files, rank, model)
+
+    def _add_module(self, model: Mapping[str, Any]) -> None:
+        module = model.get("module") or {}
+        self.buffers |= set(model.get("buffer_names") or ())
+        self.shared |= model.get("shared_params") or {}
+        self.frozen |= set(model.get("frozen_param_shapes") or ())
+        owners: dict[Any, str] = {}
+        for name, value in module.items():
+            if not isinstance(value, Tensor):
+                continue
+            # Names of one parameter share its memory, although at stage 3 there is none of it here.
+            place = value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride()
+            kept = owners.setdefault(place, name)
+            if kept != name:
+                self.shared.setdefault(name, kept)
+            elif not _is_empty(value):
+                self._put(Key(name), value)
+        if any(Key(name) not in self._tensors for name in model.get("frozen_param_shapes") or ()):
+            self._add_frozen(model)
+
+    def _add_frozen(self, model: Mapping[str, Any]) -> None:
+        """Parameters that are not trained lie beside the module; at stage 3 each rank keeps its slices."""
+        every = [model["frozen_param_fragments"]]
+        if any(
+            every[0][name].numel() < shape.numel() for name, shape in model["frozen_param_shapes"].items()
+        ):
+            paths = self.files.of_model(self.files.model_ranks()[0], int(model["dp_world_size"]))
+            every = [load_states(path)["frozen_param_fragments"] for path in paths]
+        for name, shape in model["frozen_param_shapes"].items():
+            slices = [fragments[name].reshape(-1) for fragments in every]
+            for _, joined in cut_parameters(slices, {name: tuple(shape)}):
+                self._tensors[Key(name)] = joined
+
+    def _put(self, key: Key, value: Tensor) -> None:
+        self._check_same(
+            key, before := self._tensors.get(key), joined := Joined(tuple(value.shape), (value,))
+        )
+        if before is None:
+            self._tensors[key] = joined
+
+    def _add(self, states: OptimizerStates) -> None:
+        """Masters and moments; masters take the place of the model's rounded weights."""
+        for (name, kind), joined in states.tensors.items():
+            key = Key(name, kind)
+            if key in self._from_optimizer:
+                self._check_same(key, self._tensors[key], joined)
+            self._tensors[key] = joined
+            self._from_optimizer.add(key)
+
+    def _check_same(self, key: Key, before: Joined | None, joined: Joined) -> None:
+        """Two model-parallel ranks may have one tensor, as pipeline stages have tied ones, but not slices."""
+        if before is not None and (
+            before.shape != joined.shape or not torch.equal(before.whole(), joined.whole())
+        ):
+            raise CheckpointError(
+                f"`{self.files.folder}` must be of one tensor-parallel rank, but `{key}` differs between its "
+                "model-parallel ranks; merge their slices with the tools of the model's own library"
+            )
+
+
+def _is_empty(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == 0
+
+
+_: type[Source] = ForeignFolder

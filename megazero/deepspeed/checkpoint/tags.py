@@ -1,0 +1,91 @@
+"""The folders of checkpoints and their tags: what a script may name, and what all ranks agree on."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from megazero.checkpoint.tensor_file import read_bytes
+from megazero.config.deepspeed.load import plain_paths
+from megazero.deepspeed.checkpoint.files import inventory
+from megazero.errors import CheckpointError, CommunicationError
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.messages import gather_values
+
+LATEST = "latest"
+UNIVERSAL = "latest_universal"
+
+
+def folder_of(folder: Any, name: str) -> Path:
+    """A folder that a script has named.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    if not isinstance(folder, (str, os.PathLike)) or not str(folder):
+        shown = "empty" if folder == "" else f"of type {type(folder).__name__}"
+        raise CheckpointError(
+            f"`{name}` must be the path of a folder, but is {shown}; name the folder of the checkpoints"
+        )
+    return Path(folder)
+
+
+def agree_on_tag(tag: Any, call: str, context: ParallelContext, differing: str = "fail") -> str:
+    """The tag of the first rank; every rank calls this.
+
+    Args:
+        tag: this rank's.
+        call: what the script called, for messages.
+        context: the ranks.
+        differing: what tags that differ do: ``fail``, ``warn`` or ``ignore``.
+
+    Raises:
+        CheckpointError: on every rank, if they differ and must not.
+        CommunicationError: not every rank came here.
+    """
+    try:
+        tags = gather_values(context.world, str(plain_paths(tag)), context.device)
+    except CommunicationError as error:
+        raise CommunicationError(
+            f"`{call}` must be called by every rank, also by those that write nothing, but not all did: "
+            f"{error}; take the call out of any condition on the rank"
+        ) from error
+    other = next((rank for rank, entry in enumerate(tags) if entry != tags[0]), None)
+    if other is not None and differing != "ignore":
+        wrong = (
+            f"`tag` must be the same on every rank, but is {tags[0]!r} on rank 0 and {tags[other]!r} on rank "
+            f"{other}"
+        )
+        if differing == "fail":
+            raise CheckpointError(f"{wrong}; make it from values that all ranks have")
+        if context.rank == 0:
+            warnings.warn(f"{wrong}; {tags[0]!r} is used", stacklevel=3)
+    return str(tags[0])
+
+
+def newest_tag(load_dir: Path) -> str | None:
+    """The tag that a folder's file ``latest`` names; None without one.
+
+    Raises:
+        CheckpointError: the file names no folder beside it.
+    """
+    pointers = [load_dir / name for name in (LATEST, UNIVERSAL) if (load_dir / name).is_file()]
+    if not pointers:
+        return None
+    tag = read_bytes(pointers[0], most=1000).decode(errors="replace").strip()
+    if not tag or "\0" in tag or Path(tag).is_absolute() or ".." in Path(tag).parts:
+        raise CheckpointError(
+            f"`{pointers[0]}` must name a folder beside it, but holds {tag!r:.60}; correct it or give a tag"
+        )
+    return tag
+
+
+def warn_of_nothing(load_dir: Path) -> None:
+    """Say that nothing is loaded, and what the folder has instead: a run would begin anew in silence."""
+    warnings.warn(
+        f"nothing is loaded: `{load_dir / LATEST}` must name the checkpoint to load, but is missing; "
+        f"{load_dir} has {inventory(load_dir)}; correct the path or give a tag",
+        stacklevel=3,
+    )

@@ -1,0 +1,182 @@
+"""`DeepSpeedConfig`: a JSON as an object with DeepSpeed's attributes, for scripts that look into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
+from megazero.config.deepspeed.load import load_ds_config
+from megazero.config.deepspeed.section import AUTO
+from megazero.config.deepspeed.sections.zero import Zero
+from megazero.deepspeed.asserted import asserts
+from megazero.deepspeed.config.models import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+    get_bfloat16_config,
+    get_float16_config,
+)
+from megazero.deepspeed.config.settings import JsonSource, UserSettings, read_settings
+from megazero.deepspeed.config.shown import ConfigSection, optimizer_name, sections_of, value_at
+from megazero.errors import ConfigError
+from megazero.mpu.torch_group import joined_world
+
+DeepSpeedConfigError = ConfigError
+"""What DeepSpeed calls the error about a configuration."""
+
+_OFFLOAD: Mapping[str, Any] = MappingProxyType(
+    {
+        "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+        "offload_param": DeepSpeedZeroOffloadParamConfig,
+    }
+)
+_FORMER: Mapping[str, tuple[str, Any]] = MappingProxyType(
+    {
+        "cpu_offload": ("offload_optimizer", {"device": "cpu"}),
+        "cpu_offload_param": ("offload_param", {"device": "cpu"}),
+        "gather_fp16_weights_on_model_save": ("gather_16bit_weights_on_model_save", True),
+    }
+)
+"""A key of older releases -> the key that has replaced it, and what it means there."""
+
+
+class DeepSpeedConfig:
+    """A DeepSpeed JSON with everything in it checked.
+
+    Attributes:
+        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: the batch sizes, each
+            of which follows from the others.
+        zero_config: the section `zero_optimization` with DeepSpeed's defaults; `zero_enabled` and
+            `zero_optimization_stage` are taken from it.
+        float16_config, bfloat16_config: the sections `fp16` and `bf16` likewise.
+        gradient_clipping: the largest gradient norm; 0 is off.
+        aio_config, checkpoint_config, flops_profiler_config, monitor_config, ...: see `sections_of`.
+        optimizer_name, optimizer_params, scheduler_name, scheduler_params: what the JSON names, or None.
+        world_size: the ranks that samples are split over.
+        settings: the settings as `megazero.initialize` takes them.
+
+    Args:
+        config: path of the JSON, its content, or its text in base64.
+        mpu: says over how many of the ranks that have joined samples are split; without one, all.
+        mesh_device: a mesh whose dimension ``data_parallel`` says it.
+
+    Raises:
+        ConfigError: names everything that is wrong with it.
+    """
+
+    @asserts
+    def __init__(self, config: JsonSource, mpu: Any = None, mesh_device: Any = None):
+        content = load_ds_config(config)
+        ranks = _data_parallel(content, mpu, mesh_device)
+        self._fill(content, read_settings(content, ranks), ranks)
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any], settings: UserSettings, world_size: int) -> DeepSpeedConfig:
+        """The configuration of an engine, whose settings have been read.
+
+        Args:
+            content: the JSON's content.
+            settings: what was read from it.
+            world_size: the ranks that samples are split over.
+        """
+        made = cls.__new__(cls)
+        made._fill(dict(content), settings, world_size)
+        return made
+
+    def _fill(self, given: dict[str, Any], settings: UserSettings, world_size: int) -> None:
+        self._param_dict, self.world_size, self.settings = given, world_size, settings
+        self._set_batch(settings.batch)
+        self.gradient_clipping = settings.clip_grad
+        self.zero_config = _zero(_section(given, "zero_optimization"))
+        self.zero_optimization_stage: int = self.zero_config.stage
+        self.zero_enabled = self.zero_optimization_stage > 0
+        self.float16_config = get_float16_config(given)
+        self.bfloat16_config = get_bfloat16_config(given)
+        vars(self).update(sections_of(given))
+        self.wall_clock_breakdown: bool
+        self.flops_profiler_config: ConfigSection
+        self.global_rank = (joined_world() or (0, 1))[0]
+        self.wall_clock_breakdown |= self.flops_profiler_config.enabled
+        self.optimizer_name, self.scheduler_name = optimizer_name(given), value_at(given, "scheduler.type")
+        self.optimizer_params, self.scheduler_params = (
+            value_at(given, f"{kind}.params") for kind in ("optimizer", "scheduler")
+        )
+
+    @asserts
+    def _configure_train_batch_size(self) -> None:
+        """Complete the batch sizes anew, after a script has set some of them and others to None."""
+        sizes = self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+        self._set_batch(resolve_batch(*sizes, self.world_size))
+
+    def _set_batch(self, batch: BatchTriangle) -> None:
+        self.train_batch_size: int | None = batch.train
+        self.train_micro_batch_size_per_gpu: int | None = batch.micro
+        self.gradient_accumulation_steps: int | None = batch.accumulation
+
+    def print_user_config(self) -> None:
+        """Print the JSON."""
+        print(self._param_dict)
+
+    def print(self, name: str) -> None:
+        """Print each attribute, under a title."""
+        print(f"{name}:", *(f"  {key} {value}" for key, value in sorted(vars(self).items())), sep="\n")
+
+
+class ZeroStageEnum(int, Enum):
+    """The stages of ZeRO by name."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = max_stage = 3
+
+
+def zero_config(**section: Any) -> ConfigSection:
+    """A section `zero_optimization` as an object with DeepSpeed's defaults.
+
+    Raises:
+        ConfigError: names every key or value that is wrong.
+    """
+    checked = {"stage": 3, **section}
+    DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": checked})
+    return _zero({key: value for key, value in section.items() if value != AUTO})
+
+
+def _section(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The keys of a section that are not "auto"."""
+    section = given.get(name)
+    if isinstance(section, bool) and name == "zero_optimization":
+        return {"stage": int(section)}
+    return {k: v for k, v in section.items() if v != AUTO} if isinstance(section, Mapping) else {}
+
+
+def _zero(section: Mapping[str, Any]) -> ConfigSection:
+    values = {key.removeprefix("stage3_"): value for key, value in section.items()}
+    for old, (new, value) in _FORMER.items():
+        if values.get(old):
+            values.setdefault(new, value)
+    for part, section_class in _OFFLOAD.items():
+        own = values.get(part)
+        values[part] = section_class(**own) if isinstance(own, Mapping) else None
+    values = {**{key.removeprefix("stage3_"): v for key, v in Zero.defaults().items()}, **values}
+    values["stage"] = int(values["stage"])
+    if values["overlap_comm"] is None:
+        values["overlap_comm"] = values["stage"] == 3
+    return ConfigSection(**values)
+
+
+def _data_parallel(given: Mapping[str, Any], mpu: Any, mesh: Any) -> int:
+    """The number of ranks that samples are split over; one until a world has been joined, as in DeepSpeed."""
+    world = joined_world()
+    if world is None:
+        return 1
+    if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
+        return int(mpu.get_data_parallel_world_size())
+    ranks = world[1]
+    if mpu is not None:
+        return ranks // int(mpu.get_sequence_parallel_world_size())
+    if mesh is not None:
+        return int(mesh.get_group(mesh_dim="data_parallel").size())
+    return ranks // int(given.get("sequence_parallel_size", 1))

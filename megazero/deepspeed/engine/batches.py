@@ -1,0 +1,133 @@
+"""The micro-batches of an engine's own training step, and the loaders that give them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from megazero.deepspeed.engine.data import (
+    LoaderOptions,
+    RepeatingLoader,
+    as_arguments,
+    build_dataloader,
+    loss_of,
+)
+from megazero.deepspeed.engine.state import EngineState
+from megazero.errors import ConfigError, DataError
+
+
+class Batches:
+    """What an engine reads: micro-batches by themselves, or whole training steps.
+
+    Args:
+        state: what the engine's parts share.
+        engine: runs forward, backward and step, which a class derived from it may override.
+
+    Attributes:
+        training_dataloader: the loader of `training_data`, or None.
+    """
+
+    def __init__(self, state: EngineState, engine: Any):
+        self.state, self._engine = state, engine
+        data = state.given.training_data
+        self.training_dataloader: DataLoader[Any] | None = None if data is None else self.deepspeed_io(data)
+        self._batches: Iterator[Any] | None = None
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> float:
+        """One optimizer step on the next micro-batches.
+
+        Args:
+            data_iter: yields the micro-batches; a mapping goes to the model by keyword, a tuple or list by
+                position, anything else alone. The model returns the loss, or has it first or as `loss`. None
+                takes them from `training_data`.
+
+        Returns:
+            Mean loss over micro-batches and data-parallel ranks.
+
+        Raises:
+            DataError: the iterator ended early.
+        """
+        losses = []
+        for batch in self._take(data_iter):
+            args, kwargs = as_arguments(batch, self.state.context.device)
+            loss = loss_of(self._engine(*args, **kwargs))
+            self._engine.backward(loss)
+            self._engine.step()
+            losses.append(loss.detach().float().reshape(()))
+        return self.state.mean_loss(losses)
+
+    @torch.no_grad()
+    def eval_batch(self, data_iter: Iterator[Any]) -> float:
+        """The mean loss over as many micro-batches as `train_batch` takes, without training.
+
+        Raises:
+            DataError: the iterator ended early.
+        """
+        was_training = self.state.module.training
+        self._engine.eval()
+        losses = []
+        try:
+            for batch in self._take(data_iter):
+                args, kwargs = as_arguments(batch, self.state.context.device)
+                losses.append(loss_of(self._engine(*args, **kwargs)).float().reshape(()))
+        finally:
+            self._engine.train(was_training)
+        return self.state.mean_loss(losses)
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """A loader of this rank's micro-batches.
+
+        Args:
+            dataset: the samples of all ranks.
+            batch_size: samples per batch; by default the micro-batch.
+            route: ``train`` shuffles; ``eval`` and ``predict`` keep the order.
+            pin_memory: copy batches to pinned memory, where there is a CUDA device.
+            data_sampler: chooses this rank's samples.
+            collate_fn: collates samples; by default the one given to `initialize`.
+            num_local_io_workers: processes that load; by default this one does.
+
+        Raises:
+            ConfigError: there is no such `route`.
+        """
+        given = self.state.given
+        if route not in ("train", "eval", "predict"):
+            raise ConfigError(f"`route` must be train, eval or predict, but is {route!r}; choose one")
+        options = LoaderOptions(
+            batch_size or self.state.settings.batch.micro,
+            drop_last=self.state.settings.extras.dataloader_drop_last,
+            shuffle=route == "train",
+            sampler=data_sampler,
+            pin_memory=pin_memory,
+            workers=num_local_io_workers or 0,
+        )
+        return build_dataloader(dataset, collate_fn or given.collate_fn, options, self.state.context)
+
+    def _take(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        """The micro-batches of one accumulation."""
+        if data_iter is None:
+            if self.training_dataloader is None:
+                raise DataError("`data_iter` must be given if `initialize` was given no `training_data`")
+            self._batches = self._batches or RepeatingLoader(self.training_dataloader)
+            data_iter = self._batches
+        count = self.state.settings.batch.accumulation
+        for number in range(count):
+            try:
+                batch = next(data_iter)
+            except StopIteration:
+                raise DataError(
+                    f"`data_iter` must give {count} micro-batches, but ended after {number}; wrap the loader "
+                    "in `RepeatingLoader` or give it more data"
+                ) from None
+            yield batch

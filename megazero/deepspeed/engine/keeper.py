@@ -1,0 +1,238 @@
+"""An engine's checkpoints and whole weights, by DeepSpeed's names."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megazero.deepspeed.asserted import asserts
+from megazero.deepspeed.checkpoint.tags import agree_on_tag, folder_of, newest_tag, warn_of_nothing
+from megazero.deepspeed.engine.checkpoint import (
+    LoadParts,
+    load_checkpoint,
+    load_module_state,
+    save_checkpoint,
+)
+from megazero.deepspeed.engine.state import EngineState
+from megazero.deepspeed.engine.weights import frozen_names, module_state, save_module
+from megazero.errors import ConfigError
+
+
+class Keeper:
+    """An engine's checkpoints and whole weights.
+
+    Args:
+        state: what the engine's parts share.
+    """
+
+    def __init__(self, state: EngineState):
+        self.state = state
+
+    @asserts
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | Namespace | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything needed to continue to ``save_dir/tag``; every rank calls this.
+
+        Args:
+            save_dir: a folder that every rank sees.
+            tag: by default ``global_step`` and the number of steps. If ranks give different ones, that of
+                rank 0 counts, and the JSON's `checkpoint.tag_validation` says whether that is an error.
+            client_state: the script's own values, kept apart from the engine's. Objects that are neither
+                plain nor tensors are pickled.
+            save_latest: name it in ``save_dir/latest``, which `load_checkpoint` reads.
+            exclude_frozen_parameters: leave out parameters that are not trained; a load then leaves them as
+                they are.
+
+        Raises:
+            CheckpointError: it cannot be written, or `client_state` holds what cannot be pickled.
+            CommunicationError: not every rank calls this.
+        """
+        folder = folder_of(save_dir, "save_dir")
+        named = f"global_step{self.state.global_steps}" if tag is None else tag
+        differing = self.state.settings.extras.checkpoint.tag_validation.lower()
+        chosen = agree_on_tag(named, "save_checkpoint", self.state.context, differing)
+        client = vars(client_state) if isinstance(client_state, Namespace) else dict(client_state or {})
+        left_out = frozen_names(self.state.module) if exclude_frozen_parameters else ()
+        save_checkpoint(self.state, folder, chosen, client, save_latest, left_out)
+        return True
+
+    @asserts
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Continue from a checkpoint, on any number of replicas and at any stage; every rank calls this.
+
+        DeepSpeed's own checkpoints are loaded too, universal ones included.
+
+        Args:
+            load_dir: the folder given to `save_checkpoint`.
+            tag: by default the one that ``latest`` names; without that file nothing is loaded.
+            load_module_strict: refuse a checkpoint that lacks weights of this module or has others.
+            load_optimizer_states: False leaves moments, loss scale and parameter groups as they are.
+            load_lr_scheduler_states: False leaves the schedule as it is.
+            load_module_only: load only weights and buffers.
+            custom_load_fn: called with the saved weights as `src` and the module as `dst`, which is whole;
+                what it does takes the place of loading weights.
+
+        Returns:
+            The checkpoint's folder and the `client_state`; None and None, with a warning, if there is none.
+
+        Raises:
+            CheckpointError: it is missing, damaged, belongs to another model or optimizer, or names a class
+                that is neither known nor trusted.
+        """
+        folder = folder_of(load_dir, "load_dir")
+        result = newest_tag(folder) if tag is None else tag
+        chosen = agree_on_tag(result or "", "load_checkpoint", self.state.context)
+        if not chosen:
+            if self.state.context.rank == 0:
+                warn_of_nothing(folder)
+            return None, None
+        whole = not load_module_only
+        trains = whole and not self.state.states.idle
+        parts = LoadParts(
+            load_module_strict,
+            load_optimizer_states and trains,
+            load_lr_scheduler_states and trains,
+            whole,
+            custom_load_fn,
+        )
+        return str(folder / chosen), load_checkpoint(self.state, folder / chosen, parts)
+
+    def _get_optimizer_ckpt_name(
+        self, checkpoints_path: str | os.PathLike[str], tag: object, expp_rank: int
+    ) -> str:
+        """The file in DeepSpeed's own folders that has the optimizer of a rank's experts."""
+        name = f"expp_rank_{expp_rank}_mp_rank_{self.state.context.tp.rank:02d}_optim_states.pt"
+        return os.path.join(checkpoints_path, str(tag), name)
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The module's weights and buffers, whole at every stage, on the CPU; every rank calls this.
+
+        Args:
+            destination: receives them; by default a new dictionary.
+            prefix: stands before each name.
+            keep_vars: give the parameters themselves, where they are whole.
+            exclude_frozen_parameters: leave out parameters that are not trained.
+
+        Raises:
+            ConfigError: `keep_vars` is set at stage 3.
+        """
+        state: Mapping[str, Any]
+        if not keep_vars:
+            state = module_state(self.state, exclude_frozen_parameters)
+        elif self.state.settings.zero.stage == 3:
+            raise ConfigError(
+                "`keep_vars` must be False at stage 3, where weights are sharded, but is True; leave it out"
+            )
+        else:
+            frozen = frozen_names(self.state.module) if exclude_frozen_parameters else set()
+            kept = self.state.module.state_dict(keep_vars=True)
+            state = {name: value for name, value in kept.items() if name not in frozen}
+        result = {} if destination is None else destination
+        result.update({prefix + name: value for name, value in state.items()})
+        return result
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Put whole weights into the module; every rank calls this with the same ones.
+
+        Args:
+            checkpoint: has them as its `module`.
+            strict: refuse names that are not those of the module.
+            custom_load_fn: called with them as `src` and the module as `dst` instead.
+            fetch_z3_params: has no effect: weights are whole while they are loaded in any case.
+
+        Raises:
+            CheckpointError: they are not the module's.
+        """
+        load_module_state(self.state, checkpoint["module"], strict, custom_load_fn)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write `module_state_dict` for use elsewhere; every rank calls this.
+
+        Args:
+            save_dir: the folder, made if it does not exist.
+            save_filename: ``.safetensors`` chooses that format, anything else torch's.
+            exclude_frozen_parameters: leave these out.
+
+        Returns:
+            False with a warning, and nothing written, at stage 3 without
+            `stage3_gather_16bit_weights_on_model_save`.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        folder = folder_of(save_dir, "save_dir")
+        if (
+            self.state.settings.zero.stage == 3
+            and not self.state.settings.extras.gather_16bit_weights_on_save
+        ):
+            if self.state.context.rank == 0:
+                warnings.warn(
+                    f"`{folder / save_filename}` is not written: at stage 3 the JSON must say "
+                    "`stage3_gather_16bit_weights_on_model_save`, which gathers whole weights",
+                    stacklevel=2,
+                )
+            return False
+        save_module(self.state, folder / save_filename, exclude_frozen_parameters)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """The whole weights on rank 0, None elsewhere; every rank calls this.
+
+        Raises:
+            ConfigError: the stage is not 3.
+        """
+        if self.state.settings.zero.stage != 3:
+            raise ConfigError(
+                f"`stage` must be 3 to gather sharded weights, but is {self.state.settings.zero.stage}; call "
+                "`_consolidated_16bit_state_dict`, or `module.state_dict()`"
+            )
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """The whole weights on rank 0, None elsewhere, at any stage; every rank calls this."""
+        first = self.state.context.rank == 0
+        state = module_state(self.state, exclude_frozen_parameters, keep=first)
+        return state if first else None

@@ -1,1 +1,0 @@
-"""Reading checkpoints that DeepSpeed wrote, at any stage and of any number of ranks."""

@@ -1,0 +1,198 @@
+"""Linear layers, convolutions and embeddings that compute with compressed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megazero.deepspeed.legacy.compression.prune import Pruning
+from megazero.deepspeed.legacy.compression.quantize import ActivationQuantizer, WeightQuantizer
+
+
+class Treatment(nn.Module):
+    """The compression of one layer; each part begins after its own number of optimizer steps.
+
+    Attributes:
+        step: the optimizer steps so far.
+        offsets: name of a technique -> the steps before it begins.
+        weights: rounds the weight; None leaves it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+        self.offsets: dict[str, int] = {}
+        self.weights: WeightQuantizer | None = None
+        self.inputs: ActivationQuantizer | None = None
+        self.prunings = nn.ModuleDict()
+
+    def weight(self, weight: Tensor) -> Tensor:
+        """The weight that the layer computes with."""
+        steps = self.step - self.offsets.get("weight_quantization", 0)
+        if self.weights is not None and steps >= 0:
+            weight = self.weights(weight, steps)
+        for pruning in self.active():
+            weight = weight * pruning.over(weight)
+        return weight
+
+    def bias(self, bias: Tensor | None) -> Tensor | None:
+        """The bias that the layer computes with."""
+        for pruning in self.active():
+            if bias is not None and pruning.drops_outputs:
+                bias = bias * pruning.kept()
+        return bias
+
+    def input(self, x: Tensor, first_dim: int = -1) -> Tensor:
+        """The input that the layer computes with; see `ActivationQuantizer`."""
+        if self.inputs is None or self.step < self.offsets["activation_quantization"]:
+            return x
+        result: Tensor = self.inputs(x, first_dim)
+        return result
+
+    def active(self) -> Iterator[Pruning]:
+        """The masks that have begun."""
+        for name, pruning in self.prunings.items():
+            if self.step >= self.offsets[name]:
+                assert isinstance(pruning, Pruning)
+                yield pruning
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it changes nothing, now and later."""
+        return self.weights is None and self.inputs is None and not self.prunings
+
+
+class CompressedLinear(nn.Linear):
+    """A linear layer with a `Treatment`."""
+
+    treatment: Treatment
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As of `nn.Linear`: [..., in] -> [..., out]."""
+        treatment = self.treatment
+        return F.linear(treatment.input(x), treatment.weight(self.weight), treatment.bias(self.bias))
+
+
+class CompressedConv2d(nn.Conv2d):
+    """A convolution with a `Treatment`."""
+
+    treatment: Treatment
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As of `nn.Conv2d`: [b, in, height, width] -> [b, out, ...]."""
+        treatment = self.treatment
+        weight, bias = treatment.weight(self.weight), treatment.bias(self.bias)
+        result: Tensor = self._conv_forward(treatment.input(x, 1), weight, bias)
+        return result
+
+
+class CompressedEmbedding(nn.Embedding):
+    """An embedding with a `Treatment`, whose rows are rounded one by one."""
+
+    treatment: Treatment
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """As of `nn.Embedding`: [...] -> [..., h]."""
+        weight = self.treatment.weight(self.weight)
+        return F.embedding(ids, weight, self.padding_idx, self.max_norm, self.norm_type)
+
+
+class _MaskedNorm:
+    """A batch norm whose channels are zero where the layer before it has them pruned.
+
+    Otherwise it would make constants of them, which the cleaned model lacks.
+    """
+
+    treatment: Treatment
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As of torch's batch norms: [b, channels, ...] -> the same."""
+        out: Tensor = super().forward(x)  # type: ignore[misc]
+        for pruning in self.treatment.active():
+            out = out * pruning.kept().view(-1, *[1] * (x.dim() - 2))
+        return out
+
+
+class MaskedBatchNorm1d(_MaskedNorm, nn.BatchNorm1d):
+    """A batch norm after a linear layer whose outputs are pruned."""
+
+
+class MaskedBatchNorm2d(_MaskedNorm, nn.BatchNorm2d):
+    """A batch norm after a convolution whose channels are pruned."""
+
+
+Compressed = CompressedLinear | CompressedConv2d | CompressedEmbedding | MaskedBatchNorm1d | MaskedBatchNorm2d
+_NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d)
+_PLAIN: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d, nn.Embedding, *_NORMS)
+_COMPRESSED: tuple[type[Compressed], ...] = (
+    CompressedLinear,
+    CompressedConv2d,
+    CompressedEmbedding,
+    MaskedBatchNorm1d,
+    MaskedBatchNorm2d,
+)
+
+
+def can_compress(module: nn.Module) -> bool:
+    """Whether the layer is a linear layer, convolution or embedding of those above, or of torch's."""
+    return type(module) in (*_PLAIN[:3], *_COMPRESSED[:3])
+
+
+def can_shrink(module: nn.Module) -> bool:
+    """Whether the layer can lose inputs: one that can be compressed, or a batch norm."""
+    return type(module) in (*_PLAIN, *_COMPRESSED)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether the layer is a batch norm."""
+    return isinstance(module, _NORMS)
+
+
+def compress_layer(module: nn.Module) -> Compressed:
+    """Make one of torch's layers, with its parameters, a layer with a `Treatment`, in place."""
+    if type(module) in _PLAIN:
+        module.__class__ = _COMPRESSED[_PLAIN.index(type(module))]
+        treatment = Treatment()
+        treatment.train(module.training)
+        module.add_module("treatment", treatment)
+    assert isinstance(module, _COMPRESSED)
+    return module
+
+
+def release_layer(module: nn.Module) -> None:
+    """Make a compressed layer that nothing is left to do for one of torch's again, in place."""
+    assert isinstance(module, _COMPRESSED)
+    if module.treatment.is_empty:
+        del module.treatment
+        layer: nn.Module = module
+        layer.__class__ = _PLAIN[_COMPRESSED.index(type(module))]
+
+
+@torch.no_grad()
+def shrink(module: nn.Module, dim: int, kept: Tensor) -> None:
+    """Remove outputs (`dim` 0) or inputs (`dim` 1) of a linear layer or convolution, or channels of a norm.
+
+    Args:
+        module: the layer.
+        dim: which of them.
+        kept: bool, True for each that stays.
+    """
+    numbers = kept.nonzero().squeeze(1)
+    if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(param[numbers.to(param.device)], param.requires_grad))
+        for name in ("running_mean", "running_var"):
+            if (statistic := getattr(module, name)) is not None:
+                setattr(module, name, statistic[numbers.to(statistic.device)])
+        module.num_features = len(numbers)
+        return
+    assert isinstance(module, (nn.Linear, nn.Conv2d))
+    numbers = numbers.to(module.weight.device)
+    module.weight = nn.Parameter(module.weight.index_select(dim, numbers), module.weight.requires_grad)
+    if dim == 0 and module.bias is not None:
+        module.bias = nn.Parameter(module.bias[numbers], module.bias.requires_grad)
+    kind = "features" if isinstance(module, nn.Linear) else "channels"
+    setattr(module, f"{('out', 'in')[dim]}_{kind}", len(numbers))

@@ -1,0 +1,1 @@
+"""optimizers: torch's and DeepSpeed's optimizers over shards (`optimizer.py`), and their update rules."""

@@ -1,0 +1,198 @@
+"""DeepSpeed's dynamic loss scale, and what its optimizers let a script ask and set of a scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from megazero.config.tree.precision import PrecisionConfig
+from megazero.errors import ConfigError
+from megazero.optim.loss_scaler import (
+    LARGEST_SCALE,
+    DynamicLossScaler,
+    LossScaler,
+    ScalerState,
+    StaticLossScaler,
+    build_loss_scaler,
+)
+from megazero.zero.optimizer import StepReport
+
+
+@dataclass(frozen=True)
+class DeepSpeedLossScaler(DynamicLossScaler):
+    """Doubles the scale after `window` + 1 good steps since the start or an overflow, then each `window`.
+
+    An overflow halves it once `hysteresis` has been used up, and a doubling restores that.
+    """
+
+    consecutive: ClassVar[bool] = False
+
+    def _after_overflow(self, state: ScalerState) -> ScalerState:
+        if state.hysteresis_left > 1:
+            return replace(state, growth_tracker=0, hysteresis_left=state.hysteresis_left - 1)
+        return replace(super()._after_overflow(state), hysteresis_left=1)
+
+    def _after_good_step(self, state: ScalerState) -> ScalerState:
+        earlier = state.growth_tracker  # good steps since the start or the last overflow
+        grows = earlier > 0 and earlier % self.window == 0
+        return ScalerState(
+            min(state.scale * self.growth, LARGEST_SCALE) if grows else state.scale,
+            earlier + 1,
+            self.hysteresis if grows or self.consecutive else state.hysteresis_left,
+        )
+
+
+class ConsecutiveLossScaler(DeepSpeedLossScaler):
+    """Restores the hysteresis after every good step too."""
+
+    consecutive = True
+
+
+def build_deepspeed_scaler(precision: PrecisionConfig, *, consecutive: bool) -> LossScaler:
+    """The scaler of an engine.
+
+    Args:
+        precision: the type of the weights, and the scale.
+        consecutive: `fp16.consecutive_hysteresis` of the JSON.
+    """
+    scaler = build_loss_scaler(precision)
+    if not isinstance(scaler, DynamicLossScaler):
+        return scaler
+    kind = ConsecutiveLossScaler if consecutive else DeepSpeedLossScaler
+    return kind(**vars(scaler))
+
+
+class LossScaleView:
+    """The loss scale as DeepSpeed's `optimizer.loss_scaler` and `optimizer.loss_scale_config` show it.
+
+    Attributes:
+        dynamic, dynamic_loss_scale: whether the scale is searched for.
+        scale_window: good steps until it doubles, `scale_factor`-fold, and `min_scale`, `min_loss_scale` its
+            floor; None where the scale is fixed.
+        cur_scale: the scale; it may be set.
+        cur_iter: the steps so far.
+        last_overflow_iter: the last of them that overflowed; -1 for none.
+        cur_hysteresis: overflows that are still tolerated.
+
+    Args:
+        optimizer: the optimizer whose scale it is.
+    """
+
+    def __init__(self, optimizer: ScaleAndRate):
+        self._optimizer = optimizer
+        scaler = optimizer.scaler
+        self.dynamic = self.dynamic_loss_scale = scaler.searches
+        self.use_grad_scaling = scaler.searches or optimizer.cur_scale != 1.0
+        self.scale_window: int | None = getattr(scaler, "window", None)
+        self.scale_factor: float | None = getattr(scaler, "growth", None)
+        self.min_scale: float | None = getattr(scaler, "min_scale", None)
+        self.min_loss_scale = self.min_scale
+
+    @property
+    def cur_scale(self) -> float:
+        """See the class."""
+        return self._optimizer.cur_scale
+
+    @cur_scale.setter
+    def cur_scale(self, scale: float) -> None:
+        self._optimizer.cur_scale = scale
+
+    loss_scale = cur_scale
+
+    @property
+    def cur_hysteresis(self) -> int:
+        """See the class."""
+        return self._optimizer.scaler_state.hysteresis_left
+
+    @property
+    def cur_iter(self) -> int:
+        """See the class."""
+        return self._optimizer.steps
+
+    @property
+    def last_overflow_iter(self) -> int:
+        """See the class."""
+        return max(-1, self.cur_iter - self._optimizer.scaler_state.growth_tracker - 1)
+
+
+class ScaleAndRate:
+    """The loss scale and the learning rates of a `DeepSpeedOptimizer`, as its users ask for them.
+
+    Args:
+        scaler: decides the loss scale.
+        param_groups: the groups.
+
+    Attributes:
+        scaler_state: the loss scale.
+        report: the report of the last step; None before the first.
+        steps: the steps so far, skipped ones included.
+        overflows: what `check_overflow` has found since the last step; None if it was not called.
+    """
+
+    def __init__(self, scaler: LossScaler, param_groups: list[dict[str, Any]]):
+        self.scaler, self.scaler_state = scaler, scaler.initial()
+        self.param_groups = param_groups
+        self.report: StepReport | None = None
+        self.steps = 0
+        self.overflows: bool | None = None
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale; setting it changes the present one, which may grow or halve from there."""
+        return self.scaler_state.scale
+
+    @cur_scale.setter
+    def cur_scale(self, scale: float) -> None:
+        self.scaler_state = replace(self.scaler_state, scale=_positive(scale))
+
+    loss_scale = cur_scale
+
+    @property
+    def loss_scaler(self) -> LossScaleView:
+        """The state of the loss scale."""
+        return LossScaleView(self)
+
+    loss_scale_config = loss_scaler
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale is searched for."""
+        return self.scaler.searches
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Use this loss scale from now on; it no longer changes by itself."""
+        self.scaler = StaticLossScaler(_positive(loss_scale))
+        self.scaler_state = self.scaler.initial()
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite on some rank.
+
+        After `check_overflow`, whether one is so now.
+        """
+        if self.overflows is not None:
+            return self.overflows
+        return self.report is not None and not self.report.applied
+
+    @property
+    def _global_grad_norm(self) -> float:
+        """Gradient norm of the last update over all ranks, before clipping; 0 before the first."""
+        return 0.0 if self.report is None else self.report.grad_norm
+
+    def set_lr(self, lr: float) -> None:
+        """Give every parameter group this learning rate."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def get_lr(self) -> float:
+        """The learning rate of the first parameter group."""
+        return float(self.param_groups[0]["lr"])
+
+
+def _positive(scale: float) -> float:
+    number = float(scale.item() if isinstance(scale, torch.Tensor) else scale)
+    if not 0 < number <= LARGEST_SCALE:
+        raise ConfigError(f"`loss_scale` must be positive and finite, but is {number}; choose another")
+    return number

@@ -1,0 +1,151 @@
+"""`CurriculumScheduler`: how difficult the samples of a step may be, and lengths that a script decides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megazero.errors import ConfigError
+
+_BOUNDS = ("min_difficulty", "max_difficulty", "schedule_type")
+_NEEDED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "fixed_discrete": ("difficulty", "max_step"),
+        "fixed_linear": ("total_curriculum_step", "difficulty_step"),
+        "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
+        "custom": (),
+    }
+)
+"""Schedule -> the keys of `schedule_config` that it needs."""
+
+
+class CurriculumScheduler:
+    """The difficulty of each step, by one metric of a section ``curriculum_learning``.
+
+    `fixed_linear` and `fixed_root` grow from the lowest to the highest difficulty, in multiples of
+    `difficulty_step`; `fixed_discrete` has the levels that are listed; `custom` asks a function.
+
+    Args:
+        config: the metric's section.
+
+    Raises:
+        ConfigError: a key is missing, or there is no such schedule.
+    """
+
+    def __init__(self, config: Mapping[str, Any]):
+        _check(config, _BOUNDS, "the section")
+        kind, details = config["schedule_type"], config.get("schedule_config", {})
+        if kind not in _NEEDED:
+            raise ConfigError(f"`schedule_type` must be one of {', '.join(_NEEDED)}, but is {kind}")
+        _check(details, _NEEDED[kind], "`schedule_config`")
+        if kind == "fixed_discrete" and len(details["difficulty"]) != len(details["max_step"]) + 1:
+            raise ConfigError(
+                "`difficulty` must have one level more than `max_step`, but they have "
+                f"{len(details['difficulty'])} and {len(details['max_step'])}"
+            )
+        self.state: dict[str, Any] = {name: config[name] for name in _BOUNDS} | {"schedule": details}
+        self.state["current_difficulty"] = config["min_difficulty"]
+        self.custom_get_difficulty: Callable[[int], int] | None = None
+
+    def get_difficulty(self, global_steps: int) -> int:
+        """The difficulty of a step.
+
+        Raises:
+            ConfigError: the schedule is custom, and no function has been set.
+        """
+        state, details, kind = self.state, self.state["schedule"], self.state["schedule_type"]
+        if kind == "custom":
+            return _asked(self.custom_get_difficulty, global_steps)
+        if kind == "fixed_discrete":
+            level = sum(global_steps > last for last in details["max_step"])
+            return int(details["difficulty"][level])
+        low, high, step = state["min_difficulty"], state["max_difficulty"], details["difficulty_step"]
+        done = (global_steps / details["total_curriculum_step"]) ** (1 / details.get("root_degree", 1))
+        grown = int(done * (high - low) + low) // step * step
+        return int(min(max(grown, -(-low // step) * step), high))
+
+    def update_difficulty(self, global_steps: int) -> int:
+        """Go to a step; the difficulty there, which stays once it is the highest."""
+        if self.state["current_difficulty"] < self.state["max_difficulty"]:
+            self.set_current_difficulty(self.get_difficulty(global_steps))
+        return self.get_current_difficulty()
+
+    def get_current_difficulty(self) -> int:
+        """The difficulty now."""
+        return int(self.state["current_difficulty"])
+
+    def set_current_difficulty(self, difficulty: int) -> None:
+        """Set the difficulty now."""
+        self.state["current_difficulty"] = difficulty
+
+    def set_custom_get_difficulty(self, schedule_function: Callable[[int], int]) -> None:
+        """Let a function of the step decide."""
+        self.custom_get_difficulty = schedule_function
+
+    def get_state(self) -> dict[str, Any]:
+        """The state."""
+        return self.state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restore what `get_state` returned."""
+        self.state = state
+
+
+@dataclass(frozen=True)
+class ScriptLengths:
+    """The sequence lengths of a curriculum whose schedule is custom: those of the script's function."""
+
+    function: Callable[[int], int] | None = None
+
+    def at(self, step: int) -> int:
+        """The length of a step, counted from 1.
+
+        Raises:
+            ConfigError: the script has set no function.
+        """
+        return _asked(self.function, step)
+
+
+def _asked(function: Callable[[int], int] | None, step: int) -> int:
+    if function is None:
+        raise ConfigError(
+            "`schedule_type` must not be custom without a function, but none is set; call "
+            "`set_custom_curriculum_learning_schedule`, or `set_custom_get_difficulty` of a scheduler"
+        )
+    return int(function(step))
+
+
+def _check(section: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+    if missing := [key for key in keys if key not in section]:
+        raise ConfigError(f"{where} must have {', '.join(missing)}, but has not; add them")
+
+
+@dataclass(frozen=True)
+class LayerDropSchedule:
+    """The share of layers to keep, which falls from 1 to `theta` as `gamma` says.
+
+    Attributes:
+        theta: what it comes to.
+        gamma: how fast it falls.
+    """
+
+    theta: float
+    gamma: float
+
+    def kept(self, steps: int) -> float:
+        """The share after so many steps; as in DeepSpeed, the first two have all layers."""
+        return (1.0 - self.theta) * math.exp(-self.gamma * max(steps - 1, 0)) + self.theta
+
+    def arguments(self, steps: int) -> dict[str, Any]:
+        """The keyword arguments of the module's forward in training."""
+        return {"progressive_layer_drop": True, "pld_theta": self.kept(steps)}
+
+
+def layer_drop_of(values: Mapping[str, Any]) -> LayerDropSchedule | None:
+    """The schedule in a JSON's settings by path; None if it is off."""
+    if not values.get("skipping.progressive_layer_drop"):
+        return None
+    return LayerDropSchedule(float(values["skipping.pld_theta"]), float(values["skipping.pld_gamma"]))
