@@ -31,14 +31,14 @@ LEVELS = {
     **dict.fromkeys(("config", "kernels", "loss", "pictures"), 0),
     **dict.fromkeys(("mpu", "ops", "data"), 1),
     **dict.fromkeys(("data_efficiency", "layers", "moe", "optim", "zero", "pipeline"), 2),
-    **dict.fromkeys(("models", "checkpoint"), 3),
+    **dict.fromkeys(("account", "models", "checkpoint"), 3),
     "train": 4,
     **dict.fromkeys(("ablate", "deepspeed", "env", "inference", "launch", "plan", "verify"), 5),
     "commands": 6,
     "cli": 7,
 }
 FACADE = 8  # megazero itself, whose names are those of a DeepSpeed script; nothing below may use them.
-SAME_LEVEL = {("moe", "layers"), ("zero", "optim"), ("deepspeed", "inference")}
+SAME_LEVEL = {("moe", "layers"), ("zero", "optim"), ("models", "account"), ("deepspeed", "inference")}
 # A module of the core -> the module of an annex whose names it shows, and imports when one is asked for.
 DOORS = {
     "megazero.moe.layer": "megazero.deepspeed.moe.layer",

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megazero.account.profilers.bandwidth import bus_factor
 from megazero.deepspeed.accelerator.choose import get_accelerator
 from megazero.deepspeed.utils.logging import log_dist
 from megazero.deepspeed.utils.timer import trim_mean
 from megazero.errors import ConfigError
 from megazero.mpu.torch_group import joined_world
-from megazero.train.profiling.bandwidth import bus_factor
 
 _GATHERING = ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
 _REDUCING = ("all_reduce", "all_reduce_coalesced", "inference_all_reduce")

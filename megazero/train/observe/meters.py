@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megazero.account.memory import MemoryMeter
+from megazero.account.profiler import Profiler, TokenCount
 from megazero.config.difficulties import Difficulties
 from megazero.config.steps import Step
 from megazero.config.training_plan import TrainingPlan
@@ -16,8 +18,6 @@ from megazero.config.tree.config import Config
 from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
 from megazero.mpu.messages import fold_values
 from megazero.mpu.waits import Waits
-from megazero.train.observe.memory import MemoryMeter
-from megazero.train.observe.profiler import Profiler, TokenCount
 from megazero.train.observe.step_waits import StepWaits
 from megazero.train.observe.stragglers import Stragglers
 from megazero.train.step.engine import Engine, Outcome, StepResult
@@ -67,7 +67,11 @@ class Meters:
         self.stragglers = Stragglers(config.logging.straggler_interval or None, context)
         self._before = Traffic()
         self.first_step: MemoryMeter | None = None
-        self._memory = MemoryMeter.of(engine) if config.logging.metrics_jsonl is not None else None
+        self._memory = (
+            MemoryMeter.of(engine.optimizer.store, engine.executor)
+            if config.logging.metrics_jsonl is not None
+            else None
+        )
         self._waits = Waits(context.device) if context.watch is None else context.watch.waits
         self._host_waits = StepWaits(config.guards.check_host_waits, context.device, say)
         self._offloads = bool(offloaded_bytes(engine.optimizer.store))

@@ -176,7 +176,7 @@ def classifiers_of(name: str, num_classes: int) -> Family[LabelledBatch]:
 class TokenFlops:
     """FLOPs of forward and backward for one token, by the length of its sequence and what the step skips.
 
-    Counts of `models/flops.py`. Each length is counted once.
+    Counts of `account/flops.py`. Each length is counted once.
 
     Args:
         config: the run's configuration.

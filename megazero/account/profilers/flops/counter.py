@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 from torch.utils.hooks import RemovableHandle
 
-from megazero.train.profiling.clock import Clock
+from megazero.account.profilers.clock import Clock
 
 _ATEN = torch.ops.aten
 

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megazero.account.profilers.memory_timeline import OutputTimeline, kind_of_frame, timeline_of_history
+from megazero.account.profilers.timeline import Timeline, timeline_figure
 from megazero.errors import ConfigError
-from megazero.train.profiling.memory.picture import timeline_figure
-from megazero.train.profiling.memory.record import OutputTimeline, kind_of_frame, timeline_of_history
-from megazero.train.profiling.memory.timeline import Timeline
+from tests.account.profilers.runs import train
 from tests.tables import over_table
-from tests.train.profiling.runs import train
 
-PACKAGE = Path(kind_of_frame.__code__.co_filename).parents[3]
+PACKAGE = Path(kind_of_frame.__code__.co_filename).parents[2]
 
 
 def test_storages_come_and_go() -> None:
@@ -48,7 +47,10 @@ def made_by(file: str) -> str:
         ("optim/update.py", "buffers"),
         ("layers/linear.py", "activations"),
         ("pipeline/executor.py", "activations"),
-        ("train/profiling/group.py", "activations"),  # whoever calls it, which is no part of the package here
+        (
+            "account/profilers/group.py",
+            "activations",
+        ),  # whoever calls it, which is no part of the package here
     ],
 )
 def test_the_room_that_makes_memory_decides_its_kind(file: str, kind: str) -> None:
@@ -130,7 +132,7 @@ def test_without_matplotlib_it_is_refused_before_the_training(tmp_path, monkeypa
     def absent(width: float, height: float) -> None:
         raise ConfigError("matplotlib must be installed to draw a picture, but is not")
 
-    monkeypatch.setattr("megazero.train.profiling.memory.record.new_figure", absent)
+    monkeypatch.setattr("megazero.account.profilers.memory_timeline.new_figure", absent)
     with pytest.raises(ConfigError, match="matplotlib"):
         train("--memory-timeline-step 3", tmp_path)
 

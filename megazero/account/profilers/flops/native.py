@@ -11,38 +11,39 @@ from typing import Any
 import torch
 from torch import nn
 
-from megazero.config.tree.config import Config
-from megazero.layers.attention import SelfAttention
-from megazero.layers.inputs import NOTHING_SKIPPED, LayerInputs
-from megazero.layers.latent import LatentAttention
-from megazero.layers.linear import ColumnParallelLinear
-from megazero.models.distilled import DistilledChunk
-from megazero.models.trunk import Trunk
-from megazero.mpu.context import ParallelContext
-from megazero.mpu.messages import gather_values
-from megazero.mpu.param_spec import spec_of
-from megazero.pipeline.actions import Action, Op
-from megazero.train.observe.profiler import TokenCount
-from megazero.train.profiling.breakdown import Ledger, add_up, phase_of
-from megazero.train.profiling.clock import clock_of
-from megazero.train.profiling.files import Folder
-from megazero.train.profiling.flops.counter import ModuleCounter, ModuleProfile, fill_containers, profiles_of
-from megazero.train.profiling.flops.table import ModuleRow, largest_types, module_tree
-from megazero.train.profiling.flops.units import duration_to_string as seconds_text
-from megazero.train.profiling.flops.units import (
+from megazero.account.profiler import ProfiledRun, Profiler, TokenCount
+from megazero.account.profilers.breakdown import Ledger, add_up, phase_of
+from megazero.account.profilers.clock import clock_of
+from megazero.account.profilers.files import Folder
+from megazero.account.profilers.flops.counter import (
+    ModuleCounter,
+    ModuleProfile,
+    fill_containers,
+    profiles_of,
+)
+from megazero.account.profilers.flops.table import ModuleRow, largest_types, module_tree
+from megazero.account.profilers.flops.units import duration_to_string as seconds_text
+from megazero.account.profilers.flops.units import (
     flops_to_string,
     macs_to_string,
     number_to_string,
     params_to_string,
 )
-from megazero.train.profiling.parts import Part
-from megazero.train.step.engine import Engine
+from megazero.config.tree.config import Config
+from megazero.layers.attention import SelfAttention
+from megazero.layers.inputs import NOTHING_SKIPPED, LayerInputs
+from megazero.layers.latent import LatentAttention
+from megazero.layers.linear import ColumnParallelLinear
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.messages import gather_values
+from megazero.mpu.param_spec import spec_of
+from megazero.pipeline.actions import Action, Op
 
 _TOLERANCE = 0.01  # of a count, by which another count may be off
 _DROPPED = 0.3  # the same, where experts drop tokens
 
 
-class FlopsProfile(Part):
+class FlopsProfile(Profiler):
     """Counts in one step and times the next, since counting slows what it counts. Then it is gone.
 
     Args:
@@ -59,7 +60,7 @@ class FlopsProfile(Part):
         self.clock = clock_of(context.device)
         self.step = config.profiling.flops_profiler_step
         self._ledger = Ledger(self.clock)
-        self._models: dict[int, Trunk[Any]] = {}
+        self._models: Mapping[int, nn.Module] = {}
         self._profiles: dict[nn.Module, ModuleProfile] = {}
         self._shapes = AttentionShapes(context.groups["cp"].size)
         self._counter: ModuleCounter | None = None
@@ -68,13 +69,9 @@ class FlopsProfile(Part):
         self._say: Callable[[str], None] = print
         self._by_formula: TokenCount | None = None
 
-    def begin(self, engine: Engine, say: Callable[[str], None], flops_per_token: TokenCount) -> None:
-        self._say = say
-        self._by_formula = flops_per_token
-        for number, chunk in engine.executor.chunks.items():
-            model = chunk.student if isinstance(chunk, DistilledChunk) else chunk
-            assert isinstance(model, Trunk), "the chunks of all families are"
-            self._models[number] = model
+    def begin(self, run: ProfiledRun) -> None:
+        self._say, self._by_formula, self._models = run.say, run.flops_per_token, run.models
+        for model in self._models.values():
             self._profiles |= profiles_of(model, numel=self._elements)
         self._counter = ModuleCounter(self._profiles, self.clock, self._shapes.see)
 
@@ -219,7 +216,7 @@ class FlopsProfile(Part):
         return [f"  {name + ':':<32}{value}" for name, value in rows.items()]
 
     def _against_formula(self, counted: float) -> list[str]:
-        """A line about FLOPs by the formulas of `models/flops.py`, where each step has the same shape."""
+        """A line about FLOPs by the formulas of `account/flops.py`, where each step has the same shape."""
         config, formula = self.config, self._by_formula
         varies = config.curriculum.seqlen_schedule != "none" or config.skipping != type(config.skipping)()
         if formula is None or varies:
@@ -313,9 +310,9 @@ class AttentionShapes:
         return marked
 
 
-def _global_name(name: str, model: Trunk[Any]) -> str:
+def _global_name(name: str, model: nn.Module) -> str:
     """A module's name with the number that its layer has in the whole model."""
     parts = name.split(".")
     if parts[0] == "layers" and len(parts) > 1:
-        parts[1] = str(model.held.layers[int(parts[1])])
+        parts[1] = str(model.get_submodule(".".join(parts[:2])).layer)
     return ".".join(parts)

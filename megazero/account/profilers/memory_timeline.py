@@ -16,19 +16,15 @@ from typing import Any
 
 import torch
 
+from megazero.account.memory import PeakOfOutputs
+from megazero.account.profiler import ProfiledRun, Profiler
+from megazero.account.profilers.files import Folder
+from megazero.account.profilers.timeline import Timeline, timeline_figure
 from megazero.mpu.context import ParallelContext
 from megazero.pictures import new_figure
 from megazero.pipeline.actions import Action
-from megazero.train.observe.memory import PeakOfOutputs
-from megazero.train.observe.profiler import TokenCount
-from megazero.train.profiling.files import Folder
-from megazero.train.profiling.memory.picture import draw_timeline
-from megazero.train.profiling.memory.timeline import Timeline
-from megazero.train.profiling.parts import Part
-from megazero.train.step.engine import Engine
 
-_PACKAGE = f"{Path(__file__).parents[3]}{os.sep}"
-_MEASURES = (os.path.join("train", "profiling"), os.path.join("train", "observe", "memory.py"))
+_PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
 _BUFFER_ROOMS = ("zero", "optim")  # which gather, reduce and update
 _UPDATE = "update"
 _HISTORY = 1_000_000  # entries of CUDA's allocator that are kept, as torchtitan does
@@ -83,7 +79,8 @@ def kind_of_frame(frame: FrameType | None) -> str:
 def _room(file: str) -> str | None:
     """The room of the package that a file is in; None outside, and for what measures memory."""
     inside = file.removeprefix(_PACKAGE)
-    return None if inside == file or inside.startswith(_MEASURES) else inside.partition(os.sep)[0]
+    room = inside.partition(os.sep)[0]
+    return None if inside == file or room == "account" else room
 
 
 def timeline_of_history(
@@ -124,7 +121,7 @@ def _kind_of_frames(frames: Sequence[Mapping[str, Any]]) -> str:
     return "buffers" if next(rooms, None) in _BUFFER_ROOMS else "activations"
 
 
-class MemoryTimeline(Part):
+class MemoryTimeline(Profiler):
     """Records the memory of one step, and writes it as a picture and as Chrome's counters.
 
     Args:
@@ -148,9 +145,8 @@ class MemoryTimeline(Part):
         self._began = 0.0
         self._say: Callable[[str], None] = print
 
-    def begin(self, engine: Engine, say: Callable[[str], None], flops_per_token: TokenCount) -> None:
-        self._say = say
-        self._store = engine.optimizer.store
+    def begin(self, run: ProfiledRun) -> None:
+        self._say, self._store = run.say, run.store
 
     @contextmanager
     def over_step(self, iteration: int) -> Iterator[None]:
@@ -211,7 +207,8 @@ class MemoryTimeline(Part):
         events = json.dumps({"traceEvents": timeline.events(rank)}).encode()
         self.folder.write(f"{name}.json.gz", gzip.compress(events))
         title = f"memory of rank {rank} in iteration {self.step}"
-        path = self.folder.make(f"{name}.svg", lambda path: draw_timeline(timeline, title, path, "svg"))
+        figure = timeline_figure(timeline, title)
+        path = self.folder.make(f"{name}.svg", lambda path: figure.savefig(path, dpi=120, format="svg"))
         at = timeline.peak()
         held = timeline.held[at]
         parts = ", ".join(f"{kind} {held[kind] / 2**20:.1f}" for kind in timeline.kinds if held[kind])
@@ -223,7 +220,7 @@ class MemoryTimeline(Part):
         )
 
 
-class AllocatorHistory(Part):
+class AllocatorHistory(Profiler):
     """Keeps the history of CUDA's allocator, and writes it at log intervals and if memory runs out.
 
     https://pytorch.org/memory_viz shows such a file.

@@ -9,15 +9,20 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megazero.account.profilers.clock import HostClock
+from megazero.account.profilers.flops.counter import (
+    ModuleCounter,
+    ModuleProfile,
+    fill_containers,
+    profiles_of,
+)
+from megazero.account.profilers.flops.native import AttentionShapes, FlopsProfile
+from megazero.account.profilers.flops.table import ModuleRow, largest_types, module_tree
 from megazero.config.tree.config import Config
 from megazero.layers.attention import SelfAttention
 from megazero.mpu.context import solo_context
 from megazero.train.loop import Loop
-from megazero.train.profiling.clock import HostClock
-from megazero.train.profiling.flops.counter import ModuleCounter, ModuleProfile, fill_containers, profiles_of
-from megazero.train.profiling.flops.native import AttentionShapes, FlopsProfile
-from megazero.train.profiling.flops.table import ModuleRow, largest_types, module_tree
-from tests.train.profiling.runs import train
+from tests.account.profilers.runs import train
 
 
 def profiled(model: nn.Module, run) -> dict[str, ModuleProfile]:

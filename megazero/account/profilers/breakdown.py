@@ -15,16 +15,14 @@ from typing import Any
 
 import torch
 
+from megazero.account.profiler import ProfiledRun, Profiler
+from megazero.account.profilers.breakdown_table import Spread, breakdown_table
+from megazero.account.profilers.clock import Clock
+from megazero.account.profilers.group import OPERATIONS, Call, Listener
 from megazero.config.tree.logging import LoggingConfig
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import gather_values
 from megazero.pipeline.actions import Action, Op
-from megazero.train.observe.profiler import TokenCount
-from megazero.train.profiling.breakdown_table import Spread, breakdown_table
-from megazero.train.profiling.clock import Clock
-from megazero.train.profiling.group import OPERATIONS, Call, Listener
-from megazero.train.profiling.parts import Part
-from megazero.train.step.engine import Engine
 
 REST = "rest of the step"
 PHASES = ("data", "forward", "backward", "gathers", "reductions", "optimizer", REST)
@@ -111,7 +109,7 @@ def add_up(pieces: Sequence[tuple[str | Wait, Any, Any, int]], clock: Clock) -> 
     return times
 
 
-class Breakdown(Part, Listener):
+class Breakdown(Profiler, Listener):
     """Prints a table of where the time went after every log interval.
 
     Args:
@@ -135,8 +133,8 @@ class Breakdown(Part, Listener):
         self._pending: list[list[tuple[str | Wait, Any, Any, int]]] = []
         self._say: Callable[[str], None] = print
 
-    def begin(self, engine: Engine, say: Callable[[str], None], flops_per_token: TokenCount) -> None:
-        self._say = say
+    def begin(self, run: ProfiledRun) -> None:
+        self._say = run.say
 
     def acted(self, action: Action, seconds: float) -> None:
         self.ledger.mark(phase_of(action))

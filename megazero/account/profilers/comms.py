@@ -12,16 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megazero.account.profiler import ProfiledRun, Profiler
+from megazero.account.profilers.bandwidth import rates
+from megazero.account.profilers.clock import Clock
+from megazero.account.profilers.files import Folder
+from megazero.account.profilers.group import Call, Listener
 from megazero.config.tree.logging import LoggingConfig
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
-from megazero.train.observe.profiler import TokenCount
-from megazero.train.profiling.bandwidth import rates
-from megazero.train.profiling.clock import Clock
-from megazero.train.profiling.files import Folder
-from megazero.train.profiling.group import Call, Listener
-from megazero.train.profiling.parts import Part
-from megazero.train.step.engine import Engine
 
 MESSAGES = ("send", "recv")
 _SAMPLES = 4096  # of a row, at most
@@ -125,7 +123,7 @@ class Waiting:
     most: float
 
 
-class CommsLog(Part, Listener):
+class CommsLog(Profiler, Listener):
     """Times the calls of groups, and reports on them when the training is over.
 
     The host waits for nothing, so a call that runs beside computation has a time only if somebody came to
@@ -149,8 +147,8 @@ class CommsLog(Part, Listener):
         self._pending: list[tuple[Call, Any, tuple[Any, ...]]] = []
         self._say: Callable[[str], None] = print
 
-    def begin(self, engine: Engine, say: Callable[[str], None], flops_per_token: TokenCount) -> None:
-        self._say = say
+    def begin(self, run: ProfiledRun) -> None:
+        self._say = run.say
 
     @contextmanager
     def over_step(self, iteration: int) -> Iterator[None]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.published.flops import COUNTS, Rate, Shape, step_flops
 from megazero.errors import ConfigError
-from megazero.plan.flops import COUNTS, Rate, Shape, step_flops
 
 
 def gpt(layers: int, hidden: int, heads: int, vocabulary: int = 51200) -> Shape:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megazero.account.profilers.breakdown import Breakdown, Ledger, add_up
+from megazero.account.profilers.breakdown_table import Spread, breakdown_table
+from megazero.account.profilers.clock import CudaClock
+from megazero.account.profilers.group import Call
 from megazero.config.tree.logging import LoggingConfig
 from megazero.mpu.thread_group import ThreadWorld
-from megazero.train.profiling.breakdown import Breakdown, Ledger, add_up
-from megazero.train.profiling.breakdown_table import Spread, breakdown_table
-from megazero.train.profiling.clock import CudaClock
-from megazero.train.profiling.group import Call
-from tests.train.profiling.clocks import SetClock
-from tests.train.profiling.runs import train
+from tests.account.profilers.clocks import SetClock
+from tests.account.profilers.runs import train
 
 
 def wait(ledger: Ledger, clock: SetClock, seconds: float, operation: str = "all_reduce") -> None:

@@ -14,15 +14,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from megazero.account.profiler import ProfiledRun, Profiler
+from megazero.account.profilers.files import Folder
+from megazero.account.profilers.group import Call, Listener
 from megazero.config.tree.profiling import ProfilingConfig
-from megazero.train.observe.profiler import TokenCount
-from megazero.train.profiling.files import Folder
-from megazero.train.profiling.group import Call, Listener
-from megazero.train.profiling.parts import Part
-from megazero.train.step.engine import Engine
 
 
-class TraceWindow(Part, Listener):
+class TraceWindow(Profiler, Listener):
     """Traces the steps of a window, until the files are as large as they may be.
 
     Calls in which all members wait for each other are ranges named by `label`, by which `merge_traces` aligns
@@ -46,8 +44,8 @@ class TraceWindow(Part, Listener):
         self._full = False
         self._say: Callable[[str], None] = print
 
-    def begin(self, engine: Engine, say: Callable[[str], None], flops_per_token: TokenCount) -> None:
-        self._say = say
+    def begin(self, run: ProfiledRun) -> None:
+        self._say = run.say
 
     def enters(self, call: Call, *, waits: bool) -> Any:
         if not self._tracing:

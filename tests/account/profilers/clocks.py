@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megazero.train.profiling.clock import Clock
+from megazero.account.profilers.clock import Clock
 
 
 class SetClock(Clock):

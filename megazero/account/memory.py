@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megazero.layers.input_offload import Shelf
 from megazero.layers.recompute import InputKeeping
+from megazero.pipeline.executor import Executor
 from megazero.pipeline.sharding import Sharding
-from megazero.train.step.engine import Engine
 from megazero.zero.store.store import HELD, Sizes, Store
 
 KINDS = (*HELD, "activations")
@@ -38,25 +38,24 @@ class MemoryMeter:
         store: holds the state.
         sharding: gathers and reduces.
         device: of the weights.
-        shelves: the memory of the host for inputs of recomputed units.
+        chunks: the rank's parts of the model, whose recomputed units may keep inputs on the host.
     """
 
-    def __init__(self, store: Store, sharding: Sharding, device: torch.device, shelves: Sequence[Shelf] = ()):
-        self.shelves = shelves
+    def __init__(self, store: Store, sharding: Sharding, device: torch.device, chunks: Iterable[object] = ()):
+        modules = (m for chunk in chunks if isinstance(chunk, nn.Module) for m in chunk.modules())
+        keepings = (
+            keeping for m in modules if isinstance(keeping := getattr(m, "keeping", None), InputKeeping)
+        )
+        self.shelves = [keeping.shelf for keeping in keepings if keeping.shelf is not None]
         self.store = store
         self.sharding = sharding
         self.device = device
         self._peak = 0  # bytes beyond what was there before, without those of gathered weights
 
     @classmethod
-    def of(cls, engine: Engine) -> MemoryMeter:
-        """A meter for an engine's store, sharding and chunks."""
-        modules = (m for chunk in engine.executor.chunks.values() for m in _modules(chunk))
-        keepings = (
-            keeping for m in modules if isinstance(keeping := getattr(m, "keeping", None), InputKeeping)
-        )
-        shelves = [keeping.shelf for keeping in keepings if keeping.shelf is not None]
-        return cls(engine.optimizer.store, engine.executor.sharding, engine.context.device, shelves)
+    def of(cls, store: Store, executor: Executor[Any]) -> MemoryMeter:
+        """A meter for a store, and for what the executor of its rank gathers, reduces and computes."""
+        return cls(store, executor.sharding, executor.device, executor.chunks.values())
 
     @contextmanager
     def over_a_step(self) -> Iterator[None]:
@@ -163,10 +162,6 @@ class PeakOfOutputs(TorchDispatchMode):
     def freed(self, size: int, made: object) -> None:
         """A storage is gone."""
         self.alive -= size
-
-
-def _modules(chunk: object) -> Iterable[nn.Module]:
-    return chunk.modules() if isinstance(chunk, nn.Module) else ()
 
 
 def _is_strided(value: object) -> bool:

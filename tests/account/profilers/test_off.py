@@ -6,15 +6,14 @@ import json
 
 import pytest
 
+from megazero.account.profiler import Profiler
+from megazero.account.profilers.build import Profilers, profiler_of
+from megazero.account.profilers.group import ObservedGroup
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.pipeline.executor import Executor
-from megazero.train.observe.profiler import Profiler
-from megazero.train.profiling.build import profiler_of
-from megazero.train.profiling.group import ObservedGroup
-from megazero.train.profiling.parts import Profilers
-from tests.train.profiling.runs import config_of, train
+from tests.account.profilers.runs import config_of, train
 
 OFF = {
     "train_micro_batch_size_per_gpu": 2,

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from megazero.train.profiling.flops.counter import ModuleProfile
-from megazero.train.profiling.flops.units import (
+from megazero.account.profilers.flops.counter import ModuleProfile
+from megazero.account.profilers.flops.units import (
     duration_to_string,
     flops_to_string,
     macs_to_string,

@@ -8,13 +8,9 @@ import time
 import pytest
 import torch
 
-from megazero.config.tree.logging import LoggingConfig
-from megazero.mpu.context import thread_context
-from megazero.mpu.grid import ProcessGrid
-from megazero.mpu.thread_group import ThreadWorld
-from megazero.train.profiling.bandwidth import rates
-from megazero.train.profiling.clock import HostClock
-from megazero.train.profiling.comms import (
+from megazero.account.profilers.bandwidth import rates
+from megazero.account.profilers.clock import HostClock
+from megazero.account.profilers.comms import (
     CommsLog,
     Key,
     Line,
@@ -24,11 +20,15 @@ from megazero.train.profiling.comms import (
     compare_waits,
     size_text,
 )
-from megazero.train.profiling.files import Folder
-from megazero.train.profiling.group import Call, observed
+from megazero.account.profilers.files import Folder
+from megazero.account.profilers.group import Call, observed
+from megazero.config.tree.logging import LoggingConfig
+from megazero.mpu.context import thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
+from tests.account.profilers.clocks import SetClock
+from tests.account.profilers.runs import train
 from tests.tables import over_table
-from tests.train.profiling.clocks import SetClock
-from tests.train.profiling.runs import train
 
 CPU = torch.device("cpu")
 

@@ -12,13 +12,8 @@ import pytest
 import torch
 
 from megazero import cli
-from megazero.config.tree.profiling import ProfilingConfig
-from megazero.errors import DataError
-from megazero.mpu.context import ParallelContext
-from megazero.mpu.launch import Launch, open_context
-from megazero.train.pretraining import pretrain_on
-from megazero.train.profiling.files import Folder
-from megazero.train.profiling.merge import (
+from megazero.account.profilers.files import Folder
+from megazero.account.profilers.merge import (
     Alignment,
     EndsOfCalls,
     align,
@@ -26,8 +21,13 @@ from megazero.train.profiling.merge import (
     merge_traces,
     read_trace,
 )
-from megazero.train.profiling.traces import TraceWindow, write_trace
-from tests.train.profiling.runs import config_of, train
+from megazero.account.profilers.traces import TraceWindow, write_trace
+from megazero.config.tree.profiling import ProfilingConfig
+from megazero.errors import DataError
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.launch import Launch, open_context
+from megazero.train.pretraining import pretrain_on
+from tests.account.profilers.runs import config_of, train
 
 CPU = torch.device("cpu")
 

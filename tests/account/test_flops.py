@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megazero.account.flops import attended_keys, attention_flops, layer_mlp_flops, logits_flops, mlp_flops
 from megazero.config.heterogeneous.shapes import LayerShape, text_of
 from megazero.config.tree.model import ModelConfig
 from megazero.layers.patterns import pattern_of
 from megazero.models.bert import bert_blocks
-from megazero.models.flops import attended_keys, attention_flops, layer_mlp_flops, logits_flops, mlp_flops
 from megazero.models.gpt import gpt_blocks
 from megazero.mpu.solo_group import SoloGroup
 from tests.config.samples import make_config
