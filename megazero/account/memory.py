@@ -129,8 +129,8 @@ class PeakOfOutputs(TorchDispatchMode):
             if storage in self._ends:
                 continue
             if given is None:
-                leaves = tree_leaves((args, kwargs))
-                given = {leaf.untyped_storage()._cdata for leaf in leaves if _is_strided(leaf)}
+                inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+                given = {x.untyped_storage()._cdata for x in inputs if x.layout is torch.strided}
             if storage._cdata not in given:
                 size = storage.nbytes()
                 self._ends[storage] = weakref.finalize(storage, self.freed, size, self.made(size))
@@ -162,7 +162,3 @@ class PeakOfOutputs(TorchDispatchMode):
     def freed(self, size: int, made: object) -> None:
         """A storage is gone."""
         self.alive -= size
-
-
-def _is_strided(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided

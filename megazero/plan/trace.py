@@ -17,6 +17,7 @@ from functools import partial
 from typing import NamedTuple
 
 from megazero.account.memory import MemoryMeter, PeakOfOutputs
+from megazero.account.profilers.calls import Call
 from megazero.config.steps import Progress
 from megazero.kernels.library import Argument, LaunchWatch
 from megazero.models.batch import MicroBatch
@@ -26,7 +27,7 @@ from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
 from megazero.pipeline.actions import Action, Exchange, Instruction, Message, Op, Program
 from megazero.plan.job import Job
 from megazero.plan.operators import kernels_of, launched_kernel
-from megazero.plan.work import Call, Kernel, Task, Wait
+from megazero.plan.work import Kernel, Task, Wait
 from megazero.train.build import build_model
 from megazero.train.step.engine import Engine
 from megazero.train.step.timers import Timers

@@ -10,7 +10,7 @@ import torch
 from megazero.errors import HostWaitError
 from megazero.mpu.host import on_device, read_values
 from megazero.mpu.host_waits import host_waits
-from megazero.train.observe.step_waits import StepWaits
+from megazero.train.observe.meters import StepWaits
 
 CPU = torch.device("cpu")
 

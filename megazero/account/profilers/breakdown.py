@@ -17,8 +17,9 @@ import torch
 
 from megazero.account.profiler import ProfiledRun, Profiler
 from megazero.account.profilers.breakdown_table import Spread, breakdown_table
+from megazero.account.profilers.calls import Call
 from megazero.account.profilers.clock import Clock
-from megazero.account.profilers.group import OPERATIONS, Call, Listener
+from megazero.account.profilers.group import OPERATIONS, Listener
 from megazero.config.tree.logging import LoggingConfig
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import gather_values

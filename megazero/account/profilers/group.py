@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from megazero.account.profilers.calls import Call
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import DONE, Group, Transfer, Work
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
@@ -22,27 +23,6 @@ OPERATIONS = (
     "barrier",
 )
 """The operations that listeners are shown; all messages of a batch are entered before the first is left."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a group.
-
-    Attributes:
-        group: the group's name.
-        ranks: the members' world ranks.
-        operation: one of `OPERATIONS`.
-        nbytes: the bytes of its larger side: of a gather's output, of a reduce-scatter's input.
-        number: which call of the group it is, from 0; the same on all members, but for messages.
-        later: whether the caller waits for it later.
-    """
-
-    group: str
-    ranks: Sequence[int]
-    operation: str
-    nbytes: int
-    number: int
-    later: bool
 
 
 class Listener:
@@ -96,7 +76,7 @@ class ObservedGroup(WrappingGroup):
         self._left(call, entered, waits=False)
 
     def _call(self, operation: str, nbytes: int, *, later: bool) -> Call:
-        return Call(self.name, self.ranks, operation, nbytes, next(self._numbers), later)
+        return Call(self.name, operation, nbytes, self.ranks, later, next(self._numbers))
 
     def _left(self, call: Call, entered: Sequence[Any], *, waits: bool) -> None:
         for listener, token in zip(self.listeners, entered, strict=True):

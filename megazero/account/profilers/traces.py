@@ -15,8 +15,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megazero.account.profiler import ProfiledRun, Profiler
+from megazero.account.profilers.calls import Call
 from megazero.account.profilers.files import Folder
-from megazero.account.profilers.group import Call, Listener
+from megazero.account.profilers.group import Listener
 from megazero.config.tree.profiling import ProfilingConfig
 
 

@@ -38,7 +38,8 @@ def memory_figure(memories: Sequence[RankMemory]) -> Figure:
     figure = new_figure(10, min(40.0, height))
     panels = figure.subplots(len(places), 1, squeeze=False, sharex=True)[:, 0]
     longest = max(memory.total(place) for memory in memories for place in places)
-    scale, unit = _unit_of(longest)
+    unit = shown(longest).split()[1]
+    scale = 1024.0 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
     for place, panel in zip(places, panels, strict=True):
         _draw_place(panel, memories, place, longest, scale)
         panel.set_title(_TITLES[place], loc="left", fontsize=10, fontweight="bold")
@@ -67,9 +68,3 @@ def _draw_place(panel: Axes, memories: Sequence[RankMemory], place: str, longest
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(axis="x", alpha=0.3)
     panel.set_axisbelow(True)
-
-
-def _unit_of(longest: int) -> tuple[float, str]:
-    """The size of the axis's unit in bytes, and its name."""
-    name = shown(longest).split()[1]
-    return 1024.0 ** ("B", "KiB", "MiB", "GiB", "TiB").index(name), name

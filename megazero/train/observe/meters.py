@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from megazero.account.memory import MemoryMeter
 from megazero.account.profiler import Profiler, TokenCount
@@ -16,15 +18,57 @@ from megazero.config.steps import Step
 from megazero.config.training_plan import TrainingPlan
 from megazero.config.tree.config import Config
 from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
+from megazero.mpu.host_waits import host_waits
 from megazero.mpu.messages import fold_values
 from megazero.mpu.waits import Waits
-from megazero.train.observe.step_waits import StepWaits
 from megazero.train.observe.stragglers import Stragglers
 from megazero.train.step.engine import Engine, Outcome, StepResult
 from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
 from megazero.zero.store.store import offloaded_bytes, traffic
 from megazero.zero.store.tier import Traffic
+
+
+class StepWaits:
+    """Reports each place that makes the host wait for the device, once.
+
+    It watches steps from the second one on: the first allocates, opens communicators and may compile.
+
+    Args:
+        mode: what to do about a wait that a step must not make.
+        device: the device of the training.
+        message: takes a line for each place.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["off", "warn", "error"],
+        device: torch.device,
+        message: Callable[[str], None],
+    ):
+        self.mode = mode
+        self.device = device
+        self.message = message
+        self._began = False
+        self._reported: set[tuple[str, str]] = set()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Watch what runs within it.
+
+        Raises:
+            HostWaitError: in the mode ``error``, for the first such call.
+        """
+        if self.mode == "off" or not self._began:
+            self._began = True
+            yield
+            return
+        with host_waits(self.device, refuses=self.mode == "error") as waits:
+            yield
+        for where, what in waits:
+            if (where, what) not in self._reported:
+                self._reported.add((where, what))
+                self.message(f"host waits | {where} {what}")
 
 
 class Meters:

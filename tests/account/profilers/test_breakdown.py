@@ -7,8 +7,8 @@ import torch
 
 from megazero.account.profilers.breakdown import Breakdown, Ledger, add_up
 from megazero.account.profilers.breakdown_table import Spread, breakdown_table
+from megazero.account.profilers.calls import Call
 from megazero.account.profilers.clock import CudaClock
-from megazero.account.profilers.group import Call
 from megazero.config.tree.logging import LoggingConfig
 from megazero.mpu.thread_group import ThreadWorld
 from tests.account.profilers.clocks import SetClock
@@ -16,7 +16,7 @@ from tests.account.profilers.runs import train
 
 
 def wait(ledger: Ledger, clock: SetClock, seconds: float, operation: str = "all_reduce") -> None:
-    call = Call("tp", (0, 1), operation, 8, 0, later=False)
+    call = Call("tp", operation, 8, (0, 1))
     entered = ledger.enters(call, waits=False)
     clock.time += seconds
     ledger.leaves(call, entered, waits=False)
@@ -54,7 +54,9 @@ def test_messages_of_a_batch_are_one_wait() -> None:
     clock = SetClock()
     ledger = Ledger(clock)
     ledger.start()
-    calls = [Call("pp", (0, 1), kind, 8, number, later=True) for number, kind in enumerate(("send", "recv"))]
+    calls = [
+        Call("pp", kind, 8, (0, 1), later=True, number=number) for number, kind in enumerate(("send", "recv"))
+    ]
     entered = [ledger.enters(call, waits=False) for call in calls]
     clock.time += 2.0
     for call, token in zip(calls, entered, strict=True):

@@ -8,20 +8,12 @@ import time
 import pytest
 import torch
 
-from megazero.account.profilers.bandwidth import rates
+from megazero.account.profilers.calls import Call, rates
 from megazero.account.profilers.clock import HostClock
-from megazero.account.profilers.comms import (
-    CommsLog,
-    Key,
-    Line,
-    Row,
-    Waiting,
-    comms_table,
-    compare_waits,
-    size_text,
-)
+from megazero.account.profilers.comms import CommsLog, compare_waits
+from megazero.account.profilers.comms_table import Key, Line, Row, Waiting, comms_table, size_text
 from megazero.account.profilers.files import Folder
-from megazero.account.profilers.group import Call, observed
+from megazero.account.profilers.group import observed
 from megazero.config.tree.logging import LoggingConfig
 from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
@@ -71,7 +63,7 @@ def log_of(clock=None, context=None, folder=None, **settings) -> CommsLog:
 
 
 def call(number: int = 0, *, later: bool = False, nbytes: int = 400, operation: str = "all_reduce") -> Call:
-    return Call("tp", (0, 1), operation, nbytes, number, later)
+    return Call("tp", operation, nbytes, (0, 1), later, number)
 
 
 def test_a_call_that_ended_before_it_was_waited_for_has_no_time() -> None:

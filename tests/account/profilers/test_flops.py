@@ -10,13 +10,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megazero.account.profilers.clock import HostClock
+from megazero.account.profilers.flops.attention import AttentionShapes
 from megazero.account.profilers.flops.counter import (
     ModuleCounter,
     ModuleProfile,
     fill_containers,
     profiles_of,
 )
-from megazero.account.profilers.flops.native import AttentionShapes, FlopsProfile
+from megazero.account.profilers.flops.native import FlopsProfile
 from megazero.account.profilers.flops.table import ModuleRow, largest_types, module_tree
 from megazero.config.tree.config import Config
 from megazero.layers.attention import SelfAttention
