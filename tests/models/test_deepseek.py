@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megazero.checkpoint.described import check_described
-from megazero.checkpoint.hf.config_json import architecture_of
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
+from megazero.formats.hf.config_json import architecture_of
 from megazero.layers.placement import Placement
 from megazero.models.chunk import Slice
 from megazero.models.gpt import GPT

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.megatron.zero_states import (
+from megazero.checkpoint.part import WEIGHT
+from megazero.deepspeed.foreign.files import Files
+from megazero.deepspeed.foreign.pickles import load_states
+from megazero.deepspeed.foreign.progress import count_updates
+from megazero.errors import CheckpointError
+from megazero.formats.megatron.zero_states import (
     Joined,
     Scale,
     Shapes,
@@ -21,11 +26,6 @@ from megazero.checkpoint.megatron.zero_states import (
     tensors_of,
     vector_of,
 )
-from megazero.checkpoint.part import WEIGHT
-from megazero.deepspeed.foreign.files import Files
-from megazero.deepspeed.foreign.pickles import load_states
-from megazero.deepspeed.foreign.progress import count_updates
-from megazero.errors import CheckpointError
 
 Cut = Callable[[Sequence[Tensor]], Iterator[tuple[str, Joined]]]
 

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.megatron.folder import UNIVERSAL
-from megazero.checkpoint.megatron.zero_states import Joined, Shapes, cut_parameters
 from megazero.checkpoint.part import Key, Part, Source
 from megazero.deepspeed.foreign.files import Files
 from megazero.deepspeed.foreign.flat import OptimizerStates, read_sharded, read_unsharded
@@ -21,6 +19,8 @@ from megazero.deepspeed.foreign.pickles import load_states
 from megazero.deepspeed.foreign.progress import ForeignFacts, read_facts
 from megazero.deepspeed.foreign.universal import read_universal
 from megazero.errors import CheckpointError
+from megazero.formats.megatron.folder import UNIVERSAL
+from megazero.formats.megatron.zero_states import Joined, Shapes, cut_parameters
 
 Groups = Sequence[Shapes]
 """The parameters of each group of an optimizer, in its order."""

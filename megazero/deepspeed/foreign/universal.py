@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from megazero.checkpoint.megatron.universal import optimizer_facts, parameter_files
-from megazero.checkpoint.megatron.zero_states import Joined, Scale, Shapes
 from megazero.checkpoint.part import WEIGHT
 from megazero.deepspeed.foreign.flat import OptimizerStates
 from megazero.deepspeed.foreign.pickles import load_states
 from megazero.deepspeed.foreign.progress import count_updates
+from megazero.formats.megatron.universal import optimizer_facts, parameter_files
+from megazero.formats.megatron.zero_states import Joined, Scale, Shapes
 
 
 def read_universal(folder: Path, shapes: Shapes) -> OptimizerStates:

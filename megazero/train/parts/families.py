@@ -14,11 +14,11 @@ from typing import Any, Generic
 
 import numpy as np
 
-from megazero.checkpoint.hf.architecture import Architecture
-from megazero.checkpoint.hf.architectures import DECODERS, ENCODER_DECODERS, ENCODERS
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.data.build import Datasets, bert_datasets, gpt_datasets, t5_datasets
+from megazero.formats.hf.architecture import Architecture
+from megazero.formats.hf.architectures import DECODERS, ENCODER_DECODERS, ENCODERS
 from megazero.layers.inputs import Skipping
 from megazero.models.batch import Collate, M, MicroBatch, TextCollate, random_text
 from megazero.models.bert import BERT, bert_blocks
