@@ -57,9 +57,9 @@ def make(family: str, megabytes: float, folder: Path) -> int:
     import torch
 
     from megazero.checkpoint.disk import Disk
-    from megazero.checkpoint.hf.config_json import TokenIds, config_of
     from megazero.checkpoint.naming import Table
     from megazero.checkpoint.tensor_file import Later, write_tensors
+    from megazero.formats.hf.config_json import TokenIds, config_of
     from megazero.train.parts.families import family_of
 
     model = model_of(family, megabytes)
@@ -86,7 +86,7 @@ def work_of(way: str, folder: Path) -> Callable[[], object]:
     # Imported by the conversions when they need it; not their time or memory.
     import tokenizers  # noqa: F401
 
-    from megazero.checkpoint.hf.convert import convert_from_hf, convert_to_hf
+    from megazero.formats.hf.convert import convert_from_hf, convert_to_hf
 
     if way == "from-hf":
         return lambda: convert_from_hf(folder / "hf", folder / "ours")

@@ -12,7 +12,7 @@ one of 24M (12 layers of 384). Contenders take one step each, round after round:
     layer-drop  every other inner layer is left out
 
 One JSON line per contender and model: the median over the rounds of the ratio of its step's time to that of
-the dense step of the same round, and the same ratio of FLOPs (`models/flops.py`), which is what a step
+the dense step of the same round, and the same ratio of FLOPs (`account/flops.py`), which is what a step
 without overhead would reach.
 """
 

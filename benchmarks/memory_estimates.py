@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from megazero.account.memory import MemoryMeter
 from megazero.config.resolve import parse_config
 from megazero.config.steps import Progress
 from megazero.config.tree.config import Config
@@ -28,7 +29,6 @@ from megazero.plan.job import Job
 from megazero.plan.plan import Plan
 from megazero.plan.training import Model
 from megazero.train.build import build_model
-from megazero.train.observe.memory import MemoryMeter
 from megazero.train.step.timers import Timers
 from tests.plan.unnoticed import unnoticed
 
@@ -101,7 +101,10 @@ def measured_bytes(job: Job) -> list[int]:
     def work(rank: int) -> int:
         context = unnoticed(thread_context(world, job.grid, rank))
         engine = build_model(job.vocabulary, context, job.config, job.training_plan)
-        batches, meter = job.batches(context, job.micro_batches), MemoryMeter.of(engine)
+        batches, meter = (
+            job.batches(context, job.micro_batches),
+            MemoryMeter.of(engine.optimizer.store, engine.executor),
+        )
         with meter.over_a_step():
             engine.train_step(batches, Progress(), Timers())
         return sum(meter.sizes()["device"].values())

@@ -10,7 +10,7 @@ AdamW. Contenders take one step each, round after round:
     capacity   the same with room for 1.25 of an even share
 
 One JSON line per contender: the median over the rounds of the ratio of its step's time to that of the dense
-step of the same round, and the same ratio of FLOPs (`models/flops.py`), which counts the routers.
+step of the same round, and the same ratio of FLOPs (`account/flops.py`), which counts the routers.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ MOST_PARAMETERS = 7
 # Constructors with more parameters: each is a table's row, a file's record or a set of tensors of which no
 # part is a thing by itself. The list only shrinks: a count may be lowered, a class taken off.
 LARGE_CONSTRUCTORS = {
-    "megazero.checkpoint.hf.architecture.Architecture": 20,
+    "megazero.formats.hf.architecture.Architecture": 20,
     "megazero.commands.checkpoint.summary.Summary": 9,  # printed as JSON, as are the facts of a machine
     "megazero.config.deepspeed.extras.Extras": 15,
     "megazero.config.deepspeed.read.DeepSpeedSettings": 12,

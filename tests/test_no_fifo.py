@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from megazero.checkpoint.folder import LATEST, latest_iteration
-from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.lock import LOCK, WriterLock
 from megazero.checkpoint.manifest import INDEX, MANIFEST, STATE
-from megazero.checkpoint.megatron.pickles import load_pickle
-from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.commands.checkpoint.megatron import main_import_megatron
 from megazero.commands.moe_report.loads import read_loads
 from megazero.config.resolve import parse_config
 from megazero.config.user_function import user_function
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
+from megazero.formats.hf.reader import HFReader
+from megazero.formats.megatron.pickles import load_pickle
+from megazero.formats.megatron.reader import ImportOptions, MegatronReader
 from tests.checkpoint.forged import edit_manifest, make
-from tests.checkpoint.hf.samples import GPT2, VOCAB, config_for, their_tensors, write_folder
+from tests.formats.hf.samples import GPT2, VOCAB, config_for, their_tensors, write_folder
 
 MODEL = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --lr 1 "
 

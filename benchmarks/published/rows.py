@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published.flops import COUNTS, Rate, Shape, step_flops
 from megazero.errors import DataError
 from megazero.plan.device import Device
-from megazero.plan.flops import COUNTS, Rate, Shape, step_flops
 
 FOLDER = Path(__file__).parent
 RECOMPUTES = ("none", "selective", "full")
@@ -95,7 +95,7 @@ class Figure:
         seconds: of a step.
         tflop_per_s: of a GPU, by `count`.
         tokens_per_s: of a GPU.
-        count: of `megazero.plan.flops.COUNTS`.
+        count: of `benchmarks.published.flops.COUNTS`.
         fits: whether it ran at all.
         unknown: fields that the source does not say.
         left_out: why it is not compared with a plan; empty if it is.

@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.published.rows import Row
+from megazero.account.profilers.calls import Call
 from megazero.plan.prices import Prices
-from megazero.plan.work import Call, Kernel
+from megazero.plan.work import Kernel
 
 FAMILIES = Path(__file__).with_name("families") / "efficiency.json"
 EXPOSED = 0.3

@@ -24,7 +24,7 @@ class ModelSize:
         parameters: elements of all its parameters, without padding; a tied one counts once.
         active_parameters: the elements that one token uses; of parameters that are stacked over experts, the
             share of the experts that a token goes to.
-        flops_per_token: FLOPs of training on one token, forward and backward (`models/flops.py`).
+        flops_per_token: FLOPs of training on one token, forward and backward (`account/flops.py`).
     """
 
     parameters: int

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megazero.account.profilers.merge import alignment_lines, merge_traces
 from megazero.commands.outputs import output_file
 from megazero.errors import exit_status
-from megazero.train.profiling.merge import alignment_lines, merge_traces
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megazero.account.flops import dense_flops, layer_flops, logits_flops
 from megazero.config.derive import moe_layers
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
@@ -22,7 +23,6 @@ from megazero.layers.placement import Placement
 from megazero.loss import PADDING, LossTerm
 from megazero.models.bert_batch import BertBatch
 from megazero.models.chunk import HEAD, Block
-from megazero.models.flops import dense_flops, layer_flops, logits_flops
 from megazero.models.hits import vocab_parallel_hits
 from megazero.models.language_model import MaskedLanguageModel
 from megazero.models.trunk import trunk_blocks

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megazero.account.flops import dense_flops, layer_flops
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.data.labelled.dataset import UNKNOWN_LABEL
@@ -19,7 +20,6 @@ from megazero.loss import LossTerm
 from megazero.models.bert import TOKEN_TYPES
 from megazero.models.chunk import HEAD, Block, Tie
 from megazero.models.classifier_batch import LabelledBatch
-from megazero.models.flops import dense_flops, layer_flops
 from megazero.models.trunk import Trunk, trunk_blocks
 from megazero.mpu.rng import site_key
 from megazero.ops.counter_random import derive

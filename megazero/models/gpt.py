@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from megazero.account.flops import dense_flops, layer_flops, logits_flops
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.recompute import RecomputeConfig
@@ -23,7 +24,6 @@ from megazero.layers.placement import Placement
 from megazero.loss import LossTerm
 from megazero.models.batch import Batch
 from megazero.models.chunk import HEAD, WORD, WORD_TIE, Block, Slice, Tie
-from megazero.models.flops import dense_flops, layer_flops, logits_flops
 from megazero.models.language_model import LanguageModel
 from megazero.models.multi_token.block import further_terms, further_tokens, term_of
 from megazero.models.trunk import routers_of, trunk_blocks

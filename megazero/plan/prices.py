@@ -6,9 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from megazero.account.profilers.calls import Call, bus_factor
 from megazero.errors import ConfigError
 from megazero.plan.device import Curve, Device
-from megazero.plan.work import Call, Kernel, Pricing
+from megazero.plan.work import Kernel, Pricing
 
 Rows = Sequence[tuple[int, int, int, float]]
 
@@ -72,7 +73,7 @@ class Prices(Pricing):
         time = self._inside(call, largest) if largest > 1 else 0.0
         if nodes > 1:
             share = 1 if call.operation == "all_to_all" else largest
-            rounds = _bus_factor(call.operation, nodes)
+            rounds = bus_factor(call.operation, nodes)
             time = max(time, between.collective.seconds(rounds * call.nbytes / share))
         return time
 
@@ -154,7 +155,7 @@ class Prices(Pricing):
                 f"({', '.join(known) or 'none'}), but is {call.operation}; add them, or measure more ranks"
             )
         nbytes = 0 if call.operation == "barrier" else call.nbytes
-        return _for_ranks(tables[like], ranks).seconds(nbytes, _bus_factor(call.operation, ranks))
+        return _for_ranks(tables[like], ranks).seconds(nbytes, bus_factor(call.operation, ranks))
 
 
 def interpolated(rows: Rows, sizes: tuple[int, int, int]) -> float:
@@ -169,13 +170,6 @@ def interpolated(rows: Rows, sizes: tuple[int, int, int]) -> float:
         weights += weight
     fill = min(1.0, sizes[2] / (sizes[2] + 64) * (shortest + 64) / shortest)
     return float(2 ** (total / weights) * fill)
-
-
-def _bus_factor(operation: str, ranks: int) -> float:
-    """The share of the payload that goes over each rank's link, which defines bus bandwidth."""
-    if operation in ("broadcast", "barrier"):
-        return 1
-    return (2 if operation == "all_reduce" else 1) * (ranks - 1) / ranks
 
 
 def _for_ranks(tables: Mapping[int, Curve], ranks: int) -> Curve:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megazero.account.memory import KINDS
 from megazero.config.derive import PipelineShape
 from megazero.config.tree.config import Config
 from megazero.plan.device import Device
@@ -17,7 +18,6 @@ from megazero.plan.stage import StagePlan
 from megazero.plan.times import StepTimes
 from megazero.plan.training import Model, training_seconds
 from megazero.plan.words import many, runs, shown, time_text
-from megazero.train.observe.memory import KINDS
 from megazero.train.parts.chunks import DTYPES
 
 _LARGE_BUBBLE, _TIGHT, _UNEVEN = 0.15, 0.95, 1.15

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megazero.account.profilers.calls import Call
 from megazero.pipeline.actions import Action, Exchange, Message, Program
 from megazero.plan.trace import MessageFacts, Section, Trace
-from megazero.plan.work import Call
 
 UPDATE = "the update"
 

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
+from megazero.account.profilers.calls import Call
 from megazero.pipeline.actions import Op, Schedule
 from megazero.pipeline.simulate import Costs, Timeline, simulate
 from megazero.plan.stage import StagePlan
 from megazero.plan.trace import Section, Trace
-from megazero.plan.work import Call, Kernel, Pricing, Task
+from megazero.plan.work import Kernel, Pricing, Task
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from megazero.account.memory import MemoryMeter, PeakOfOutputs
+from megazero.account.profilers.calls import Call
 from megazero.config.steps import Progress
 from megazero.kernels.library import Argument, LaunchWatch
 from megazero.models.batch import MicroBatch
@@ -25,9 +27,8 @@ from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
 from megazero.pipeline.actions import Action, Exchange, Instruction, Message, Op, Program
 from megazero.plan.job import Job
 from megazero.plan.operators import kernels_of, launched_kernel
-from megazero.plan.work import Call, Kernel, Task, Wait
+from megazero.plan.work import Kernel, Task, Wait
 from megazero.train.build import build_model
-from megazero.train.observe.memory import MemoryMeter, PeakOfOutputs
 from megazero.train.step.engine import Engine
 from megazero.train.step.timers import Timers
 
@@ -338,7 +339,7 @@ def _trace_of(job: Job, engine: Engine, tracer: Tracer) -> Trace:
                 seen[kind][MessageFacts(tracer.messages[key], until)] += 1
     messages = {kind: facts.most_common(1)[0][0] for kind, facts in seen.items()}
     tail = tracer.sections[-1][1]
-    memory = MemoryMeter.of(engine)
+    memory = MemoryMeter.of(engine.optimizer.store, engine.executor)
     _, transient = engine.executor.sharding.most_buffer_bytes
     made = transient + engine.optimizer.store.sizes().get("device", {}).get("buffers", 0)
     return Trace(count, len(chunks), tail, actions, messages, memory.sizes(), made)

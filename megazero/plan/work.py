@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from megazero.account.profilers.calls import Call
 
 
 @dataclass(frozen=True)
@@ -28,28 +30,6 @@ class Kernel:
     dtype: torch.dtype = torch.float32
     sizes: tuple[int, int, int] | None = None
     batch: int = 1
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call between the ranks of a group.
-
-    Attributes:
-        group: the communicator's name.
-        operation: the method of `megazero.mpu.group.Group`; ``send`` and ``recv`` for messages.
-        nbytes: the payload, the larger side of the call.
-        ranks: the members' world ranks, or the two of a message.
-        later: whether the caller goes on, and waits for the result later.
-        number: counts the calls of a step, so that a `Wait` can name one; messages that are exchanged at
-            once share theirs.
-    """
-
-    group: str
-    operation: str
-    nbytes: int
-    ranks: Sequence[int]
-    later: bool = False
-    number: int = 0
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from torch import nn
+
+from megazero.account.profiler import ProfiledRun
+from megazero.account.profilers.build import profiler_of
 from megazero.checkpoint.disk import Disk
 from megazero.config.tree.config import Config
 from megazero.layers.state_space.library import scan_remarks
@@ -27,7 +31,6 @@ from megazero.train.parts.attention import attention_facts, attention_remark
 from megazero.train.parts.chunks import DTYPES
 from megazero.train.parts.families import TokenFlops
 from megazero.train.parts.vocabulary import Vocabulary
-from megazero.train.profiling.build import profiler_of
 from megazero.train.resume.resume import Resumed, resume
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.engine import Engine
@@ -144,7 +147,9 @@ def assemble(
     rate = measure_matmul_rate(dtype, context.device)
     monitor = build_monitors(config, context.rank == 0, state.progress, plan.end.iteration)
     flops = TokenFlops(config, vocabulary)
-    profiler.begin(engine, monitor.message, flops)
+    students = ((number, getattr(c, "student", c)) for number, c in engine.executor.chunks.items())
+    models = {number: model for number, model in students if isinstance(model, nn.Module)}
+    profiler.begin(ProfiledRun(engine.executor, models, engine.optimizer.store, flops, monitor.message))
     meters = Meters(config, plan, engine, flops, rate, monitor.message, profiler)
     run = Run(resumed, feeds, meters, monitor)
     try:

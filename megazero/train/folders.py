@@ -86,12 +86,12 @@ def _said_by(saved: SavedModel, given: Mapping[str, Any], *, anew: bool) -> Stat
 
 
 def _hugging_face(path: str, given: Mapping[str, Any]) -> Stated:
-    from megazero.checkpoint.hf.architecture import as_told
-    from megazero.checkpoint.hf.config_json import CONFIG, Description, unlike
-    from megazero.checkpoint.hf.reader import HFReader
-    from megazero.checkpoint.hf.tokenizer_files import tokenizer_settings
     from megazero.checkpoint.upcycling import dense_model
     from megazero.config.tree.sparse import SPARSE_FIELDS
+    from megazero.formats.hf.architecture import as_told
+    from megazero.formats.hf.config_json import CONFIG, Description, unlike
+    from megazero.formats.hf.reader import HFReader
+    from megazero.formats.hf.tokenizer_files import tokenizer_settings
 
     theirs = Description.read(Path(path))
     if theirs.architecture.seen is not as_told:

@@ -12,13 +12,13 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from megazero.checkpoint.hf.convert import convert_from_hf
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.commands.checkpoint.hf import describe_import
 from megazero.config.tree.model import ModelConfig
+from megazero.formats.hf.convert import convert_from_hf
 from proofs.fuzz_inputs.harness import Kind, Sample
 from proofs.fuzz_inputs.mutate import of_json, of_lines
-from tests.checkpoint.hf.samples import GPT2, LLAMA, VOCAB, config_for, their_tensors
+from tests.formats.hf.samples import GPT2, LLAMA, VOCAB, config_for, their_tensors
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

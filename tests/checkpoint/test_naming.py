@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megazero.checkpoint.box import Box, gaps_or_overlaps
-from megazero.checkpoint.hf.config_json import architecture_of
 from megazero.checkpoint.naming import Link, Table, TensorRule, cut, groups_of
 from megazero.checkpoint.part import Key
-from tests.checkpoint.hf.samples import GPT2, LLAMA, MODELS, VOCAB, parameter_specs
+from megazero.formats.hf.config_json import architecture_of
+from tests.formats.hf.samples import GPT2, LLAMA, MODELS, VOCAB, parameter_specs
 from tests.models.hf_weights import decoder_model
 from tests.tables import over_table
 

@@ -11,7 +11,7 @@ from megazero.checkpoint.part import Key, Part
 from megazero.checkpoint.upcycling import Upcycled, dense_model, router_names
 from megazero.config.derive import EXPERT_FIELDS, experts_of
 from megazero.config.tree.model import ModelConfig
-from tests.checkpoint.hf.samples import GPT2, LLAMA, MemorySource, random_weights
+from tests.formats.hf.samples import GPT2, LLAMA, MemorySource, random_weights
 from tests.tables import over_table
 
 FOUR = {"num_layers": 4}

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megazero.checkpoint.hf.convert import KIND
 from megazero.checkpoint.part import Key
 from megazero.checkpoint.tensor_file import Later
 from megazero.checkpoint.writer import write_checkpoint
 from megazero.cli import main as megazero
 from megazero.commands.fill_mask import format_candidates, main
 from megazero.commands.generate import main as generate
+from megazero.formats.hf.convert import KIND
 from megazero.inference.fill import Candidate
 from megazero.mpu.context import solo_context
 from megazero.mpu.param_spec import spec_of

@@ -7,16 +7,15 @@ import json
 import pytest
 import torch
 
-from megazero.commands.memory_report import main
+from megazero.account.memory import MemoryMeter, PeakOfOutputs
+from megazero.commands.memory_report import first_step, main, planned_memory
 from megazero.commands.memory_report.picture import memory_figure
-from megazero.commands.memory_report.planned import planned_memory
 from megazero.commands.memory_report.table import RankMemory, merge_alike, read_memory, rows, verdict
 from megazero.config.resolve import parse_config
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.plan.words import shown
-from megazero.train.observe.memory import MemoryMeter, PeakOfOutputs
 from megazero.train.pretraining import pretrain_on
 from megazero.zero.store.store import GRADIENT, WEIGHT
 from megazero.zero.store.tier import TierSlot
@@ -149,7 +148,9 @@ def test_what_is_planned_is_what_a_run_holds(tmp_path, flags, size):
     flags = flags.format(tmp_path)
     found = run(flags, tmp_path / "m.jsonl", size)
     assert [each.ranks for each in found] == [(rank,) for rank in range(size)]
-    planned = planned_memory(parse_config(f"{SMALL} {flags}".split(), world_size=size).config, size)
+    planned = planned_memory(
+        first_step(parse_config(f"{SMALL} {flags}".split(), world_size=size).config, size)
+    )
     by_rank = {rank: each.places for each in planned for rank in each.ranks}
     for each in found:
         wanted = by_rank[each.ranks[0]]
@@ -158,7 +159,7 @@ def test_what_is_planned_is_what_a_run_holds(tmp_path, flags, size):
                 assert kinds.get(kind) == wanted[place].get(kind), (place, kind)
         assert each.places["device"].get("buffers") == wanted["device"].get("buffers")
         taken = each.places["device"]["activations"] / wanted["device"]["activations"]
-        # Of 16 tokens, so that what is no token's is no small part; long sequences: test_memory_formula.py.
+        # Of 16 tokens: what is no token's is no small part. For long ones: test_planned_activations.py.
         assert 0.7 < taken < 1.5
     assert "memory" not in json.loads((tmp_path / "m.jsonl").read_text().splitlines()[1])
 
@@ -176,7 +177,7 @@ def test_what_is_planned_is_what_a_run_holds(tmp_path, flags, size):
 def test_buffers_of_copies_are_planned_for_a_device_whose_memory_is_apart(flags, device, host):
     def planned(where: str) -> dict:
         words = f"{SMALL} {flags} --device {where}".split()
-        return dict(planned_memory(parse_config(words, world_size=1).config, 1)[0].places)
+        return dict(planned_memory(first_step(parse_config(words, world_size=1).config, 1))[0].places)
 
     here, apart = planned("cpu"), planned("cuda")
     buffers = [each.get(place, {}).get("buffers", 0) for each in (here, apart) for place in ("device", "cpu")]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megazero.account.profilers.calls import Call
 from megazero.commands.profile import document, main
 from megazero.errors import ConfigError
 from megazero.mpu.solo_group import SoloGroup
@@ -19,7 +20,6 @@ from megazero.mpu.thread_group import ThreadWorld
 from megazero.plan.device import Device
 from megazero.plan.measure import Measured, Sizes, lines_of, measure
 from megazero.plan.prices import Prices
-from megazero.plan.work import Call
 
 CPU = torch.device("cpu")
 SMALL = Sizes(((16, 16, 16), (32, 16, 16)), (torch.float32, torch.bfloat16), (8, 1, 8), 1, (0.01,))

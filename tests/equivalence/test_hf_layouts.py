@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megazero.checkpoint.hf.convert import convert_to_hf
 from megazero.config.steps import Progress
 from megazero.config.tree.checkpoint import CheckpointConfig
 from megazero.config.tree.config import Config
+from megazero.formats.hf.convert import convert_to_hf
 from megazero.models.batch import Batch
 from megazero.models.chunk import ModelChunk
 from megazero.mpu.context import solo_context, thread_context
@@ -24,7 +24,7 @@ from megazero.train.resume.snapshot import Snapshots
 from megazero.train.resume.weights import take_foreign_weights
 from megazero.train.step.state import TrainState
 from megazero.verify.record import verification_engine
-from tests.checkpoint.hf.encoder_samples import batch_of
+from tests.formats.hf.encoder_samples import batch_of
 from tests.layouts.layout import SEQUENCE, VOCABULARY, Layout
 
 PLACES = (

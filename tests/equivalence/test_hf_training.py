@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.part import WEIGHT
 from megazero.config.steps import Step
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree.checkpoint import CheckpointConfig
 from megazero.config.tree.config import Config
 from megazero.config.tree.optimizer import OptimizerConfig
+from megazero.formats.hf.reader import HFReader
 from megazero.mpu.context import ParallelContext, solo_context, thread_context
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.resume.weights import take_foreign_weights
 from megazero.train.step.state import TrainState
 from megazero.verify.record import Record, micro_batches, record_steps, verification_engine
-from tests.checkpoint.hf.descendants import SAMPLES
-from tests.checkpoint.hf.samples import VOCAB
+from tests.formats.hf.descendants import SAMPLES
+from tests.formats.hf.samples import VOCAB
 from tests.layouts.layout import Layout
 
 pytest.importorskip("transformers")

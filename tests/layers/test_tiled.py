@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megazero.account.memory import PeakOfOutputs
 from megazero.config.tree.model import ModelConfig
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.linear import sum_in_products
@@ -21,7 +22,6 @@ from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops.product_sum import Blas
 from megazero.train import build
-from megazero.train.observe.memory import PeakOfOutputs
 from megazero.verify.record import Record, record_training
 from tests.layouts.layout import Layout
 from tests.ops.test_product_sum import gemm_ex

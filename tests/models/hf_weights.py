@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.checkpoint.hf.config_json import architecture_of
 from megazero.checkpoint.naming import Table
 from megazero.config.tree.model import ModelConfig
+from megazero.formats.hf.config_json import architecture_of
 from megazero.mpu.group import Group
 from megazero.mpu.param_spec import spec_of
 

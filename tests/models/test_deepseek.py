@@ -8,16 +8,14 @@ import pytest
 import torch
 
 from megazero.checkpoint.described import check_described
-from megazero.checkpoint.hf.config_json import architecture_of
-from megazero.commands.memory_report.formula import stated
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
+from megazero.formats.hf.config_json import architecture_of
 from megazero.layers.placement import Placement
 from megazero.models.chunk import Slice
 from megazero.models.gpt import GPT
 from megazero.mpu.context import solo_context
 from megazero.mpu.param_spec import spec_of
-from tests.config.samples import make_config
 
 COMMON = {
     **{"position_embedding_type": "rope", "multi_latent_attention": True, "qk_layernorm": True},
@@ -88,11 +86,3 @@ def test_no_architecture_of_transformers_takes_it_for_another_model():
     plain = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, mtp_num_layers=1)
     with pytest.raises(CheckpointError, match="`mtp_num_layers` must be None, but is 1"):
         architecture_of(plain)
-
-
-def test_the_formula_of_activations_says_nothing_of_them():
-    plain = make_config({"model.hidden_dropout": 0.0, "model.attention_dropout": 0.0})
-    assert stated(plain)
-    for changes in ({"mtp_num_layers": 1}, {"multi_latent_attention": True}):
-        model = plain.model.model_copy(update=changes)
-        assert not stated(plain.model_copy(update={"model": model}))

@@ -197,7 +197,7 @@ SECTIONS = ("model", "data", "batch", "optimizer", "precision")
 NOT_STATED = MappingProxyType(
     {
         "model.add_qkv_bias": "for models of transformers: tests/models/test_hf_parity.py",
-        "model.bert_token_types": "for models of transformers: tests/checkpoint/hf/test_encoder.py",
+        "model.bert_token_types": "for models of transformers: tests/formats/hf/test_encoder.py",
         **dict.fromkeys(
             (f"model.{name}" for name in DEEPSEEK_FIELDS),
             "DeepSeek's shapes have cases of their own: tests/oracle/test_deepseek.py",

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 
+from megazero.account.memory import MemoryMeter
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree.config import Config
@@ -15,7 +16,6 @@ from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.traffic import TrafficLog, count_traffic
 from megazero.plan.job import Job
 from megazero.plan.plan import Plan
-from megazero.train.observe.memory import MemoryMeter
 from megazero.train.step.timers import Timers
 from megazero.verify.record import verification_engine
 from tests.layouts.layout import Layout
@@ -46,7 +46,10 @@ def run(layout: Layout, job: Job) -> list[tuple[TrafficLog, dict, list[str]]]:
         context = count_traffic(thread_context(world, layout.grid, rank, node_size=layout.hpz), log)
         context = unnoticed(context)
         engine = verification_engine(job.config, training_plan_of(job.config, context.data.size), context)
-        batches, meter = job.batches(context, job.micro_batches), MemoryMeter.of(engine)
+        batches, meter = (
+            job.batches(context, job.micro_batches),
+            MemoryMeter.of(engine.optimizer.store, engine.executor),
+        )
         engine.executor.observer = lambda action, seconds: order.append(str(action))
         log.clear()
         with meter.over_a_step():

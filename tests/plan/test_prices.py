@@ -7,10 +7,11 @@ import math
 import pytest
 import torch
 
+from megazero.account.profilers.calls import Call
 from megazero.errors import ConfigError
 from megazero.plan.device import Device, known_devices
 from megazero.plan.prices import Prices, interpolated
-from megazero.plan.work import Call, Kernel
+from megazero.plan.work import Kernel
 
 A100, H100, H200, B200 = (Device.load(name) for name in ("a100-80g", "h100", "h200", "b200"))
 MIB, GIB = 2**20, 2**30

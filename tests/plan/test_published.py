@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.plan_rows import PAGE, TABLES, errors, plan, sweep, tables, tau
+from benchmarks.published.flops import Rate
 from benchmarks.published.rows import FOLDER, Row, all_rows, read
 from benchmarks.published.step import Step
 from megazero.errors import ConfigError, DataError
 from megazero.pipeline.schedules import build_schedule
 from megazero.pipeline.simulate import Costs, simulate
-from megazero.plan.flops import Rate
 from tests.tables import over_table
 
 

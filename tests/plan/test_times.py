@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from megazero.account.profilers.calls import Call
 from megazero.config.resolve import parse_config
 from megazero.config.steps import Progress
 from megazero.plan.job import Job
 from megazero.plan.times import duration_of, exchanges, section_duration
 from megazero.plan.trace import Section, trace_rank
-from megazero.plan.work import Call, Kernel, Wait
+from megazero.plan.work import Kernel, Wait
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 64 --mock-data "

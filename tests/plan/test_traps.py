@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 import pytest
 
+from megazero.account.memory import PeakOfOutputs
+from megazero.account.profilers.calls import Call
 from megazero.config.resolve import parse_config
 from megazero.mpu.launch import Launch
 from megazero.pipeline.schedules import build_schedule
@@ -18,8 +20,7 @@ from megazero.plan.plan import Plan, stages_alike
 from megazero.plan.report import Report
 from megazero.plan.times import StepTimes, duration_of
 from megazero.plan.training import Model
-from megazero.plan.work import Call, Kernel, Pricing, Wait
-from megazero.train.observe.memory import PeakOfOutputs
+from megazero.plan.work import Kernel, Pricing, Wait
 from megazero.train.pretraining import pretrain
 from tests.durations import ROOT
 

@@ -14,13 +14,13 @@ import pytest
 
 from megazero.checkpoint.described import check_described, check_saved_model
 from megazero.checkpoint.folder import iteration_folder
-from megazero.checkpoint.hf.convert import convert_to_hf
 from megazero.checkpoint.manifest import STATE
 from megazero.checkpoint.part import Key
 from megazero.config.resolve import parse_config
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import CheckpointError
+from megazero.formats.hf.convert import convert_to_hf
 from megazero.inference.sample_loss import measure_loss
 from megazero.mpu.context import solo_context
 from megazero.mpu.launch import Launch

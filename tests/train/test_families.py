@@ -6,8 +6,8 @@ import dataclasses
 from collections import Counter
 from typing import get_args
 
-from megazero.checkpoint.hf.architectures import ARCHITECTURES
 from megazero.config.tree.model import ModelConfig
+from megazero.formats.hf.architectures import ARCHITECTURES
 from megazero.models.chunk import Block
 from megazero.mpu.context import solo_context
 from megazero.mpu.param_spec import spec_of

@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from megazero.checkpoint.hf.architecture import as_told
-from megazero.checkpoint.hf.config_json import TokenIds, architecture_of, config_of, unlike
-from megazero.checkpoint.hf.convert import convert_to_hf
-from megazero.checkpoint.hf.phi3 import PHI3
-from megazero.checkpoint.hf.writer import ModelFiles, write_hf
 from megazero.config.resolve import parse_config
 from megazero.config.rules.table import broken_rules
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import CheckpointError, ConfigError
+from megazero.formats.hf.architecture import as_told
+from megazero.formats.hf.config_json import TokenIds, architecture_of, config_of, unlike
+from megazero.formats.hf.convert import convert_to_hf
+from megazero.formats.hf.phi3 import PHI3
+from megazero.formats.hf.writer import ModelFiles, write_hf
 from megazero.mpu.launch import Launch
 from megazero.train.folders import read_folder
 from megazero.train.pretraining import pretrain
 from megazero.train.resume.saved import model_said
-from tests.checkpoint.hf.descendants import SAMPLES
-from tests.checkpoint.hf.samples import MODELS, VOCAB, random_weights
 from tests.config.samples import make_config
+from tests.formats.hf.descendants import SAMPLES
+from tests.formats.hf.samples import MODELS, VOCAB, random_weights
 from tests.models.pairs.hf_t5 import t5_shape
 from tests.source_tree import sources
 

@@ -26,7 +26,7 @@ from megazero.train.resume.snapshot import Snapshots
 from megazero.train.resume.weights import take_foreign_weights
 from megazero.train.step.state import TrainState
 from megazero.verify.record import verification_engine
-from tests.checkpoint.hf.samples import LLAMA, VOCAB, config_for, their_tensors, write_folder
+from tests.formats.hf.samples import LLAMA, VOCAB, config_for, their_tensors, write_folder
 from tests.layouts.layout import SEQUENCE, VOCABULARY, Layout
 
 SMALL = (

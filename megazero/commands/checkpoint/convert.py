@@ -14,7 +14,6 @@ from torch import Tensor
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import iteration_folder
 from megazero.checkpoint.locate import one_checkpoint
-from megazero.checkpoint.megatron.export import ExportOptions, export_megatron
 from megazero.checkpoint.part import WEIGHT, Key
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.tensor_file import Later, narrowed
@@ -24,6 +23,7 @@ from megazero.commands.checkpoint.stream import whole_tensors
 from megazero.commands.outputs import output_folder
 from megazero.commands.show import printable, size_text
 from megazero.errors import CheckpointError
+from megazero.formats.megatron.export import ExportOptions, export_megatron
 from megazero.version import VERSION
 
 OURS, TORCH_DIST = "megazero", "torch_dist"

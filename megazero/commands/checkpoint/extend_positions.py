@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.folder import saved_iterations
-from megazero.checkpoint.hf.convert import KIND
 from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.part import WEIGHT, Key
 from megazero.checkpoint.reader import CheckpointReader
@@ -21,6 +20,7 @@ from megazero.commands.checkpoint.stream import whole_tensors
 from megazero.commands.outputs import output_folder
 from megazero.commands.show import printable
 from megazero.errors import CheckpointError, ConfigError
+from megazero.formats.hf.convert import KIND
 from megazero.train.resume.saved import Checkpoint
 from megazero.version import VERSION
 

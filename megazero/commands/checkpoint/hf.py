@@ -6,13 +6,13 @@ import argparse
 import re
 from collections.abc import Sequence
 
-from megazero.checkpoint.hf.approximation import APPROXIMATIONS
-from megazero.checkpoint.hf.architectures import ARCHITECTURES
-from megazero.checkpoint.hf.convert import Imported, convert_from_hf, convert_to_hf
-from megazero.checkpoint.hf.writer import DTYPES, Exported
 from megazero.commands.outputs import output_folder
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import ConfigError, exit_status
+from megazero.formats.hf.approximation import APPROXIMATIONS
+from megazero.formats.hf.architectures import ARCHITECTURES
+from megazero.formats.hf.convert import Imported, convert_from_hf, convert_to_hf
+from megazero.formats.hf.writer import DTYPES, Exported
 
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3))
 _KINDS = (

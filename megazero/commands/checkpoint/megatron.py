@@ -11,13 +11,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from megazero.checkpoint.box import Box
-from megazero.checkpoint.megatron.convert import import_megatron
-from megazero.checkpoint.megatron.folder import Form
-from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
 from megazero.checkpoint.part import WEIGHT
 from megazero.commands.outputs import output_folder
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import ConfigError, exit_status
+from megazero.formats.megatron.convert import import_megatron
+from megazero.formats.megatron.folder import Form
+from megazero.formats.megatron.reader import ImportOptions, MegatronReader
 from megazero.regular_file import read_regular_text
 
 _TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")

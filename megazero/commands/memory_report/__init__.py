@@ -5,15 +5,29 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megazero.commands.memory_report.picture import draw_memory
-from megazero.commands.memory_report.table import COLUMNS, merge_alike, read_memory, rows, verdict
+from megazero.commands.memory_report.table import (
+    COLUMNS,
+    RankMemory,
+    merge_alike,
+    read_memory,
+    rows,
+    verdict,
+)
 from megazero.commands.outputs import output_picture
 from megazero.commands.training_words import positive
 from megazero.config.resolve import parse_config
+from megazero.config.steps import Progress
+from megazero.config.tree.config import Config
 from megazero.config.words import split_training_flags
 from megazero.errors import ConfigError, exit_status
+from megazero.plan.words import shown
 from megazero.train.folders import read_folder
+
+if TYPE_CHECKING:
+    from megazero.plan.plan import Plan
 
 
 def build_memory_parser() -> argparse.ArgumentParser:
@@ -44,25 +58,53 @@ def _report(flags: argparse.Namespace, training: Sequence[str] | None) -> None:
     from megazero.commands.show import print_table
 
     _check(flags, training)
-    formula = None
+    peak = None
     if training is None:
         memories = merge_alike(read_memory(flags.metrics))
     else:
-        from megazero.commands.memory_report.formula import in_words
-        from megazero.commands.memory_report.planned import planned_memory
-
         config = parse_config(training, world_size=flags.nproc, reader=read_folder, only_look=True).config
-        memories = merge_alike(planned_memory(config, flags.nproc))
-        formula = in_words(config)
+        plan = first_step(config, flags.nproc)
+        memories, peak = merge_alike(planned_memory(plan)), peak_in_words(plan)
     print_table(COLUMNS, rows(memories), left=2)
     print(verdict(memories))
-    if formula is not None:
-        print(formula)
+    if peak is not None:
+        print(peak)
     if flags.output is not None:
         try:
             draw_memory(memories, flags.output)
         except OSError as error:
             raise ConfigError(f"`--output` must be a file that can be written, but: {error}") from error
+
+
+def first_step(config: Config, ranks: int) -> Plan:
+    """Plan the first step of a training on so many ranks.
+
+    Raises:
+        ConfigError: the model cannot be built on so many ranks.
+    """
+    from megazero.plan.job import Job, is_apart
+    from megazero.plan.plan import Plan
+
+    return Plan.of(Job(config, ranks, is_apart(config), Progress()))
+
+
+def planned_memory(plan: Plan) -> list[RankMemory]:
+    """The memory of the ranks of each stage in a planned step.
+
+    Sizes between steps are exact, unless experts are spread unevenly. Activations are what kernels make for
+    their results and for backward.
+    """
+    return [RankMemory(tuple(plan.job.ranks_of(stage.stage)), stage.memory) for stage in plan.stages]
+
+
+def peak_in_words(plan: Plan) -> str:
+    """A line about the most that activations take on a rank, and the action during which they do."""
+    job, stage = plan.job, max(plan.stages, key=lambda stage: stage.peak.nbytes)
+    tokens = job.config.batch.micro_batch_size * job.step.rows * job.step.sequence_length // job.grid.cp
+    return (
+        f"{tokens:,} tokens of a rank take {shown(stage.memory['device']['activations'])} of activations at "
+        f"most, at {stage.peak.when} on stage {stage.stage}"
+    )
 
 
 def _check(flags: argparse.Namespace, training: Sequence[str] | None) -> None:

@@ -7,19 +7,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from megazero.account.memory import KINDS
+from megazero.account.profilers.timeline import COLOURS
 from megazero.commands.memory_report.table import PLACES, RankMemory
 from megazero.pictures import check_suffix, new_figure
 from megazero.plan.words import shown
-from megazero.train.observe.memory import KINDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which people with any colour vision tell apart.
-_COLOURS = MappingProxyType(
-    dict(zip(KINDS, ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#999999", "#D55E00"), strict=True))
-)
 _TITLES = MappingProxyType({"device": "device", "cpu": "host", "nvme": "disk"})
 _LABELLED = 0.06  # of the longest bar: what is shorter has no room for a number
 
@@ -41,13 +38,14 @@ def memory_figure(memories: Sequence[RankMemory]) -> Figure:
     figure = new_figure(10, min(40.0, height))
     panels = figure.subplots(len(places), 1, squeeze=False, sharex=True)[:, 0]
     longest = max(memory.total(place) for memory in memories for place in places)
-    scale, unit = _unit_of(longest)
+    unit = shown(longest).split()[1]
+    scale = 1024.0 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
     for place, panel in zip(places, panels, strict=True):
         _draw_place(panel, memories, place, longest, scale)
         panel.set_title(_TITLES[place], loc="left", fontsize=10, fontweight="bold")
     panels[-1].set_xlabel(unit)
     present = [k for k in KINDS if any(k in held for memory in memories for held in memory.places.values())]
-    boxes = [panels[0].barh([0], [0], color=_COLOURS[kind]) for kind in present]
+    boxes = [panels[0].barh([0], [0], color=COLOURS[kind]) for kind in present]
     figure.legend(boxes, present, loc="outside upper center", ncols=len(present), frameon=False)
     return figure
 
@@ -57,7 +55,7 @@ def _draw_place(panel: Axes, memories: Sequence[RankMemory], place: str, longest
         left = 0
         for kind in KINDS:
             size = memory.places.get(place, {}).get(kind, 0)
-            panel.barh(row, size / scale, left=left / scale, height=0.7, color=_COLOURS[kind])
+            panel.barh(row, size / scale, left=left / scale, height=0.7, color=COLOURS[kind])
             if size > _LABELLED * longest:
                 middle = (left + size / 2) / scale
                 panel.text(middle, row, shown(size), ha="center", va="center", fontsize=8, color="white")
@@ -70,9 +68,3 @@ def _draw_place(panel: Axes, memories: Sequence[RankMemory], place: str, longest
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(axis="x", alpha=0.3)
     panel.set_axisbelow(True)
-
-
-def _unit_of(longest: int) -> tuple[float, str]:
-    """The size of the axis's unit in bytes, and its name."""
-    name = shown(longest).split()[1]
-    return 1024.0 ** ("B", "KiB", "MiB", "GiB", "TiB").index(name), name

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megazero.account.memory import KINDS
 from megazero.commands.metrics_file import read_metrics
 from megazero.errors import DataError
 from megazero.plan.words import runs, shown
-from megazero.train.observe.memory import KINDS
 
 KEY = "memory"
 """The key of a step's metrics that holds the contents of memory: place -> kind -> bytes, per rank."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.megatron.zero_states import Scale
+from megazero.formats.megatron.zero_states import Scale
 
 # Keys of a file of the model that are DeepSpeed's own; the script's stand among them.
 _OWN = frozenset(

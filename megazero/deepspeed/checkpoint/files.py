@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazero.checkpoint.megatron.folder import UNIVERSAL, ZERO_FILE
 from megazero.errors import DamagedCheckpointError
+from megazero.formats.megatron.folder import UNIVERSAL, ZERO_FILE
 
 _MODEL = re.compile(r"(?:(?:bf16_)?zero_pp_rank_(?P<data>\d+)_)?mp_rank_(?P<model>\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<model>\d+))?-model_states\.pt")

@@ -10,8 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.megatron.universal import optimizer_facts, parameter_files
-from megazero.checkpoint.megatron.zero_states import (
+from megazero.checkpoint.part import WEIGHT
+from megazero.deepspeed.checkpoint.facts import count_updates
+from megazero.deepspeed.checkpoint.files import Files
+from megazero.deepspeed.checkpoint.pickles import load_states
+from megazero.errors import CheckpointError
+from megazero.formats.megatron.universal import optimizer_facts, parameter_files
+from megazero.formats.megatron.zero_states import (
     Joined,
     Scale,
     Shapes,
@@ -22,11 +27,6 @@ from megazero.checkpoint.megatron.zero_states import (
     tensors_of,
     vector_of,
 )
-from megazero.checkpoint.part import WEIGHT
-from megazero.deepspeed.checkpoint.facts import count_updates
-from megazero.deepspeed.checkpoint.files import Files
-from megazero.deepspeed.checkpoint.pickles import load_states
-from megazero.errors import CheckpointError
 
 Cut = Callable[[Sequence[Tensor]], Iterator[tuple[str, Joined]]]
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megazero.checkpoint.megatron.pickles import KEPT, SafeGlobal, load_pickle, parsed, reason_of
 from megazero.errors import CheckpointError, DamagedCheckpointError
+from megazero.formats.megatron.pickles import KEPT, SafeGlobal, load_pickle, parsed, reason_of
 
 TRUST = "MEGAZERO_TRUST_PICKLE"
 REMEDY = f"if you trust who wrote it, set {TRUST}=1 in the environment, which lets it run any code"

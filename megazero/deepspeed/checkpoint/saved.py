@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from megazero.checkpoint.folder import candidates
-from megazero.checkpoint.megatron.zero_states import Scale
 from megazero.checkpoint.part import WEIGHT, Key, Part, Source
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.deepspeed.checkpoint.files import Files, find_files, inventory
@@ -19,6 +18,7 @@ from megazero.deepspeed.checkpoint.folder import ForeignFolder, Groups
 from megazero.deepspeed.checkpoint.plain import decode
 from megazero.deepspeed.moe.experts import older_names
 from megazero.errors import CheckpointError
+from megazero.formats.megatron.zero_states import Scale
 from megazero.optim.loss_scaler import LossScaler, ScalerState
 
 STATE = "state"

@@ -9,23 +9,31 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
 
+from megazero.account.profilers.calls import bus_factor
 from megazero.deepspeed.accelerator.choose import get_accelerator
 from megazero.deepspeed.reports.timer import trim_mean
 from megazero.deepspeed.utils.logging import log_dist
 from megazero.errors import ConfigError
 from megazero.mpu.torch_group import joined_world
-from megazero.train.profiling.bandwidth import bus_factor
 
 _GATHERING = ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
 _REDUCING = ("all_reduce", "all_reduce_coalesced", "inference_all_reduce")
 _EXCHANGING = ("all_to_all", "all_to_all_single")
 _MESSAGES = ("tensor", "tensors", "input_list", "input_tensor_list", "p2p_op_list")
-_COLUMNS = ("Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)")
-_RATES = ("tput_avg (Gbps)", "busbw_avg (Gbps)")
+_SUMMED = MappingProxyType(
+    {
+        **{"total_latency_ms": "Total Latency(ms)", "avg_latency_ms": "Avg Latency(ms)"},
+        **{"tput_avg_gbps": "tput_avg (Gbps)", "busbw_avg_gbps": "busbw_avg (Gbps)"},
+    }
+)
+_WAITED = MappingProxyType(
+    {"total_comm_lat_ms": "Total comm lat(ms)", "total_straggler_ms": "Total straggler(ms)"}
+)
 
 
 def calc_bw_log(comm_op: str, size: int, duration: float, members: int | None = None) -> tuple[float, float]:
@@ -34,7 +42,7 @@ def calc_bw_log(comm_op: str, size: int, duration: float, members: int | None = 
     The second takes into account how often a collective sends each byte (NCCL's tests call it busbw). It is
     that of a group of so many members, by default of the world.
     """
-    ranks = members or world_size()
+    ranks = members or (joined_world() or (0, 1))[1]
     factor, bus = {
         **dict.fromkeys(_EXCHANGING, (1.0, bus_factor("all_to_all", ranks))),
         **dict.fromkeys(_GATHERING, (float(ranks), ranks * bus_factor("all_gather", ranks))),
@@ -51,12 +59,6 @@ def convert_size(size_bytes: int) -> str:
     power = min((size_bytes.bit_length() - 1) // 10, 8)
     unit = ("B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB")[power]
     return f"{round(size_bytes / 1024**power, 2)} {unit}"
-
-
-def world_size() -> int:
-    """The number of ranks in the world; 1 if this process has joined none."""
-    joined = joined_world()
-    return 1 if joined is None else joined[1]
 
 
 class CommsLogger:
@@ -91,11 +93,11 @@ class CommsLogger:
         self.prof_all = False
 
     def start_profiling_op(self, op_name_list: Iterable[str]) -> None:
-        """Time these."""
+        """Add these to the operations that are timed."""
         self.prof_ops = sorted({*self.prof_ops, *op_name_list})
 
     def stop_profiling_op(self, op_name_list: Iterable[str]) -> None:
-        """Time these no more."""
+        """Stop timing these, unless all are timed."""
         self.prof_ops = sorted(set(self.prof_ops).difference(op_name_list))
 
     def append(
@@ -164,32 +166,39 @@ def report(least: Callable[[list[float]], list[float]] | None, show: bool) -> di
         least: the least of each call's times among all ranks, to tell a slow rank from a slow network.
         show: whether to print it.
     """
-    rank = (joined_world() or (0, 1))[0]
+    rank, size = joined_world() or (0, 1)
     summary = {name: LOG.get_operation_summary(name) or {} for name in LOG.get_operation_names()}
-    result: dict[str, Any] = {
-        "summary": summary,
-        "straggler_analysis": None,
-        "metadata": {"world_size": world_size(), "rank": rank, "timestamp": datetime.now().isoformat()},
-    }
-    rows: list[tuple[str, ...]] = [(*_COLUMNS, *_RATES)]
-    for name, sizes in summary.items():
-        rows.append((name,))
-        rows += [("", *_cells(entry, "total_latency_ms", "avg_latency_ms")) for entry in sizes.values()]
+    waits = None
+    rows = _rows(summary, _SUMMED)
     if least is not None:
         waits = {
             name: {size: _waits(size, LOG.comms_dict[name][size], least) for size in sizes}
             for name, sizes in summary.items()
         }
-        result["straggler_analysis"] = waits
-        rows.append((*_COLUMNS[:3], "Total comm lat(ms)", "Total straggler(ms)"))
-        for name, sizes in waits.items():
-            rows.append((name,))
-            rows += [
-                ("", *_cells(entry, "total_comm_lat_ms", "total_straggler_ms")) for entry in sizes.values()
-            ]
+        rows += _rows(waits, _WAITED)
     if show:
         print("\n".join("".join(f"{cell:<20}" for cell in row).rstrip() for row in rows), flush=True)
-    return result
+    metadata = {"world_size": size, "rank": rank, "timestamp": datetime.now().isoformat()}
+    return {"summary": summary, "straggler_analysis": waits, "metadata": metadata}
+
+
+def _rows(
+    table: Mapping[str, Mapping[int, Mapping[str, Any]]], columns: Mapping[str, str]
+) -> list[Sequence[str]]:
+    """A table's heading, and for each name a line of its own and one for each size.
+
+    Args:
+        table: figures by name, size and key.
+        columns: the headings of the times and rates to show, by key.
+    """
+    rows: list[Sequence[str]] = [("Comm. Op", "Message Size", "Count", *columns.values())]
+    for name, sizes in table.items():
+        rows.append((name,))
+        for entry in sizes.values():
+            rows.append(
+                ("", entry["msg_size_str"], str(entry["count"]), *(f"{entry[key]:.2f}" for key in columns))
+            )
+    return rows
 
 
 def _waits(size: int, entry: Sequence[Any], least: Callable[[list[float]], list[float]]) -> dict[str, Any]:
@@ -205,12 +214,6 @@ def _waits(size: int, entry: Sequence[Any], least: Callable[[list[float]], list[
         "msg_size_bytes": size,
         "msg_size_str": convert_size(size),
     }
-
-
-def _cells(entry: Mapping[str, Any], *times: str) -> tuple[str, ...]:
-    rates = [entry[name] for name in ("tput_avg_gbps", "busbw_avg_gbps") if name in entry]
-    numbers = [f"{entry[name]:.2f}" for name in (*times[:2],)] + [f"{rate:.2f}" for rate in rates]
-    return entry["msg_size_str"], str(entry["count"]), *numbers
 
 
 def logged(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from megazero.account.profilers.flops.counter import PRODUCTS
 from megazero.config.tree.config import Config
 from megazero.deepspeed.checkpoint.saved import EngineCounters
 from megazero.deepspeed.config.settings import UserSettings
@@ -35,7 +36,6 @@ from megazero.train.observe.monitors.base import CompositeMonitor, Monitor
 from megazero.train.observe.monitors.csv_file import CsvMonitor
 from megazero.train.observe.monitors.tensorboard import TensorBoardMonitor
 from megazero.train.observe.monitors.weights_and_biases import WandbMonitor
-from megazero.train.profiling.flops.counter import PRODUCTS
 from megazero.train.step.losses import Losses
 from megazero.train.step.timers import Timers
 

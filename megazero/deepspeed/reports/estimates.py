@@ -6,12 +6,15 @@ Other needs of a step (activations, gradients on their way, state on its way fro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from megazero.account.profilers.flops.counter import elements
+
 _WEIGHT, _STATE, _GIB = 2, 16, 2**30
 _START = 4  # bytes of an fp32 weight before it is sharded
+_PLACE = ("none", "cpu")
 
 
 def estimate_zero2_model_states_mem_needs(
@@ -82,12 +85,14 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.0,
 ) -> None:
     """Print the estimates of `estimate_zero2_model_states_mem_needs` with and without offload."""
-    _title(total_params, None, num_gpus_per_node, num_nodes)
-    for offload in (True, False):
-        host, device = estimate_zero2_model_states_mem_needs(
-            total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
+    place = num_gpus_per_node, num_nodes
+    rows = {
+        f"offload_optimizer={_PLACE[offload]}": estimate_zero2_model_states_mem_needs(
+            total_params, *place, offload, additional_buffer_factor
         )
-        _row(host, device, f"offload_optimizer={'cpu' if offload else 'none'}")
+        for offload in (True, False)
+    }
+    _print_table(f"{total_params / 1e6:,.1f}M parameters", place, rows)
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -111,22 +116,17 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.0,
 ) -> None:
     """Print the estimates of `estimate_zero3_model_states_mem_needs` for each way to offload and to begin."""
-    _title(total_params, largest_layer_params, num_gpus_per_node, num_nodes)
+    place = num_gpus_per_node, num_nodes
+    rows = {}
     for optimizer, params in ((True, True), (True, False), (False, False)):
-        for zero_init in (True, False):
-            host, device, _ = estimate_zero3_model_states_mem_needs(
-                total_params,
-                largest_layer_params,
-                num_gpus_per_node,
-                num_nodes,
-                optimizer,
-                params,
-                zero_init,
+        for begins in (True, False):
+            options = f"offload_param={_PLACE[params]}, offload_optimizer={_PLACE[optimizer]}"
+            rows[f"{options}, zero_init={int(begins)}"] = estimate_zero3_model_states_mem_needs(
+                *(total_params, largest_layer_params, *place, optimizer, params, begins),
                 additional_buffer_factor,
             )
-            places = [("offload_param", params), ("offload_optimizer", optimizer)]
-            options = [f"{name}={'cpu' if on else 'none'}" for name, on in places]
-            _row(host, device, ", ".join([*options, f"zero_init={int(zero_init)}"]))
+    largest = f"{largest_layer_params / 1e6:,.1f}M of them in the largest layer"
+    _print_table(f"{total_params / 1e6:,.1f}M parameters, {largest}", place, rows)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -143,22 +143,14 @@ def estimate_zero3_model_states_mem_needs_all_live(
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """The parameters of a model, each once, and those of its largest module without the modules inside."""
-
-    def elements(params: Iterable[nn.Parameter]) -> int:
-        return sum(getattr(param, "ds_numel", param.numel()) for param in params)
-
-    layers = [elements(module.parameters(recurse=False)) for module in model.modules()]
-    return elements(model.parameters()), max(layers)
+    layers = [sum(map(elements, module.parameters(recurse=False))) for module in model.modules()]
+    return sum(map(elements, model.parameters())), max(layers)
 
 
-def _title(total: int, layer: int | None, devices: int, nodes: int) -> None:
-    largest = "" if layer is None else f", {layer / 1e6:,.1f}M of them in the largest layer"
-    print(
-        f"States of {total / 1e6:,.1f}M parameters{largest}, on {nodes} node(s) of {devices} device(s), "
-        f"weights of {_WEIGHT} bytes:"
-    )
+def _print_table(model: str, place: tuple[int, int], rows: Mapping[str, Sequence[int]]) -> None:
+    """Print bytes of a node's host and of a device, by options; what follows them in a row is left out."""
+    devices, nodes = place
+    print(f"States of {model}, on {nodes} node(s) of {devices} device(s), weights of {_WEIGHT} bytes:")
     print("  per node's host |  per device | options")
-
-
-def _row(host: int, device: int, options: str) -> None:
-    print(f"  {host / _GIB:11,.2f} GiB | {device / _GIB:7,.2f} GiB | {options}")
+    for options, (host, device, *_) in rows.items():
+        print(f"  {host / _GIB:11,.2f} GiB | {device / _GIB:7,.2f} GiB | {options}")

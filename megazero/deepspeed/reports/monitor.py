@@ -12,12 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from megazero.account.writers import CsvSeries, Scalars, over
 from megazero.config.deepspeed.load import plain_paths
 from megazero.errors import ConfigError
 from megazero.mpu.torch_group import joined_world
-from megazero.train.observe.monitors.csv_file import CsvSeries
-from megazero.train.observe.monitors.tensorboard import Scalars
-from megazero.train.observe.monitors.weights_and_biases import over
 
 Event = tuple[str, Any, int]
 """A tag, a value, and where it stands on the x axis."""

@@ -1,4 +1,4 @@
-"""The FLOPs profiler under DeepSpeed's names, for a model of any kind: `train/profiling/flops` does it."""
+"""The FLOPs profiler under DeepSpeed's names, for a model of any kind: `account/profilers/flops` does it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from megazero.deepspeed.accelerator.choose import get_accelerator
-from megazero.errors import ConfigError
-from megazero.train.profiling.clock import clock_of
-from megazero.train.profiling.flops.counter import ModuleCounter, ModuleProfile, fill_containers, profiles_of
-from megazero.train.profiling.flops.table import largest_types, module_tree, rows_of
-from megazero.train.profiling.flops.units import (
+from megazero.account.profilers.clock import clock_of
+from megazero.account.profilers.flops.counter import (
+    ModuleCounter,
+    ModuleProfile,
+    fill_containers,
+    profiles_of,
+)
+from megazero.account.profilers.flops.table import largest_types, module_tree, rows_of
+from megazero.account.profilers.flops.units import (
     bytes_to_string,
     duration_to_string,
     flops_to_string,
@@ -24,6 +27,8 @@ from megazero.train.profiling.flops.units import (
     number_to_string,
     params_to_string,
 )
+from megazero.deepspeed.accelerator.choose import get_accelerator
+from megazero.errors import ConfigError
 
 __all__ = [
     "FlopsProfiler",

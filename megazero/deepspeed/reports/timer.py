@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
+from megazero.account.profilers.clock import clock_of
 from megazero.deepspeed.accelerator.choose import get_accelerator
 from megazero.deepspeed.accelerator.cpu import Accelerator
 from megazero.deepspeed.utils.logging import logger, print_dist
@@ -43,7 +44,7 @@ class Timer:
     def __init__(self, name: str):
         self.name_ = name
         self.started_ = False
-        self._event: Callable[..., Any] | None = get_accelerator().Event
+        self._clock = clock_of(get_accelerator().device())
         self._start: Any = None
         self._spans: list[tuple[Any, Any]] = []
 
@@ -55,7 +56,7 @@ class Timer:
         """
         if self.started_:
             raise ConfigError(f"`{self.name_}` must be stopped before it is started again; call `stop`")
-        self.started_, self._start = True, self._now()
+        self.started_, self._start = True, self._clock.now()
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
         """Add the time since `start`, or with `reset` keep nothing but it.
@@ -68,7 +69,7 @@ class Timer:
         if reset:
             self._spans.clear()
         self.started_ = False
-        self._spans.append((self._start, self._now()))
+        self._spans.append((self._start, self._clock.now()))
 
     def reset(self) -> None:
         """Forget all times."""
@@ -91,18 +92,9 @@ class Timer:
         """The mean of the times in milliseconds, without the largest and the smallest tenth."""
         return trim_mean(self._milliseconds(), 0.1)
 
-    def _now(self) -> Any:
-        if self._event is None:
-            return time.perf_counter()
-        event = self._event(enable_timing=True)
-        event.record()
-        return event
-
     def _milliseconds(self) -> list[float]:
-        if self._event is None:
-            return [1000.0 * (end - start) for start, end in self._spans]
         get_accelerator().synchronize()
-        return [start.elapsed_time(end) for start, end in self._spans]
+        return [1000.0 * self._clock.seconds(start, end) for start, end in self._spans]
 
 
 class SynchronizedWallClockTimer:
@@ -163,28 +155,16 @@ class NoopTimer:
         """No timers."""
         return {}
 
-    def start(self) -> None:
-        """Nothing."""
+    def start(self, *args: object, **kwargs: object) -> None:
+        """Measure nothing; the methods that stop, forget and report do nothing either."""
 
-    def stop(self, **kwargs: bool) -> None:
-        """Nothing."""
-
-    def reset(self) -> None:
-        """Nothing."""
+    stop = reset = log = get_mean = start
 
     def elapsed(self, **kwargs: bool) -> float:
-        """No time."""
+        """Return no time, as `mean` does."""
         return 0
 
-    def mean(self) -> float:
-        """No time."""
-        return 0
-
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
-
-    def get_mean(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
+    mean = elapsed
 
 
 SynchronizedWallClockTimer.Timer = Timer  # type: ignore[attr-defined]  # the name under which scripts know it

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from megazero.account.flops import attention_flops, logits_flops, mlp_flops
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.layers.cores import CachedCore
@@ -23,7 +24,6 @@ from megazero.layers.recompute import Unit, recompute_units, run_layers
 from megazero.layers.rows import Rows
 from megazero.loss import LossTerm
 from megazero.models.chunk import EMBEDDING, HEAD, Block, Slice, StagedChunk, Tie
-from megazero.models.flops import attention_flops, logits_flops, mlp_flops
 from megazero.models.gpt import Head
 from megazero.models.pairs.batch import PairBatch
 from megazero.models.pairs.bias import TABLES, RelativeBiases

@@ -6,13 +6,13 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-from megazero.checkpoint.hf.config_json import Description
-from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.saver import together
 from megazero.config.derive import FREE_MODEL_FIELDS
 from megazero.config.tree.config import Config
 from megazero.config.tree.sparse import SPARSE_FIELDS
 from megazero.errors import CheckpointError
+from megazero.formats.hf.config_json import Description
+from megazero.formats.hf.reader import HFReader
 from megazero.models.classifier import OWN, PRETRAINING_ONLY
 from megazero.mpu.context import ParallelContext
 from megazero.train.resume.fit import OF_THE_HEAD, check_model, free_to_begin

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.checkpoint.folder import candidates
-from megazero.checkpoint.hf.config_json import Description
 from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.reader import Verify
 from megazero.config.rules.table import check
@@ -17,6 +16,7 @@ from megazero.data.labelled.dataset import LabelledSamples
 from megazero.data.labelled.encode import SampleEncoder, encode_samples
 from megazero.data.labelled.files import LabelledFile, read_labelled
 from megazero.errors import ConfigError, DataError
+from megazero.formats.hf.config_json import Description
 from megazero.mpu.context import ParallelContext
 from megazero.train.parts.families import FAMILIES
 from megazero.train.parts.vocabulary import Vocabulary

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import torch
 
+from megazero.account.memory import MemoryMeter
+from megazero.account.profiler import Profiler, TokenCount
 from megazero.config.difficulties import Difficulties
 from megazero.config.steps import Step
 from megazero.config.training_plan import TrainingPlan
@@ -19,8 +21,6 @@ from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
 from megazero.mpu.host_waits import host_waits
 from megazero.mpu.messages import fold_values
 from megazero.mpu.waits import Waits
-from megazero.train.observe.memory import MemoryMeter
-from megazero.train.observe.profiler import Profiler, TokenCount
 from megazero.train.observe.stragglers import Stragglers
 from megazero.train.step.engine import Engine, Outcome, StepResult
 from megazero.train.step.state import TrainState
@@ -30,7 +30,9 @@ from megazero.zero.store.tier import Traffic
 
 
 class StepWaits:
-    """Watches steps from the second one on: the first allocates, opens communicators and may compile.
+    """Reports each place that makes the host wait for the device, once.
+
+    It watches steps from the second one on: the first allocates, opens communicators and may compile.
 
     Args:
         mode: what to do about a wait that a step must not make.
@@ -109,7 +111,11 @@ class Meters:
         self.stragglers = Stragglers(config.logging.straggler_interval or None, context)
         self._before = Traffic()
         self.first_step: MemoryMeter | None = None
-        self._memory = MemoryMeter.of(engine) if config.logging.metrics_jsonl is not None else None
+        self._memory = (
+            MemoryMeter.of(engine.optimizer.store, engine.executor)
+            if config.logging.metrics_jsonl is not None
+            else None
+        )
         self._waits = Waits(context.device) if context.watch is None else context.watch.waits
         self._host_waits = StepWaits(config.guards.check_host_waits, context.device, say)
         self._offloads = bool(offloaded_bytes(engine.optimizer.store))

@@ -111,7 +111,7 @@ METRICS = (
     ),
     Metric(
         "tflops",
-        "model TFLOP/s of one rank, without padding and what was skipped (`models/flops.py`)",
+        "model TFLOP/s of one rank, without padding and what was skipped (`account/flops.py`)",
         lambda f: f.flops / 1e12,
         Chart("throughput"),
         Line(rate("throughput per rank (TFLOP/s): {:.3f}"), 50),

@@ -14,11 +14,11 @@ from typing import Any, Generic
 
 import numpy as np
 
-from megazero.checkpoint.hf.architecture import Architecture
-from megazero.checkpoint.hf.architectures import DECODERS, ENCODER_DECODERS, ENCODERS
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.data.build import Datasets, bert_datasets, gpt_datasets, t5_datasets
+from megazero.formats.hf.architecture import Architecture
+from megazero.formats.hf.architectures import DECODERS, ENCODER_DECODERS, ENCODERS
 from megazero.layers.inputs import Skipping
 from megazero.models.batch import Collate, M, MicroBatch, TextCollate, random_text
 from megazero.models.bert import BERT, bert_blocks
@@ -176,7 +176,7 @@ def classifiers_of(name: str, num_classes: int) -> Family[LabelledBatch]:
 class TokenFlops:
     """FLOPs of forward and backward for one token, by the length of its sequence and what the step skips.
 
-    Counts of `models/flops.py`. Each length is counted once.
+    Counts of `account/flops.py`. Each length is counted once.
 
     Args:
         config: the run's configuration.

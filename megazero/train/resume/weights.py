@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.hf.config_json import Description
-from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.part import ROUTER, WEIGHT, Key, Part, Source
 from megazero.checkpoint.saver import together
 from megazero.checkpoint.shards import parts_to_read, state_keys
@@ -17,6 +15,8 @@ from megazero.checkpoint.upcycling import Upcycled, dense_model, router_names
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.sparse import SPARSE_FIELDS
+from megazero.formats.hf.config_json import Description
+from megazero.formats.hf.reader import HFReader
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import gather_values
 from megazero.train.resume.fit import check_tensors

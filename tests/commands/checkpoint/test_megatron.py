@@ -12,7 +12,7 @@ from megazero.checkpoint.part import Key
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.commands.checkpoint.megatron import main_import_megatron
 from megazero.config.tree.model import ModelConfig
-from tests.checkpoint.megatron.samples import LLAMA, PADDED, VOCAB, Layout, random_weights, save_megatron
+from tests.formats.megatron.samples import LLAMA, PADDED, VOCAB, Layout, random_weights, save_megatron
 
 LAYOUT = Layout(2, 2, 2, arguments={"untie_embeddings_and_output_weights": True})
 

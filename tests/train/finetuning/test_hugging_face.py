@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megazero.checkpoint.hf.convert import convert_from_hf, convert_to_hf
 from megazero.errors import CheckpointError, ConfigError
+from megazero.formats.hf.convert import convert_from_hf, convert_to_hf
 from tests.train.finetuning.samples import make_files, run
 from tests.train.finetuning.test_run import pretrained
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 
 from megazero.config.steps import Progress
 from megazero.train.observe.metrics import EvalMetrics, StepMetrics
@@ -49,7 +48,7 @@ class CompositeMonitor(Monitor):
 
     def __init__(self, members: Iterable[Monitor] = (), warn: Callable[[str], None] | None = None) -> None:
         self.members = list(members)
-        self._warn = warn or _print_to_stderr
+        self._warn = warn or (lambda text: print(text, file=sys.stderr, flush=True))
 
     def step(self, metrics: StepMetrics) -> None:
         self._each(lambda member: member.step(metrics))
@@ -76,19 +75,3 @@ class CompositeMonitor(Monitor):
             except OSError as error:
                 self.members.remove(member)
                 self._warn(f"warning: {type(member).__name__} is off from here on: {error}")
-
-
-def keep_aside(files: Collection[Path]) -> None:
-    """Move the files of an earlier training into a new folder beside them: `earlier-1`, `earlier-2`, ..."""
-    if not files:
-        return
-    number, folder = 1, next(iter(files)).parent
-    while (aside := folder / f"earlier-{number}").exists():
-        number += 1
-    aside.mkdir()
-    for path in files:
-        path.rename(aside / path.name)
-
-
-def _print_to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -2,49 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import math
-import os
-from collections.abc import Callable
 from pathlib import Path
 
+from megazero.account.writers import CsvSeries, keep_aside
 from megazero.config.steps import Progress
 from megazero.errors import ConfigError
 from megazero.train.observe.metrics import EvalMetrics, StepMetrics
-from megazero.train.observe.monitors.base import Monitor, keep_aside
+from megazero.train.observe.monitors.base import Monitor
 
 _AXIS = "iteration"
-
-
-class CsvSeries:
-    """CSV files with a step and a value in each row; no step is twice in a file.
-
-    A value at a step that a file has already passed takes the place of its rows from that step on.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[Path, float] = {}
-
-    def add(self, path: Path, header: tuple[str, str], step: float, value: object) -> None:
-        """Add a row; a new file begins with the header."""
-        if path not in self._last:
-            steps = [_step(row) for row in _rows(path)] if path.exists() else []
-            self._last[path] = max(filter(math.isfinite, steps), default=-math.inf)
-        if step <= self._last[path]:
-            self.keep(path, lambda earlier: earlier < step)
-        fresh = not path.exists()
-        with path.open("a", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerows([header] * fresh + [(step, value)])
-        self._last[path] = step
-
-    def keep(self, path: Path, wanted: Callable[[float], bool]) -> None:
-        """Keep the header and the rows with a step that is wanted."""
-        self._last.pop(path, None)
-        header, *rows = _rows(path)
-        part = path.with_name(path.name + ".part")
-        with part.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerows([header, *(r for r in rows if wanted(_step(r)))])
-        os.replace(part, path)
 
 
 class CsvMonitor(Monitor):
@@ -103,16 +69,3 @@ class CsvMonitor(Monitor):
 def _is_ours(path: Path) -> bool:
     with path.open(encoding="utf-8", errors="replace") as file:
         return file.readline().startswith(f"{_AXIS},")
-
-
-def _rows(path: Path) -> list[list[str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.reader(file))
-
-
-def _step(row: list[str]) -> float:
-    """The step of a row; NaN, which is no step, for a header or a row that a crash cut short."""
-    try:
-        return float(row[0]) if len(row) == 2 else math.nan
-    except ValueError:
-        return math.nan

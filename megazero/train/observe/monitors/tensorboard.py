@@ -2,135 +2,16 @@
 
 from __future__ import annotations
 
-import errno
-import math
-import os
-import struct
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
+from megazero.account.writers import Scalars
 from megazero.config.steps import Progress
 from megazero.config.tree.logging import LoggingConfig
 from megazero.errors import ConfigError
 from megazero.train.observe.metrics import EvalMetrics, StepMetrics
-from megazero.train.observe.monitors.base import Monitor, keep_aside
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-Point = tuple[str, float, int]
-"""A tag, its value, and the step at which it has it."""
+from megazero.train.observe.monitors.base import Monitor
 
 _OVER_SAMPLES = " vs samples"
-
-
-class Scalars:
-    """Scalars in a folder for TensorBoard, one for each tag and step.
-
-    A value at a step that its tag has already passed takes the place of the tag's values from that step on.
-    torch's `purge_step` would do this for all tags alike, but some count iterations, and some samples.
-
-    Args:
-        folder: where the events are; it is created if it does not exist.
-        max_queue: events held before they are written.
-
-    Raises:
-        ImportError: the tensorboard package is missing.
-        OSError: a file in the folder has no events.
-    """
-
-    def __init__(self, folder: str, max_queue: int = 10):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._open: Callable[[], SummaryWriter] = lambda: SummaryWriter(folder, max_queue=max_queue)
-        self._folder = folder
-        self._writer: SummaryWriter | None = None
-        self._last: dict[str, float] = {}
-        for path in self._files():
-            for _, points in _records(path):
-                self._passed(points)
-
-    @property
-    def writer(self) -> SummaryWriter:
-        """Torch's writer of the newest file."""
-        if self._writer is None:
-            self._writer = self._open()
-        return self._writer
-
-    def add(self, points: Iterable[Point]) -> None:
-        """Add values."""
-        values = {(tag, step): value for tag, value, step in points}
-        late = {tag: step for tag, step in values if step <= self._last.get(tag, -math.inf)}
-        if late:
-            self.keep(lambda tag, step: step < late.get(tag, math.inf))
-        for (tag, step), value in values.items():
-            # The writer's own thread runs into a full disk; its error is raised by a later call here.
-            try:
-                self.writer.add_scalar(tag, value, step)
-            except OSError as error:
-                raise OSError(error.errno, f"cannot write events ({error.strerror})", self._folder) from error
-        self._passed(values)
-
-    def keep(self, wanted: Callable[[str, int], bool]) -> None:
-        """Keep the values with a tag and a step that are wanted."""
-        self.close()
-        self._last = {}
-        for path in self._files():
-            records = list(_records(path))
-            kept = [(raw, points) for raw, points in records if all(wanted(*point) for point in points)]
-            if len(kept) < len(records):
-                part = path.with_name("rewritten.part")
-                part.write_bytes(b"".join(raw for raw, _ in kept))
-                os.replace(part, path)
-            for _, points in kept:
-                self._passed(points)
-
-    def set_aside(self) -> None:
-        """Begin anew, and keep the earlier events in a folder of their own."""
-        self.close()
-        keep_aside(self._files())
-        self._last = {}
-
-    def close(self) -> None:
-        """Write out what is pending; what is added later begins another file."""
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
-
-    def _files(self) -> list[Path]:
-        """The files of events, oldest first."""
-        return sorted(Path(self._folder).glob("*tfevents*"))
-
-    def _passed(self, points: Iterable[tuple[str, int]]) -> None:
-        for tag, step in points:
-            self._last[tag] = max(step, self._last.get(tag, step))
-
-
-def _records(path: Path) -> Iterator[tuple[bytes, list[tuple[str, int]]]]:
-    """The records of a file of events, and the tags and steps of their scalars.
-
-    A record is its length (8 bytes) and a checksum of it (4), the event, and a checksum of the event (4). A
-    last one that a crash cut short is left out.
-
-    Raises:
-        OSError: the file has something else.
-    """
-    from google.protobuf.message import DecodeError
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    data, start = path.read_bytes(), 0
-    while start + 12 <= len(data):
-        (length,) = struct.unpack_from("<Q", data, start)
-        end = start + 12 + length + 4
-        if end > len(data):
-            return
-        try:
-            event = Event.FromString(data[start + 12 : end - 4])
-        except DecodeError as error:
-            raise OSError(errno.EINVAL, "no file of TensorBoard's events", str(path)) from error
-        yield data[start:end], [(value.tag, event.step) for value in event.summary.value]
-        start = end
 
 
 class TensorBoardMonitor(Monitor):

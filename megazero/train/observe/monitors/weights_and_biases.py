@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 from uuid import uuid4
 
+from megazero.account.writers import over
 from megazero.config.steps import Progress
 from megazero.config.tree.config import Config
 from megazero.errors import ConfigError
@@ -82,10 +82,3 @@ class WandbMonitor(Monitor):
             self._run.log({**values, AXIS: iteration})
         except self._error as error:
             raise OSError(f"wandb cannot log: {error}") from error
-
-
-def over(axis: str, run: Any) -> Any:
-    """The run, with all its metrics drawn over one of them."""
-    run.define_metric(axis)
-    run.define_metric("*", step_metric=axis)
-    return run

@@ -1,0 +1,193 @@
+"""Where the time of a step goes: phases without the waits in them, and the waits by what they were for.
+
+The marks at the ends of actions and phases cut a step into pieces, of which the waits are taken out, so that
+all rows add up to the step. Nothing waits for the device: on CUDA marks are events, and the times are the
+device's. Communication that runs beside computation shows only as far as something waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from megazero.account.profiler import ProfiledRun, Profiler
+from megazero.account.profilers.breakdown_table import Spread, breakdown_table
+from megazero.account.profilers.calls import Call
+from megazero.account.profilers.clock import Clock
+from megazero.account.profilers.group import OPERATIONS, Listener
+from megazero.config.tree.logging import LoggingConfig
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.messages import gather_values
+from megazero.pipeline.actions import Action, Op
+
+REST = "rest of the step"
+PHASES = ("data", "forward", "backward", "gathers", "reductions", "optimizer", REST)
+"""The phases of a step: `gathers` and `reductions` is the work to start them and to end them."""
+
+_OF_ACTION: Mapping[Op, str] = MappingProxyType(
+    {
+        Op.FORWARD: "forward",
+        Op.BACKWARD: "backward",
+        Op.INPUT: "backward",
+        Op.WEIGHT: "backward",
+        Op.GATHER: "gathers",
+        Op.RELEASE: "gathers",
+        Op.REDUCE: "reductions",
+    }
+)
+# What remains of a timer's phase after the last action in it.
+_OF_TIMER = MappingProxyType({"data": "data", "forward-backward": "reductions", "optimizer": "optimizer"})
+
+Wait = tuple[str, str]
+"""A wait: (group, operation)."""
+
+Times = Mapping[str | Wait, float]
+"""Seconds by phase and by wait."""
+
+
+class Ledger(Listener):
+    """Splits the time between marks into the waits in it and the rest, which the mark at its end names.
+
+    Args:
+        clock: takes the marks.
+    """
+
+    def __init__(self, clock: Clock):
+        self.clock = clock
+        self._last: Any = None
+        self._depth = 0
+        self._pieces: list[tuple[str | Wait, Any, Any, int]] = []  # the last: 1, or -1 for a wait in a phase
+
+    def start(self) -> None:
+        """A step begins."""
+        self._pieces, self._depth, self._last = [], 0, self.clock.now()
+
+    def mark(self, name: str) -> None:
+        """Whatever was done since the last mark, apart from waits, was `name`."""
+        if self._last is not None:
+            now = self.clock.now()
+            self._pieces.append((name, self._last, now, 1))
+            self._last = now
+
+    def stop(self) -> list[tuple[str | Wait, Any, Any, int]]:
+        """A step ends; return its pieces."""
+        self.mark(REST)
+        self._last = None
+        return self._pieces
+
+    def enters(self, call: Call, *, waits: bool) -> Any:
+        self._depth += 1
+        return None if self._last is None or self._depth > 1 else self.clock.now()
+
+    def leaves(self, call: Call, entered: Any, *, waits: bool) -> None:
+        self._depth = max(0, self._depth - 1)
+        if entered is not None and self._last is not None:
+            self._pieces.append(((call.group, call.operation), entered, self.clock.now(), -1))
+
+
+def phase_of(action: Action) -> str:
+    """The phase of a step that an action is part of."""
+    return _OF_ACTION[action.op]
+
+
+def add_up(pieces: Sequence[tuple[str | Wait, Any, Any, int]], clock: Clock) -> Times:
+    """The seconds of each row. Waits come before the mark of the phase that they are taken out of."""
+    times: Counter[str | Wait] = Counter()
+    waited = 0.0
+    for name, begin, end, kind in pieces:
+        seconds = clock.seconds(begin, end)
+        if kind < 0:
+            times[name] += seconds  # type: ignore[assignment]  # a counter of floats
+            waited += seconds
+        else:
+            times[name] += seconds - waited  # type: ignore[assignment]  # a counter of floats
+            waited = 0.0
+    return times
+
+
+class Breakdown(Profiler, Listener):
+    """Prints a table of where the time went after every log interval.
+
+    Args:
+        context: the ranks, whose groups are not observed.
+        settings: the level and the ranks of the table, and the interval.
+        clock: takes the marks.
+    """
+
+    sees_actions = True
+
+    def __init__(self, context: ParallelContext, settings: LoggingConfig, clock: Clock):
+        self.context = context
+        self.settings = settings
+        self.ledger = Ledger(clock)
+        names = sorted(context.groups) if settings.breakdown_level > 1 else []
+        self.rows: list[str | Wait] = [*PHASES, *((name, o) for name in names for o in OPERATIONS)]
+        if not names:
+            self.rows.append(("", "all"))
+        self._sums: Counter[str | Wait] = Counter()
+        self._steps = 0
+        self._pending: list[list[tuple[str | Wait, Any, Any, int]]] = []
+        self._say: Callable[[str], None] = print
+
+    def begin(self, run: ProfiledRun) -> None:
+        self._say = run.say
+
+    def acted(self, action: Action, seconds: float) -> None:
+        self.ledger.mark(phase_of(action))
+
+    def phase_ends(self, name: str) -> None:
+        if name in _OF_TIMER:
+            self.ledger.mark(_OF_TIMER[name])
+
+    def enters(self, call: Call, *, waits: bool) -> Any:
+        return self.ledger.enters(call, waits=waits)
+
+    def leaves(self, call: Call, entered: Any, *, waits: bool) -> None:
+        self.ledger.leaves(call, entered, waits=waits)
+
+    @contextmanager
+    def over_step(self, iteration: int) -> Iterator[None]:
+        self.ledger.start()
+        yield
+        self._pending.append(self.ledger.stop())
+        self._settle()
+        if iteration % self.settings.log_interval == 0:
+            self._report(iteration)
+
+    def _settle(self) -> None:
+        """Add up the steps to whose end the device has come."""
+        clock = self.ledger.clock
+        while self._pending and clock.reached(self._pending[0][-1][2]):
+            for name, seconds in add_up(self._pending.pop(0), clock).items():
+                row = ("", "all") if isinstance(name, tuple) and name not in self.rows else name
+                self._sums[row] += seconds  # type: ignore[assignment]  # a counter of floats
+            self._steps += 1
+
+    def _report(self, iteration: int) -> None:
+        """Print the means per step; every rank calls this.
+
+        Three reductions of as many numbers as there are rows, however many ranks: each rank's times are sent
+        only if the settings ask for all.
+        """
+        steps, group = max(1, self._steps), self.context.groups["host"]
+        own = torch.tensor([self._sums[row] / steps for row in self.rows], dtype=torch.float64)
+        own = torch.cat([own, own.sum().view(1)])
+        if self.settings.timing_log_option == "all":
+            everyone = torch.tensor(gather_values(group, own.tolist()), dtype=torch.float64)
+            spread = Spread.of_all(own, everyone)
+        else:
+            spread = Spread.over(own, group)
+        if self.context.rank == 0:
+            first = iteration - self._steps + 1
+            rows = [*self.rows, "whole step"]
+            for line in breakdown_table(
+                rows, spread, (first, iteration), self.settings, self.ledger.clock.device
+            ):
+                self._say(line)
+        self._sums.clear()
+        self._steps = 0

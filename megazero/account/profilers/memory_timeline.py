@@ -1,0 +1,253 @@
+"""Memory over one step, by what it holds: from the outputs of operators, or from CUDA's allocator."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from megazero.account.memory import PeakOfOutputs
+from megazero.account.profiler import ProfiledRun, Profiler
+from megazero.account.profilers.files import Folder
+from megazero.account.profilers.timeline import Timeline, timeline_figure
+from megazero.mpu.context import ParallelContext
+from megazero.pictures import new_figure
+from megazero.pipeline.actions import Action
+
+_PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
+_BUFFER_ROOMS = ("zero", "optim")  # which gather, reduce and update
+_UPDATE = "update"
+_HISTORY = 1_000_000  # entries of CUDA's allocator that are kept, as torchtitan does
+
+
+class OutputTimeline(PeakOfOutputs):
+    """Adds a point to a timeline whenever an operator makes a storage, and when one goes.
+
+    Args:
+        timeline: gets the points.
+        rest: the bytes that are there throughout, by kind.
+        gathered: gives the bytes of gathered weights, which no operator makes.
+    """
+
+    def __init__(self, timeline: Timeline, rest: Mapping[str, int], gathered: Callable[[], int]):
+        super().__init__()
+        self.timeline = timeline
+        self.rest = rest
+        self.gathered = gathered
+        self.ends = False
+        self._began = time.perf_counter()
+        self._held: Counter[str] = Counter()
+
+    def made(self, size: int) -> str:
+        kind = kind_of_frame(sys._getframe(1))
+        self._held[kind] += size
+        self._note()
+        return kind
+
+    def freed(self, size: int, made: object) -> None:
+        self._held[str(made)] -= size
+        if not self.ends:
+            self._note()
+
+    def _note(self) -> None:
+        held = Counter(self.rest)
+        held.update(self._held)
+        held["buffers"] += self.gathered()
+        self.timeline.add(time.perf_counter() - self._began, held)
+
+
+def kind_of_frame(frame: FrameType | None) -> str:
+    """The kind of memory that is made by the innermost function of the package that is not a profiler."""
+    while frame is not None:
+        room = _room(frame.f_code.co_filename)
+        if room is not None:
+            return "buffers" if room in _BUFFER_ROOMS else "activations"
+        frame = frame.f_back
+    return "activations"
+
+
+def _room(file: str) -> str | None:
+    """The room of the package that a file is in; None outside, and for what measures memory."""
+    inside = file.removeprefix(_PACKAGE)
+    room = inside.partition(os.sep)[0]
+    return None if inside == file or room == "account" else room
+
+
+def timeline_of_history(
+    entries: Sequence[Mapping[str, Any]], rest: Mapping[str, int], allocated: int
+) -> Timeline:
+    """The timeline of a step from the history of CUDA's allocator.
+
+    Memory that was there before and is none of what the store holds, such as a library's workspace, is of
+    the kind "other".
+
+    Args:
+        entries: the allocator's ``device_traces`` of this device since the step began.
+        rest: the bytes that the store holds, by kind.
+        allocated: the bytes that were allocated when the step began.
+    """
+    timeline, held = Timeline(), Counter(rest)
+    held["other"] = allocated - sum(rest.values())
+    sizes: dict[int, tuple[str, int]] = {}
+    began = entries[0]["time_us"] if entries else 0
+    timeline.add(0.0, held)
+    for entry in entries:
+        if entry["action"] == "alloc":
+            kind = _kind_of_frames(entry.get("frames", ()))
+            sizes[entry["addr"]] = kind, entry["size"]
+            held[kind] += entry["size"]
+        elif entry["action"] == "free_completed":
+            kind, size = sizes.pop(entry["addr"], ("other", entry["size"]))
+            held[kind] -= size
+        else:
+            continue
+        timeline.add((entry["time_us"] - began) / 1e6, held)
+    return timeline
+
+
+def _kind_of_frames(frames: Sequence[Mapping[str, Any]]) -> str:
+    """As `kind_of_frame`, for the innermost frame first."""
+    rooms = (room for frame in frames if (room := _room(str(frame["filename"]))) is not None)
+    return "buffers" if next(rooms, None) in _BUFFER_ROOMS else "activations"
+
+
+class MemoryTimeline(Profiler):
+    """Records the memory of one step, and writes it as a picture and as Chrome's counters.
+
+    Args:
+        step: the iteration.
+        folder: where the ranks that are chosen write.
+        context: the ranks.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+
+    sees_actions = True
+
+    def __init__(self, step: int, folder: Folder, context: ParallelContext):
+        if folder.writes:
+            new_figure(1, 1)  # before the training, not in the midst of it
+        self.step = step
+        self.folder = folder
+        self.context = context
+        self._timeline: Timeline | None = None
+        self._began = 0.0
+        self._say: Callable[[str], None] = print
+
+    def begin(self, run: ProfiledRun) -> None:
+        self._say, self._store = run.say, run.store
+
+    @contextmanager
+    def over_step(self, iteration: int) -> Iterator[None]:
+        if iteration != self.step or not self.folder.writes:
+            yield
+            return
+        self._timeline = timeline = Timeline()
+        self._began = time.perf_counter()
+        rest, persistent = self._store.sizes().get("device", {}), self._gathered()
+        if self.context.device.type == "cuda":
+            with self._allocator(timeline, rest):
+                yield
+        else:
+            with OutputTimeline(timeline, rest, lambda: self._gathered() - persistent) as outputs:
+                yield
+            outputs.ends = True
+        self._timeline = None
+        self._write(timeline)
+
+    def acted(self, action: Action, seconds: float) -> None:
+        if self._timeline is not None and action.op.computes:
+            now = time.perf_counter() - self._began
+            words = f"{action.op.name.lower()} of micro-batch {action.microbatch}"
+            chunk = f", chunk {action.chunk}" if action.chunk else ""
+            self._timeline.actions.append((now - seconds, now, words + chunk))
+
+    def phase_ends(self, name: str) -> None:
+        if self._timeline is not None and name == "optimizer":
+            actions, now = self._timeline.actions, time.perf_counter() - self._began
+            last = (
+                (now, now, "") if not actions else actions.pop() if actions[-1][2] == _UPDATE else actions[-1]
+            )
+            actions.append((last[0] if last[2] == _UPDATE else last[1], now, _UPDATE))
+
+    def _gathered(self) -> int:
+        sharded = (bucket for bucket in self._store.buckets if bucket.layout.row.shard_params)
+        return sum(bucket.full.untyped_storage().nbytes() for bucket in sharded)
+
+    @contextmanager
+    def _allocator(self, timeline: Timeline, rest: Mapping[str, int]) -> Iterator[None]:
+        device = self.context.device
+        torch.cuda.synchronize(device)
+        allocated = torch.cuda.memory_allocated(device)
+        torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=_HISTORY)
+        try:
+            yield
+            torch.cuda.synchronize(device)
+            traces = torch.cuda.memory._snapshot(device)["device_traces"]
+        finally:
+            torch.cuda.memory._record_memory_history(None)
+        recorded = timeline_of_history(traces[torch.cuda.current_device()], rest, allocated)
+        timeline.times, timeline.held = recorded.times, recorded.held
+
+    def _write(self, timeline: Timeline) -> None:
+        if not timeline.times:
+            return
+        rank, name = self.context.rank, f"memory_step{self.step}_rank{self.context.rank}"
+        events = json.dumps({"traceEvents": timeline.events(rank)}).encode()
+        self.folder.write(f"{name}.json.gz", gzip.compress(events))
+        title = f"memory of rank {rank} in iteration {self.step}"
+        figure = timeline_figure(timeline, title)
+        path = self.folder.make(f"{name}.svg", lambda path: figure.savefig(path, dpi=120, format="svg"))
+        at = timeline.peak()
+        held = timeline.held[at]
+        parts = ", ".join(f"{kind} {held[kind] / 2**20:.1f}" for kind in timeline.kinds if held[kind])
+        when = timeline.times[at]
+        self._say(
+            f"memory: at most {sum(held.values()) / 2**20:.1f} MiB in iteration {self.step}, "
+            f"{1e3 * when:.1f} ms after its beginning, in {timeline.doing(when)}: {parts} MiB"
+            + ("" if path is None else f"; wrote {path}")
+        )
+
+
+class AllocatorHistory(Profiler):
+    """Keeps the history of CUDA's allocator, and writes it at log intervals and if memory runs out.
+
+    https://pytorch.org/memory_viz shows such a file.
+
+    Args:
+        path: its name; the rank is added.
+        interval: iterations between two times that it is written.
+        context: the ranks.
+    """
+
+    def __init__(self, path: str, interval: int, context: ParallelContext):
+        self.path = Path(path)
+        self.interval = interval
+        self.context = context
+
+    @contextmanager
+    def over_step(self, iteration: int) -> Iterator[None]:
+        torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=_HISTORY)
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            self._write()
+            raise
+        if iteration % self.interval == 0:
+            self._write()
+
+    def _write(self) -> None:
+        name = f"{self.path.stem}_{self.context.rank}{self.path.suffix}"
+        folder = Folder(self.path.parent, writes=True)
+        folder.make(name, lambda path: torch.cuda.memory._dump_snapshot(str(path)))

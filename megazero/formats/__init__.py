@@ -1,0 +1,4 @@
+"""formats: checkpoints of other libraries, read as whole logical tensors and, for Hugging Face's, written.
+
+`hf` has transformers' folders, `megatron` those of Megatron-LM and Megatron-DeepSpeed.
+"""

@@ -1,0 +1,186 @@
+"""Converts between megazero's checkpoints and Hugging Face folders, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.described import check_saved_model
+from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.folder import saved_iterations
+from megazero.checkpoint.locate import one_checkpoint
+from megazero.checkpoint.manifest import STATE
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.checkpoint.writer import later_weights, write_checkpoint
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.tokenizer import TokenizerConfig
+from megazero.errors import CheckpointError, DataError
+from megazero.formats.hf.approximation import Approximation
+from megazero.formats.hf.architectures import DECODERS
+from megazero.formats.hf.config_json import Description, TokenIds, objections
+from megazero.formats.hf.reader import HFReader
+from megazero.formats.hf.tokenizer_files import tokenizer_files, tokenizer_settings
+from megazero.formats.hf.writer import SHARD_BYTES, Exported, ModelFiles, write_hf
+
+KIND = "weights"
+"""The kind of checkpoints that hold a model but no training."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """The checkpoint that was written from a Hugging Face model.
+
+    Attributes:
+        folder: the checkpoint.
+        description: what it was in transformers.
+        tensors, parameters: how many there are.
+        tokenizer: the settings that read its tokenizer; None if it came without one.
+        remarks: what was left out, for a person.
+    """
+
+    folder: Path
+    description: Description
+    tensors: int
+    parameters: int
+    tokenizer: TokenizerConfig
+    remarks: tuple[str, ...] = ()
+
+
+def convert_from_hf(hf_dir: str | Path, out_dir: str | Path, *, disk: Disk | None = None) -> Imported:
+    """Write the weights of a local Hugging Face model as checkpoint 0 in `out_dir`, in fp32.
+
+    Its tokenizer is not copied; the checkpoint records where it is.
+
+    Raises:
+        CheckpointError: the model is not supported, its files are damaged, or `out_dir` holds checkpoints or
+            cannot be written.
+    """
+    if saved_iterations(out_dir):
+        raise CheckpointError(f"`{out_dir}` must hold no checkpoints, but holds some; name another folder")
+    with HFReader(hf_dir) as reader:
+        description = reader.description
+        tokenizer = TokenizerConfig(**tokenizer_settings(reader.folder, description.vocab_size))
+        facts = {
+            "kind": KIND,
+            "converted_from": {"architecture": description.architecture.name, "dtype": description.dtype},
+            "model": {**description.model.model_dump(mode="json"), "vocab_size": description.vocab_size},
+            "vocab_size": description.vocab_size,
+            "tokenizer": tokenizer.model_dump(mode="json"),
+            "token_ids": asdict(description.tokens),
+            "finetune": {"labels": list(description.labels)},
+        }
+        folder = write_checkpoint(out_dir, 0, later_weights(reader), facts, disk=disk)
+        parameters = sum(Box.whole(shape).numel for shape in reader.shapes.values())
+        return Imported(folder, description, len(reader.shapes), parameters, tokenizer, reader.remarks)
+
+
+def convert_to_hf(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_shard_bytes: int = SHARD_BYTES,
+    tokenizer: TokenizerConfig | None = None,
+    architecture: str | None = None,
+    approximations: Iterable[Approximation] = (),
+    disk: Disk | None = None,
+) -> tuple[Exported, str | None]:
+    """Write a checkpoint as a folder that transformers reads.
+
+    Args:
+        checkpoint: one checkpoint, or the folder of a run, whose newest is taken.
+        out: a folder that does not exist yet, or is empty.
+        dtype: the type of the tensors.
+        max_shard_bytes: the size at which another file is begun.
+        tokenizer: used instead of the run's own settings.
+        architecture: the class in transformers; by default the one that the model was converted from, or the
+            first one that can express it.
+        approximations: what may be written otherwise than it was trained.
+        disk: writes the files.
+
+    Returns:
+        What was written, and why no tokenizer was; None if one was.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, is damaged, or has a model that transformers does not
+            support; see also `write_hf`.
+        ConfigError: there is nothing to approximate.
+        DataError: the tokenizer's files are missing or unsuitable.
+    """
+    reader = CheckpointReader(one_checkpoint(Path(checkpoint)))
+    facts = _facts_of(reader)
+    section = tokenizer or facts.tokenizer
+    model = facts.model
+    for approximation in approximations:
+        model = approximation.of(model, reader.folder)
+    try:
+        files = tokenizer_files(section, facts.model.vocab_size, facts.model.positions)
+    except DataError as error:
+        raise DataError(
+            f"the tokenizer of `{reader.folder}` must be where it was, or in {reader.folder.parent}, but "
+            f"{error} Or name another with `--tokenizer-type`, or leave it out with `--no-tokenizer`"
+        ) from error
+    with reader:
+        exported = write_hf(
+            reader,
+            model,
+            facts.vocab_size,
+            out,
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+            extras=ModelFiles(
+                facts.tokens or files.tokens, files.files, facts.labels, architecture or facts.origin(model)
+            ),
+            disk=disk,
+        )
+    return exported, files.remark
+
+
+@dataclass(frozen=True)
+class _Facts:
+    model: ModelConfig
+    vocab_size: int
+    tokenizer: TokenizerConfig
+    tokens: TokenIds | None
+    labels: tuple[str, ...]
+    converted_from: str | None
+
+    def origin(self, model: ModelConfig) -> str | None:
+        """The architecture that the weights were converted from, if it can still express the model."""
+        origins = [architecture for architecture in DECODERS if architecture.name == self.converted_from]
+        return next((origin.name for origin in origins if not objections(origin, model)), None)
+
+
+def _facts_of(reader: CheckpointReader) -> _Facts:
+    """The model and tokenizer of a checkpoint, saved by a run or converted."""
+    facts: Mapping[str, Any] = reader.facts
+    try:
+        sections = facts.get("config") or facts
+        model = ModelConfig.model_validate(sections["model"])
+        tokenizer = TokenizerConfig.model_validate(sections.get("tokenizer") or {})
+        tokenizer = tokenizer.located(reader.folder, reader.folder.parent)
+        vocab_size = int(facts["vocab_size"])
+        labels = tuple(map(str, (sections.get("finetune") or {}).get("labels") or ()))
+        stored = facts.get("token_ids")
+        tokens = None
+        if stored is not None:
+            tokens = TokenIds.of_json({f"{role}_token_id": value for role, value in stored.items()})
+    except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
+        raise CheckpointError(
+            f"`{reader.folder}` must say which model it is of, but its facts do not: {error!r:.300}"
+        ) from error
+    check_saved_model(model, vocab_size, reader.shapes, reader.folder / STATE)
+    if labels and model.num_classes not in (1, len(labels)):
+        raise CheckpointError(
+            f"`{reader.folder}` must name as many classes as it has, but names {len(labels)}, and "
+            f"`num_classes` is {model.num_classes}"
+        )
+    origin = facts.get("converted_from")
+    converted_from = origin.get("architecture") if isinstance(origin, dict) else None
+    return _Facts(model, vocab_size, tokenizer, tokens, labels, converted_from)

@@ -1,0 +1,83 @@
+"""Phi-3 (Abdin et al. 2024) as transformers' Phi3ForCausalLM: Llama with two pairs of fused matrices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megazero.checkpoint.naming import TensorRule
+from megazero.formats.hf.architecture import (
+    DENSE_LIMITS,
+    PLAIN_HEADS,
+    FieldPair,
+    Json,
+    Limit,
+    without_own_code,
+)
+from megazero.formats.hf.llama import (
+    EVEN_HEADS,
+    LAYER,
+    LLAMA,
+    UNBIASED_SETTINGS,
+    rules_with,
+    with_defaults,
+)
+from megazero.formats.hf.rope import plain_rope
+from megazero.formats.hf.windows import ALIKE, WINDOW
+
+
+def plain(config: Json) -> dict[str, Any]:
+    """`config` with a flat rotation.
+
+    Raises:
+        ValueError: see `plain_rope`.
+    """
+    return plain_rope(without_own_code(config))
+
+
+PHI3 = replace(
+    LLAMA,
+    name="Phi3ForCausalLM",
+    model_type="phi3",
+    rules=rules_with(
+        (
+            TensorRule("layers.{i}.mlp.up.weight", "c f h", f"{LAYER}.mlp.gate_up_proj.weight", "(c f) h"),
+            TensorRule("layers.{i}.mlp.down.weight", "h f", f"{LAYER}.mlp.down_proj.weight", "h f"),
+        )
+    ),
+    fused=(
+        (
+            f"{LAYER}.self_attn.qkv_proj.weight",
+            tuple(f"{LAYER}.self_attn.{name}_proj.weight" for name in "qkv"),
+        ),
+    ),
+    settings=(
+        *with_defaults(
+            UNBIASED_SETTINGS,
+            hidden_size=3072,
+            intermediate_size=8192,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+        ),
+        FieldPair("resid_pdrop", "hidden_dropout", 0.0),
+        FieldPair("embd_pdrop", "hidden_dropout", 0.0),
+        WINDOW,
+    ),
+    ours_fixed=(*LLAMA.ours_fixed, ("add_bias_linear", False), ("add_qkv_bias", False)),
+    implied=(),
+    limits=(
+        *DENSE_LIMITS,
+        EVEN_HEADS,
+        PLAIN_HEADS,
+        ALIKE,
+        Limit(
+            lambda m: (
+                m.position_embedding_type == "rope"
+                and not m.use_rope_scaling
+                and m.rotary_seq_len_interpolation_factor is None
+            ),
+            "rotary positions must not be scaled",
+        ),
+    ),
+    plain=plain,
+)

@@ -1,0 +1,166 @@
+"""T5 (Raffel et al. 2020) as transformers' T5ForConditionalGeneration: 1.0, 1.1 and their descendants.
+
+Our layers are numbered along the model. Biases lie in the first layer of either stack there. The head is tied
+or not; newer releases no longer say so, but by whether the decoder's outputs are scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from megazero.checkpoint.naming import TensorRule, untied
+from megazero.config.tree.model import ModelConfig
+from megazero.formats.hf.architecture import (
+    PLAIN_EMBEDDING,
+    UNGROUPED,
+    Architecture,
+    FieldPair,
+    Json,
+    Limit,
+    TensorLike,
+    separate,
+)
+
+_OURS = "layers.{i}"
+_TIED, _SCALED, _HEAD = "tie_word_embeddings", "scale_decoder_outputs", "lm_head.weight"
+_FIRST, _SECOND = ("c", slice(0, 1)), ("c", slice(1, 2))
+
+
+def _encodes(model: ModelConfig, number: int) -> bool:
+    return number < model.encoder_layers
+
+
+def _decodes(model: ModelConfig, number: int) -> bool:
+    return number >= model.encoder_layers
+
+
+def _is_gated(model: ModelConfig) -> bool:
+    return model.gated
+
+
+def _is_plain(model: ModelConfig) -> bool:
+    return not model.gated
+
+
+def _layer(theirs: str, mlp: int, layer: Callable[[ModelConfig, int], bool]) -> tuple[TensorRule, ...]:
+    """The rules of a layer of either stack, whose MLP is part number `mlp` of it."""
+    attention, dense = f"{theirs}.0.SelfAttention", f"{theirs}.{mlp}.DenseReluDense"
+    up = f"{_OURS}.mlp.up.weight"
+    return (
+        TensorRule(f"{_OURS}.input_norm.weight", "h", f"{theirs}.0.layer_norm.weight", "h", layer=layer),
+        *(replace(rule, layer=layer) for rule in separate(attention, "q", "k", "v")),
+        TensorRule(f"{_OURS}.attention.out.weight", "h a", f"{attention}.o.weight", "h a", layer=layer),
+        TensorRule(f"{_OURS}.mlp_norm.weight", "h", f"{theirs}.{mlp}.layer_norm.weight", "h", layer=layer),
+        TensorRule(up, "f h", f"{dense}.wi.weight", "f h", when=_is_plain, layer=layer),
+        TensorRule(up, "c f h", f"{dense}.wi_0.weight", "(c f) h", _FIRST, _is_gated, layer),
+        TensorRule(up, "c f h", f"{dense}.wi_1.weight", "(c f) h", _SECOND, _is_gated, layer),
+        TensorRule(f"{_OURS}.mlp.down.weight", "h f", f"{dense}.wo.weight", "h f", layer=layer),
+    )
+
+
+def _cross(theirs: str) -> tuple[TensorRule, ...]:
+    attention, both = f"{theirs}.EncDecAttention", f"{_OURS}.cross.key_value.weight"
+    return (
+        TensorRule(f"{_OURS}.cross_norm.weight", "h", f"{theirs}.layer_norm.weight", "h", layer=_decodes),
+        TensorRule(
+            f"{_OURS}.cross.query.weight", "q d h", f"{attention}.q.weight", "(q d) h", layer=_decodes
+        ),
+        TensorRule(both, "g c d h", f"{attention}.k.weight", "(g c d) h", _FIRST, layer=_decodes),
+        TensorRule(both, "g c d h", f"{attention}.v.weight", "(g c d) h", _SECOND, layer=_decodes),
+        TensorRule(f"{_OURS}.cross.out.weight", "h a", f"{attention}.o.weight", "h a", layer=_decodes),
+    )
+
+
+def _biases(stack: str) -> TensorRule:
+    theirs = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    return TensorRule(f"{stack}.relative_bias.weight", "b q", theirs, "b q")
+
+
+def _plain(config: Json) -> dict[str, Any]:
+    return {**config, _TIED: config.get(_SCALED, config.get(_TIED, True))}
+
+
+def _seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfig:
+    """The model, if it is one of ours: a head that is not scaled has weights of its own here.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if model.untie_embeddings_and_output_weights and _HEAD not in tensors:
+        raise ValueError(
+            f"they lack {_HEAD}: the head is tied to the embedding, but `{_SCALED}` is false, as in a T5 1.1 "
+            "that transformers 5 makes anew; here a head that is not scaled has weights of its own: store a "
+            f"copy of shared.weight as {_HEAD}, or make the model with `{_SCALED}` true"
+        )
+    return model
+
+
+def _complete(config: Json) -> dict[str, Any]:
+    return {**config, _SCALED: config[_TIED], "decoder_start_token_id": 0}
+
+
+T5_GENERATION = Architecture(
+    name="T5ForConditionalGeneration",
+    model_type="t5",
+    auto="AutoModelForSeq2SeqLM",
+    prefix="",
+    rules=(
+        TensorRule("embedding.word.weight", "v h", "shared.weight", "v h"),
+        _biases("encoder"),
+        _biases("decoder"),
+        *_layer("encoder.block.{i}.layer", 1, _encodes),
+        *_layer("decoder.block.{j}.layer", 2, _decodes),
+        *_cross("decoder.block.{j}.layer.1"),
+        TensorRule("encoder_norm.weight", "h", "encoder.final_layer_norm.weight", "h"),
+        TensorRule("final_norm.weight", "h", "decoder.final_layer_norm.weight", "h"),
+        TensorRule("head.weight", "v h", _HEAD, "v h", when=untied),
+    ),
+    copies=(
+        (_HEAD, "shared.weight"),
+        ("encoder.embed_tokens.weight", "shared.weight"),
+        ("decoder.embed_tokens.weight", "shared.weight"),
+    ),
+    # Older releases of T5 1.0 made a table for attention to the encoder, and did not read it.
+    ignored=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
+    settings=(
+        FieldPair("num_layers", "t5_encoder_layers", 6, resolved="encoder_layers"),
+        FieldPair("num_decoder_layers", "t5_decoder_layers", None, int),
+        FieldPair("d_model", "hidden_size", 512),
+        FieldPair("num_heads", "num_attention_heads", 8),
+        FieldPair("d_kv", "kv_channels", 64, resolved="head_dim"),
+        FieldPair("d_ff", "ffn_hidden_size", 2048, resolved="ffn_size"),
+        FieldPair("n_positions", "max_position_embeddings", 512, resolved="positions"),
+        FieldPair("relative_attention_num_buckets", "t5_relative_buckets", 32),
+        FieldPair("relative_attention_max_distance", "t5_relative_distance", 128),
+        FieldPair(
+            "feed_forward_proj", "activation", "relu", words=(("relu", "relu"), ("gated-gelu", "geglu"))
+        ),
+        FieldPair("layer_norm_epsilon", "norm_epsilon", 1e-6),
+        FieldPair("dropout_rate", "hidden_dropout", 0.1),
+        FieldPair("dropout_rate", "attention_dropout", 0.1),
+        FieldPair(_TIED, "untie_embeddings_and_output_weights", True, words=((True, False), (False, True))),
+    ),
+    fixed=(("is_encoder_decoder", True),),
+    ours_fixed=(
+        ("family", "t5"),
+        ("position_embedding_type", "relative"),
+        ("normalization", "RMSNorm"),
+        ("add_bias_linear", False),
+        ("add_qkv_bias", False),
+        ("t5_style", "google"),
+    ),
+    limits=(
+        PLAIN_EMBEDDING,
+        UNGROUPED,
+        Limit(
+            lambda m: m.tells_distances,
+            "`relative_attention_num_buckets` must be at least 4, and `relative_attention_max_distance` more "
+            "than half of that",
+        ),
+    ),
+    plain=_plain,
+    complete=_complete,
+    seen=_seen,
+)

@@ -1,0 +1,259 @@
+"""Writing a model as transformers reads it: safetensors, ``config.json`` and the tokenizer's files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.disk import Disk, appear
+from megazero.checkpoint.naming import Link, Table, cut
+from megazero.checkpoint.part import WEIGHT, Part, Source, misfits
+from megazero.checkpoint.tensor_file import Later, write_bytes, write_tensors
+from megazero.checkpoint.writer import deal
+from megazero.config.tree.model import ModelConfig
+from megazero.errors import CheckpointError
+from megazero.formats.hf.architecture import GENERATING
+from megazero.formats.hf.config_json import CONFIG, NO_TOKENS, TokenIds, architecture_of, config_of
+from megazero.formats.hf.folder import INDEX, SINGLE
+
+SHARD_BYTES = 5 << 30
+CHUNK = 1 << 18
+"""Elements requested from a source at a time if they cannot go straight to their place."""
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+)
+NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+GENERATION = "generation_config.json"
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The parts of a model besides its weights.
+
+    Attributes:
+        tokens: the special tokens.
+        files: (name, content) of the tokenizer's files.
+        labels: the names of a classifier's classes, or of the choices; empty if they have none.
+        architecture: the class in transformers; None for the first one that can express the model.
+    """
+
+    tokens: TokenIds = NO_TOKENS
+    files: tuple[tuple[str, bytes], ...] = ()
+    labels: tuple[str, ...] = ()
+    architecture: str | None = None
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The folder that was written for transformers.
+
+    Attributes:
+        folder: the folder.
+        architecture: the class in transformers.
+        auto: the class that loads it without being told which one it is.
+        dtype: the type of all weights.
+        tensors, parameters: how many there are.
+        files: (name, bytes), in the order of writing.
+    """
+
+    folder: Path
+    architecture: str
+    auto: str
+    dtype: str
+    tensors: int
+    parameters: int
+    files: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One of their tensors: links whose rows lie one below the other, in most a single one.
+
+    Attributes:
+        theirs: its name.
+        links: the links.
+        dtype: the type that it is written in.
+    """
+
+    theirs: str
+    links: tuple[Link, ...]
+    dtype: torch.dtype
+
+    @property
+    def their_shape(self) -> tuple[int, ...]:
+        """Shape of their tensor."""
+        rows = sum(link.their_shape[0] for link in self.links)
+        return (rows, *self.links[0].their_shape[1:])
+
+    @property
+    def size(self) -> int:
+        """Bytes of their tensor."""
+        return math.prod(self.their_shape) * self.dtype.itemsize
+
+    @classmethod
+    def joined(cls, links: Iterable[Link], fused: Mapping[str, str], dtype: torch.dtype) -> tuple[Rows, ...]:
+        """The tensors that hold all links; `fused` names those that hold several, by the links' names.
+
+        Weights are of `dtype`. What routers remember decides between experts, so it stays fp32, as there.
+        """
+        joined: dict[str, list[Link]] = defaultdict(list)
+        for link in links:
+            joined[fused.get(link.theirs, link.theirs)].append(link)
+        order = {part: place for place, part in enumerate(fused)}
+        return tuple(
+            cls(
+                name,
+                tuple(sorted(run, key=lambda link: order.get(link.theirs, 0))),
+                dtype if run[0].key.kind == WEIGHT else torch.float32,
+            )
+            for name, run in joined.items()
+        )
+
+
+def write_hf(
+    source: Source,
+    model: ModelConfig,
+    vocab_size: int,
+    out: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_shard_bytes: int = SHARD_BYTES,
+    extras: ModelFiles | None = None,
+    disk: Disk | None = None,
+) -> Exported:
+    """Write `out`, which appears whole by one rename. One tensor is held at a time.
+
+    Args:
+        source: holds the weights of `model`; other kinds are left out.
+        model: the shape, which one of the architectures must support.
+        vocab_size: entries of the vocabulary, without padding.
+        out: a folder that does not exist yet, or is empty.
+        dtype: float32, float16 or bfloat16.
+        max_shard_bytes: the size at which another file is begun.
+        extras: special tokens and the tokenizer's files.
+        disk: writes the files.
+
+    Raises:
+        CheckpointError: no architecture supports the model, the source does not hold its weights, a weight
+            has no finite value in float16, `out` is taken, or the disk cannot be written.
+    """
+    out, disk, extras = Path(os.path.abspath(out)), disk or Disk(), extras or ModelFiles()
+    if dtype not in NAMES:
+        raise CheckpointError(f"`dtype` must be one of {', '.join(DTYPES)}, but is {dtype}")
+    if max_shard_bytes < 1:
+        raise CheckpointError(f"`max_shard_bytes` must be positive, but is {max_shard_bytes}")
+    architecture = architecture_of(model, extras.architecture)
+    table = Table.of(architecture.rules, model, vocab_size)
+    check_source(source, table)
+    fused = {part: whole for whole, parts in architecture.fused_in(model.num_layers) for part in parts}
+    blank = Table.of(architecture.blank, model, vocab_size)
+    links = Rows.joined((*table.links, *blank.links), fused, dtype)
+    config = config_of(architecture, model, vocab_size, extras.tokens, NAMES[dtype], extras.labels)
+    export = _Export(source, plan_shards(links, max_shard_bytes))
+    small = {CONFIG: _json(config), **dict(extras.files)}
+    if architecture.auto == GENERATING:
+        small[GENERATION] = _json(extras.tokens.as_json())
+    try:
+        if os.path.lexists(out) and (not out.is_dir() or os.listdir(out)):
+            raise CheckpointError(f"`{out}` must be new or an empty folder, but is neither; name another")
+        files = appear(disk, out, lambda aside: tuple(export.write(disk, aside, small)))
+    except OSError as error:
+        raise CheckpointError(f"`{out}` must be written, but cannot be: {error}") from error
+    parameters = sum(math.prod(link.their_shape) for link in links)
+    return Exported(out, architecture.name, architecture.auto, NAMES[dtype], len(links), parameters, files)
+
+
+def check_source(source: Source, table: Table) -> None:
+    """Make sure that a source holds exactly the weights of a table.
+
+    Raises:
+        CheckpointError: some are missing, superfluous or have other shapes.
+    """
+    weights = {key: tuple(shape) for key, shape in source.shapes.items() if key.kind == WEIGHT}
+    wrong = misfits(weights, {key: shape for key, shape in table.shapes.items() if key.kind == WEIGHT})
+    wrong += [f"{key} is unknown to transformers" for key in weights if key not in table.shapes]
+    if wrong:
+        more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+        raise CheckpointError(
+            f"the weights must be those of the model, but {'; '.join(wrong[:_MOST_NAMED])}{more}"
+        )
+
+
+def plan_shards(links: Sequence[Rows], max_shard_bytes: int) -> list[tuple[str, list[Rows]]]:
+    """File names and what goes into each: in order, at most `max_shard_bytes` or one larger tensor."""
+    shards = deal(links, lambda link: link.size, max_shard_bytes)
+    if len(shards) == 1:
+        return [(SINGLE, shards[0])]
+    return [(f"model-{n:05d}-of-{len(shards):05d}.safetensors", shard) for n, shard in enumerate(shards, 1)]
+
+
+def read_theirs(source: Source, link: Link, dtype: torch.dtype) -> Tensor:
+    """One of their tensors, filled by the source through a view with our dims.
+
+    Raises:
+        CheckpointError: it should be float16 but has values beyond its range.
+    """
+    theirs = torch.empty(link.their_shape, dtype=dtype)
+    seen = link.as_ours(theirs)
+    # A source holds a copy of whatever it must convert, transpose or skip within.
+    straight = link.is_straight and link.box == Box.whole(link.shape) and dtype == torch.float32
+    boxes = [link.box] if straight else cut(link.box, range(len(link.shape)), CHUNK)
+    source.read([Part(link.key, link.shape, box, seen[box.within(link.box)]) for box in boxes])
+    if dtype == torch.float16 and not all(math.isfinite(extreme) for extreme in theirs.aminmax()):
+        raise CheckpointError(
+            f"`{link.key}` must be finite as float16, but has values beyond its range; export bfloat16 or "
+            "float32"
+        )
+    return theirs
+
+
+@dataclass(frozen=True)
+class _Export:
+    source: Source
+    shards: list[tuple[str, list[Rows]]]
+
+    def write(self, disk: Disk, folder: Path, small: Mapping[str, bytes]) -> Iterator[tuple[str, int]]:
+        """Write all files into `folder`; yields name and size of each after it is written."""
+        for name, links in self.shards:
+            later = ((link.theirs, self._later(link)) for link in links)
+            record = write_tensors(disk, folder / name, later, metadata={"format": "pt"}, hashed=False)
+            yield name, record.size
+        if len(self.shards) > 1:
+            small = {INDEX: _json(self._index()), **small}
+        for name, data in small.items():
+            write_bytes(disk, folder / name, data)
+            yield name, len(data)
+
+    def _later(self, rows: Rows) -> Later:
+        def make() -> Tensor:
+            tensors = [self._tensor(link, rows.dtype) for link in rows.links]
+            return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+        return Later(rows.dtype, rows.their_shape, make)
+
+    def _tensor(self, link: Link, dtype: torch.dtype) -> Tensor:
+        if link.key not in self.source.shapes:  # ours does without it
+            return torch.zeros(link.their_shape, dtype=dtype)
+        return read_theirs(self.source, link, dtype)
+
+    def _index(self) -> dict[str, Any]:
+        total = sum(link.size for _, links in self.shards for link in links)
+        places = {link.theirs: name for name, links in self.shards for link in links}
+        return {"metadata": {"total_size": total}, "weight_map": places}
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,262 @@
+"""A megazero checkpoint -> Megatron-LM's `torch_dist` format, so that a user can go back."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.described import check_saved_model
+from megazero.checkpoint.disk import Disk, appear
+from megazero.checkpoint.manifest import STATE
+from megazero.checkpoint.naming import Link
+from megazero.checkpoint.part import WEIGHT, Key, Part
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.checkpoint.tensor_file import Later, narrowed
+from megazero.checkpoint.writer import SHARD_BYTES
+from megazero.config.derive import experts_of
+from megazero.config.tree.model import ModelConfig
+from megazero.errors import CheckpointError
+from megazero.formats.megatron.arguments import arguments_of, optimizer_of, schedule_of
+from megazero.formats.megatron.dialects import BLOCK, EXPERT, layer_of
+from megazero.formats.megatron.dist_file import ArrayPart, write_arrays
+from megazero.formats.megatron.hybrid import with_both
+from megazero.formats.megatron.latent import with_latent
+from megazero.formats.megatron.masked import with_masked_head
+from megazero.formats.megatron.names import Sliced, links_of, rules
+from megazero.formats.megatron.rank_optimizer import MOMENTS
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_LAYER = re.compile(r"decoder\.layers\.\d+\.(.*)")
+_SMALL_NORM = re.compile(r"^self_attention\.(q|kv)_layernorm\.")
+_FURTHER = re.compile(rf"({re.escape(BLOCK)}\d+\.transformer_layer\.)")
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """A user's decisions about an export.
+
+    Attributes:
+        dtype: the type of the model's weights.
+        with_optimizer: whether masters, moments and progress are written too.
+        file_bytes: the size at which another file is begun.
+    """
+
+    dtype: torch.dtype = torch.float32
+    with_optimizer: bool = False
+    file_bytes: int = SHARD_BYTES
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The folder that was written, and the numbers of tensors and bytes in it."""
+
+    folder: Path
+    tensors: int
+    size: int
+
+
+def export_megatron(
+    reader: CheckpointReader, directory: str | Path, options: ExportOptions, disk: Disk | None = None
+) -> Exported:
+    """Write a checkpoint for Megatron-LM, one tensor in memory at a time. Nothing is left if that fails.
+
+    Args:
+        reader: the checkpoint.
+        directory: the run folder for Megatron's.
+        options: see `ExportOptions`.
+        disk: makes all changes to the file system.
+
+    Raises:
+        CheckpointError: the model is one that Megatron-LM has not, the checkpoint lacks what is asked for, or
+            the folder cannot be written.
+    """
+    disk, directory = disk or Disk(), Path(directory)
+    facts = reader.facts
+    sections = facts.get("config") or facts
+    model = ModelConfig.model_validate(sections["model"])
+    size = int(facts["vocab_size"])
+    check_saved_model(model, size, reader.shapes, reader.folder / STATE)
+    arguments = arguments_of(model, size, facts, options.dtype)
+    arguments["no_save_optim"] = not options.with_optimizer
+    beside = {**optimizer_of(facts), **schedule_of(facts)} if options.with_optimizer else {}
+    iteration = reader.manifest.iteration
+    folder = directory / f"iter_{iteration:07d}"
+    if os.path.lexists(folder):
+        raise CheckpointError(f"`{folder}` must not exist yet, but does; name another folder")
+    common = {
+        "args": arguments,
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+        "content_metadata": _content(model, options),
+        **beside,
+    }
+    parts = list(_parts(reader, model, size, arguments["padded_vocab_size"], options))
+
+    def fill(aside: Path) -> dict[str, int]:
+        _write_common(disk, aside, common)
+        with reader:
+            return write_arrays(disk, aside, parts, _states(model, size), options.file_bytes)
+
+    try:
+        sizes = appear(disk, folder, fill)
+        disk.write_text(directory / TRACKER, str(iteration))
+        disk.sync_folder(directory)
+    except OSError as error:
+        raise CheckpointError(f"`{directory}` must be written, but cannot be: {error}") from error
+    return Exported(folder, len({name for part in parts for name in part.names}), sum(sizes.values()))
+
+
+def _write_common(disk: Disk, folder: Path, common: Mapping[str, Any]) -> None:
+    buffer = io.BytesIO()
+    torch.save({**common, "args": Namespace(**common["args"])}, buffer)
+    form = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    form |= {"common_backend": "torch", "common_backend_version": 1}
+    for name, content in (("common.pt", buffer.getvalue()), ("metadata.json", json.dumps(form).encode())):
+        with disk.create(folder / name) as file:
+            file.write(content)
+            file.sync()
+
+
+def _content(model: ModelConfig, options: ExportOptions) -> dict[str, Any]:
+    """How Megatron is to name what it looks for."""
+    content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if options.with_optimizer:
+        content["distrib_optim_sharding_type"] = "fully_reshardable"
+    return {**content, "non_homogeneous_layers": not _alike(model)}
+
+
+def _alike(model: ModelConfig) -> bool:
+    """Whether all layers have the same tensors, so that Megatron stacks them."""
+    alike = len({experts_of(model, number) for number in range(model.num_layers)}) == 1
+    return alike and with_both(model)
+
+
+def _parts(
+    reader: CheckpointReader, model: ModelConfig, size: int, rows: int, options: ExportOptions
+) -> Iterator[ArrayPart]:
+    for name, (sliced, link) in links_of(rules(3.0), model, size).items():
+        place = _place(name, model)
+        if link.key.kind != WEIGHT:
+            if link.key in reader.shapes:  # a router of converted weights has no bias yet
+                yield _part(reader, place, link, link.key, sliced, rows, torch.float32, ("",))
+            continue
+        masters = ("optimizer.state.param.", "optimizer.state.fp32_param.") if options.with_optimizer else ()
+        same = options.dtype is torch.float32
+        used = ("", *masters) if same else ("",)
+        yield _part(reader, place, link, link.key, sliced, rows, options.dtype, used)
+        if masters and not same:
+            yield _part(reader, place, link, link.key, sliced, rows, torch.float32, masters)
+        for kind in MOMENTS if options.with_optimizer else ():
+            key = Key(link.key.name, kind)
+            prefix = (f"optimizer.state.{kind}.",)
+            yield _part(reader, place, link, key, sliced, rows, torch.float32, prefix)
+
+
+def _states(model: ModelConfig, size: int) -> Iterator[str]:
+    """The names of the states that modules of Core have besides tensors; only 8-bit products have some."""
+    yield "output_layer._extra_state/shard_0_1"
+    for name in links_of(rules(3.0), model, size):
+        place = _place(name, model)
+        for called in place.names:
+            module, _, suffix = called.removesuffix(".z").rpartition(".")
+            where = ".".join(map(str, place.at or (0,))), ".".join(map(str, place.stacked or (1,)))
+            if suffix == "weight" and called.startswith(("decoder.", "encoder.", BLOCK)):
+                yield f"{module}._extra_state/shard_{where[0]}_{where[1]}"
+            if called.endswith(("linear_qkv.weight", "linear_kv_up_proj.weight")):
+                module = module.rpartition(".")[0] + ".core_attention"
+                yield f"{module}._extra_state/shard_{where[0]}_{where[1]}"
+
+
+@dataclass(frozen=True)
+class _Where:
+    """The names under which a tensor lies in Megatron's, its place in the stacked dims, and their sizes."""
+
+    names: tuple[str, ...]
+    at: tuple[int, ...] = ()
+    stacked: tuple[int, ...] = ()
+
+
+def _place(name: str, model: ModelConfig) -> _Where:
+    number = layer_of(name)
+    further = _FURTHER.match(name)
+    at: tuple[int, ...] = ()
+    stacked: tuple[int, ...] = ()
+    if number is not None or further is not None:
+        layer = model.num_layers if number is None else number
+        experts = experts_of(model, layer)
+        if further is not None:  # a block of its own, which is stacked with no other
+            block, plain = further[1], name[further.end(1) :]
+        elif _alike(model):
+            at, stacked, block, plain = (layer,), (model.num_layers,), "decoder.layers.", _rest(name)
+        else:
+            block, plain = f"decoder.layers.{number}.", _rest(name)
+        if match := EXPERT.fullmatch(name):
+            at, stacked = (*at, int(match[2])), (*stacked, experts)
+            plain = f"mlp.experts.experts.{match[3]}"
+        names = set(_called(plain, experts, latent=with_latent(model)))
+        others = tuple(f"{block}{called}" for called in sorted(names))
+    else:
+        others = (name,)
+        if not with_both(model):
+            others = (name.replace("decoder.final_layernorm.", "decoder.final_norm."),)
+    if with_masked_head(model):
+        others = tuple(re.sub(r"^decoder\.", "encoder.", called) for called in others)
+    return _Where(others, at, stacked)
+
+
+def _rest(name: str) -> str:
+    return _LAYER.sub(r"\1", name)
+
+
+def _called(plain: str, experts: int, *, latent: bool) -> Iterator[str]:
+    """The names of a layer's tensor with Transformer Engine, and without where they are others in Core."""
+    fused = plain.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+    fused = re.sub(r"^norm\.", "mixer.in_proj.layer_norm_", fused)
+    if latent:
+        fused = _SMALL_NORM.sub(r"self_attention.linear_\1_up_proj.layer_norm_", fused)
+    else:
+        fused = fused.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+    yield fused
+    # Core's layers with latent attention, and beside experts, have their norms' own names without it.
+    if latent or (experts and plain.startswith("pre_mlp")):
+        yield plain
+
+
+def _part(
+    reader: CheckpointReader,
+    where: _Where,
+    link: Link,
+    key: Key,
+    sliced: Sliced,
+    rows: int,
+    dtype: torch.dtype,
+    prefixes: tuple[str, ...],
+) -> ArrayPart:
+    own = link.their_shape
+    padded = (rows, *own[1:]) if sliced.letter == "v" else own
+    shape, box = (*where.stacked, *padded), Box((*where.at, *[0] * len(own)), (*[1] * len(where.at), *padded))
+    names = tuple(f"{prefix}{name}" for prefix in prefixes for name in where.names)
+    make = partial(_theirs, reader, link, key, padded, dtype)
+    return ArrayPart(names, shape, box, Later(dtype, box.shape, make))
+
+
+def _theirs(
+    reader: CheckpointReader, link: Link, key: Key, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Their tensor, with zeros where the vocabulary is padded."""
+    theirs = torch.zeros(shape)
+    own = theirs[: link.their_shape[0]] if shape else theirs
+    reader.read([Part(key, link.shape, link.box, link.as_ours(own))])
+    return narrowed(key, theirs, dtype)

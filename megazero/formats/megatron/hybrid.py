@@ -1,0 +1,150 @@
+"""Hybrids of Mamba-2 mixers, attention and MLPs: Megatron's names of their tensors, and its arguments.
+
+A rank's file has kind after kind of what projection and convolution make: gates (z), inputs (x), vectors by
+which its groups of heads write (B) and read (C), and steps (dt). Distributed checkpoints have a tensor of
+each kind, called by its letter, and so has this table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from megazero.checkpoint.naming import TensorRule
+from megazero.config.tree.model import ModelConfig
+from megazero.formats.hf.state_space import mixer
+from megazero.formats.megatron.latent import UNSET
+from megazero.formats.megatron.weights import Weights
+
+_SAID = ("hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio")
+_SIZES = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
+_IGNORED = (
+    *("multi_latent_attention", "qk_layernorm", "use_rope_scaling", "rotary_seq_len_interpolation_factor"),
+    "rotary_interleaved",
+)
+_EPSILON = 1e-5
+"""What the norms in Core's mixers have, whatever the others have."""
+
+_LETTERS = MappingProxyType({"gates": "z", "inputs": "x", "writing": "B", "reading": "C", "steps": "dt"})
+_CONVOLVED = ("x", "B", "C")
+_KIND = re.compile(r", (\w+)$")
+_FUSED = re.compile(r"(.*\.mixer\.)(in_proj\.weight|conv1d\.(?:weight|bias))")
+
+
+def in_layers(letters: str) -> Callable[[ModelConfig, int], bool]:
+    """Whether a tensor is present: in layers with a part of one of these letters."""
+
+    def present(model: ModelConfig, number: int) -> bool:
+        return bool({*model.parts_at(number)} & {*letters})
+
+    return present
+
+
+def alone_in(letters: str) -> Callable[[ModelConfig, int], bool]:
+    """Whether a tensor is present: in layers that are one such part and nothing else."""
+    present = in_layers(letters)
+    return lambda model, number: model.is_hybrid_model and present(model, number)
+
+
+def with_both(model: ModelConfig) -> bool:
+    """Whether a tensor is present: where each layer is attention and an MLP."""
+    return not model.is_hybrid_model
+
+
+def mixer_rules(theirs: str) -> Iterator[tuple[TensorRule, str]]:
+    """The tensors of a mixer whose names begin with `theirs`, and the dim of each that ranks split."""
+    for rule in mixer(theirs)[0]:
+        name = _KIND.sub(lambda match: f".{_LETTERS[match[1]]}", rule.theirs)
+        yield (
+            TensorRule(rule.ours, rule.dims, name, rule.their_dims, rule.take, layer=in_layers("M")),
+            "G" if "G" in rule.dims else "M",
+        )
+
+
+def kind_by_kind(weights: Weights) -> Weights:
+    """The same tensors of a rank, with one for each kind of what mixers project and convolve.
+
+    The rank's own tensors say how many rows each kind has.
+    """
+    out: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        match = _FUSED.fullmatch(name)
+        rows = _rows(weights, match[1]) if match else {}
+        if match and match[2].startswith("conv1d"):
+            rows = {kind: rows[kind] for kind in _CONVOLVED if rows}
+        if not rows or tensor.dim() == 0 or tensor.shape[0] != sum(rows.values()):
+            out[name] = tensor
+            continue
+        pieces = tensor.split([*rows.values()])
+        out |= {f"{name}.{kind}": piece for kind, piece in zip(rows, pieces, strict=True)}
+    return out
+
+
+def _rows(weights: Weights, prefix: str) -> dict[str, int]:
+    """How many rows of each kind, by letter, this rank has; none of tensors that make no mixer."""
+    names = ("in_proj.weight", "conv1d.bias", "A_log")
+    rows = [
+        weights[prefix + n].shape[0] for n in names if prefix + n in weights and weights[prefix + n].dim()
+    ]
+    if len(rows) < len(names):
+        return {}
+    made, mixed, heads = rows
+    width = made - mixed - heads
+    if not 1 <= width < mixed:
+        return {}
+    vectors = (mixed - width) // 2
+    return dict(zip(_LETTERS.values(), (width, width, vectors, vectors, heads), strict=True))
+
+
+def is_hybrid(names: Collection[str], arguments: Mapping[str, Any]) -> bool:
+    """Whether a model is one, by its tensors or by Megatron's arguments."""
+    said = any(arguments.get(name) not in (*UNSET, 0) for name in ("is_hybrid_model", *_SAID))
+    return said or any(".mixer." in name for name in names)
+
+
+def hybrid_settings(names: Collection[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a hybrid's layers and sizes; nothing of other models.
+
+    Args:
+        names: Core's names of the tensors.
+        arguments: Megatron's arguments.
+
+    Raises:
+        ValueError: settings that Core ignores there, or that ours has not.
+    """
+    if not is_hybrid(names, arguments):
+        return {}
+    for name in _IGNORED:
+        if arguments.get(name) not in UNSET:
+            raise ValueError(f"`{name}` is {arguments[name]!r}, which hybrids ignore in part (unset it)")
+    if (freq := arguments.get("moe_layer_freq")) not in (None, 1):
+        raise ValueError(f"`moe_layer_freq` is {freq!r}, which hybrids ignore (unset it)")
+    if arguments.get("position_embedding_type") == "yarn":
+        raise ValueError("`position_embedding_type` is 'yarn', which hybrids ignore (say 'none')")
+    pattern = arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern") or ""
+    if not isinstance(pattern, str):
+        raise ValueError(f"`hybrid_layer_pattern` is {pattern!r}, which is no text")
+    epsilon = arguments.get("layernorm_epsilon") or arguments.get("norm_epsilon") or _EPSILON
+    mixers = "M" in pattern or any(".mixer." in name for name in names)
+    if epsilon != _EPSILON and mixers:
+        raise ValueError(f"`layernorm_epsilon` is {epsilon!r} beside mixers, whose norms have {_EPSILON}")
+    fields: dict[str, Any] = {"is_hybrid_model": True}
+    fields |= {name: arguments[name] for name in _SIZES if arguments.get(name) is not None}
+    if pattern:
+        if len(pattern) != (layers := arguments.get("num_layers")) and {*pattern} <= {*"M*-E"}:
+            raise ValueError(f"`num_layers` is {layers!r} beside a pattern of {len(pattern)} letters")
+        return {**fields, "hybrid_layer_pattern": pattern}
+    ratios = {name: arguments[name] for name in _SAID[2:] if arguments.get(name)}
+    return {**fields, **ratios}
+
+
+def hybrid_arguments(model: ModelConfig) -> dict[str, Any]:
+    """A hybrid as Megatron's arguments, by its pattern."""
+    if not model.is_hybrid_model:
+        return {}
+    sizes = {name: getattr(model, name) for name in _SIZES}
+    return {**sizes, "is_hybrid_model": True, "hybrid_override_pattern": model.layer_kinds}

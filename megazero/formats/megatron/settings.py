@@ -1,0 +1,310 @@
+"""Megatron's arguments as our settings: the model's shape, and what we do not support."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import ValidationError
+
+from megazero.config.tree.model import ModelConfig
+from megazero.errors import CheckpointError
+from megazero.formats.megatron.hybrid import hybrid_settings
+from megazero.formats.megatron.latent import UNSET, latent_settings
+from megazero.formats.megatron.pickles import PositionEmbedding
+
+Arguments = Mapping[str, Any]
+
+# Arguments that make Megatron compute what ours does not: name, values that are fine, what others mean.
+_REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("moe_apply_probs_on_input", UNSET, "weights of experts before their MLPs"),
+    ("moe_latent_size", UNSET, "experts of another width than the model"),
+    ("moe_n_hash_layers", (*UNSET, 0), "experts by the ids of tokens, whose table is in its checkpoint"),
+    ("retro_add_retriever", UNSET, "RETRO"),
+    ("qk_l2_norm", UNSET, "norms of queries and keys without weights"),
+    ("attention_output_gate", UNSET, "gated attention"),
+    ("experimental_attention_variant", UNSET, "another attention"),
+    ("glu_activation", UNSET, "a gated activation other than SwiGLU"),
+    ("onnx_safe", UNSET, "the GELU for ONNX"),
+    ("mtp_use_repeated_layer", UNSET, "one layer that predicts all further tokens"),
+    ("mtp_hybrid_override_pattern", UNSET, "further tokens predicted by a hybrid"),
+    ("heterogeneous_layers_config_path", UNSET, "layers of different shapes"),
+)
+_SAME_NAME = (
+    *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"),
+    *("ffn_hidden_size", "kv_channels", "hidden_dropout", "attention_dropout", "init_method_std"),
+    *("make_vocab_size_divisible_by", "fp32_residual_connection", "add_bias_linear", "add_qkv_bias"),
+    *("embed_layernorm", "apply_residual_connection_post_layernorm", "untie_embeddings_and_output_weights"),
+    *("apply_layernorm_1p", "softmax_scale", "qk_layernorm", "apply_wd_to_qk_layernorm"),
+    *("mtp_num_layers", "mtp_loss_scaling_factor"),
+)
+# Settings that Megatron before Core has not, or has under other names.
+_OF_CORE = (
+    *("softmax_scale", "qk_layernorm", "quick_geglu", "multi_latent_attention", "mtp_num_layers"),
+    *("rotary_interleaved", "no_rope_freq"),
+)
+# Of a gated activation: what is added to the gated values, and what bounds them.
+GATED = ("glu_linear_offset", "activation_func_clamp_value")
+EXPERTS = (
+    *("num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"),
+    *("moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk", "moe_z_loss_coeff"),
+    *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
+    *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_input_jitter_eps"),
+    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_expert_capacity_factor"),
+)
+_POSITIONS = MappingProxyType(
+    {
+        "learned_absolute": "learned_absolute",
+        "rope": "rope",
+        "yarn": "yarn",
+        "none": "none",
+        "alibi": "alibi",
+        PositionEmbedding.absolute: "learned_absolute",
+        PositionEmbedding.rotary: "rope",
+        PositionEmbedding.alibi: "alibi",
+    }
+)
+_SCALING = ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor")
+_YARN = (
+    *("rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
+    *("yarn_correction_range_round_to_int", "mscale", "mscale_all_dim"),
+)
+COPIED = (*_SAME_NAME, *_SCALING, *_YARN)
+"""The settings that both sides call alike, but for those about experts."""
+
+_NORMS = MappingProxyType({"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"})
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """A model as the arguments describe it.
+
+    Attributes:
+        model: its shape, without the vocabulary.
+        vocab_size: entries before padding, if the checkpoint says.
+    """
+
+    model: ModelConfig
+    vocab_size: int | None
+
+
+def read_settings(
+    arguments: Arguments, *, family: Mapping[str, Any], core: bool, names: Collection[str] = ()
+) -> ModelSettings:
+    """The model of a checkpoint.
+
+    Args:
+        arguments: Megatron's arguments, by name.
+        family: the settings that the arguments do not tell, but the tensors do.
+        core: whether it is a Megatron-Core model, for which some arguments mean something else.
+        names: Core's names of the tensors, which tell a hybrid whose arguments do not.
+
+    Raises:
+        CheckpointError: arguments are missing, or make a model that we do not support; all such are listed.
+    """
+    wrong = [
+        f"`{name}` is {arguments[name]!r} ({words})"
+        for name, fine, words in _REFUSED
+        if name in arguments and _comparable(arguments[name]) not in fine
+    ]
+    if core and arguments.get("apply_residual_connection_post_layernorm"):
+        wrong.append(
+            "`apply_residual_connection_post_layernorm` is True, which Core ignores (unset it with "
+            "--megatron-args)"
+        )
+    if not core:
+        wrong += [
+            f"`{name}` is {arguments[name]!r}, which only Core has (unset it with --megatron-args)"
+            for name in _OF_CORE
+            if _comparable(arguments.get(name)) not in UNSET
+        ]
+    if arguments.get("apply_layernorm_1p") and (arguments.get("embed_layernorm") or (family and not core)):
+        wrong.append(
+            "`apply_layernorm_1p` is True (but not for all norms: those of embeddings, or of a head)"
+        )
+    fields: dict[str, Any] = {n: arguments[n] for n in _SAME_NAME if arguments.get(n) is not None}
+    fields |= family
+    parts: tuple[Callable[[Arguments, bool], dict[str, Any]], ...] = (
+        _heads,
+        _positions,
+        _normalization,
+        _activation,
+        _attention,
+        _experts,
+        lambda arguments, _: hybrid_settings(names, arguments),
+    )
+    for part in parts:
+        try:
+            fields |= part(arguments, core)
+        except ValueError as error:
+            wrong.append(str(error))
+    if fields.get("mtp_num_layers") and fields.get("position_embedding_type") == "learned_absolute":
+        wrong.append(
+            f"`mtp_num_layers` is {fields['mtp_num_layers']!r} (with learned positions, which further tokens "
+            f"of ours do not read)"
+        )
+    if wrong:
+        raise CheckpointError(
+            "the checkpoint must hold a model that megazero supports, but " + "; ".join(wrong)
+        )
+    try:
+        return ModelSettings(ModelConfig(**fields), _vocab_size(arguments))
+    except ValidationError as error:
+        wrong = [f"`{'.'.join(map(str, fault['loc']))}`: {fault['msg']}" for fault in error.errors()]
+        raise CheckpointError(
+            "Megatron's arguments must tell the model's shape, but do not: "
+            + "; ".join(wrong)
+            + "; add what is missing with --megatron-args"
+        ) from error
+
+
+def _comparable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _heads(arguments: Arguments, core: bool) -> dict[str, Any]:
+    # Megatron-LM stores a number of groups, 1, even if it does not group, and one of channels even if
+    # latent attention has its own.
+    if arguments.get("multi_latent_attention"):
+        return {"num_query_groups": None, "kv_channels": None}
+    groups = arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
+    return {"num_query_groups": groups or arguments.get("num_key_value_heads")}
+
+
+def _positions(arguments: Arguments, core: bool) -> dict[str, Any]:
+    kind = arguments.get("position_embedding_type", "learned_absolute")
+    if arguments.get("use_rotary_position_embeddings"):
+        kind = "rope"
+    if not isinstance(kind, (str, PositionEmbedding)) or kind not in _POSITIONS:
+        raise ValueError(f"`position_embedding_type` is {getattr(kind, 'name', kind)!r}")
+    kind = _POSITIONS[kind]
+    if kind == "learned_absolute" and arguments.get("add_position_embedding") is False:
+        kind = "none"
+    latent = latent_settings(arguments)
+    if kind not in ("rope", "yarn") and not latent:
+        return {"position_embedding_type": kind}
+    read = _YARN if kind == "yarn" else _SCALING
+    scaling = {name: arguments[name] for name in read if arguments.get(name) is not None}
+    # Megatron-DeepSpeed and forks call the base theta; before it was configurable, it was 10000.
+    bases = (arguments.get(name) for name in ("rotary_base", "rope_theta", "rotary_theta"))
+    base = next((base for base in bases if base is not None), 10000.0)
+    own = _turned_otherwise(arguments)
+    if latent and own:
+        raise ValueError(f"`{min(own)}` is {own[min(own)]!r} with latent attention")
+    if latent:
+        # It has a rotation of its own, and none is made for all layers.
+        kind = "rope" if kind == "yarn" else kind
+        return {"position_embedding_type": kind, "rotary_base": base, **latent}
+    return {
+        "position_embedding_type": kind,
+        "rotary_base": base,
+        # Core's YaRN rotates whole heads, whatever `rotary_percent` says.
+        "rotary_percent": (kind == "rope" and arguments.get("rotary_percent")) or 1.0,
+        **scaling,
+        **own,
+    }
+
+
+def _turned_otherwise(arguments: Arguments) -> dict[str, Any]:
+    """Pairs of neighbours, and layers that rotate nothing, where the arguments ask for them.
+
+    Raises:
+        ValueError: layers are neither listed one by one, with a 1 for those, nor every N-th.
+    """
+    own: dict[str, Any] = {} if arguments.get("rotary_interleaved") in UNSET else {"rotary_interleaved": True}
+    freq, layers = _comparable(arguments.get("no_rope_freq")), arguments.get("num_layers")
+    if freq in UNSET:
+        return own
+    listed = isinstance(freq, tuple) and len(freq) == layers and {*freq} <= {0, 1}
+    if not listed and not (
+        isinstance(freq, int) and freq > 1 and isinstance(layers, int) and layers % freq == 0
+    ):
+        raise ValueError(f"`no_rope_freq` is {freq!r} of {layers!r} layers")
+    return {**own, "no_rope_freq": freq}
+
+
+def _normalization(arguments: Arguments, core: bool) -> dict[str, Any]:
+    kind = arguments.get("normalization") or "LayerNorm"
+    if not isinstance(kind, str) or kind.lower() not in _NORMS:
+        raise ValueError(f"`normalization` is {kind!r}")
+    if arguments.get("apply_layernorm_1p") and not core and _NORMS[kind.lower()] == "RMSNorm":
+        raise ValueError(
+            "`apply_layernorm_1p` is True, which RMSNorm before Core ignores (unset it with --megatron-args)"
+        )
+    epsilon = arguments.get("layernorm_epsilon") or arguments.get("norm_epsilon") or 1e-5
+    return {"normalization": _NORMS[kind.lower()], "norm_epsilon": epsilon}
+
+
+def _activation(arguments: Arguments, core: bool) -> dict[str, Any]:
+    """Megatron's fused bias and GELU is the tanh form, its unfused GELU the exact one.
+
+    Its fused SwiGLU ignores the settings of gated activations.
+    """
+    gated = {name: arguments[name] for name in GATED if _comparable(arguments.get(name)) not in UNSET}
+    named = ", ".join(f"`{name}` is {value!r}" for name, value in gated.items())
+    overlapped = arguments.get("moe_shared_expert_intermediate_size") and arguments.get(
+        "moe_shared_expert_overlap"
+    )
+    if gated and arguments.get("num_experts") and (overlapped or with_grouped_mlp(arguments)):
+        raise ValueError(f"{named} (which `GroupedMLP` and overlapped shared experts ignore)")
+    if arguments.get("quick_geglu"):
+        if arguments.get("swiglu") or arguments.get("squared_relu"):
+            raise ValueError(
+                "`quick_geglu` is True beside another activation (unset one with --megatron-args)"
+            )
+        return {"activation": "quick_geglu", **gated}
+    if gated:
+        raise ValueError(f"{named} (without `quick_geglu`)")
+    if arguments.get("swiglu"):
+        return {"activation": "swiglu"}
+    if arguments.get("squared_relu"):
+        return {"activation": "squared_relu"}
+    if arguments.get("openai_gelu"):
+        if core:
+            raise ValueError("`openai_gelu` is True, which Core ignores (unset it with --megatron-args)")
+        return {"activation": "gelu"}
+    fused = arguments.get("bias_gelu_fusion", True) and arguments.get("add_bias_linear", True)
+    return {"activation": "gelu" if fused else "gelu_exact"}
+
+
+def with_grouped_mlp(arguments: Arguments) -> bool:
+    """Whether Core computes experts by its older `GroupedMLP`."""
+    legacy = arguments.get("moe_use_legacy_grouped_gemm") or arguments.get("transformer_impl") == "local"
+    return bool(arguments.get("moe_grouped_gemm") and legacy)
+
+
+def _attention(arguments: Arguments, core: bool) -> dict[str, Any]:
+    """Both sides say these alike, but for a window of None, which is none whatever layers it is for."""
+    fields: dict[str, Any] = {"softmax_type": arguments.get("softmax_type") or "vanilla"}
+    window = arguments.get("window_size")
+    if window in UNSET:
+        return fields
+    return {**fields, "window_size": window, "window_attn_skip_freq": arguments.get("window_attn_skip_freq")}
+
+
+def _experts(arguments: Arguments, core: bool) -> dict[str, Any]:
+    if _comparable(arguments.get("num_experts")) in (*UNSET, 1, (1,)):
+        return {}
+    counts = arguments["num_experts"]
+    if isinstance(counts, (list, tuple)) and len(set(counts)) > 1:
+        raise ValueError(f"`num_experts` is {counts!r} (layers with different numbers of experts)")
+    fields = {name: arguments[name] for name in EXPERTS if arguments.get(name) is not None}
+    if fields.get("moe_layer_freq") == 1:  # what it is if it is not given
+        del fields["moe_layer_freq"]
+    # Training's factor holds for evaluation too, where Megatron knows no other.
+    capacity = fields.get("moe_expert_capacity_factor")
+    one = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+    listed = {
+        n: fields[n] if isinstance(fields[n], (list, tuple)) else (fields[n],) for n in one if n in fields
+    }
+    return {**fields, **listed, **({} if capacity is None else {"moe_eval_capacity_factor": capacity})}
+
+
+def _vocab_size(arguments: Arguments) -> int | None:
+    """Megatron-LM stores it only if the tokenizer has no files."""
+    size = arguments.get("vocab_size")
+    if arguments.get("tokenizer_type") == "NullTokenizer" and isinstance(size, int):
+        return size + 1  # one for the end of a document
+    return None

@@ -1,0 +1,297 @@
+"""Opens the files of a checkpoint, one pipeline stage at a time."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megazero.errors import CheckpointError
+from megazero.formats.megatron.dialects import prefix_of_layer_file
+from megazero.formats.megatron.expert_files import experts_moved, one_by_one
+from megazero.formats.megatron.folder import Files, Form
+from megazero.formats.megatron.hybrid import kind_by_kind
+from megazero.formats.megatron.pickles import Inert, PositionEmbedding, load_pickle
+from megazero.formats.megatron.rank_optimizer import DISTRIBUTED, parameters_of, read_states
+from megazero.formats.megatron.weights import Lazy, Load, Weights
+from megazero.formats.megatron.zero_files import check_masters, read_zero
+
+_MODEL = re.compile(r"model\d*")
+_DEEPEST = 16
+_DEEPEST_NUMBER = 8
+_NUMBERS = frozenset({"step", "common_step", "scale", "growth_tracker", "hysteresis_tracker"})
+
+
+@dataclass(frozen=True)
+class Header:
+    """The contents of a rank's file besides its weights.
+
+    Attributes:
+        arguments: Megatron's arguments, or None.
+        iteration: the iteration after which it was saved, or None.
+        version: the checkpoint's version; 0 if it does not say, as with the oldest.
+        original_vocab_size: entries before padding, or None.
+        numbers: the numbers of the optimizer's groups, its loss scaler and its schedule, by name.
+    """
+
+    arguments: Mapping[str, Any] | None
+    iteration: int | None
+    version: float
+    original_vocab_size: int | None
+    numbers: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+class Opened(Protocol):
+    """The tensors of a checkpoint, by stage; see `Stages`."""
+
+    files: Files
+    headers: dict[Path, Header]
+
+    def close(self) -> None: ...
+
+    def chunks(self, stage: int) -> Mapping[str, tuple[Weights, ...]]:
+        """The model chunks of a stage, by their names in its files, each with the weights of every rank."""
+
+
+class Stages(Opened):
+    """The files of a checkpoint by stage. Those of the last stage asked for stay open.
+
+    Args:
+        files: the files.
+        inert: classes whose objects are not needed, by full name.
+        with_optimizer: whether masters and moments are opened too; their chunks are called ``exp_avg/model``.
+
+    Attributes:
+        headers: the headers of the rank files that have been opened.
+
+    Raises:
+        CheckpointError: in all methods: a file names something that may not be called, or has another
+            structure; DamagedCheckpointError if it cannot be read.
+    """
+
+    def __init__(self, files: Files, inert: Iterable[str] = (), *, with_optimizer: bool = False):
+        self.files = files
+        self.headers: dict[Path, Header] = {}
+        self._inert = tuple(inert)
+        self._with_optimizer = with_optimizer
+        self._zero: dict[Path, Mapping[str, Lazy]] = {}
+        self._held: tuple[int, Mapping[str, tuple[Weights, ...]]] | None = None
+        if files.form is Form.LAYERS:
+            for path in files.ranks:
+                self._load(path)
+        if files.form is Form.MEGATRON and len(files.stages) > 1 and not files.experts:
+            self._load(files.ranks[0])
+            arguments = self.headers[files.ranks[0]].arguments or {}
+            stages = arguments.get("pipeline_model_parallel_size")
+            # Without a pipeline, the second number of a folder is that of an expert-parallel rank.
+            if stages == 1 and arguments.get("expert_model_parallel_size") == len(files.stages):
+                self.files = files.by_experts
+
+    def close(self) -> None:
+        """Close the open files."""
+        self._held = None
+        self._zero.clear()
+
+    def chunks(self, stage: int) -> Mapping[str, tuple[Weights, ...]]:
+        """The model chunks of a stage, by their names in its files, each with the weights of every rank."""
+        if self._held is None or self._held[0] != stage:
+            self._held = None  # close what is open before opening more
+            ranks = [self._weights(path) for path in self.files.stages[stage]]
+            if any(rank.keys() != ranks[0].keys() for rank in ranks):
+                raise CheckpointError(
+                    f"`{self.files.stages[stage][0]}` and its other ranks must hold the same model "
+                    f"chunks, but hold {'; '.join(', '.join(rank) for rank in ranks)}; copy all files"
+                )
+            self._held = stage, {chunk: tuple(rank[chunk] for rank in ranks) for chunk in ranks[0]}
+        return self._held[1]
+
+    def _weights(self, path: Path) -> dict[str, Weights]:
+        """The model chunks in a file, and its optimizer's, with the experts of all expert-parallel ranks."""
+        chunks = self._chunks(path)
+        for number, other in enumerate(self.files.experts.get(path, ()), 1):
+            for chunk, weights in self._chunks(other).items():
+                chunks[chunk] = {**chunks[chunk], **dict(experts_moved(weights, number))}
+        return chunks
+
+    def _chunks(self, path: Path) -> dict[str, Weights]:
+        loaded = self._load(path)
+        if self.files.form is Form.LAYERS:
+            names = dict(flatten(path, loaded))
+            prefix = prefix_of_layer_file(names)
+            weights = {prefix + name: tensor for name, tensor in names.items()}
+            zero = self._of_layer(path, prefix, names) if self._with_optimizer else {}
+            return {"model": weights, **{f"{kind}/model": tensors for kind, tensors in zero.items()}}
+        if self.files.form is Form.DEEPSPEED:
+            named: Mapping[str, Any] = {"model": loaded["module"]} if loaded.get("module") is not None else {}
+        else:
+            named = loaded
+        whole = {name: content for name, content in named.items() if _MODEL.fullmatch(str(name))}
+        if not whole or whole.keys() not in (
+            {"model"},
+            {f"model{number}" for number in range(len(whole))},
+        ):
+            raise CheckpointError(
+                f"`{path}` must hold `module`, `model`, or `model0`, `model1` and so on, but holds "
+                f"{', '.join(sorted(map(str, named)))[:200] or 'nothing'}; copy all files of the checkpoint"
+            )
+        arguments = self.headers[path].arguments or {}
+        chunks: dict[str, Weights] = {name: dict(flatten(path, part)) for name, part in whole.items()}
+        if self._with_optimizer:
+            chunks |= self._states(path, loaded, chunks)
+        return {
+            name: part if isinstance(part, Lazy) else kind_by_kind(one_by_one(part, arguments))
+            for name, part in chunks.items()
+        }
+
+    def _states(
+        self, path: Path, loaded: Mapping[str, Any], chunks: Mapping[str, Weights]
+    ) -> Mapping[str, Weights]:
+        """The state of a rank's optimizer, by kind and model chunk."""
+        if self.files.form is Form.DEEPSPEED:
+            zero = self._zero_of(path, loaded)
+            check_masters(path, zero, chunks["model"])
+            return {f"{kind}/model": tensors for kind, tensors in zero.items()}
+        beside = path.with_name(DISTRIBUTED)
+        buffers = load_pickle(beside, self._inert) if beside.is_file() else None
+        arguments = self.headers[path].arguments or {}
+        states = read_states(
+            path, loaded.get("optimizer"), parameters_of(chunks, arguments), buffers, arguments
+        )
+        return {f"{kind}/{chunk}": named for kind, of in states.items() for chunk, named in of.items()}
+
+    def _zero_of(self, path: Path, loaded: Mapping[str, Any]) -> Mapping[str, Lazy]:
+        """The state of a model-parallel rank under ZeRO; the header of its file then counts updates."""
+        shapes = loaded.get("param_shapes")
+        zero = read_zero(path.parent, self.files.ranks.index(path), shapes, self._inert)
+        self.headers[path] = replace(self.headers[path], numbers=numbers_in(zero.numbers))
+        return zero.tensors
+
+    def _of_layer(self, path: Path, prefix: str, weights: Weights) -> Mapping[str, Weights]:
+        """The state of a layer, which ZeRO calls by number, or by a word if several stages have it."""
+        (stage,) = (s for s in self.files.stages if path in s)
+        rank, ranks = stage.index(path), self.files.tensor_ranks
+        number = re.search(r"layer_0*(\d+)", path.name)
+        states: dict[str, dict[str, Load]] = {}
+        for holder in self.files.ranks[rank::ranks]:
+            if holder not in self._zero:
+                self._zero[holder] = self._zero_of(holder, self._load(holder))
+            for kind, tensors in self._zero[holder].items():
+                for name, load in tensors.loads.items():
+                    place, _, plain = name.removeprefix("module.").partition(".")
+                    if place == "tied_modules":
+                        mine = "word_embeddings.weight" in weights
+                        plain = plain.partition(".")[2]
+                    else:
+                        mine = number is not None and place == number[1]
+                    if mine and plain in weights:
+                        states.setdefault(kind, {}).setdefault(prefix + plain, load)
+        joined = {kind: Lazy(of) for kind, of in states.items()}
+        check_masters(path, joined, {prefix + name: tensor for name, tensor in weights.items()})
+        return joined
+
+    def _load(self, path: Path) -> Mapping[str, Any]:
+        loaded = load_pickle(path, self._inert)
+        if not isinstance(loaded, Mapping):
+            raise CheckpointError(f"`{path}` must hold a mapping, but holds a {type(loaded).__name__}")
+        if path in self.files.ranks:
+            self.headers[path] = _header(loaded)
+        return loaded
+
+
+def read_header(path: Path, inert: Iterable[str] = ()) -> Header:
+    """The contents of a file besides weights.
+
+    Raises:
+        CheckpointError: it names something that may not be called; DamagedCheckpointError if it cannot be
+            read.
+    """
+    loaded = load_pickle(path, inert)
+    return _header(loaded if isinstance(loaded, Mapping) else {})
+
+
+def _header(loaded: Mapping[str, Any]) -> Header:
+    arguments = loaded.get("args")
+    if isinstance(arguments, argparse.Namespace):
+        arguments = vars(arguments)
+    iteration, version = loaded.get("iteration"), loaded.get("checkpoint_version")
+    universal = loaded.get("universal_checkpoint_info")
+    size = universal.get("original_vocab_size") if isinstance(universal, Mapping) else None
+    return Header(
+        {str(name): _plain(value) for name, value in arguments.items()}
+        if isinstance(arguments, Mapping)
+        else None,
+        iteration if isinstance(iteration, int) else None,
+        float(version) if isinstance(version, (int, float)) else 0.0,
+        size if isinstance(size, int) else None,
+        numbers_in([loaded.get("optimizer"), loaded.get("opt_param_scheduler")]),
+    )
+
+
+def numbers_in(tree: Any) -> Mapping[str, Sequence[float]]:
+    """The numbers of an optimizer in nested mappings and lists, by name; no tensor is kept."""
+    numbers: dict[str, list[float]] = defaultdict(list)
+    for name, value in _named(tree):
+        numbers[name].append(value)
+    return dict(numbers)
+
+
+def _named(tree: Any, depth: int = 0) -> Iterator[tuple[str, float]]:
+    if depth > _DEEPEST_NUMBER:
+        return
+    if isinstance(tree, Mapping):
+        for name in _NUMBERS & tree.keys():
+            if (value := _number(tree[name])) is not None:
+                yield name, value
+        tree = list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        for inner in tree:
+            yield from _named(inner, depth + 1)
+
+
+def _number(value: Any) -> float | None:
+    """A number, also if it is a tensor of one element."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if plain and math.isfinite(value) else None
+
+
+def _plain(value: Any) -> Any:
+    """A value that can be compared and printed; anything else becomes inert."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(item) for item in value)
+    return value if isinstance(value, (bool, int, float, str, PositionEmbedding, type(None))) else Inert()
+
+
+def flatten(path: Path, tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in nested mappings, by their names joined with dots. Whatever is not a tensor is left out.
+
+    Raises:
+        CheckpointError: a name is not a string, mappings are nested too deeply, or a tensor is not dense.
+    """
+    if depth > _DEEPEST:
+        raise CheckpointError(
+            f"`{path}` must hold a model's weights, but nests mappings more than {_DEEPEST} deep"
+        )
+    if not isinstance(tree, Mapping):
+        raise CheckpointError(f"`{path}` must hold weights by name, but holds a {type(tree).__name__}")
+    for name, value in tree.items():
+        if not isinstance(name, str):
+            raise CheckpointError(f"`{path}` must hold weights by name, but one is called {name!r}")
+        if isinstance(value, Mapping):
+            yield from flatten(path, value, f"{prefix}{name}.", depth + 1)
+        elif isinstance(value, Tensor):
+            if value.layout is not torch.strided or value.device.type != "cpu":
+                raise CheckpointError(
+                    f"`{path}` must hold dense tensors, but {prefix}{name} is {value.layout} on "
+                    f"{value.device}"
+                )
+            yield prefix + name, value

@@ -1,0 +1,173 @@
+"""DeepSpeed's universal checkpoints: a folder for each parameter, a file for each of its tensors::
+
+    global_step100_universal/zero/3.mlp.dense_h_to_4h.weight/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt
+    global_step100_universal/zero/optimizer_state.pt                     options of groups, the loss scale
+    global_step100_universal/mp_rank_MM_model_states.pt                  the ranks' files, as they were
+
+Tensors are whole, joined over all ranks by the patterns that the model gave when it was saved.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megazero.errors import CheckpointError, DamagedCheckpointError
+from megazero.formats.megatron.dialects import core_name, prefix_of_layer_file
+from megazero.formats.megatron.folder import UNIVERSAL, Files
+from megazero.formats.megatron.inventory import IN_USE, Inventory, SavedTensor, TensorRecord
+from megazero.formats.megatron.pickles import KEPT, load_pickle
+from megazero.formats.megatron.stages import Header, Opened, numbers_in, read_header
+from megazero.formats.megatron.weights import Lazy, Load, Weights
+from megazero.formats.megatron.zero_files import counts_of
+
+_OPTIMIZER = "optimizer_state.pt"
+_MASTER, _STEP = "fp32", "step"
+_JOINED_BY_HALVES = "param_n_sub_params"
+_FIRST_LAYER = ".layers.0."
+
+Open = Callable[[Path], Any]
+"""Read one file."""
+
+
+@dataclass(frozen=True)
+class ParameterFile:
+    """A file of a parameter: its name, the kind of tensor, what says more about that, and the value.
+
+    The kind is the file's name without its ending: `fp32` of masters, `step` of the count of updates.
+    """
+
+    parameter: str
+    kind: str
+    facts: Mapping[str, Any]
+    value: Any
+
+
+def parameter_files(folder: Path, load: Open) -> Iterator[ParameterFile]:
+    """The files of all parameters in a checkpoint's folder ``zero``.
+
+    Raises:
+        DamagedCheckpointError: a parameter has no fp32 weights.
+    """
+    for place in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if not (place / f"{_MASTER}.pt").exists():
+            raise DamagedCheckpointError(f"`{place}` must hold fp32.pt, but does not; convert it again")
+        for path in sorted(place.glob("*.pt")):
+            yield _of_file(path, load)
+
+
+def _of_file(path: Path, load: Open) -> ParameterFile:
+    content = load(path)
+    # Stage 3 writes tensors alone, the others a dictionary around them.
+    facts = content if isinstance(content, Mapping) and "param" in content else {"param": content}
+    return ParameterFile(path.parent.name, path.stem, facts, facts["param"])
+
+
+def optimizer_facts(folder: Path, load: Open) -> Mapping[str, Any]:
+    """The optimizer's state beside tensors; none if it was not kept."""
+    path = folder / _OPTIMIZER
+    return load(path) if path.exists() else {}
+
+
+class UniversalStages(Opened):
+    """The tensors of a universal checkpoint as those of one stage on one rank, read when they are asked for.
+
+    Args:
+        files: the files.
+        inert: classes whose objects are not needed, by full name.
+
+    Attributes:
+        headers: the headers of the ranks' files; the first counts the updates.
+        inventories: kind -> the tensors of this kind, by Core's names.
+
+    Raises:
+        CheckpointError: tensors were joined otherwise than as wholes.
+        DamagedCheckpointError: a file cannot be read.
+    """
+
+    def __init__(self, files: Files, inert: Iterable[str] = ()):
+        self.files = files
+        self.headers: dict[Path, Header] = {path: read_header(path, inert) for path in files.ranks}
+        folder = files.folder / UNIVERSAL
+        load = partial(load_pickle, inert=tuple(inert), known=KEPT)
+        self._tensors: dict[str, Load] = {}
+        header = self.headers[files.ranks[0]]
+        inventories: dict[str, dict[str, TensorRecord]] = defaultdict(dict)
+        whole = _whole_names(path.name for path in folder.iterdir() if path.is_dir())
+        steps = []
+        for file in parameter_files(folder, load):
+            called = core_name(whole[file.parameter])
+            if file.kind == _STEP:
+                steps.append({_STEP: file.value})
+            elif isinstance(file.value, Tensor) and called is not None:
+                _check_joined(folder, called, file, header)
+                kind = IN_USE if file.kind == _MASTER else file.kind
+                place = f"{kind}/{called}"
+                path = folder / file.parameter / f"{file.kind}.pt"
+                self._tensors[place] = partial(_tensor, path, load)
+                saved = SavedTensor(0, "model", place)
+                record = TensorRecord(saved, (tuple(file.value.shape),), (file.value.dtype,))
+                inventories[kind][called] = record
+        self.inventories: Mapping[str, Inventory] = inventories
+        beside = optimizer_facts(folder, load)
+        counted = {"steps": steps, "param_groups": beside.get("param_groups")}
+        numbers = numbers_in(counts_of({**beside, "base_optimizer_state": counted}))
+        self.headers[files.ranks[0]] = replace(header, numbers=numbers)
+
+    def close(self) -> None:
+        """Keep no file open."""
+
+    def chunks(self, stage: int) -> Mapping[str, tuple[Weights, ...]]:
+        """The only model chunk, with the only rank's tensors."""
+        return {"model": (Lazy(self._tensors),)}
+
+
+def _tensor(path: Path, load: Open) -> Tensor:
+    value = _of_file(path, load).value
+    assert isinstance(value, Tensor), "it was one when the file was first opened"
+    return value
+
+
+def _whole_names(names: Iterable[str]) -> dict[str, str]:
+    """Parameters' names in a whole model; a pipeline has those of their modules, by number."""
+    whole: dict[str, str] = {}
+    modules: dict[int, dict[str, str]] = defaultdict(dict)
+    for name in names:
+        head, _, rest = name.removeprefix("module.").partition(".")
+        if head == "tied_modules":
+            whole[name] = f"{prefix_of_layer_file(['word_embeddings.weight'])}{rest.partition('.')[2]}"
+        elif head.isdecimal():
+            modules[int(head)][rest] = name
+        else:
+            whole[name] = name
+    layer = 0
+    for _, inner in sorted(modules.items()):
+        prefix = prefix_of_layer_file(inner)
+        if _FIRST_LAYER in prefix:
+            prefix, layer = prefix.replace(_FIRST_LAYER, f".layers.{layer}."), layer + 1
+        whole |= {name: prefix + rest for rest, name in inner.items()}
+    return whole
+
+
+def _check_joined(folder: Path, name: str, file: ParameterFile, header: Header) -> None:
+    """Refuse tensors of several ranks that were put one behind the other though they consist of parts.
+
+    Raises:
+        CheckpointError: see above.
+    """
+    arguments = header.arguments or {}
+    if arguments.get("tensor_model_parallel_size", 1) in (None, 1):
+        return
+    gated = ".mlp.linear_fc1." in name and arguments.get("swiglu")
+    halves = gated and file.facts.get(_JOINED_BY_HALVES) != 2
+    if halves or (".linear_qkv." in name and header.version < 2):
+        raise CheckpointError(
+            f"`{folder}` must hold {file.parameter} as it is in a whole model, but has the ranks' one behind "
+            f"the other, each of several parts; name the checkpoint that it was made from"
+        )

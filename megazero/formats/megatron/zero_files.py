@@ -1,0 +1,147 @@
+"""Masters and moments in the files that DeepSpeed's ZeRO (stages 1 and 2) and its bf16 optimizer write.
+
+Each data-parallel rank's file has its part of one flat vector of each group of parameters; the model's file
+names them, in order::
+
+    global_step100/[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt     D: data-parallel rank
+    global_step100/mp_rank_MM_model_states.pt                          MM: stage x tensor ranks + tensor rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.part import WEIGHT
+from megazero.errors import CheckpointError
+from megazero.formats.megatron.dialects import core_name
+from megazero.formats.megatron.folder import ZERO_FILE
+from megazero.formats.megatron.pickles import KEPT, Kept, load_pickle, parsed
+from megazero.formats.megatron.rank_optimizer import MOMENTS
+from megazero.formats.megatron.weights import Lazy, Load
+from megazero.formats.megatron.zero_states import Scale, cut_vector, group_state, vector_of
+
+_HELD = frozenset({"base_optimizer_state", "single_partition_of_fp32_groups"})
+
+
+@dataclass(frozen=True)
+class ZeroStates:
+    """The state of a model-parallel rank: kind -> name -> tensor; and its counts and loss scale."""
+
+    tensors: Mapping[str, Lazy]
+    numbers: Mapping[str, Any]
+
+
+def read_zero(folder: Path, rank: int, shapes: Any, inert: Sequence[str] = ()) -> ZeroStates:
+    """The state of a model-parallel rank's optimizer.
+
+    Args:
+        folder: the checkpoint's.
+        rank: the model-parallel rank.
+        shapes: `param_shapes` of its file of the model.
+        inert: classes whose objects are not needed, by full name.
+
+    Raises:
+        CheckpointError: there is none, a data-parallel rank's is missing, or it is of another kind.
+    """
+    files = {
+        int(m["data"]): p
+        for p in folder.iterdir()
+        if (m := ZERO_FILE.fullmatch(p.name)) and int(m["model"]) == rank
+    }
+    if not files or not isinstance(shapes, (list, tuple)):
+        raise CheckpointError(
+            f"`{folder}` must hold zero_pp_rank_*_mp_rank_{rank:02d}_optim_states.pt, and the names of its "
+            f"parameters, to go on from, but does not; copy all files, or import without --with-optimizer"
+        )
+    saved = [_load(files[number], inert) for number in sorted(files)]
+    with parsed(folder, f"an optimizer's state of rank {rank} as DeepSpeed saves it"):
+        _check_ranks(folder, sorted(files), saved, len(shapes))
+        return ZeroStates(_tensors(folder, saved, shapes), counts_of(saved[0]))
+
+
+def _tensors(
+    folder: Path, saved: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Lazy]:
+    tensors: dict[str, dict[str, Load]] = {kind: {} for kind in (WEIGHT, *MOMENTS)}
+    for number, group in enumerate(shapes):
+        named = {str(name): tuple(map(int, shape)) for name, shape in group.items()}
+        gaps = (saved[0].get("param_alignment_paddings") or {number: ()})[number]
+        vectors = {WEIGHT: [vector_of(one["single_partition_of_fp32_groups"][number]) for one in saved]}
+        states = [group_state(one["base_optimizer_state"], number) for one in saved]
+        for kind in MOMENTS:
+            if not all(kind in state for state in states):
+                raise CheckpointError(
+                    f"`{folder}` must hold Adam's two moments of each group, but lacks {kind} of group "
+                    f"{number}; import without --with-optimizer"
+                )
+            vectors[kind] = [state[kind] for state in states]
+        for kind, slices in vectors.items():
+            tensors[kind] |= {name: joined.whole for name, joined in cut_vector(slices, named, gaps)}
+    return {kind: Lazy(of) for kind, of in tensors.items()}
+
+
+def check_masters(
+    path: Path, states: Mapping[str, Mapping[str, Tensor]], weights: Mapping[str, Tensor]
+) -> None:
+    """Check that masters, rounded, are the weights that are called alike by Core.
+
+    Raises:
+        CheckpointError: one is not, so that the vectors are cut otherwise than their names say.
+    """
+    named = {core_name(name): tensor for name, tensor in weights.items()}
+    for name, master in states.get(WEIGHT, {}).items():
+        weight = named.get(core_name(name))
+        if weight is not None and not (
+            master.shape == weight.shape and torch.equal(master.to(weight.dtype), weight)
+        ):
+            raise CheckpointError(
+                f"`{path}` must hold weights that masters are more exactly, but {name} differs; copy "
+                f"all files of one checkpoint, or import without --with-optimizer"
+            )
+
+
+def _load(path: Path, inert: Sequence[str]) -> Mapping[str, Any]:
+    loaded = load_pickle(path, inert, KEPT)
+    saved = loaded.get("optimizer_state_dict") if isinstance(loaded, Mapping) else None
+    if not isinstance(saved, Mapping) or not saved.keys() >= _HELD:
+        raise CheckpointError(
+            f"`{path}` must hold the state of ZeRO's stages 1 or 2, or of the bf16 optimizer, but does not; "
+            f"import without --with-optimizer"
+        )
+    return saved
+
+
+def _check_ranks(folder: Path, ranks: Sequence[int], saved: Sequence[Mapping[str, Any]], groups: int) -> None:
+    counts = saved[0].get("partition_count")
+    counts = set(counts) if isinstance(counts, (list, tuple)) else {counts}
+    if counts != {len(ranks)} or list(ranks) != list(range(len(ranks))):
+        raise CheckpointError(
+            f"`{folder}` must hold the optimizer's files of {sorted(map(str, counts))} data-parallel ranks, "
+            f"but has those of {list(ranks)}; copy all files, or import without --with-optimizer"
+        )
+    if any(len(one["single_partition_of_fp32_groups"]) != groups for one in saved):
+        raise CheckpointError(
+            f"`{folder}` must hold masters of {groups} groups of parameters, but holds others; copy all files"
+        )
+
+
+def counts_of(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The counts of updates, and the loss scale, by the names that Megatron-LM has for it."""
+    base = saved["base_optimizer_state"]
+    numbers: dict[str, Any] = {"optimizer": {"base": base, "step": saved.get("base_optimizer_state_step")}}
+    scaler = saved.get("loss_scaler")
+    if isinstance(scaler, Kept) and "cur_scale" in vars(scaler):
+        known = vars(scaler)
+        numbers["scale"] = float(known["cur_scale"])
+        if scale := Scale.of(saved):
+            good, window = scale.good_steps, known["scale_window"]
+            # It counts on where Megatron-LM begins anew.
+            numbers["growth_tracker"] = good if good <= window else (good - 1) % window
+            numbers["hysteresis_tracker"] = known["cur_hysteresis"]
+    return numbers
