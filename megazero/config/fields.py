@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import types
-from ast import literal_eval
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
-
-from pydantic.fields import FieldInfo
+from functools import cache
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from megazero.config.condition import Condition, Need
 from megazero.config.tree.config import Config
 from megazero.config.tree.data_sampling import CurriculumMetric
-from megazero.config.tree.option import Section
+from megazero.config.tree.option import Facets, Section
+from megazero.config.tree.roles import RESUME, Role
 
 _OF_RUNS = frozenset({"training", "optimizer", "checkpoint", "logging", "guards", "distillation"})
 _COUNTED = frozenset({"iterations", "samples", "tokens"})
@@ -36,9 +35,9 @@ class Kind(Enum):
     METRICS = "metrics"
 
 
-@dataclass(frozen=True)
-class FieldSpec:
-    """One field: where it sits in the tree, how it is read, and how the command line spells it.
+@dataclass(frozen=True, kw_only=True)
+class FieldSpec(Facets):
+    """One field: where it sits in the tree, how it is read, and what it says of itself.
 
     `length` is the number of items of a list, and None for a list of any length or for anything else.
     """
@@ -52,15 +51,6 @@ class FieldSpec:
     required: bool
     default: Any
     help: str
-    flag: str
-    aliases: tuple[str, ...]
-    switches: Mapping[str, Any]
-    yielding: frozenset[str]
-    implies: Mapping[str, tuple[str, Any]]
-    synonyms: Mapping[str, Any]
-    refused: Mapping[str, str]
-    unit: str | None
-    package: str | None
 
     @property
     def path(self) -> str:
@@ -97,18 +87,13 @@ class FieldSpec:
             return item
         return f"{item} ..." if self.length is None else f"{self.length} x {item}"
 
-    def can_be(self, text: str) -> bool:
-        """Whether a value of this field is written like this in a condition."""
-        if text == "None":
+    def takes(self, value: Any) -> bool:
+        """Whether the field can have this value, as far as its type tells."""
+        if value is None:
             return self.optional
-        if self.kind in (Kind.TEXT, Kind.CHOICE):
-            return self.kind is Kind.TEXT or text in map(str, self.choices)
-        kinds = {Kind.BOOL: bool, Kind.INT: int, Kind.FLOAT: float}
-        try:
-            value = literal_eval(text)
-        except (ValueError, SyntaxError):
-            return False
-        return type(value) is kinds.get(self.kind, tuple) and str(value) == text
+        if self.kind is Kind.CHOICE:
+            return value in self.choices
+        return type(value) is _TYPES.get(self.kind, tuple)
 
     @property
     def default_text(self) -> str | None:
@@ -140,6 +125,7 @@ def _unwrap(annotation: Any) -> tuple[Any, bool]:
             return annotation, optional
 
 
+_TYPES = types.MappingProxyType({Kind.INT: int, Kind.FLOAT: float, Kind.TEXT: str, Kind.BOOL: bool})
 _KINDS = types.MappingProxyType({int: Kind.INT, float: Kind.FLOAT, str: Kind.TEXT, bool: Kind.BOOL})
 _LIST_KINDS = types.MappingProxyType(
     {Kind.INT: Kind.INTS, Kind.FLOAT: Kind.FLOATS, Kind.CHOICE: Kind.CHOICES, Kind.TEXT: Kind.TEXTS}
@@ -158,11 +144,25 @@ def _kind(annotation: Any) -> tuple[Kind, tuple[str, ...], int | None]:
     return _KINDS[annotation], (), None
 
 
-def _field_spec(section: str, name: str, annotation: Any, info: FieldInfo) -> FieldSpec:
+def facets_of(model: type[Section], name: str) -> Facets:
+    """What a field of a section's class says of itself."""
+    extra: Any = model.model_fields[name].json_schema_extra
+    assert isinstance(extra, dict), f"{model.__name__}.{name} must be declared with option()"
+    facets: Facets = extra["facets"]
+    return facets
+
+
+def _field_spec(section: str, model: type[Section], name: str, annotation: Any) -> FieldSpec:
+    info, facets = model.model_fields[name], facets_of(model, name)
+    idle = facets.idle_without
     bare, optional = _unwrap(annotation)
     kind, choices, length = _kind(bare)
-    extra: Any = info.json_schema_extra
-    assert isinstance(extra, dict), f"{section}.{name} must be declared with option()"
+    classes = vars(declaring(model, name)).get("roles", Role.NONE)
+    own = {
+        "roles": facets.roles | (classes & ~RESUME if facets.roles & RESUME else classes),
+        "flag": facets.flag or "--" + name.replace("_", "-"),
+        "idle_without": None if idle is None else idle.within(section),
+    }
     return FieldSpec(
         section=section,
         name=name,
@@ -173,21 +173,20 @@ def _field_spec(section: str, name: str, annotation: Any, info: FieldInfo) -> Fi
         required=info.is_required(),
         default=None if info.is_required() else info.default,
         help=info.description or "",
-        flag=extra["flag"] or "--" + name.replace("_", "-"),
-        aliases=tuple(extra["aliases"]),
-        switches=types.MappingProxyType(extra["switches"]),
-        yielding=frozenset(extra["yielding"]),
-        implies=types.MappingProxyType(extra["implies"]),
-        synonyms=types.MappingProxyType(extra["synonyms"]),
-        refused=types.MappingProxyType(extra["refused"]),
-        unit=extra["unit"],
-        package=extra["package"],
+        **{**vars(facets), **own},
     )
+
+
+def declaring(model: type[Section], name: str) -> type[Section]:
+    """The class among a section's bases that declares a field."""
+    home = next(base for base in model.__mro__ if name in vars(base).get("__annotations__", ()))
+    assert issubclass(home, Section)
+    return home
 
 
 def _section_fields(section: str, model: type[Section]) -> list[FieldSpec]:
     hints = get_type_hints(model, include_extras=True)
-    return [_field_spec(section, name, hints[name], info) for name, info in model.model_fields.items()]
+    return [_field_spec(section, model, name, hints[name]) for name in model.model_fields]
 
 
 SECTIONS: Mapping[str, type[Section]] = types.MappingProxyType(
@@ -203,13 +202,12 @@ FIELDS: tuple[FieldSpec, ...] = tuple(
 FIELD_BY_PATH: Mapping[str, FieldSpec] = types.MappingProxyType({spec.path: spec for spec in FIELDS})
 
 
-def _instead_of(spec: FieldSpec) -> frozenset[str]:
-    declared: Any = SECTIONS[spec.section].model_fields[spec.name].json_schema_extra
-    return frozenset(f"{spec.section}.{name}" for name in declared["instead_of"])
-
-
 INSTEAD_OF: Mapping[str, frozenset[str]] = types.MappingProxyType(
-    {spec.path: others for spec in FIELDS if (others := _instead_of(spec))}
+    {
+        spec.path: frozenset(f"{spec.section}.{other}" for other in spec.instead_of)
+        for spec in FIELDS
+        if spec.instead_of
+    }
 )
 """Path -> the paths of fields that say the same in another way."""
 
@@ -220,28 +218,30 @@ def needs_of(section: str, model: type[Section], name: str) -> tuple[Need, ...]:
     Raises:
         ValueError: one of them cannot hold in any run.
     """
-    declared: Any = model.model_fields[name].json_schema_extra
-    home = next(base for base in model.__mro__ if name in vars(base).get("__annotations__", ()))
-    assert issubclass(home, Section)
-    needs = vars(home).get("needs", ()) if declared["needs"] is None else declared["needs"]
-    read = tuple(Need.read(text, section) for text in ((needs,) if isinstance(needs, str) else needs))
-    for need in read:
-        for condition in (*need.conditions, Condition(f"{section}.{name}", need.of)):
-            check_condition(condition, f"the needs of {section}.{name}")
-    return read
+    own = facets_of(model, name).needs
+    needs = vars(declaring(model, name)).get("needs", ()) if own is None else own
+    return checked(needs, f"{section}.{name}", section)
 
 
-def check_condition(condition: Condition, where: str) -> None:
-    """Refuse a condition that cannot hold, which would refuse every run, as soon as it is declared.
+def checked(needs: Need | tuple[Need, ...], of: str, section: str = "") -> tuple[Need, ...]:
+    """The needs of `of`, with paths that are whole: those of `here` are in `section`.
 
     Raises:
-        ValueError: there is no such field, or it has no such value.
+        ValueError: there is no such field, or it has no such value, so that the need would refuse every run.
     """
-    spec = FIELD_BY_PATH.get(condition.path)
-    if spec is None:
-        raise ValueError(f"{where} must be about a field of the tree, but name `{condition.path}`")
-    if wrong := [value for value in condition.values if not spec.can_be(value)]:
-        raise ValueError(f"{where} must be values that `{spec.path}` can have, but are {', '.join(wrong)}")
+    needs = tuple(need.within(section) for need in (needs if isinstance(needs, tuple) else (needs,)))
+    for need in needs:
+        for condition in (*need.conditions, *([Condition(of, need.of)] if need.of else [])):
+            spec = FIELD_BY_PATH.get(condition.path)
+            if spec is None:
+                raise ValueError(
+                    f"the needs of {of} must be about a field of the tree, but name `{condition.path}`"
+                )
+            if wrong := ", ".join(repr(value) for value in condition.values if not spec.takes(value)):
+                raise ValueError(
+                    f"the needs of {of} must be values that `{spec.path}` can have, but are {wrong}"
+                )
+    return needs
 
 
 NEEDS: Mapping[str, Mapping[str, tuple[Need, ...]]] = types.MappingProxyType(
@@ -253,6 +253,30 @@ NEEDS: Mapping[str, Mapping[str, tuple[Need, ...]]] = types.MappingProxyType(
     }
 )
 """Section -> the fields of it that need something beside them where they are not left at their defaults."""
+
+
+paths = cast(
+    Config,
+    types.SimpleNamespace(
+        **{
+            section: types.SimpleNamespace(**{name: f"{section}.{name}" for name in model.model_fields})
+            for section, model in SECTIONS.items()
+        }
+    ),
+)
+"""The paths of fields, read as fields are: `paths.model.num_layers` is "model.num_layers"."""
+
+
+@cache
+def fields_with(role: Role) -> tuple[FieldSpec, ...]:
+    """The fields with all roles of `role`, in the tree's order."""
+    return tuple(spec for spec in FIELDS if role in spec.roles)
+
+
+@cache
+def names_with(role: Role, section: str = "model") -> tuple[str, ...]:
+    """The names of a section's fields with all roles of `role`, in the tree's order."""
+    return tuple(spec.name for spec in fields_with(role) if spec.section == section)
 
 
 def section_title(section: str) -> str:

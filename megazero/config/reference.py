@@ -279,7 +279,7 @@ def _foreign_row(row: Foreign) -> tuple[str, ...]:
 
 
 def _condition(condition: Condition) -> str:
-    return f"`{condition.path}` is {' or '.join(condition.values) or 'set'}"
+    return f"`{condition.path}` is {' or '.join(map(str, condition.values)) or 'set'}"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from megazero.config.condition import Condition, Need
 from megazero.config.derive import EXPERT_FIELDS
@@ -37,10 +38,10 @@ def _unmet(config: Config, spec: FieldSpec, needs: tuple[Need, ...]) -> Iterator
             continue
 
 
-def _counts(config: Config, spec: FieldSpec, of: tuple[str, ...]) -> bool:
+def _counts(config: Config, spec: FieldSpec, of: tuple[Any, ...]) -> bool:
     """Whether a field has one of these values, if any but its default, and means something by it."""
     value = value_at(config, spec.path)
-    if str(value) not in of if of else value == spec.default:
+    if value not in of if of else value == spec.default:
         return False
     # Without experts, settings about them say nothing.
     return spec.section != "model" or spec.name not in EXPERT_FIELDS or bool(config.model.num_experts)
@@ -64,10 +65,10 @@ def must(need: Need) -> str:
 def _wanted(condition: Condition) -> str:
     spec = FIELD_BY_PATH[condition.path]
     if spec.kind is Kind.BOOL:
-        return "off" if condition.values == ("False",) else "on"
-    values = condition.values or _choices(spec)
-    if values in (("None",), ("()",)):
+        return "off" if condition.values == (False,) else "on"
+    if condition.values in ((None,), ((),)):
         return "left out"
+    values = tuple(map(str, condition.values)) or _choices(spec)
     return " or ".join(filter(None, (", ".join(values[:-1]), *values[-1:]))) or "set"
 
 
@@ -88,7 +89,7 @@ def _remedy(spec: FieldSpec, need: Need) -> str:
     return ", or ".join([f"add {' or '.join(flags[False])}", leave] if flags[False] else [leave])
 
 
-def _as_flags(spec: FieldSpec, values: tuple[str, ...]) -> list[str]:
+def _as_flags(spec: FieldSpec, values: tuple[Any, ...]) -> list[str]:
     """The flags that set a field to one of these values: `--fp16`, `--zero-stage 3`; or its own flag."""
     switches = [f"--{value}" for value in values]
     if values and spec.switches.keys() >= set(switches):

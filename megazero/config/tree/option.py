@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 
+from megazero.config.condition import Need
+from megazero.config.tree.roles import Role
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    flag: str | None = None,
-    aliases: tuple[str, ...] = (),
-    switches: Mapping[str, Any] | None = None,
-    yielding: tuple[str, ...] = (),
-    implies: Mapping[str, tuple[str, Any]] | None = None,
-    synonyms: Mapping[str, Any] | None = None,
-    refused: Mapping[str, str] | None = None,
-    unit: str | None = None,
-    instead_of: tuple[str, ...] = (),
-    needs: str | tuple[str, ...] | None = None,
-    package: str | None = None,
-) -> Any:
-    """Declare one field of a section.
 
-    Args:
-        default: the value if neither a file nor a flag sets it; ``...`` makes the field required.
-        help: one sentence for `--help` and the docs.
+@dataclass(frozen=True, kw_only=True)
+class Facets:
+    """What a field says of itself besides its type, default and meaning.
+
+    Attributes:
+        roles: what the field is for, besides what its class says.
         flag: the flag's name, if it is not ``--field-name``. For a boolean whose default is true, this is
             the flag that turns it off (Megatron's ``store_false`` flags).
         aliases: other spellings of the same flag, such as an older name.
@@ -40,25 +29,55 @@ def option(
         refused: choices of other trainers that are not offered, choice -> the reason.
         unit: the unit of the number.
         instead_of: fields of the section that say the same in another way.
-        needs: what must hold where the field is not left at its default: ``optimizer=lamb,muon``, ``kd`` (it
-            is set), or ``save or load: the reason``, or for some values alone ``nvme => path``; several must
-            all hold. A field of another section is written with it. None for the needs of the class.
+        needs: what must hold where the field is not left at its default: ``here.kd.is_set``,
+            ``(here.save.is_set | here.load.is_set).because("the reason")``, or for some values alone
+            ``when("nvme", here.path.is_set)``; several must all hold. A field of another section is of
+            ``config``. None for the needs of the class.
+        idle_without: what the field has no effect without, because of what does not happen then: a run says
+            so and goes on.
         package: the Python package without which a run cannot do what the field says.
+        resolved: the property that has the value where the default follows from other fields.
+        dim: the letter of the dim of tensors (`checkpoint/naming.py`) whose size it says.
+        axis: the axis of the mesh whose size it is.
     """
-    extra: dict[str, Any] = {
-        "flag": flag,
-        "aliases": list(aliases),
-        "switches": dict(switches or {}),
-        "yielding": list(yielding),
-        "implies": dict(implies or {}),
-        "synonyms": dict(synonyms or {}),
-        "refused": dict(refused or {}),
-        "unit": unit,
-        "instead_of": list(instead_of),
-        "needs": needs,
-        "package": package,
-    }
-    return Field(default, description=help, json_schema_extra=extra)
+
+    roles: Role = Role.NONE
+    flag: str = ""
+    aliases: tuple[str, ...] = ()
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    yielding: tuple[str, ...] = ()
+    implies: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    synonyms: Mapping[str, Any] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    unit: str | None = None
+    instead_of: tuple[str, ...] = ()
+    needs: Need | tuple[Need, ...] | None = None
+    idle_without: Need | None = None
+    package: str | None = None
+    resolved: str | None = None
+    dim: str | None = None
+    axis: str | None = None
+
+
+def option(default: Any, help: str, roles: Role = Role.NONE, **facets: Any) -> Any:
+    """Declare one field of a section.
+
+    Args:
+        default: the value if neither a file nor a flag sets it; ``...`` makes the field required.
+        help: one sentence for `--help` and the docs.
+        roles, facets: as in `Facets`.
+    """
+    return Field(default, description=help, json_schema_extra={"facets": Facets(roles=roles, **facets)})  # type: ignore[dict-item]
+
+
+def of_model(default: Any, help: str, roles: Role = Role.NONE, **facets: Any) -> Any:
+    """Declare a field with another value of which the model is another: no checkpoint of the one fits."""
+    return option(default, help, roles | Role.MODEL, **facets)
+
+
+def of_training(default: Any, help: str, roles: Role = Role.NONE, **facets: Any) -> Any:
+    """Declare a field about the model that its training alone depends on: its checkpoint fits all values."""
+    return option(default, help, roles | Role.FREE, **facets)
 
 
 def _split_proportions(text: str) -> str:
@@ -110,9 +129,11 @@ class Section(BaseModel):
 
     Attributes:
         needs: as in `option`, for the fields that this very class declares without any of their own.
+        roles: those of all fields that this very class declares; the first five for fields without one.
     """
 
-    needs: ClassVar[str | tuple[str, ...]] = ()
+    needs: ClassVar[Need | tuple[Need, ...]] = ()
+    roles: ClassVar[Role] = Role.NONE
 
     # Most classes are parts of others and validate nothing: none builds its validator before its first use.
     model_config = ConfigDict(
