@@ -1,4 +1,4 @@
-"""Conditions on fields as values: `here.optimizer == "lamb"`, `config.finetune.task.is_none`.
+"""Conditions on fields as Python values: `here.kd` (it is set), `config.model.family == "gpt"`.
 
 `here` is the section that declares the setting, `config` the whole tree. Neither knows the fields while
 sections are being declared: `fields.py` checks names and values once all of them are.
@@ -6,7 +6,7 @@ sections are being declared: `fields.py` checks names and values once all of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 
@@ -42,47 +42,39 @@ class Need:
     of: tuple[Any, ...] = ()
 
     def __or__(self, other: Need) -> Need:
-        return replace(self, conditions=self.conditions + other.conditions)
+        return Need(self.conditions + other.conditions)
 
     def __bool__(self) -> NoReturn:
-        raise TypeError(
-            "conditions must be joined by `|`, and several needs listed; neither is true by itself"
-        )
+        raise TypeError("a `Need` must be joined by `|` or listed, but is asked whether it is true")
 
     def because(self, why: str) -> Need:
         """The same need, with its reason."""
-        return replace(self, why=why)
+        return Need(self.conditions, why, self.of)
 
     def within(self, section: str) -> Need:
         """The same need, with the whole paths of fields of `section` itself."""
-        conditions = tuple(
-            replace(c, path=f"{section}{c.path}") if c.path.startswith(".") else c for c in self.conditions
-        )
-        return replace(self, conditions=conditions)
+        whole = (f"{section}{c.path}" if c.path.startswith(".") else c.path for c in self.conditions)
+        conditions = (Condition(path, c.values) for path, c in zip(whole, self.conditions, strict=True))
+        return Need(tuple(conditions), self.why, self.of)
 
 
 def when(values: Any, need: Need) -> Need:
     """The need of these values of a setting alone: of one, or of each in a tuple."""
-    return replace(need, of=values if isinstance(values, tuple) else (values,))
+    return Need(need.conditions, need.why, values if isinstance(values, tuple) else (values,))
 
 
-class _Field:
-    """A field, of which conditions are made."""
+class _Field(Need):
+    """A field, of which conditions are made; alone, the need that it is set."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        super().__init__((Condition(path),))
 
     def among(self, *values: Any) -> Need:
         """That the field is one of these values."""
-        return Need((Condition(self._path, values),))
+        return Need((Condition(self.conditions[0].path, values),))
 
-    def __eq__(self, value: Any) -> Need:  # type: ignore[override]
+    def __eq__(self, value: object) -> Need:  # type: ignore[override]
         return self.among(value)
-
-    @property
-    def is_set(self) -> Need:
-        """That the field is set, as `Condition` has it."""
-        return self.among()
 
     @property
     def is_none(self) -> Need:

@@ -15,7 +15,7 @@ from megazero.config.tree.transformer import TransformerConfig
 class LatentConfig(TransformerConfig):
     """Keys and values that are made of one small vector of each token (multi-latent attention)"""
 
-    needs = here.multi_latent_attention.is_set
+    needs = here.multi_latent_attention
 
     multi_latent_attention: bool = of_model(
         False,
@@ -60,10 +60,10 @@ class LatentConfig(TransformerConfig):
         "default: yarn, where a --rotary-scaling-factor of 1 changes nothing",
         Role.ROTARY,
         needs=(
-            when(
-                "yarn", here.multi_latent_attention.is_set | (here.position_embedding_type == "yarn")
-            ).because("other attention takes `--position-embedding-type yarn`"),
-            when("rope", here.multi_latent_attention.is_set | (here.position_embedding_type == "rope")),
+            when("yarn", here.multi_latent_attention | (here.position_embedding_type == "yarn")).because(
+                "other attention takes `--position-embedding-type yarn`"
+            ),
+            when("rope", here.multi_latent_attention | (here.position_embedding_type == "rope")),
         ),
     )
 

@@ -39,7 +39,7 @@ Ratio = Annotated[float, Field(ge=0, le=1)]
 class HybridConfig(HeterogeneousConfig):
     """Layers that are one mixer or one MLP each, state-space ones among them"""
 
-    needs = here.is_hybrid_model.is_set
+    needs = here.is_hybrid_model
 
     is_hybrid_model: bool = of_model(
         False,

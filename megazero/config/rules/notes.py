@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from megazero.config.condition import Condition, Need
+from megazero.config.condition import Need
 from megazero.config.derive import PipelineShape
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, fields_with, paths
 from megazero.config.rules.routing import expert_counts
@@ -31,17 +32,6 @@ class Note:
     met: Callable[[Config], bool]
     effect: str
 
-    @classmethod
-    def without(cls, need: Need, fields: Sequence[str]) -> Note:
-        """A note on settings that say themselves what they are idle without."""
-        words = [flag for condition in need.conditions for flag in _flags(condition)]
-        return cls(
-            tuple(fields),
-            " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:]))),
-            lambda config: any(c.holds(value_at(config, c.path)) for c in need.conditions),
-            need.why,
-        )
-
     def sentence(self, config: Config) -> str | None:
         """The note of a run; None if none of the settings is given or they have their effect."""
         given = [path for path in self.fields if value_at(config, path) != FIELD_BY_PATH[path].default]
@@ -52,21 +42,32 @@ class Note:
         return f"{names} {has} no effect without {self.needs}: {self.effect}."
 
 
-def _flags(condition: Condition) -> list[str]:
-    """The ways to meet a condition, by the setting's name or by its flag and value."""
-    if not condition.values:
-        return [f"`{display_name(condition.path)}`"]
-    return [f"`{FIELD_BY_PATH[condition.path].flag} {value}`" for value in condition.values]
-
-
 def _idle_settings() -> Iterator[Note]:
-    """A note for each thing that settings say they are idle without, in the tree's order."""
-    takers: dict[Need, list[str]] = {}
+    """A note for each thing that settings say they are idle without, in the tree's order.
+
+    Where they are idle for want of experts, another note says so.
+    """
+    takers: dict[tuple[Need, bool], list[str]] = {}
     for spec in FIELDS:
         if spec.idle_without is not None:
-            takers.setdefault(spec.idle_without, []).append(spec.path)
-    for need, fields in takers.items():
-        yield Note.without(need, fields)
+            takers.setdefault((spec.idle_without, Role.EXPERTS in spec.roles), []).append(spec.path)
+    for (need, of_experts), fields in takers.items():
+        yield Note(tuple(fields), _words(need), partial(_met, need, of_experts), need.why)
+
+
+def _words(need: Need) -> str:
+    """What a need asks for: a setting by its name, or a value by its flag."""
+    words = [
+        f"`{FIELD_BY_PATH[condition.path].flag} {value}`" if condition.values else f"`{value}`"
+        for condition in need.conditions
+        for value in condition.values or (display_name(condition.path),)
+    ]
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def _met(need: Need, of_experts: bool, config: Config) -> bool:
+    idle = of_experts and not config.model.num_experts
+    return idle or any(c.holds(value_at(config, c.path)) for c in need.conditions)
 
 
 def _floor_counts(config: Config) -> bool:
@@ -116,28 +117,10 @@ NOTES: tuple[Note, ...] = (
         "no layer has experts",
     ),
     Note(
-        (paths.model.moe_min_capacity, paths.model.moe_token_drop_policy, paths.model.moe_capacity_scope),
-        "`moe_expert_capacity_factor`",
-        lambda config: not config.model.num_experts or config.model.moe_expert_capacity_factor is not None,
-        "no token is dropped",
-    ),
-    Note(
         (paths.model.moe_expert_capacity_factor,),
         "a smaller `moe_min_capacity`",
         lambda config: not _floor_counts(config),
         "it gives an expert less than that, and the larger one counts",
-    ),
-    Note(
-        (paths.model.moe_router_bias_update_rate,),
-        "`moe_router_enable_expert_bias`",
-        lambda config: not config.model.num_experts or config.model.moe_router_enable_expert_bias,
-        "the choice has no bias",
-    ),
-    Note(
-        (paths.model.moe_router_pre_softmax,),
-        "softmax scores",
-        lambda config: not config.model.num_experts or config.model.moe_router_score_function == "softmax",
-        "sigmoid scores are taken before the choice anyway",
     ),
     Note(
         (paths.model.moe_aux_loss_coeff,),

@@ -117,12 +117,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "chunks_within_layers",
-        (
-            paths.model.num_layers,
-            _STAGES,
-            paths.parallel.pipeline_schedule,
-            *_VIRTUAL,
-        ),
+        (paths.model.num_layers, _STAGES, paths.parallel.pipeline_schedule, *_VIRTUAL),
         "`num_layers` must be at least the number of model chunks (pipeline stages x chunks per stage)",
         "use fewer stages or fewer virtual stages",
         lambda c: _shape(c).chunks <= c.config.model.num_layers,

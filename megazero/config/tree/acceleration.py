@@ -6,13 +6,10 @@ from typing import Literal
 
 from megazero.config.condition import config, here
 from megazero.config.tree.option import Section, option
-from megazero.config.tree.roles import Role
 
 
 class AccelerationConfig(Section):
     """Compilation and CUDA graphs"""
-
-    roles = Role.TOLD
 
     compile: bool = option(
         False,
@@ -65,5 +62,5 @@ class AccelerationConfig(Section):
         "inductor",
         "what `--compile` makes of a layer: inductor generates kernels; aot_eager and eager only trace, to "
         "find faults",
-        needs=here.compile.is_set,
+        needs=here.compile,
     )

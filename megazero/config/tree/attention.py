@@ -11,6 +11,8 @@ from megazero.config.rotation import RotationConfig
 from megazero.config.tree.option import SkipPattern, is_interval, of_model
 from megazero.config.tree.roles import Role
 
+_NOT_BIASED = here.position_embedding_type.among("learned_absolute", "rope", "yarn", "none")
+
 WindowSide = Annotated[int, Field(ge=-1)]
 """The most keys on one side of a query's own; -1 for no limit."""
 
@@ -32,17 +34,15 @@ class AttentionConfig(RotationConfig):
         "N: every N-th layer has no window (counted from 1: N, 2N, ...); or for each layer a 1, or a 0 for "
         "no window, such as ([1]*5+[0])*4; default: all layers have it",
         Role.PLACEMENT,
-        needs=here.window_size.is_set,
+        needs=here.window_size,
     )
     window_sink_tokens: NonNegativeInt = of_model(
         0,
         "first tokens of each document that no window hides (StreamingLLM)",
         unit="tokens",
         needs=(
-            here.window_size.is_set,
-            here.position_embedding_type.among("learned_absolute", "rope", "yarn", "none").because(
-                "linear biases hide what is far away"
-            ),
+            here.window_size,
+            _NOT_BIASED.because("linear biases hide what is far away"),
             config.skipping.random_ltd.is_off.because("a layer would not see them where they are dropped"),
         ),
     )
@@ -61,9 +61,7 @@ class AttentionConfig(RotationConfig):
         None,
         "bound c of attention's scores, which become c tanh(score / c) before anything is masked (Gemma 2)",
         Role.VARIANT,
-        needs=here.position_embedding_type.among("learned_absolute", "rope", "yarn", "none").because(
-            "linear biases have no bound"
-        ),
+        needs=_NOT_BIASED.because("linear biases have no bound"),
     )
     qk_layernorm: bool = of_model(
         False,
@@ -74,14 +72,14 @@ class AttentionConfig(RotationConfig):
         "head",
         "head: each head alone, all with the same weights (Qwen3, Gemma 3); projection: all heads together "
         "(OLMo-2, OLMoE)",
-        needs=here.qk_layernorm.is_set,
+        needs=here.qk_layernorm,
     )
     apply_wd_to_qk_layernorm: bool = of_model(
         False,
         "decay weights and biases of these norms too, but not of latent attention's norm for keys and values "
         "(Qwen3-Next)",
         Role.MEGATRON,
-        needs=here.qk_layernorm.is_set,
+        needs=here.qk_layernorm,
     )
     attention_output_gate: bool = of_model(
         False,

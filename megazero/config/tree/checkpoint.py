@@ -10,8 +10,8 @@ from megazero.config.condition import config, here
 from megazero.config.tree.option import Interval, Section, option
 from megazero.config.tree.roles import Role
 
-_UNSAVED = here.save.is_set.because("nothing is saved")
-_UNREAD = here.load.is_set.because("no checkpoint is read")
+_UNSAVED = here.save.because("nothing is saved")
+_UNREAD = here.load.because("no checkpoint is read")
 
 
 class CheckpointConfig(Section):
@@ -35,8 +35,8 @@ class CheckpointConfig(Section):
         "where --load or --load-hf has a dense model, begin experts from it: each is a copy of the MLP whose "
         "place it takes",
         needs=(
-            config.model.num_experts.is_set,
-            (here.load.is_set | here.load_hf.is_set).because("it is the folder of the dense model"),
+            config.model.num_experts,
+            (here.load | here.load_hf).because("it is the folder of the dense model"),
             config.finetune.task.is_none.because("pretrain the model with experts first"),
             config.model.moe_router_topk_scaling_factor.among(None, 1.0).because(
                 "copies of one MLP are to compute what it does"
@@ -72,7 +72,7 @@ class CheckpointConfig(Section):
         False, "write checkpoints in the background while training goes on", idle_without=_UNSAVED
     )
     async_save_limit: PositiveInt = option(
-        1, "checkpoints that may be on their way to disk at a time", needs=here.async_save.is_set
+        1, "checkpoints that may be on their way to disk at a time", needs=here.async_save
     )
     verify_checkpoint: Literal["full", "size"] = option(
         "full", "what to check when loading a checkpoint: the hash of everything that is read, or file sizes"
@@ -88,7 +88,7 @@ class CheckpointConfig(Section):
         "take weights of a training at shorter sequences, with another base, scaling or range of the "
         "rotary positions",
         needs=(
-            here.load.is_set,
+            here.load,
             config.model.position_embedding_type.among("rope", "yarn").because(
                 "other positions cannot be scaled"
             ),

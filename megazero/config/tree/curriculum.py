@@ -24,10 +24,10 @@ class CurriculumConfig(Section):
         "how sequences grow: by a straight line, by a root of the training done, by given levels, or by a "
         "function of your own; training cuts each sample to the length of its step, evaluations do not",
         needs=(
-            when(("fixed_linear", "fixed_root"), here.seqlen_min_difficulty.is_set),
-            when(("fixed_linear", "fixed_root"), here.seqlen_total_curriculum_step.is_set),
-            when("fixed_root", here.seqlen_root_degree.is_set),
-            when("custom", here.seqlen_custom_schedule.is_set),
+            when(("fixed_linear", "fixed_root"), here.seqlen_min_difficulty),
+            when(("fixed_linear", "fixed_root"), here.seqlen_total_curriculum_step),
+            when("fixed_root", here.seqlen_root_degree),
+            when("custom", here.seqlen_custom_schedule),
             config.finetune.task.is_none,
         ),
     )
@@ -36,7 +36,7 @@ class CurriculumConfig(Section):
         "what becomes of the rest of a sample: truncate drops it; reshape cuts it into further rows of that "
         "length, and drops what does not fill one",
         needs=(
-            here.seqlen_schedule.is_set.because("otherwise nothing is cut"),
+            here.seqlen_schedule.because("otherwise nothing is cut"),
             (config.model.family == "gpt").because(
                 "further rows of a pair of sentences would have none of BERT's marks"
             ),

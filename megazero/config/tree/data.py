@@ -13,6 +13,7 @@ from megazero.config.tree.roles import Role
 _OF_BERT = (config.model.family == "bert").because("`pretrain_bert.py` trains one")
 _OF_GPT = (config.model.family == "gpt").because("a BERT's samples stay within one document")
 
+_NO_TASK = config.finetune.task.is_none.because("`--train-data` and its siblings take its place")
 _PREPARED = (
     (config.model.family == "gpt").because("a BERT's index is another"),
     (here.pack == "none").because("a packing has no such index"),
@@ -23,31 +24,17 @@ _PREPARED = (
 class DataConfig(Section):
     """Data"""
 
-    roles = Role.TOLD
-
     data_path: tuple[str, ...] = option(
-        (),
-        "one dataset prefix, or WEIGHT PREFIX pairs to blend",
-        Role.FILE | Role.SOURCE,
-        needs=config.finetune.task.is_none.because("`--train-data` and its siblings take its place"),
+        (), "one dataset prefix, or WEIGHT PREFIX pairs to blend", Role.FILE | Role.SOURCE, needs=_NO_TASK
     )
     train_data_path: tuple[str, ...] = option(
-        (),
-        "prefix or blend for training alone",
-        Role.FILE | Role.SOURCE,
-        needs=config.finetune.task.is_none.because("`--train-data` and its siblings take its place"),
+        (), "prefix or blend for training alone", Role.FILE | Role.SOURCE, needs=_NO_TASK
     )
     valid_data_path: tuple[str, ...] = option(
-        (),
-        "prefix or blend for validation alone",
-        Role.FILE | Role.SOURCE,
-        needs=config.finetune.task.is_none.because("`--train-data` and its siblings take its place"),
+        (), "prefix or blend for validation alone", Role.FILE | Role.SOURCE, needs=_NO_TASK
     )
     test_data_path: tuple[str, ...] = option(
-        (),
-        "prefix or blend for testing alone",
-        Role.FILE | Role.SOURCE,
-        needs=config.finetune.task.is_none.because("`--train-data` and its siblings take its place"),
+        (), "prefix or blend for testing alone", Role.FILE | Role.SOURCE, needs=_NO_TASK
     )
     split: Proportions = option("969, 30, 1", "train, validation and test proportions of --data-path")
     data_cache_path: str | None = option(
@@ -76,17 +63,17 @@ class DataConfig(Section):
         None,
         "prepared order of documents of the training, a Megatron's .npy; with the two others, instead of an "
         "index that is built",
-        needs=(here.train_sample_idx_path.is_set, here.train_shuffle_idx_path.is_set, *_PREPARED),
+        needs=(here.train_sample_idx_path, here.train_shuffle_idx_path, *_PREPARED),
     )
     train_sample_idx_path: str | None = option(
         None,
         "prepared begins of samples",
-        needs=(here.train_doc_idx_path.is_set, here.train_shuffle_idx_path.is_set, *_PREPARED),
+        needs=(here.train_doc_idx_path, here.train_shuffle_idx_path, *_PREPARED),
     )
     train_shuffle_idx_path: str | None = option(
         None,
         "prepared order of samples",
-        needs=(here.train_doc_idx_path.is_set, here.train_sample_idx_path.is_set, *_PREPARED),
+        needs=(here.train_doc_idx_path, here.train_sample_idx_path, *_PREPARED),
     )
     dataloader_type: Literal["single", "cyclic"] = option(
         "single", "single: one pass in index order; cyclic: reshuffled every epoch, without end"
@@ -122,7 +109,7 @@ class DataConfig(Section):
             (config.model.family == "gpt").because(
                 "a BERT's samples stay within one document, and --bert-pack packs those"
             ),
-            here.reset_attention_mask.is_set.because(
+            here.reset_attention_mask.because(
                 "documents that share a sequence have nothing to do with each other"
             ),
             here.mock_data.is_off.because("random tokens have no documents"),
@@ -152,8 +139,5 @@ class DataConfig(Section):
         needs=(config.model.family == "t5", here.mock_data.is_off.because("random tokens are no texts")),
     )
     mock_data: bool = option(
-        False,
-        "train on deterministic random tokens instead of files",
-        Role.SOURCE,
-        needs=config.finetune.task.is_none.because("`--train-data` and its siblings take its place"),
+        False, "train on deterministic random tokens instead of files", Role.SOURCE, needs=_NO_TASK
     )

@@ -11,7 +11,7 @@ from megazero.config.pacing import Pacing, levels_of, root_of
 from megazero.config.tree.option import Section, option
 from megazero.config.tree.roles import Role
 
-_ANY_ORDER = here.curriculum_metrics.is_set.because("samples are not drawn by difficulty")
+_ANY_ORDER = here.curriculum_metrics.because("samples are not drawn by difficulty")
 
 
 class CurriculumMetric(Section):

@@ -16,9 +16,7 @@ from megazero.config.tree.roles import Role
 class DistillationConfig(Section):
     """Distillation"""
 
-    roles = Role.TOLD
-
-    needs = here.kd.is_set
+    needs = here.kd
 
     kd: bool = option(
         False,
@@ -26,7 +24,7 @@ class DistillationConfig(Section):
         "model), the mean over the positions that count, to the loss",
         Role.SCHEDULE,
         aliases=("--mos",),
-        needs=(here.load_teacher.is_set, config.model.family == "gpt", config.finetune.task.is_none),
+        needs=(here.load_teacher, config.model.family == "gpt", config.finetune.task.is_none),
     )
     load_teacher: str | None = option(
         None, "folder of the teacher's run, or of one checkpoint; its shape is the checkpoint's"

@@ -80,7 +80,7 @@ class ExpertsConfig(HybridConfig):
         False,
         "weigh the shared experts by a learned sigmoid gate of each token",
         Role.MEGATRON,
-        needs=here.moe_shared_expert_intermediate_size.is_set,
+        needs=here.moe_shared_expert_intermediate_size,
     )
 
     @property

@@ -14,9 +14,7 @@ from megazero.config.tree.roles import Role
 class FinetuneConfig(Section):
     """Fine-tuning on a labelled task"""
 
-    roles = Role.TOLD
-
-    needs = here.task.is_set.because("the corpus of pretraining is `--data-path`")
+    needs = here.task.because("the corpus of pretraining is `--data-path`")
 
     task: (
         Literal[
@@ -61,5 +59,5 @@ class FinetuneConfig(Section):
         "file that gets the id, label, prediction and probabilities of each test sample, or of each "
         "validation sample without --test-data: TSV, or JSONL by its name",
         Role.LOCAL,
-        needs=(here.task.is_set, here.valid_data.is_set | here.test_data.is_set),
+        needs=(here.task, here.valid_data | here.test_data),
     )

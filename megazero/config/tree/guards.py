@@ -8,7 +8,6 @@ from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megazero.config.condition import config, when
 from megazero.config.tree.option import Section, option
-from megazero.config.tree.roles import Role
 
 _FEWEST, _MOST = 20, 10_000
 
@@ -28,8 +27,6 @@ Window = Annotated[int, AfterValidator(_window)]
 class GuardsConfig(Section):
     """Guards"""
 
-    roles = Role.TOLD
-
     max_skipped_updates: PositiveInt | None = option(
         None,
         "end with an error once this many updates in a row are skipped because a gradient is inf or NaN; "
@@ -47,8 +44,8 @@ class GuardsConfig(Section):
         "what to do when copies differ: end with an error; take over what most ranks hold; or go back to "
         "the last healthy checkpoint",
         needs=(
-            when("checkpoint", config.checkpoint.save.is_set),
-            when("checkpoint", config.checkpoint.save_interval.is_set),
+            when("checkpoint", config.checkpoint.save),
+            when("checkpoint", config.checkpoint.save_interval),
             when("checkpoint", config.checkpoint.no_save_optim.is_off),
         ),
     )
@@ -57,8 +54,8 @@ class GuardsConfig(Section):
         "what to do about a step whose loss or gradient norm is far above the latest ones: report it; "
         "leave its update out; or go back to the last healthy checkpoint and train without its samples",
         needs=(
-            when("rollback", config.checkpoint.save.is_set),
-            when("rollback", config.checkpoint.save_interval.is_set),
+            when("rollback", config.checkpoint.save),
+            when("rollback", config.checkpoint.save_interval),
             when("rollback", config.checkpoint.no_save_optim.is_off),
         ),
     )

@@ -59,10 +59,7 @@ class MultiTokenConfig(AttentionConfig):
         ),
     )
     mtp_loss_scaling_factor: NonNegativeFloat = of_training(
-        0.1,
-        "weight of the mean of these predictions' losses",
-        Role.MEGATRON,
-        needs=here.mtp_num_layers.is_set,
+        0.1, "weight of the mean of these predictions' losses", Role.MEGATRON, needs=here.mtp_num_layers
     )
 
     @property
@@ -74,7 +71,7 @@ class MultiTokenConfig(AttentionConfig):
 class ClassifierConfig(AttentionConfig):
     """The head of a task"""
 
-    needs = config.finetune.task.is_set
+    needs = config.finetune.task
 
     num_classes: PositiveInt | None = of_model(
         None,

@@ -10,8 +10,8 @@ from megazero.config.condition import here
 from megazero.config.tree.option import Section, option
 from megazero.config.tree.roles import Role
 
-_NO_EVENTS = here.tensorboard_dir.is_set.because("there are no TensorBoard events")
-_NO_WANDB = here.wandb_project.is_set.because("nothing goes to Weights & Biases")
+_NO_EVENTS = here.tensorboard_dir.because("there are no TensorBoard events")
+_NO_WANDB = here.wandb_project.because("nothing goes to Weights & Biases")
 
 Operation = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "barrier"
@@ -48,14 +48,14 @@ class LoggingConfig(Section):
     timing_log_option: Literal["max", "minmax", "all"] = option(
         "minmax",
         "the ranks whose times are printed beside the first rank's: the slowest, also the fastest, or all",
-        needs=here.wall_clock_breakdown.is_set | here.timing_log_level.among(1, 2),
+        needs=here.wall_clock_breakdown | here.timing_log_level.among(1, 2),
     )
     comms_logger: bool = option(False, "count and time communication, and print a table of it at the end")
     comms_logger_ops: tuple[Operation, ...] = option(
-        (), "the operations that it times; all by default", needs=here.comms_logger.is_set
+        (), "the operations that it times; all by default", needs=here.comms_logger
     )
     comms_logger_verbose: bool = option(
-        False, "also print each call on the first rank", needs=here.comms_logger.is_set
+        False, "also print each call on the first rank", needs=here.comms_logger
     )
     csv_dir: str | None = option(None, "folder for one CSV file per metric", Role.LOCAL)
     log_params_norm: bool = option(False, "also record the norm of the parameters")

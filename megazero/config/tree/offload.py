@@ -9,7 +9,6 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from megazero.config.condition import config, here, when
 from megazero.config.tree.optimizer import ELEMENTWISE_NAMES
 from megazero.config.tree.option import Section, option
-from megazero.config.tree.roles import Role
 
 Share = Annotated[float, Field(ge=0, le=1)]
 """A share of a whole, from none to all."""
@@ -18,28 +17,26 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class OffloadConfig(Section):
     """Offload"""
 
-    roles = Role.TOLD
-
     optimizer: Literal["none", "cpu", "nvme"] = option(
         "none",
         "where masters and moments are kept and updated: on the device, in the host's memory (ZeRO-Offload), "
         "or on disk, from where they visit the host's memory (ZeRO-Infinity)",
         flag="--offload-optimizer",
         switches={"--optimizer-cpu-offload": "cpu", "--cpu-optimizer": "cpu"},
-        needs=when("nvme", here.path.is_set),
+        needs=when("nvme", here.path),
     )
     gradients: Literal["auto", "none", "cpu", "nvme"] = option(
         "auto",
         "where gradient sums are kept once they are complete; auto is where masters and moments are",
         flag="--offload-gradients",
-        needs=(when(("cpu", "nvme"), here.optimizer.is_set), when("nvme", here.path.is_set)),
+        needs=(when(("cpu", "nvme"), here.optimizer), when("nvme", here.path)),
     )
     parameters: Literal["none", "cpu", "nvme"] = option(
         "none",
         "stage 3: where each rank keeps its slices of the weights between gathers",
         flag="--offload-parameters",
         aliases=("--remote-device",),
-        needs=((config.zero.stage == 3).because("it shards them"), when("nvme", here.path.is_set)),
+        needs=((config.zero.stage == 3).because("it shards them"), when("nvme", here.path)),
     )
     fraction: Share = option(
         1.0,
@@ -47,7 +44,7 @@ class OffloadConfig(Section):
         "the device and are updated there (twin-flow)",
         flag="--offload-fraction",
         aliases=("--optimizer-offload-fraction",),
-        needs=here.optimizer.is_set,
+        needs=here.optimizer,
     )
     delayed_param_update: bool = option(
         False,
@@ -81,7 +78,7 @@ class OffloadConfig(Section):
         "updates that are made at once before they are delayed, while weights change fast",
         flag="--delayed-param-update-start",
         unit="updates",
-        needs=here.delayed_param_update.is_set,
+        needs=here.delayed_param_update,
     )
     path: str | None = option(
         None, "folder on the disk to offload to; nothing is left there at the end", flag="--offload-path"

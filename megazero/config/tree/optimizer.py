@@ -102,7 +102,6 @@ class LambConfig(Section):
     """LAMB"""
 
     roles = Role.TOLD
-
     needs = here.optimizer.among("lamb", "onebit-lamb")
 
     lamb_max_coeff: PositiveFloat = option(
@@ -126,7 +125,6 @@ class OneBitConfig(Section):
     """1-bit Adam and LAMB"""
 
     roles = Role.TOLD
-
     needs = here.optimizer.among("onebit-adam", "onebit-lamb")
 
     onebit_freeze_step: PositiveInt = option(
@@ -140,7 +138,6 @@ class OneBitAdamConfig(Section):
     """1-bit and 0/1 Adam"""
 
     roles = Role.TOLD
-
     needs = here.optimizer.among("onebit-adam", "zero-one-adam")
 
     onebit_precondition: bool = option(
@@ -158,7 +155,6 @@ class OneBitLambConfig(Section):
     """1-bit LAMB"""
 
     roles = Role.TOLD
-
     needs = here.optimizer == "onebit-lamb"
 
     onebit_lamb_coeff_beta: Probability = option(0.9, "1-bit LAMB: decay of the average of trust ratios")
@@ -175,7 +171,6 @@ class ZeroOneConfig(Section):
     """0/1 Adam"""
 
     roles = Role.TOLD
-
     needs = here.optimizer == "zero-one-adam"
 
     zero_one_var_freeze_step: PositiveInt = option(
@@ -196,7 +191,6 @@ class LionConfig(Section):
     """Lion"""
 
     roles = Role.TOLD
-
     needs = (here.optimizer == "lion") | (here.muon_scalar_optimizer == "lion")
 
     lion_beta1: Probability = option(0.95, "Lion: share of the momentum in the sum whose sign is taken")
@@ -207,7 +201,6 @@ class AdagradConfig(Section):
     """Adagrad"""
 
     roles = Role.TOLD
-
     needs = here.optimizer == "adagrad"
 
     adagrad_eps: PositiveFloat = option(1e-10, "Adagrad: added to the root of the sum of squared gradients")
@@ -217,7 +210,6 @@ class AdadeltaConfig(Section):
     """Adadelta"""
 
     roles = Role.TOLD
-
     needs = here.optimizer == "adadelta"
 
     adadelta_rho: Probability = option(0.9, "Adadelta: decay of the means of squared gradients and updates")
@@ -228,7 +220,6 @@ class RmspropConfig(Section):
     """RMSprop"""
 
     roles = Role.TOLD
-
     needs = here.optimizer == "rmsprop"
 
     rmsprop_alpha: Probability = option(0.99, "RMSprop: decay of the mean of squared gradients")
@@ -238,7 +229,6 @@ class MuonConfig(Section):
     """Muon"""
 
     roles = Role.TOLD
-
     needs = here.optimizer == "muon"
 
     muon_momentum: Probability = option(0.9, "Muon: decay of the momentum")

@@ -29,9 +29,9 @@ class Facets:
         refused: choices of other trainers that are not offered, choice -> the reason.
         unit: the unit of the number.
         instead_of: fields of the section that say the same in another way.
-        needs: what must hold where the field is not left at its default: ``here.kd.is_set``,
-            ``(here.save.is_set | here.load.is_set).because("the reason")``, or for some values alone
-            ``when("nvme", here.path.is_set)``; several must all hold. A field of another section is of
+        needs: what must hold where the field is not left at its default: ``here.kd``,
+            ``(here.save | here.load).because("the reason")``, or for some values alone
+            ``when("nvme", here.path)``; several must all hold. A field of another section is of
             ``config``. None for the needs of the class.
         idle_without: what the field has no effect without, because of what does not happen then: a run says
             so and goes on.
@@ -129,7 +129,8 @@ class Section(BaseModel):
 
     Attributes:
         needs: as in `option`, for the fields that this very class declares without any of their own.
-        roles: those of all fields that this very class declares; the first five for fields without one.
+        roles: those of all fields that this very class declares; the first five for fields without one. A
+            class of neither the model nor the optimizer need not say that changes are told.
     """
 
     needs: ClassVar[Need | tuple[Need, ...]] = ()

@@ -8,7 +8,6 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from megazero.config.condition import config, here, when
 from megazero.config.tree.option import Patience, Section, option
-from megazero.config.tree.roles import Role
 
 CommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p"]
 
@@ -23,8 +22,6 @@ CommTypes = Annotated[tuple[CommType, ...], BeforeValidator(_listed), Field(min_
 
 class ParallelConfig(Section):
     """Parallelism"""
-
-    roles = Role.TOLD
 
     tensor_model_parallel_size: PositiveInt = option(
         1, "ranks that share each layer's weights", aliases=("--model-parallel-size",), axis="tp"
@@ -74,7 +71,7 @@ class ParallelConfig(Section):
         1,
         "ranks that share the experts of a layer",
         aliases=("--moe-expert-parallel-size",),
-        needs=config.model.num_experts.is_set,
+        needs=config.model.num_experts,
         axis="ep",
     )
     expert_tensor_parallel_size: PositiveInt | None = option(

@@ -8,13 +8,10 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from megazero.config.condition import config, here
 from megazero.config.tree.option import Scale, Section, option
-from megazero.config.tree.roles import Role
 
 
 class PrecisionConfig(Section):
     """Precision"""
-
-    roles = Role.TOLD
 
     dtype: Literal["fp32", "fp16", "bf16"] = option(
         "fp32",
@@ -57,38 +54,30 @@ class PrecisionConfig(Section):
             "blockwise": "needs scales of blocks, which are not built; choose tensorwise",
             "custom": "takes code of another project; choose tensorwise or delayed",
         },
-        needs=here.fp8_format.is_set,
+        needs=here.fp8_format,
     )
     fp8_margin: NonNegativeInt = option(
-        0,
-        "powers of two that the scales of 8-bit tensors stay below the largest ones",
-        needs=here.fp8_format.is_set,
+        0, "powers of two that the scales of 8-bit tensors stay below the largest ones", needs=here.fp8_format
     )
     fp8_amax_history_len: PositiveInt = option(
         1,
         "delayed: steps whose amaxes are kept",
         unit="iterations",
-        needs=(here.fp8_format.is_set, here.fp8_recipe == "delayed"),
+        needs=(here.fp8_format, here.fp8_recipe == "delayed"),
     )
     fp8_amax_compute_algo: Literal["most_recent", "max"] = option(
         "most_recent",
         "delayed: which of the kept amaxes makes the scale",
-        needs=(here.fp8_format.is_set, here.fp8_recipe == "delayed"),
+        needs=(here.fp8_format, here.fp8_recipe == "delayed"),
     )
     first_last_layers_bf16: bool = option(
-        False,
-        "8-bit products: leave the first and the last layers of the model out",
-        needs=here.fp8_format.is_set,
+        False, "8-bit products: leave the first and the last layers of the model out", needs=here.fp8_format
     )
     num_layers_at_start_in_bf16: NonNegativeInt = option(
-        1,
-        "how many first layers `--first-last-layers-bf16` leaves out",
-        needs=here.first_last_layers_bf16.is_set,
+        1, "how many first layers `--first-last-layers-bf16` leaves out", needs=here.first_last_layers_bf16
     )
     num_layers_at_end_in_bf16: NonNegativeInt = option(
-        1,
-        "how many last layers `--first-last-layers-bf16` leaves out",
-        needs=here.first_last_layers_bf16.is_set,
+        1, "how many last layers `--first-last-layers-bf16` leaves out", needs=here.first_last_layers_bf16
     )
 
     def layers_in_16_bits(self, layers: int) -> frozenset[int]:

@@ -10,7 +10,7 @@ from megazero.config.condition import config, here
 from megazero.config.tree.option import Section, option
 from megazero.config.tree.roles import Role
 
-_TRACES = here.profile.is_set | here.memory_timeline_step.is_set | config.logging.comms_logger.is_set
+_TRACES = here.profile | here.memory_timeline_step | config.logging.comms_logger
 _UNTRACED = _TRACES.because("no step is traced")
 
 Depth = Annotated[int, Field(ge=-1)]
@@ -39,16 +39,13 @@ class ProfilingConfig(Section):
         12, "the last iteration that is traced", unit="iterations", idle_without=_UNTRACED
     )
     profile_max_mb: PositiveInt = option(
-        500,
-        "a rank traces no further step once its files have this size",
-        needs=here.profile.is_set,
-        unit="MB",
+        500, "a rank traces no further step once its files have this size", needs=here.profile, unit="MB"
     )
     pytorch_profiler_collect_shapes: bool = option(
-        False, "traces have the shapes of operators' inputs", needs=here.profile.is_set
+        False, "traces have the shapes of operators' inputs", needs=here.profile
     )
     pytorch_profiler_collect_callstack: bool = option(
-        False, "traces have the lines of code that called each operator", needs=here.profile.is_set
+        False, "traces have the lines of code that called each operator", needs=here.profile
     )
     memory_timeline_step: PositiveInt | None = option(
         None, "the iteration whose memory is drawn over time, by what it holds", unit="iterations"
@@ -59,7 +56,7 @@ class ProfilingConfig(Section):
     memory_snapshot_path: str = option(
         "snapshot.pickle",
         "file of that history, to whose name each rank adds its number",
-        needs=here.record_memory_history.is_set,
+        needs=here.record_memory_history,
     )
     flops_profiler: bool = option(
         False,
@@ -70,22 +67,22 @@ class ProfilingConfig(Section):
         ),
     )
     flops_profiler_step: PositiveInt = option(
-        1, "the iteration that is counted; the one after it is timed", needs=here.flops_profiler.is_set
+        1, "the iteration that is counted; the one after it is timed", needs=here.flops_profiler
     )
     flops_profiler_module_depth: Depth = option(
-        -1, "depth down to which modules are listed; -1 for all", needs=here.flops_profiler.is_set
+        -1, "depth down to which modules are listed; -1 for all", needs=here.flops_profiler
     )
     flops_profiler_top_modules: PositiveInt = option(
-        1, "types of modules that are named at each depth", needs=here.flops_profiler.is_set
+        1, "types of modules that are named at each depth", needs=here.flops_profiler
     )
     flops_profiler_detailed: bool = option(
-        True, "list all modules", flag="--no-flops-profiler-detailed", needs=here.flops_profiler.is_set
+        True, "list all modules", flag="--no-flops-profiler-detailed", needs=here.flops_profiler
     )
     flops_profiler_output_file: str | None = option(
-        None, "file for these tables, instead of standard output", needs=here.flops_profiler.is_set
+        None, "file for these tables, instead of standard output", needs=here.flops_profiler
     )
     flops_profiler_recompute_fwd_factor: NonNegativeFloat = option(
-        0.0, "the share of the forward pass that backward computes again", needs=here.flops_profiler.is_set
+        0.0, "the share of the forward pass that backward computes again", needs=here.flops_profiler
     )
 
     def chosen(self, rank: int) -> bool:

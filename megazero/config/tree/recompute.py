@@ -8,7 +8,6 @@ from pydantic import NonNegativeInt
 
 from megazero.config.condition import config, here
 from megazero.config.tree.option import Section, option
-from megazero.config.tree.roles import Role
 
 _NO_LAYER = (here.granularity == "full").because("no whole layer is recomputed")
 
@@ -18,8 +17,6 @@ Module = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_expe
 
 class RecomputeConfig(Section):
     """Activation recompute"""
-
-    roles = Role.TOLD
 
     granularity: Literal["none", "selective", "full"] = option(
         "none",
@@ -98,7 +95,7 @@ class RecomputeConfig(Section):
         "one's logits would take 1 GiB at most in float32",
         flag="--recompute-logits-tiles",
         synonyms={"auto": 0},
-        needs=here.logits.is_set,
+        needs=here.logits,
     )
     mlp_tiles: NonNegativeInt = option(
         1,

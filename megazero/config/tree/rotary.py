@@ -11,7 +11,7 @@ from megazero.config.latent import LatentConfig
 from megazero.config.tree.option import of_model
 from megazero.config.tree.roles import Role
 
-_UNSCALED = here.use_rope_scaling.is_set.because("positions are not scaled so")
+_UNSCALED = here.use_rope_scaling.because("positions are not scaled so")
 
 
 class RotaryConfig(LatentConfig):
@@ -25,14 +25,14 @@ class RotaryConfig(LatentConfig):
         "base of the rotary frequencies",
         Role.ROTARY,
         aliases=("--rotary-position-embeddings-theta",),
-        needs=here.position_embedding_type.among("rope", "yarn") | here.multi_latent_attention.is_set,
+        needs=here.position_embedding_type.among("rope", "yarn") | here.multi_latent_attention,
     )
     window_rotary_base: PositiveFloat | None = of_model(
         None,
         "base in the layers with a window, whose positions are then not scaled (Gemma 3); default: as in "
         "the others",
         Role.ROTARY | Role.VARIANT,
-        needs=(here.position_embedding_type.among("rope", "yarn"), here.window_size.is_set),
+        needs=(here.position_embedding_type.among("rope", "yarn"), here.window_size),
     )
     rotary_seq_len_interpolation_factor: PositiveFloat | None = of_model(
         None,
@@ -72,7 +72,7 @@ class RotaryConfig(LatentConfig):
 class YarnConfig(RotaryConfig):
     """YaRN, and what follows for all rotary positions"""
 
-    needs = (here.position_embedding_type == "yarn") | here.multi_latent_attention.is_set
+    needs = (here.position_embedding_type == "yarn") | here.multi_latent_attention
     roles = Role.ROTARY | Role.YARN
 
     rotary_scaling_factor: Annotated[float, Field(ge=1)] = of_model(
@@ -98,8 +98,7 @@ class YarnConfig(RotaryConfig):
         switches={"--yarn-correction-range-round-to-int": True},
     )
     mscale: NonNegativeFloat = of_model(
-        1.0,
-        "YaRN: attention is sharpened by 0.1 x this x ln(factor) + 1 for queries and for keys",
+        1.0, "YaRN: attention is sharpened by 0.1 x this x ln(factor) + 1 for queries and for keys"
     )
     mscale_all_dim: NonNegativeFloat = of_model(
         0.0,

@@ -10,6 +10,11 @@ from megazero.config.condition import config, here, when
 from megazero.config.tree.option import Probability, Section, of_model, of_training
 from megazero.config.tree.roles import Role
 
+_DROPS = here.moe_expert_capacity_factor.because("no token is dropped")
+_SOFTMAX = (here.moe_router_score_function == "softmax").because(
+    "sigmoid scores are taken before the choice anyway"
+)
+
 
 def _none_if_negative(value: Any) -> Any:
     """Megatron-LM writes a negative capacity factor for none."""
@@ -48,15 +53,16 @@ class ChoiceConfig(Section):
         False,
         "take the softmax over all experts before the choice instead of over the chosen ones after it",
         Role.MEGATRON,
+        idle_without=_SOFTMAX,
     )
     moe_router_num_groups: PositiveInt | None = of_model(
         None,
         "groups of neighbouring experts, of which each token chooses some first; default: no groups",
         Role.MEGATRON,
-        needs=here.moe_router_group_topk.is_set,
+        needs=here.moe_router_group_topk,
     )
     moe_router_group_topk: PositiveInt | None = of_model(
-        None, "groups that each token chooses", Role.MEGATRON, needs=here.moe_router_num_groups.is_set
+        None, "groups that each token chooses", Role.MEGATRON, needs=here.moe_router_num_groups
     )
     moe_router_topk_scaling_factor: PositiveFloat | None = of_model(
         None, "multiplies the weights of the chosen experts; default: 1", Role.MEGATRON
@@ -89,7 +95,10 @@ class BalanceConfig(Section):
     roles = Role.EXPERTS
 
     moe_router_bias_update_rate: NonNegativeFloat = of_training(
-        1e-3, "how far that bias moves in a step", Role.MEGATRON
+        1e-3,
+        "how far that bias moves in a step",
+        Role.MEGATRON,
+        idle_without=here.moe_router_enable_expert_bias.because("the choice has no bias"),
     )
     moe_router_load_balancing_type: Annotated[tuple[Balance, ...], Field(min_length=1)] = of_training(
         ("aux_loss",),
@@ -169,24 +178,28 @@ class CapacityConfig(Section):
         None,
         "the same factor in evaluation; default: that of the training",
         yielding=("--moe-eval-capacity-factor",),
-        needs=here.moe_expert_capacity_factor.is_set.because("without it no token is dropped"),
+        needs=here.moe_expert_capacity_factor.because("without it no token is dropped"),
     )
-    moe_min_capacity: NonNegativeInt = of_training(0, "least capacity of an expert", unit="tokens")
+    moe_min_capacity: NonNegativeInt = of_training(
+        0, "least capacity of an expert", unit="tokens", idle_without=_DROPS
+    )
     moe_token_drop_policy: Literal["probs", "position", "random"] = of_training(
         "probs",
         "which tokens an expert keeps where there are too many: those with the largest weights, the first "
         "ones, or random ones",
+        idle_without=_DROPS,
     )
     moe_capacity_scope: Literal["sequence", "micro_batch"] = of_training(
         "sequence",
         "where capacity is counted: within each sequence, so that no layout changes the numbers, or over the "
         "sequences of a micro-batch",
+        idle_without=_DROPS,
     )
     moe_pad_expert_input_to_capacity: bool = of_training(
         False,
         "give every expert exactly as many rows as its capacity, some of them empty",
         needs=(
-            here.moe_expert_capacity_factor.is_set,
+            here.moe_expert_capacity_factor,
             (config.parallel.moe_token_dispatcher_type == "alltoall").because(
                 "an all-gather moves whole tokens"
             ),

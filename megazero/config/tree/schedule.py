@@ -10,6 +10,8 @@ from megazero.config.condition import here, when
 from megazero.config.tree.option import Probability, Section, option
 from megazero.config.tree.roles import Role
 
+_NO_SCALAR = here.muon_scalar_lr.is_none.because("it is the peak of all that is no matrix")
+_MOVES = here.weight_decay_incr_style.among("linear", "cosine")
 _OF_WSD = (here.lr_decay_style == "WSD").because("the rate has no final decay of its own")
 
 
@@ -23,12 +25,10 @@ class ScheduleConfig(Section):
     decoupled_lr: PositiveFloat | None = option(
         None,
         "peak learning rate of the word embedding and the output head; default: that of the rest",
-        needs=here.muon_scalar_lr.is_none.because("it is the peak of all that is no matrix"),
+        needs=_NO_SCALAR,
     )
     decoupled_min_lr: NonNegativeFloat | None = option(
-        None,
-        "floor of their learning rate; default: that of the rest",
-        needs=here.muon_scalar_lr.is_none.because("it is the peak of all that is no matrix"),
+        None, "floor of their learning rate; default: that of the rest", needs=_NO_SCALAR
     )
     muon_scalar_lr: PositiveFloat | None = option(
         None,
@@ -39,12 +39,7 @@ class ScheduleConfig(Section):
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
         "linear",
         "shape of the decay",
-        needs=when(
-            "WSD",
-            here.lr_wsd_decay_iters.is_set
-            | here.lr_wsd_decay_samples.is_set
-            | here.lr_wsd_decay_tokens.is_set,
-        ),
+        needs=when("WSD", here.lr_wsd_decay_iters | here.lr_wsd_decay_samples | here.lr_wsd_decay_tokens),
     )
     lr_decay_iters: PositiveInt | None = option(None, "length of the decay", Role.LENGTH, unit="iterations")
     lr_decay_samples: PositiveInt | None = option(None, "length of the decay", Role.LENGTH, unit="samples")
@@ -71,17 +66,13 @@ class ScheduleConfig(Section):
         None, "length of WSD's final decay", Role.LENGTH, unit="tokens", idle_without=_OF_WSD
     )
     start_weight_decay: NonNegativeFloat | None = option(
-        None,
-        "weight decay at the start of its schedule",
-        needs=(here.end_weight_decay.is_set, here.weight_decay_incr_style.among("linear", "cosine")),
+        None, "weight decay at the start of its schedule", needs=(here.end_weight_decay, _MOVES)
     )
     end_weight_decay: NonNegativeFloat | None = option(
-        None,
-        "weight decay at the end of its schedule",
-        needs=(here.start_weight_decay.is_set, here.weight_decay_incr_style.among("linear", "cosine")),
+        None, "weight decay at the end of its schedule", needs=(here.start_weight_decay, _MOVES)
     )
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
         "constant",
         "how weight decay moves from start to end",
-        needs=here.start_weight_decay.is_set | here.end_weight_decay.is_set,
+        needs=here.start_weight_decay | here.end_weight_decay,
     )

@@ -19,16 +19,15 @@ class RandomLtdConfig(Section):
     """Random layer-wise token dropping"""
 
     roles = Role.SCHEDULE
-
-    needs = here.random_ltd.is_set
+    needs = here.random_ltd
 
     random_ltd: bool = option(
         False,
         "random layer-wise token dropping: layers see some tokens of each sequence, others bypass them; "
         "evaluations and generation see all",
         needs=(
-            here.random_ltd_min_value.is_set.because("layers begin with so many tokens"),
-            here.random_ltd_require_steps.is_set.because("layers see all tokens after so many steps"),
+            here.random_ltd_min_value.because("layers begin with so many tokens"),
+            here.random_ltd_require_steps.because("layers see all tokens after so many steps"),
             config.finetune.task.is_none,
             config.data.bert_pack.is_off.because(
                 "what is kept of a sample would depend on which others share its row"
@@ -83,8 +82,7 @@ class LayerDropConfig(Section):
     """Progressive layer dropping"""
 
     roles = Role.SCHEDULE
-
-    needs = here.progressive_layer_drop.is_set
+    needs = here.progressive_layer_drop
 
     progressive_layer_drop: bool = option(
         False,

@@ -53,7 +53,7 @@ class SparseAttentionConfig(TransformerConfig):
     sparse_num_different_global_patterns: PositiveInt = of_model(
         1,
         "choices of the global blocks of a window, which heads take in turn",
-        needs=(here.sparse_attention == "fixed", here.sparse_different_layout_per_head.is_set),
+        needs=(here.sparse_attention == "fixed", here.sparse_different_layout_per_head),
     )
     sparse_horizontal_global_attention: bool = of_model(
         False,

@@ -18,8 +18,6 @@ _OF_MODELS = ("HFTokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenize
 class TokenizerConfig(Section):
     """Tokenizer"""
 
-    roles = Role.TOLD
-
     tokenizer_type: (
         Literal[
             "GPT2BPETokenizer",
@@ -45,16 +43,16 @@ class TokenizerConfig(Section):
             "NullMultimodalTokenizer": "belongs to vision models, which are not offered",
         },
         needs=(
-            when("GPT2BPETokenizer", here.vocab_file.is_set).because(
+            when("GPT2BPETokenizer", here.vocab_file).because(
                 "it is the kind that no `--tokenizer-type` means"
             ),
-            when("GPT2BPETokenizer", here.merge_file.is_set),
+            when("GPT2BPETokenizer", here.merge_file),
             when(
                 ("HFTokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
-                here.tokenizer_model.is_set,
+                here.tokenizer_model,
             ),
-            when(("BertWordPieceLowerCase", "BertWordPieceCase"), here.vocab_file.is_set),
-            when("NullTokenizer", config.model.vocab_size.is_set),
+            when(("BertWordPieceLowerCase", "BertWordPieceCase"), here.vocab_file),
+            when("NullTokenizer", config.model.vocab_size),
         ),
     )
 

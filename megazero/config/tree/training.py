@@ -11,6 +11,8 @@ from megazero.config.stairs import Stairs, final_size
 from megazero.config.tree.option import Duration, Interval, Section, option
 from megazero.config.tree.roles import Role
 
+_NO_TASK = config.finetune.task.is_none.because("`--train-data` and `--epochs` take its place")
+
 
 class BatchConfig(Section):
     """Batch sizes"""
@@ -25,18 +27,12 @@ class BatchConfig(Section):
         (),
         "THRESHOLD:SIZE ...: the global batch from each number of tokens on, such as 0:768 250B:1536; K, M, "
         "B and T are thousands to trillions; instead of --global-batch-size",
-        needs=(
-            here.rampup_batch_size.is_none,
-            config.finetune.task.is_none.because("`--train-data` and `--epochs` take its place"),
-        ),
+        needs=(here.rampup_batch_size.is_none, _NO_TASK),
     )
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = option(
         None,
         "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES",
-        needs=(
-            here.global_batch_size.is_set.because("it says where the ramp ends"),
-            config.finetune.task.is_none.because("`--train-data` and `--epochs` take its place"),
-        ),
+        needs=(here.global_batch_size.because("it says where the ramp ends"), _NO_TASK),
     )
 
     @property
@@ -58,14 +54,8 @@ Batches = Annotated[NonNegativeInt, BeforeValidator(_none_below_zero)]
 class TrainingConfig(Section):
     """Training length and evaluation"""
 
-    roles = Role.TOLD
-
     train_iters: PositiveInt | None = option(
-        None,
-        "length of the training",
-        Role.LENGTH | Role.SCHEDULE,
-        unit="iterations",
-        needs=config.finetune.task.is_none.because("`--train-data` and `--epochs` take its place"),
+        None, "length of the training", Role.LENGTH | Role.SCHEDULE, unit="iterations", needs=_NO_TASK
     )
     train_samples: PositiveInt | None = option(
         None,
@@ -73,18 +63,14 @@ class TrainingConfig(Section):
         Role.LENGTH | Role.SCHEDULE,
         unit="samples",
         needs=(
-            config.finetune.task.is_none.because("`--train-data` and `--epochs` take its place"),
+            _NO_TASK,
             here.train_iters.is_none.because(
                 "`--train-tokens` may go with either, and the first limit ends the training"
             ),
         ),
     )
     train_tokens: PositiveInt | None = option(
-        None,
-        "length of the training",
-        Role.LENGTH | Role.SCHEDULE,
-        unit="tokens",
-        needs=config.finetune.task.is_none.because("`--train-data` and `--epochs` take its place"),
+        None, "length of the training", Role.LENGTH | Role.SCHEDULE, unit="tokens", needs=_NO_TASK
     )
     seed: NonNegativeInt = option(1234, "seed of initial weights, data order and dropout")
     eval_interval: Interval = option(

@@ -11,6 +11,7 @@ from megazero.config.tree.option import Probability, Section, of_model, of_train
 from megazero.config.tree.roles import Role
 
 Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "quick_geglu", "squared_relu", "relu"]
+_GATED = here.activation.among("swiglu", "geglu", "quick_geglu")
 _LOGITS = (here.family == "gpt").because("the heads of other families have no such factor")
 Positions = Literal["learned_absolute", "rope", "yarn", "alibi", "relative", "none"]
 """The ways in which tokens learn their position."""
@@ -117,16 +118,13 @@ class TransformerConfig(Section):
         implies={"--openai-gelu": ("bert_head_activation", "gelu")},
     )
     glu_linear_offset: float = of_model(
-        0.0,
-        "added to the values that are gated; gpt-oss has 1",
-        Role.VARIANT,
-        needs=here.activation.among("swiglu", "geglu", "quick_geglu"),
+        0.0, "added to the values that are gated; gpt-oss has 1", Role.VARIANT, needs=_GATED
     )
     activation_func_clamp_value: PositiveFloat | None = of_model(
         None,
         "bounds the gates from above, and the gated values from both sides; gpt-oss has 7",
         Role.VARIANT,
-        needs=here.activation.among("swiglu", "geglu", "quick_geglu"),
+        needs=_GATED,
     )
     add_bias_linear: bool = of_model(
         True,
@@ -179,7 +177,7 @@ class TransformerConfig(Section):
         "let attention and MLP read one norm where both read the same input (GPT-J, Cohere)",
         Role.VARIANT,
         needs=(
-            here.use_parallel_residual.is_set,
+            here.use_parallel_residual,
             (here.norm_position == "input").because("there are norms of outputs otherwise"),
         ),
     )

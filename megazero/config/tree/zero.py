@@ -8,13 +8,12 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from megazero.config.condition import config, here, when
 from megazero.config.tree.option import Section, option
-from megazero.config.tree.roles import Role
+
+_SCALED = when("fp16", config.precision.dtype == "fp16").because("its loss scale keeps gradients in range")
 
 
 class ZeroConfig(Section):
     """ZeRO data parallelism"""
-
-    roles = Role.TOLD
 
     stage: Literal[0, 1, 2, 3] = option(
         0,
@@ -86,37 +85,33 @@ class ZeroConfig(Section):
         "consecutive elements that share a scale where weights or gradients travel as codes",
         flag="--zero-quantization-block-size",
         unit="elements",
-        needs=here.quantized_weights.is_set | here.quantized_gradients.is_set,
+        needs=here.quantized_weights | here.quantized_gradients,
     )
     quantization_rounding: Literal["nearest", "stochastic"] = option(
         "nearest",
         "how gradients are rounded to codes; stochastic has no bias, and twice the bound on the error",
         flag="--zero-quantization-rounding",
-        needs=here.quantized_gradients.is_set,
+        needs=here.quantized_gradients,
     )
     node_size: PositiveInt = option(
         1,
         "data x context ranks of one node: quantized gradients are first summed within it; 1 sums them in "
         "one exchange, unless `--zero-hpz-partition-size` says how many there are",
         flag="--zero-node-size",
-        needs=here.quantized_gradients.is_set,
+        needs=here.quantized_gradients,
     )
     grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
         "type of gradients on the wire between data-parallel ranks",
         switches={"--grad-reduce-in-bf16": "bf16"},
-        needs=when("fp16", config.precision.dtype == "fp16").because(
-            "its loss scale keeps gradients in range"
-        ),
+        needs=_SCALED,
     )
     grad_accumulation_dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
         "type of gradient sums over the micro-batches",
         aliases=("--main-grads-dtype",),
         switches={"--accumulate-allreduce-grads-in-fp32": "fp32"},
-        needs=when("fp16", config.precision.dtype == "fp16").because(
-            "its loss scale keeps gradients in range"
-        ),
+        needs=_SCALED,
     )
     main_params_dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
