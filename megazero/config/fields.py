@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, g
 from megazero.config.condition import Condition, Need
 from megazero.config.tree.config import Config
 from megazero.config.tree.data_sampling import CurriculumMetric
-from megazero.config.tree.option import Facets, Section
+from megazero.config.tree.option import Section
 from megazero.config.tree.roles import RESUME, Role
 
 _OF_RUNS = frozenset({"training", "optimizer", "checkpoint", "logging", "guards", "distillation"})
@@ -36,10 +36,33 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FieldSpec(Facets):
-    """One field: where it sits in the tree, how it is read, and what it says of itself.
+class FieldSpec:
+    """One field: where it sits in the tree, how it is read, and what it says of itself (`option`).
 
-    `length` is the number of items of a list, and None for a list of any length or for anything else.
+    Attributes:
+        length: the number of items of a list; None for a list of any length and for anything else.
+        roles: what the field is for.
+        flag: the flag's name, ``--field-name`` by default. For a boolean whose default is true, this is
+            the flag that turns it off (Megatron's ``store_false`` flags).
+        aliases: other spellings of the same flag, such as an older name.
+        switches: valueless flags that set this field to a constant, name -> constant.
+        yielding: the switches and aliases that give way to any other flag of this field, as they do in
+            Megatron scripts: `--no-position-embedding` beside `--use-rotary-position-embeddings` is rotary.
+        implies: flags that set another field of the section too, flag -> (that field, its value).
+        synonyms: other words for a choice, word -> choice, or words for an integer.
+        refused: choices of other trainers that are not offered, choice -> the reason.
+        unit: the unit of the number.
+        instead_of: fields of the section that say the same in another way.
+        needs: what must hold where the field is not left at its default: ``here.kd``,
+            ``(here.save | here.load).because("the reason")``, or for some values alone
+            ``when("nvme", here.path)``; several must all hold. A field of another section is of
+            ``config``. By default, the needs of the class.
+        idle_without: what the field has no effect without, because of what does not happen then: a run says
+            so and goes on.
+        package: the Python package without which a run cannot do what the field says.
+        resolved: the property that has the value where the default follows from other fields.
+        dim: the letter of the dim of tensors (`checkpoint/naming.py`) whose size it says.
+        axis: the axis of the mesh whose size it is.
     """
 
     section: str
@@ -51,6 +74,22 @@ class FieldSpec(Facets):
     required: bool
     default: Any
     help: str
+    roles: Role
+    flag: str
+    aliases: tuple[str, ...] = ()
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    yielding: tuple[str, ...] = ()
+    implies: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    synonyms: Mapping[str, Any] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    unit: str | None = None
+    instead_of: tuple[str, ...] = ()
+    needs: tuple[Need, ...] = ()
+    idle_without: Need | None = None
+    package: str | None = None
+    resolved: str | None = None
+    dim: str | None = None
+    axis: str | None = None
 
     @property
     def path(self) -> str:
@@ -93,7 +132,7 @@ class FieldSpec(Facets):
             return self.optional
         if self.kind is Kind.CHOICE:
             return value in self.choices
-        return type(value) is _TYPES.get(self.kind, tuple)
+        return _KINDS.get(type(value)) is self.kind or (self.is_list and isinstance(value, tuple))
 
     @property
     def default_text(self) -> str | None:
@@ -125,7 +164,6 @@ def _unwrap(annotation: Any) -> tuple[Any, bool]:
             return annotation, optional
 
 
-_TYPES = types.MappingProxyType({Kind.INT: int, Kind.FLOAT: float, Kind.TEXT: str, Kind.BOOL: bool})
 _KINDS = types.MappingProxyType({int: Kind.INT, float: Kind.FLOAT, str: Kind.TEXT, bool: Kind.BOOL})
 _LIST_KINDS = types.MappingProxyType(
     {Kind.INT: Kind.INTS, Kind.FLOAT: Kind.FLOATS, Kind.CHOICE: Kind.CHOICES, Kind.TEXT: Kind.TEXTS}
@@ -144,23 +182,21 @@ def _kind(annotation: Any) -> tuple[Kind, tuple[str, ...], int | None]:
     return _KINDS[annotation], (), None
 
 
-def facets_of(model: type[Section], name: str) -> Facets:
-    """What a field of a section's class says of itself."""
-    extra: Any = model.model_fields[name].json_schema_extra
-    assert isinstance(extra, dict), f"{model.__name__}.{name} must be declared with option()"
-    facets: Facets = extra["facets"]
-    return facets
-
-
 def _field_spec(section: str, model: type[Section], name: str, annotation: Any) -> FieldSpec:
-    info, facets = model.model_fields[name], facets_of(model, name)
-    idle = facets.idle_without
+    info = model.model_fields[name]
+    extra: Any = info.json_schema_extra
+    assert isinstance(extra, dict), f"{section}.{name} must be declared with option()"
     bare, optional = _unwrap(annotation)
     kind, choices, length = _kind(bare)
-    classes = vars(declaring(model, name)).get("roles", Role.NONE)
-    own = {
-        "roles": facets.roles | (classes & ~RESUME if facets.roles & RESUME else classes),
-        "flag": facets.flag or "--" + name.replace("_", "-"),
+    # What a class says, it says of the fields that it declares itself.
+    home = vars(next(base for base in model.__mro__ if name in vars(base).get("__annotations__", ())))
+    needs, idle, roles = extra.get("needs", home.get("needs", ())), extra.get("idle_without"), extra["roles"]
+    for said in (home.get("roles", Role.NONE), model.roles):
+        roles |= said & ~RESUME if roles & RESUME else said
+    resolved = {
+        "roles": roles,
+        "flag": extra.get("flag") or "--" + name.replace("_", "-"),
+        "needs": tuple(need.within(section) for need in (needs if isinstance(needs, tuple) else (needs,))),
         "idle_without": None if idle is None else idle.within(section),
     }
     return FieldSpec(
@@ -173,18 +209,12 @@ def _field_spec(section: str, model: type[Section], name: str, annotation: Any) 
         required=info.is_required(),
         default=None if info.is_required() else info.default,
         help=info.description or "",
-        **{**vars(facets), **own},
+        **{**extra, **resolved},
     )
 
 
-def declaring(model: type[Section], name: str) -> type[Section]:
-    """The class among a section's bases that declares a field."""
-    home = next(base for base in model.__mro__ if name in vars(base).get("__annotations__", ()))
-    assert issubclass(home, Section)
-    return home
-
-
-def _section_fields(section: str, model: type[Section]) -> list[FieldSpec]:
+def section_fields(section: str, model: type[Section]) -> list[FieldSpec]:
+    """The fields of a section's class, in its order."""
     hints = get_type_hints(model, include_extras=True)
     return [_field_spec(section, model, name, hints[name]) for name in model.model_fields]
 
@@ -195,7 +225,7 @@ SECTIONS: Mapping[str, type[Section]] = types.MappingProxyType(
 """Section name -> its class, in the tree's order."""
 
 FIELDS: tuple[FieldSpec, ...] = tuple(
-    spec for section, model in SECTIONS.items() for spec in _section_fields(section, model)
+    spec for section, model in SECTIONS.items() for spec in section_fields(section, model)
 )
 """Every field of the tree, in the tree's order."""
 
@@ -212,24 +242,12 @@ INSTEAD_OF: Mapping[str, frozenset[str]] = types.MappingProxyType(
 """Path -> the paths of fields that say the same in another way."""
 
 
-def needs_of(section: str, model: type[Section], name: str) -> tuple[Need, ...]:
-    """The needs that a field of a section's class declares.
+def check_needs(of: str, needs: Iterable[Need]) -> None:
+    """Refuse needs of `of` that cannot be met, which would refuse every run, as soon as they are declared.
 
     Raises:
-        ValueError: one of them cannot hold in any run.
+        ValueError: there is no such field, or it has no such value.
     """
-    own = facets_of(model, name).needs
-    needs = vars(declaring(model, name)).get("needs", ()) if own is None else own
-    return checked(needs, f"{section}.{name}", section)
-
-
-def checked(needs: Need | tuple[Need, ...], of: str, section: str = "") -> tuple[Need, ...]:
-    """The needs of `of`, with paths that are whole: those of `here` are in `section`.
-
-    Raises:
-        ValueError: there is no such field, or it has no such value, so that the need would refuse every run.
-    """
-    needs = tuple(need.within(section) for need in (needs if isinstance(needs, tuple) else (needs,)))
     for need in needs:
         for condition in (*need.conditions, *([Condition(of, need.of)] if need.of else [])):
             spec = FIELD_BY_PATH.get(condition.path)
@@ -241,19 +259,10 @@ def checked(needs: Need | tuple[Need, ...], of: str, section: str = "") -> tuple
                 raise ValueError(
                     f"the needs of {of} must be values that `{spec.path}` can have, but are {wrong}"
                 )
-    return needs
 
 
-NEEDS: Mapping[str, Mapping[str, tuple[Need, ...]]] = types.MappingProxyType(
-    {
-        section: types.MappingProxyType(
-            {name: needs for name in model.model_fields if (needs := needs_of(section, model, name))}
-        )
-        for section, model in SECTIONS.items()
-    }
-)
-"""Section -> the fields of it that need something beside them where they are not left at their defaults."""
-
+for _spec in FIELDS:
+    check_needs(_spec.path, [*_spec.needs, *([] if _spec.idle_without is None else [_spec.idle_without])])
 
 paths = cast(
     Config,

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megazero.config.condition import Condition, Need
-from megazero.config.fields import checked
+from megazero.config.fields import check_needs
 from megazero.config.tables import blocks, rows
 
 _UNLIMITED = 1_000_000
@@ -121,7 +121,8 @@ def _foreign_flags() -> Iterator[Foreign]:
             yield Foreign(name, refused=reason, arity=taken)
     for row in rows("conditional.csv"):
         name, taken = arity(row["flag"])
-        (where,) = checked(Need(tuple(map(_condition, filter(None, row["where"].split(" or "))))), name)
+        where = Need(tuple(map(_condition, filter(None, row["where"].split(" or ")))))
+        check_needs(name, [where])
         yield Foreign(
             name,
             row["accepted"],

@@ -7,28 +7,28 @@ from typing import Any
 
 from megazero.config.condition import Condition, Need
 from megazero.config.derive import EXPERT_FIELDS
-from megazero.config.fields import FIELD_BY_PATH, NEEDS, FieldSpec, Kind, spoken
+from megazero.config.fields import FIELD_BY_PATH, FIELDS, FieldSpec, Kind, spoken
 from megazero.config.rules.rule import display_name, say, value_at
 from megazero.config.rules.sound import Unsound
 from megazero.config.tree.config import Config
 
 _FEW = 4
+_NEEDY = tuple(spec for spec in FIELDS if spec.needs)
 
 
 def unmet_needs(config: Config) -> Iterator[tuple[str, str]]:
     """The rules and the sentences on settings that are given without what they need, in the tree's order."""
-    for section, needs in NEEDS.items():
+    for spec in _NEEDY:
         try:
-            given = getattr(config, section).model_fields_set
+            given = getattr(config, spec.section).model_fields_set
         except Unsound:
             continue
-        if given := needs.keys() & given:
-            for name in filter(given.__contains__, needs):
-                yield from _unmet(config, FIELD_BY_PATH[f"{section}.{name}"], needs[name])
+        if spec.name in given:
+            yield from _unmet(config, spec)
 
 
-def _unmet(config: Config, spec: FieldSpec, needs: tuple[Need, ...]) -> Iterator[tuple[str, str]]:
-    for need in needs:
+def _unmet(config: Config, spec: FieldSpec) -> Iterator[tuple[str, str]]:
+    for need in spec.needs:
         try:
             if _counts(config, spec, need.of) and not any(
                 condition.holds(value_at(config, condition.path)) for condition in need.conditions

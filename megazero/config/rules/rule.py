@@ -12,7 +12,7 @@ from typing import Any
 
 from megazero.config.condition import Condition, Need
 from megazero.config.derive import model_ranks
-from megazero.config.fields import FIELD_BY_PATH, FIELDS, checked, spoken
+from megazero.config.fields import FIELD_BY_PATH, FIELDS, check_needs, spoken
 from megazero.config.steps import BatchRamp, Progress, Steps
 from megazero.config.training_plan import Limits
 from megazero.config.tree.config import Config
@@ -93,7 +93,8 @@ class Rule:
 
 def conditions(rule: str, *needs: Need) -> tuple[Condition, ...]:
     """The conditions of a rule that several fields must meet; refused at once if no run could meet one."""
-    return tuple(condition for need in checked(needs, rule) for condition in need.conditions)
+    check_needs(rule, needs)
+    return tuple(condition for need in needs for condition in need.conditions)
 
 
 def value_at(config: Config, path: Any) -> Any:

@@ -280,3 +280,5 @@ class OptimizerConfig(
     BaseOptimizerConfig,
 ):
     """Optimizer"""
+
+    roles = Role.NONE  # each field, or its class, says whether a schedule is made of it

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
@@ -12,62 +10,16 @@ from megazero.config.condition import Need
 from megazero.config.tree.roles import Role
 
 
-@dataclass(frozen=True, kw_only=True)
-class Facets:
-    """What a field says of itself besides its type, default and meaning.
-
-    Attributes:
-        roles: what the field is for, besides what its class says.
-        flag: the flag's name, if it is not ``--field-name``. For a boolean whose default is true, this is
-            the flag that turns it off (Megatron's ``store_false`` flags).
-        aliases: other spellings of the same flag, such as an older name.
-        switches: valueless flags that set this field to a constant, name -> constant.
-        yielding: the switches and aliases that give way to any other flag of this field, as they do in
-            Megatron scripts: `--no-position-embedding` beside `--use-rotary-position-embeddings` is rotary.
-        implies: flags that set another field of the section too, flag -> (that field, its value).
-        synonyms: other words for a choice, word -> choice, or words for an integer.
-        refused: choices of other trainers that are not offered, choice -> the reason.
-        unit: the unit of the number.
-        instead_of: fields of the section that say the same in another way.
-        needs: what must hold where the field is not left at its default: ``here.kd``,
-            ``(here.save | here.load).because("the reason")``, or for some values alone
-            ``when("nvme", here.path)``; several must all hold. A field of another section is of
-            ``config``. None for the needs of the class.
-        idle_without: what the field has no effect without, because of what does not happen then: a run says
-            so and goes on.
-        package: the Python package without which a run cannot do what the field says.
-        resolved: the property that has the value where the default follows from other fields.
-        dim: the letter of the dim of tensors (`checkpoint/naming.py`) whose size it says.
-        axis: the axis of the mesh whose size it is.
-    """
-
-    roles: Role = Role.NONE
-    flag: str = ""
-    aliases: tuple[str, ...] = ()
-    switches: Mapping[str, Any] = field(default_factory=dict)
-    yielding: tuple[str, ...] = ()
-    implies: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
-    synonyms: Mapping[str, Any] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
-    unit: str | None = None
-    instead_of: tuple[str, ...] = ()
-    needs: Need | tuple[Need, ...] | None = None
-    idle_without: Need | None = None
-    package: str | None = None
-    resolved: str | None = None
-    dim: str | None = None
-    axis: str | None = None
-
-
 def option(default: Any, help: str, roles: Role = Role.NONE, **facets: Any) -> Any:
     """Declare one field of a section.
 
     Args:
         default: the value if neither a file nor a flag sets it; ``...`` makes the field required.
         help: one sentence for `--help` and the docs.
-        roles, facets: as in `Facets`.
+        roles: what the field is for, besides what its class says.
+        facets: further attributes of the `FieldSpec`, with which fields.py makes it.
     """
-    return Field(default, description=help, json_schema_extra={"facets": Facets(roles=roles, **facets)})  # type: ignore[dict-item]
+    return Field(default, description=help, json_schema_extra={"roles": roles, **facets})
 
 
 def of_model(default: Any, help: str, roles: Role = Role.NONE, **facets: Any) -> Any:
@@ -129,12 +81,12 @@ class Section(BaseModel):
 
     Attributes:
         needs: as in `option`, for the fields that this very class declares without any of their own.
-        roles: those of all fields that this very class declares; the first five for fields without one. A
-            class of neither the model nor the optimizer need not say that changes are told.
+        roles: those of all fields that this very class declares; of the first five, for fields without one.
+            Where neither says one of them, the class of the whole section does.
     """
 
     needs: ClassVar[Need | tuple[Need, ...]] = ()
-    roles: ClassVar[Role] = Role.NONE
+    roles: ClassVar[Role] = Role.TOLD
 
     # Most classes are parts of others and validate nothing: none builds its validator before its first use.
     model_config = ConfigDict(
