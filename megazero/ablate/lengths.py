@@ -6,24 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megazero.config.fields import FIELD_BY_PATH
+from megazero.config.fields import FIELD_BY_PATH, fields_with
 from megazero.config.metric_text import as_mapping
-from megazero.config.steps import UNITS
 from megazero.config.tree.data_sampling import CurriculumMetric
+from megazero.config.tree.roles import Role
 
 METRICS = "data_sampling.curriculum_metrics"
 """The setting whose values hold schedules of their own."""
 
-_LENGTHS = (
-    *(f"training.train_{unit}" for unit in UNITS),
-    *(f"optimizer.lr_{part}_{unit}" for part in ("warmup", "decay", "wsd_decay") for unit in UNITS),
-    "training.eval_interval",
-    "distillation.kd_train_iters",
-    "curriculum.seqlen_total_curriculum_step",
-    "curriculum.seqlen_max_step",
-    "skipping.random_ltd_require_steps",
-)
-_RATES = ("skipping.pld_gamma",)  # what happens per step
 _RAMP = "batch.rampup_batch_size"  # (first size, increment, samples)
 _STAIRS = "batch.step_batch_size_schedule"  # tokens:size, ...
 _OF_METRICS = ("total_curriculum_step", "max_step")
@@ -38,8 +28,9 @@ def scaled(given: Mapping[str, Any], share: float) -> dict[str, Any]:
         given: the settings of a file, by path.
         share: greater than 0. Counts are rounded, to 1 at least.
     """
-    changed = {path: _times(given[path], share) for path in _LENGTHS if given.get(path)}
-    changed |= {path: given[path] / share for path in _RATES if given.get(path)}
+    lengths, rates = ([s.path for s in fields_with(r) if given.get(s.path)] for r in (Role.LENGTH, Role.RATE))
+    changed = {path: _times(given[path], share) for path in lengths}
+    changed |= {path: given[path] / share for path in rates}
     if given.get(_RAMP):
         *sizes, samples = given[_RAMP]
         changed[_RAMP] = (*sizes, _times(samples, share))

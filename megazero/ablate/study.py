@@ -10,16 +10,16 @@ from typing import Any
 
 from megazero.ablate.lengths import METRICS, as_flags, scaled, share_of
 from megazero.config.document import BASE, read_file
+from megazero.config.fields import fields_with
 from megazero.config.flags import scan
 from megazero.config.resolve import parse_config
 from megazero.config.tree.config import Config
 from megazero.config.tree.data_sampling import CurriculumMetric
+from megazero.config.tree.roles import Role
 from megazero.config.words import nearest
 from megazero.errors import ConfigError
 from megazero.regular_file import read_regular_text
 from megazero.train.folders import read_folder
-
-_SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def read_study(folder: Path, options: StudyOptions) -> Study:
         name = _named(path.stem, share)
         document = read_file(str(path))
         given = {s.spec.path: s.value for s in [*document.settings, *scan(options.flags).settings]}
-        takes_corpus = not {f"data.{source}" for source in _SOURCES} & set(given)
+        takes_corpus = not any(spec.path in given for spec in fields_with(Role.SOURCE))
         changed = _length(given, options.steps, share)
         analyzed = _unindexed(given) if takes_corpus else ()
         if analyzed:

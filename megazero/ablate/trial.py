@@ -7,27 +7,22 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from megazero.ablate.corpus import Corpus
 from megazero.ablate.study import Member, with_teachers
 from megazero.config.derive import data_parallel_size
 from megazero.config.document import to_yaml
+from megazero.config.fields import names_with
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree.checkpoint import CheckpointConfig
 from megazero.config.tree.config import Config
 from megazero.config.tree.data_sampling import CurriculumMetric
 from megazero.config.tree.logging import LoggingConfig
+from megazero.config.tree.roles import Role
 
 _SAVES = 4  # checkpoints of a run that asks for no number of its own
 _CHARTS = ("tensorboard_dir", "csv_dir")
-_PATHS = MappingProxyType(
-    {
-        "data": ("data_path", "train_data_path", "valid_data_path", "test_data_path"),
-        "tokenizer": ("vocab_file", "merge_file", "tokenizer_model"),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -159,8 +154,8 @@ def fingerprint(config: Config, ranks: int, teacher: str = "") -> str:
     settings of checkpoints and logging do not count.
     """
     neutral: dict[str, dict[str, Any]] = {"training": {"seed": 0}, "data": {"data_cache_path": None}}
-    for section, names in _PATHS.items():
-        values = {name: getattr(getattr(config, section), name) for name in names}
+    for section in ("data", "tokenizer"):
+        values = {name: getattr(getattr(config, section), name) for name in names_with(Role.FILE, section)}
         neutral.setdefault(section, {}).update({name: _described(value) for name, value in values.items()})
     plain = config.model_copy(update={"checkpoint": CheckpointConfig(), "logging": LoggingConfig()})
     distilled = f"teacher: {teacher}\n" if teacher else ""

@@ -10,32 +10,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 
 from megazero.checkpoint.naming import dim_sizes
 from megazero.checkpoint.part import WEIGHT, Key
 from megazero.config.derive import experts_of
+from megazero.config.fields import FIELDS
 from megazero.config.tree.experts import is_frequency
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 
 _LAYER = re.compile(r"layers\.([0-9]+)\.")
-# The settings that say how large a dim is, which some tensor must have, by the dim's letter.
-_SETTINGS = MappingProxyType(
-    {
-        "v": "vocab_size",
-        "p": "max_position_embeddings",
-        "h": "hidden_size",
-        "g": "num_query_groups",
-        "d": "kv_channels",
-        "a": "num_attention_heads",
-        "f": "ffn_hidden_size",
-        "n": "num_classes",
-        "x": "num_experts",
-        "m": "moe_ffn_hidden_size",
-        "w": "moe_shared_expert_intermediate_size",
-    }
-)
 
 
 def check_saved_model(
@@ -89,11 +73,9 @@ def check_described(
     sizes = dict(dim_sizes(model, vocab_size))
     for letter in _unused(model):
         del sizes[letter]
-    for letter, setting in _SETTINGS.items():
-        if sizes.get(letter, 0) > largest:
-            raise _refusal(
-                where, f"`{setting}` makes {sizes[letter]}, and none has more than {largest} elements"
-            )
+    for spec in FIELDS:
+        if spec.dim and (size := sizes.get(spec.dim, 0)) > largest:
+            raise _refusal(where, f"`{spec.name}` makes {size}, and none has more than {largest} elements")
     if (least := _least_elements(model, vocab_size)) > total:
         raise _refusal(where, f"it makes at least {least} weights, and they hold {total}")
 

@@ -12,10 +12,12 @@ from typing import Any
 
 from megazero.config.derive import balanced_by_micro_batch, data_parallel_size
 from megazero.config.document import Document, read_file
+from megazero.config.fields import fields_with
 from megazero.config.flags import scan
 from megazero.config.resolve import parse_config
 from megazero.config.tasks import task_of
 from megazero.config.tree.config import Config
+from megazero.config.tree.roles import Role
 from megazero.errors import ConfigError, MegazeroError
 from megazero.train.folders import read_folder
 from megazero.verify.compare import Deviation, compare
@@ -25,7 +27,6 @@ from megazero.verify.shrink import shrink
 from megazero.verify.teacher import with_teacher
 
 _RANKS = 8
-DATA_SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -77,7 +78,7 @@ def resolve(argv: Sequence[str], world_size: int | None, most: int | None = None
     are too many; more if experts need them.
     """
     given = _given(argv)
-    if not {"finetune.task", *(f"data.{name}" for name in DATA_SOURCES)} & set(given):
+    if not {"finetune.task", *(spec.path for spec in fields_with(Role.SOURCE))} & set(given):
         argv = [*argv, "--mock-data"]  # no data is read, so none needs to be named
     if world_size is not None:
         config = _resolved(argv, world_size)

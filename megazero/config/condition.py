@@ -1,9 +1,13 @@
-"""Conditions on fields, as options and tables write them: `zero.stage=1,2,3`, `finetune.task=None`, `kd`."""
+"""Conditions on fields as Python values: `here.kd` (it is set), `config.model.family == "gpt"`.
+
+`here` is the section that declares the setting, `config` the whole tree. Neither knows the fields while
+sections are being declared: `fields.py` checks names and values once all of them are.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 
 @dataclass(frozen=True)
@@ -14,18 +18,12 @@ class Condition:
     """
 
     path: str
-    values: tuple[str, ...] = ()
-
-    @classmethod
-    def read(cls, text: str, section: str = "") -> Condition:
-        """Read ``field=value,value`` or ``field``; a field of another section is written with it."""
-        path, _, values = text.partition("=")
-        return cls(path if "." in path else f"{section}.{path}", tuple(filter(None, values.split(","))))
+    values: tuple[Any, ...] = ()
 
     def holds(self, value: Any) -> bool:
         """Whether the condition holds for this value of the field."""
         if self.values:
-            return str(value) in self.values
+            return value in self.values
         return value is not None and value is not False and value not in ((), "", "none")
 
 
@@ -41,12 +39,70 @@ class Need:
 
     conditions: tuple[Condition, ...]
     why: str = ""
-    of: tuple[str, ...] = ()
+    of: tuple[Any, ...] = ()
 
-    @classmethod
-    def read(cls, text: str, section: str) -> Need:
-        """Read ``value,value => condition or condition: the reason``."""
-        of, _, rest = text.rpartition(" => ")
-        conditions, _, why = rest.partition(": ")
-        read = tuple(Condition.read(part, section) for part in conditions.split(" or "))
-        return cls(read, why, tuple(filter(None, of.split(","))))
+    def __or__(self, other: Need) -> Need:
+        return Need(self.conditions + other.conditions)
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError("a `Need` must be joined by `|` or listed, but is asked whether it is true")
+
+    def because(self, why: str) -> Need:
+        """The same need, with its reason."""
+        return Need(self.conditions, why, self.of)
+
+    def within(self, section: str) -> Need:
+        """The same need, with the whole paths of fields of `section` itself."""
+        whole = (f"{section}{c.path}" if c.path.startswith(".") else c.path for c in self.conditions)
+        conditions = (Condition(path, c.values) for path, c in zip(whole, self.conditions, strict=True))
+        return Need(tuple(conditions), self.why, self.of)
+
+
+def when(values: Any, need: Need) -> Need:
+    """The need of these values of a setting alone: of one, or of each in a tuple."""
+    return Need(need.conditions, need.why, values if isinstance(values, tuple) else (values,))
+
+
+class _Field(Need):
+    """A field, of which conditions are made; alone, the need that it is set."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__((Condition(path),))
+
+    def among(self, *values: Any) -> Need:
+        """That the field is one of these values."""
+        return Need((Condition(self.conditions[0].path, values),))
+
+    def __eq__(self, value: object) -> Need:  # type: ignore[override]
+        return self.among(value)
+
+    @property
+    def is_none(self) -> Need:
+        """That the field is None."""
+        return self.among(None)
+
+    @property
+    def is_off(self) -> Need:
+        """That the switch is off."""
+        return self.among(False)
+
+
+class _Section:
+    """A section, whose attributes are its fields."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> _Field:
+        return _Field(f"{self._name}.{name}")
+
+
+class _Tree:
+    """The tree, whose attributes are its sections."""
+
+    def __getattr__(self, name: str) -> _Section:
+        return _Section(name)
+
+
+here = _Section("")
+config = _Tree()

@@ -8,40 +8,26 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, get_args
 
-from megazero.config.hybrid.settings import HybridConfig
+from megazero.config.fields import FIELDS, names_with
 from megazero.config.tree.config import Config
-from megazero.config.tree.experts import ExpertsConfig
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.config.tree.parallel import ParallelConfig
-from megazero.config.tree.routing import BalanceConfig, CapacityConfig, RoutingConfig
+from megazero.config.tree.roles import Role
 from megazero.config.tree.zero import ZeroConfig
 from megazero.errors import ConfigError
 
-# Settings whose default follows from others, and the values they take.
-_RESOLVED = MappingProxyType(
-    {
-        "ffn_hidden_size": "ffn_size",
-        "num_query_groups": "kv_heads",
-        "kv_channels": "head_dim",
-        "max_position_embeddings": "positions",
-        "bert_token_types": "has_token_types",
-        "add_qkv_bias": "qkv_bias",
-        "no_rope_freq": "unrotated",
-        "hybrid_layer_pattern": "layer_kinds",
-        "heterogeneous_layers_config_encoded_json": "layers_said",
-        "mamba_num_heads": "mamba_heads",
-    }
-)
+_RESOLVED = MappingProxyType({spec.name: spec.resolved for spec in FIELDS if spec.resolved})
+"""Settings whose default follows from others, and the properties that have their values."""
 
-_RESOLVED_WITH_EXPERTS = MappingProxyType({**_RESOLVED, "moe_ffn_hidden_size": "expert_ffn_size"})
+EXPERT_FIELDS = names_with(Role.EXPERTS)
+"""The model's settings about experts; they say nothing about a model without any."""
 
-# Settings that together say which layers have how many experts, which window, or which mixer: they are
-# compared by what they say.
-_PLACEMENT = (
-    *("num_experts", "moe_layer_freq", "expert_interval", "window_size", "window_attn_skip_freq"),
-    *("is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio"),
-)
+FREE_MODEL_FIELDS = frozenset(names_with(Role.FREE))
+"""The settings that a checkpoint's model need not share.
+
+The size of the vocabulary, which four of them determine together, is to be compared by itself.
+"""
 
 
 def sequence_multiple(parallel: ParallelConfig) -> int:
@@ -60,25 +46,6 @@ def replicas_per_node(zero: ZeroConfig) -> int:
     return max(zero.hpz_partition_size, zero.node_size)
 
 
-_OF_EXPERTS = frozenset({**RoutingConfig.model_fields, **ExpertsConfig.model_fields}) - {
-    *HybridConfig.model_fields
-}
-EXPERT_FIELDS = tuple(name for name in ModelConfig.model_fields if name in _OF_EXPERTS)
-"""The model's settings about experts; they say nothing about a model without any."""
-
-FREE_EXPERT_FIELDS = frozenset({*BalanceConfig.model_fields, *CapacityConfig.model_fields})
-"""The settings about experts that change how a model is trained or run, but not which parameters it has."""
-
-FREE_MODEL_FIELDS = FREE_EXPERT_FIELDS | {
-    *("seq_length", "t5_decoder_seq_length", "hidden_dropout", "attention_dropout", "init_method_std"),
-    *("vocab_size", "extra_vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size_to"),
-    "mtp_loss_scaling_factor",
-}
-"""The settings that a checkpoint's model need not share.
-
-The size of the vocabulary, which four of them determine together, is to be compared by itself.
-"""
-
 DEFAULT_TOKENIZERS = MappingProxyType(
     {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase", "t5": "BertWordPieceLowerCase"}
 )
@@ -94,7 +61,7 @@ def model_differences(a: ModelConfig, b: ModelConfig, fields: Iterable[str]) -> 
     """
     families = get_args(ModelConfig.model_fields["family"].annotation)
     others = tuple(f"{family}_" for family in families if family not in (a.family, b.family))
-    dense = not (a.num_experts and b.num_experts)
+    dense, placement = not (a.num_experts and b.num_experts), names_with(Role.PLACEMENT)
     fields = list(fields)
     differences: list[tuple[str, Any, Any]] = []
     if "num_experts" in fields and a.experts_by_layer != b.experts_by_layer:
@@ -102,7 +69,7 @@ def model_differences(a: ModelConfig, b: ModelConfig, fields: Iterable[str]) -> 
     if "window_size" in fields and a.windows != b.windows:
         differences.append(("window_size", a.windows, b.windows))
     for field in fields:
-        if field.startswith(others) or field in _PLACEMENT or (dense and field in EXPERT_FIELDS):
+        if field.startswith(others) or field in placement or (dense and field in EXPERT_FIELDS):
             continue
         ours, theirs = (getattr(model, _resolved(model).get(field, field)) for model in (a, b))
         if ours != theirs:
@@ -111,7 +78,9 @@ def model_differences(a: ModelConfig, b: ModelConfig, fields: Iterable[str]) -> 
 
 
 def _resolved(model: ModelConfig) -> Mapping[str, str]:
-    return _RESOLVED_WITH_EXPERTS if model.num_experts else _RESOLVED
+    if model.num_experts:
+        return _RESOLVED
+    return {name: source for name, source in _RESOLVED.items() if name not in EXPERT_FIELDS}
 
 
 def filled_model(model: ModelConfig) -> ModelConfig:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import types
-from ast import literal_eval
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
-
-from pydantic.fields import FieldInfo
+from functools import cache
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from megazero.config.condition import Condition, Need
 from megazero.config.tree.config import Config
 from megazero.config.tree.data_sampling import CurriculumMetric
 from megazero.config.tree.option import Section
+from megazero.config.tree.roles import RESUME, Role
 
 _OF_RUNS = frozenset({"training", "optimizer", "checkpoint", "logging", "guards", "distillation"})
 _COUNTED = frozenset({"iterations", "samples", "tokens"})
@@ -36,11 +35,34 @@ class Kind(Enum):
     METRICS = "metrics"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FieldSpec:
-    """One field: where it sits in the tree, how it is read, and how the command line spells it.
+    """One field: where it sits in the tree, how it is read, and what it says of itself (`option`).
 
-    `length` is the number of items of a list, and None for a list of any length or for anything else.
+    Attributes:
+        length: the number of items of a list; None for a list of any length and for anything else.
+        roles: what the field is for.
+        flag: the flag's name, ``--field-name`` by default. For a boolean whose default is true, this is
+            the flag that turns it off (Megatron's ``store_false`` flags).
+        aliases: other spellings of the same flag, such as an older name.
+        switches: valueless flags that set this field to a constant, name -> constant.
+        yielding: the switches and aliases that give way to any other flag of this field, as they do in
+            Megatron scripts: `--no-position-embedding` beside `--use-rotary-position-embeddings` is rotary.
+        implies: flags that set another field of the section too, flag -> (that field, its value).
+        synonyms: other words for a choice, word -> choice, or words for an integer.
+        refused: choices of other trainers that are not offered, choice -> the reason.
+        unit: the unit of the number.
+        instead_of: fields of the section that say the same in another way.
+        needs: what must hold where the field is not left at its default: ``here.kd``,
+            ``(here.save | here.load).because("the reason")``, or for some values alone
+            ``when("nvme", here.path)``; several must all hold. A field of another section is of
+            ``config``. By default, the needs of the class.
+        idle_without: what the field has no effect without, because of what does not happen then: a run says
+            so and goes on.
+        package: the Python package without which a run cannot do what the field says.
+        resolved: the property that has the value where the default follows from other fields.
+        dim: the letter of the dim of tensors (`checkpoint/naming.py`) whose size it says.
+        axis: the axis of the mesh whose size it is.
     """
 
     section: str
@@ -52,15 +74,22 @@ class FieldSpec:
     required: bool
     default: Any
     help: str
+    roles: Role
     flag: str
-    aliases: tuple[str, ...]
-    switches: Mapping[str, Any]
-    yielding: frozenset[str]
-    implies: Mapping[str, tuple[str, Any]]
-    synonyms: Mapping[str, Any]
-    refused: Mapping[str, str]
-    unit: str | None
-    package: str | None
+    aliases: tuple[str, ...] = ()
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    yielding: tuple[str, ...] = ()
+    implies: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    synonyms: Mapping[str, Any] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    unit: str | None = None
+    instead_of: tuple[str, ...] = ()
+    needs: tuple[Need, ...] = ()
+    idle_without: Need | None = None
+    package: str | None = None
+    resolved: str | None = None
+    dim: str | None = None
+    axis: str | None = None
 
     @property
     def path(self) -> str:
@@ -97,18 +126,13 @@ class FieldSpec:
             return item
         return f"{item} ..." if self.length is None else f"{self.length} x {item}"
 
-    def can_be(self, text: str) -> bool:
-        """Whether a value of this field is written like this in a condition."""
-        if text == "None":
+    def takes(self, value: Any) -> bool:
+        """Whether the field can have this value, as far as its type tells."""
+        if value is None:
             return self.optional
-        if self.kind in (Kind.TEXT, Kind.CHOICE):
-            return self.kind is Kind.TEXT or text in map(str, self.choices)
-        kinds = {Kind.BOOL: bool, Kind.INT: int, Kind.FLOAT: float}
-        try:
-            value = literal_eval(text)
-        except (ValueError, SyntaxError):
-            return False
-        return type(value) is kinds.get(self.kind, tuple) and str(value) == text
+        if self.kind is Kind.CHOICE:
+            return value in self.choices
+        return _KINDS.get(type(value)) is self.kind or (self.is_list and isinstance(value, tuple))
 
     @property
     def default_text(self) -> str | None:
@@ -158,11 +182,23 @@ def _kind(annotation: Any) -> tuple[Kind, tuple[str, ...], int | None]:
     return _KINDS[annotation], (), None
 
 
-def _field_spec(section: str, name: str, annotation: Any, info: FieldInfo) -> FieldSpec:
-    bare, optional = _unwrap(annotation)
-    kind, choices, length = _kind(bare)
+def _field_spec(section: str, model: type[Section], name: str, annotation: Any) -> FieldSpec:
+    info = model.model_fields[name]
     extra: Any = info.json_schema_extra
     assert isinstance(extra, dict), f"{section}.{name} must be declared with option()"
+    bare, optional = _unwrap(annotation)
+    kind, choices, length = _kind(bare)
+    # What a class says, it says of the fields that it declares itself.
+    home = vars(next(base for base in model.__mro__ if name in vars(base).get("__annotations__", ())))
+    needs, idle, roles = extra.get("needs", home.get("needs", ())), extra.get("idle_without"), extra["roles"]
+    for said in (home.get("roles", Role.NONE), model.roles):
+        roles |= said & ~RESUME if roles & RESUME else said
+    resolved = {
+        "roles": roles,
+        "flag": extra.get("flag") or "--" + name.replace("_", "-"),
+        "needs": tuple(need.within(section) for need in (needs if isinstance(needs, tuple) else (needs,))),
+        "idle_without": None if idle is None else idle.within(section),
+    }
     return FieldSpec(
         section=section,
         name=name,
@@ -173,21 +209,14 @@ def _field_spec(section: str, name: str, annotation: Any, info: FieldInfo) -> Fi
         required=info.is_required(),
         default=None if info.is_required() else info.default,
         help=info.description or "",
-        flag=extra["flag"] or "--" + name.replace("_", "-"),
-        aliases=tuple(extra["aliases"]),
-        switches=types.MappingProxyType(extra["switches"]),
-        yielding=frozenset(extra["yielding"]),
-        implies=types.MappingProxyType(extra["implies"]),
-        synonyms=types.MappingProxyType(extra["synonyms"]),
-        refused=types.MappingProxyType(extra["refused"]),
-        unit=extra["unit"],
-        package=extra["package"],
+        **{**extra, **resolved},
     )
 
 
-def _section_fields(section: str, model: type[Section]) -> list[FieldSpec]:
+def section_fields(section: str, model: type[Section]) -> list[FieldSpec]:
+    """The fields of a section's class, in its order."""
     hints = get_type_hints(model, include_extras=True)
-    return [_field_spec(section, name, hints[name], info) for name, info in model.model_fields.items()]
+    return [_field_spec(section, model, name, hints[name]) for name in model.model_fields]
 
 
 SECTIONS: Mapping[str, type[Section]] = types.MappingProxyType(
@@ -196,63 +225,67 @@ SECTIONS: Mapping[str, type[Section]] = types.MappingProxyType(
 """Section name -> its class, in the tree's order."""
 
 FIELDS: tuple[FieldSpec, ...] = tuple(
-    spec for section, model in SECTIONS.items() for spec in _section_fields(section, model)
+    spec for section, model in SECTIONS.items() for spec in section_fields(section, model)
 )
 """Every field of the tree, in the tree's order."""
 
 FIELD_BY_PATH: Mapping[str, FieldSpec] = types.MappingProxyType({spec.path: spec for spec in FIELDS})
 
 
-def _instead_of(spec: FieldSpec) -> frozenset[str]:
-    declared: Any = SECTIONS[spec.section].model_fields[spec.name].json_schema_extra
-    return frozenset(f"{spec.section}.{name}" for name in declared["instead_of"])
-
-
 INSTEAD_OF: Mapping[str, frozenset[str]] = types.MappingProxyType(
-    {spec.path: others for spec in FIELDS if (others := _instead_of(spec))}
+    {
+        spec.path: frozenset(f"{spec.section}.{other}" for other in spec.instead_of)
+        for spec in FIELDS
+        if spec.instead_of
+    }
 )
 """Path -> the paths of fields that say the same in another way."""
 
 
-def needs_of(section: str, model: type[Section], name: str) -> tuple[Need, ...]:
-    """The needs that a field of a section's class declares.
-
-    Raises:
-        ValueError: one of them cannot hold in any run.
-    """
-    declared: Any = model.model_fields[name].json_schema_extra
-    home = next(base for base in model.__mro__ if name in vars(base).get("__annotations__", ()))
-    assert issubclass(home, Section)
-    needs = vars(home).get("needs", ()) if declared["needs"] is None else declared["needs"]
-    read = tuple(Need.read(text, section) for text in ((needs,) if isinstance(needs, str) else needs))
-    for need in read:
-        for condition in (*need.conditions, Condition(f"{section}.{name}", need.of)):
-            check_condition(condition, f"the needs of {section}.{name}")
-    return read
-
-
-def check_condition(condition: Condition, where: str) -> None:
-    """Refuse a condition that cannot hold, which would refuse every run, as soon as it is declared.
+def check_needs(of: str, needs: Iterable[Need]) -> None:
+    """Refuse needs of `of` that cannot be met, which would refuse every run, as soon as they are declared.
 
     Raises:
         ValueError: there is no such field, or it has no such value.
     """
-    spec = FIELD_BY_PATH.get(condition.path)
-    if spec is None:
-        raise ValueError(f"{where} must be about a field of the tree, but name `{condition.path}`")
-    if wrong := [value for value in condition.values if not spec.can_be(value)]:
-        raise ValueError(f"{where} must be values that `{spec.path}` can have, but are {', '.join(wrong)}")
+    for need in needs:
+        for condition in (*need.conditions, *([Condition(of, need.of)] if need.of else [])):
+            spec = FIELD_BY_PATH.get(condition.path)
+            if spec is None:
+                raise ValueError(
+                    f"the needs of {of} must be about a field of the tree, but name `{condition.path}`"
+                )
+            if wrong := ", ".join(repr(value) for value in condition.values if not spec.takes(value)):
+                raise ValueError(
+                    f"the needs of {of} must be values that `{spec.path}` can have, but are {wrong}"
+                )
 
 
-NEEDS: Mapping[str, Mapping[str, tuple[Need, ...]]] = types.MappingProxyType(
-    {
-        section: types.MappingProxyType(
-            {name: needs for name in model.model_fields if (needs := needs_of(section, model, name))}
-        )
-        for section, model in SECTIONS.items()
-    }
+for _spec in FIELDS:
+    check_needs(_spec.path, [*_spec.needs, *([] if _spec.idle_without is None else [_spec.idle_without])])
+
+paths = cast(
+    Config,
+    types.SimpleNamespace(
+        **{
+            section: types.SimpleNamespace(**{name: f"{section}.{name}" for name in model.model_fields})
+            for section, model in SECTIONS.items()
+        }
+    ),
 )
-"""Section -> the fields of it that need something beside them where they are not left at their defaults."""
+"""The paths of fields, read as fields are: `paths.model.num_layers` is "model.num_layers"."""
+
+
+@cache
+def fields_with(role: Role) -> tuple[FieldSpec, ...]:
+    """The fields with all roles of `role`, in the tree's order."""
+    return tuple(spec for spec in FIELDS if role in spec.roles)
+
+
+@cache
+def names_with(role: Role, section: str = "model") -> tuple[str, ...]:
+    """The names of a section's fields with all roles of `role`, in the tree's order."""
+    return tuple(spec.name for spec in fields_with(role) if spec.section == section)
 
 
 def section_title(section: str) -> str:

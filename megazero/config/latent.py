@@ -6,49 +6,64 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from megazero.config.tree.option import option
+from megazero.config.condition import here, when
+from megazero.config.tree.option import of_model
+from megazero.config.tree.roles import Role
 from megazero.config.tree.transformer import TransformerConfig
 
 
 class LatentConfig(TransformerConfig):
     """Keys and values that are made of one small vector of each token (multi-latent attention)"""
 
-    needs = "multi_latent_attention"
+    needs = here.multi_latent_attention
 
-    multi_latent_attention: bool = option(
+    multi_latent_attention: bool = of_model(
         False,
         "make keys and values of one small vector of each token, beside which one rotated key serves all "
         "heads; --kv-channels then says nothing (DeepSeek-V2)",
+        Role.VARIANT | Role.MEGATRON_CORE | Role.HYBRIDS_IGNORE,
         switches={"--no-multi-latent-attention": False},
         needs=(
-            "family=gpt",
-            "position_embedding_type=learned_absolute,rope,yarn,none: its heads have a part that is rotated",
-            "rotary_percent=1.0: `--qk-pos-emb-head-dim` says how many channels are rotated",
-            "softmax_type=vanilla",
-            "softmax_scale=None: YaRN says by how much it is sharper",
-            "qk_layernorm_scope=head: it is the small vectors that have norms",
-            "attention_output_gate=False",
-            "sparse_attention=dense",
-            "add_qkv_bias=False: no projection but the last has biases",
+            here.family == "gpt",
+            here.position_embedding_type.among("learned_absolute", "rope", "yarn", "none").because(
+                "its heads have a part that is rotated"
+            ),
+            (here.rotary_percent == 1.0).because(
+                "`--qk-pos-emb-head-dim` says how many channels are rotated"
+            ),
+            here.softmax_type == "vanilla",
+            here.softmax_scale.is_none.because("YaRN says by how much it is sharper"),
+            (here.qk_layernorm_scope == "head").because("it is the small vectors that have norms"),
+            here.attention_output_gate.is_off,
+            here.sparse_attention == "dense",
+            here.add_qkv_bias.is_off.because("no projection but the last has biases"),
         ),
     )
-    q_lora_rank: PositiveInt | None = option(
-        None, "width of the small vector that queries are made of; default: they are made of the token's own"
+    q_lora_rank: PositiveInt | None = of_model(
+        None,
+        "width of the small vector that queries are made of; default: they are made of the token's own",
+        Role.LATENT,
     )
-    kv_lora_rank: PositiveInt = option(32, "width of the small vector that keys and values are made of")
-    qk_head_dim: PositiveInt = option(128, "channels of a head's queries and keys that are not rotated")
-    qk_pos_emb_head_dim: PositiveInt = option(
-        64, "channels of a head's queries that are rotated, and of the key that all heads share"
+    kv_lora_rank: PositiveInt = of_model(
+        32, "width of the small vector that keys and values are made of", Role.LATENT
     )
-    v_head_dim: PositiveInt = option(128, "channels of a head's values")
-    rope_type: Literal["rope", "yarn"] | None = option(
+    qk_head_dim: PositiveInt = of_model(
+        128, "channels of a head's queries and keys that are not rotated", Role.LATENT
+    )
+    qk_pos_emb_head_dim: PositiveInt = of_model(
+        64, "channels of a head's queries that are rotated, and of the key that all heads share", Role.LATENT
+    )
+    v_head_dim: PositiveInt = of_model(128, "channels of a head's values", Role.LATENT)
+    rope_type: Literal["rope", "yarn"] | None = of_model(
         None,
         "how latent attention scales rotary positions: as --position-embedding-type rope does, or as YaRN; "
         "default: yarn, where a --rotary-scaling-factor of 1 changes nothing",
+        Role.ROTARY,
         needs=(
-            "yarn => multi_latent_attention or position_embedding_type=yarn: other attention takes "
-            "`--position-embedding-type yarn`",
-            "rope => multi_latent_attention or position_embedding_type=rope",
+            when("yarn", here.multi_latent_attention | (here.position_embedding_type == "yarn")).because(
+                "other attention takes `--position-embedding-type yarn`"
+            ),
+            when("rope", here.multi_latent_attention | (here.position_embedding_type == "rope")),
         ),
     )
 

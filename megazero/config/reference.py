@@ -16,7 +16,7 @@ from megazero.config.compat.foreign import FOREIGN_FLAGS, Foreign
 from megazero.config.condition import Condition, Need
 from megazero.config.deepspeed.section import NOTHING, KeyRow
 from megazero.config.deepspeed.table import ALIASES, GROUPS
-from megazero.config.fields import FIELDS, NEEDS, SECTIONS, FieldSpec, Kind, section_title, spoken
+from megazero.config.fields import FIELDS, SECTIONS, FieldSpec, Kind, section_title, spoken
 from megazero.config.flags import COMMANDS
 from megazero.config.rules.needs import must
 from megazero.config.rules.notes import NOTES, Note
@@ -230,15 +230,12 @@ def _rule_row(rule: Rule) -> tuple[str, ...]:
 
 def _need_rows() -> Iterable[tuple[str, ...]]:
     """A row for each thing that settings of one section need."""
-    for section, needs in NEEDS.items():
-        takers: dict[Need, list[str]] = {}
-        for name, need in ((name, need) for name, several in needs.items() for need in several):
-            takers.setdefault(need, []).append(f"`{section}.{name}`{_of(need)}")
-        yield from ((", ".join(names), must(need), need.why) for need, names in takers.items())
-
-
-def _of(need: Need) -> str:
-    return f" = {', '.join(need.of)}" if need.of else ""
+    takers: dict[tuple[str, Need], list[str]] = {}
+    for spec in FIELDS:
+        for need in spec.needs:
+            of = f" = {', '.join(map(str, need.of))}" if need.of else ""
+            takers.setdefault((spec.section, need), []).append(f"`{spec.path}`{of}")
+    return ((", ".join(names), must(need), need.why) for (_, need), names in takers.items())
 
 
 def _default_lines() -> list[str]:
@@ -279,7 +276,7 @@ def _foreign_row(row: Foreign) -> tuple[str, ...]:
 
 
 def _condition(condition: Condition) -> str:
-    return f"`{condition.path}` is {' or '.join(condition.values) or 'set'}"
+    return f"`{condition.path}` is {' or '.join(map(str, condition.values)) or 'set'}"
 
 
 if __name__ == "__main__":

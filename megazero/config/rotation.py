@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from megazero.config.tree.option import SkipPattern, is_interval, option
-from megazero.config.tree.rotary import RotaryConfig
+from megazero.config.condition import here
+from megazero.config.tree.option import SkipPattern, is_interval, of_model
+from megazero.config.tree.roles import Role
+from megazero.config.tree.rotary import YarnConfig
 
 
-class RotationConfig(RotaryConfig):
+class RotationConfig(YarnConfig):
     """Pairs of neighbouring channels (Cohere), and layers without rotary positions (SmolLM3)"""
 
-    rotary_interleaved: bool = option(
+    rotary_interleaved: bool = of_model(
         False,
         "rotate channels 2i and 2i + 1 of a head together, not those half a rotation apart (GPT-J, Cohere)",
+        Role.VARIANT | Role.MEGATRON_CORE | Role.HYBRIDS_IGNORE,
         needs=(
-            "position_embedding_type=rope,yarn",
-            "multi_latent_attention=False: it turns such pairs anyway",
+            here.position_embedding_type.among("rope", "yarn"),
+            here.multi_latent_attention.is_off.because("it turns such pairs anyway"),
         ),
     )
-    no_rope_freq: SkipPattern | None = option(
+    no_rope_freq: SkipPattern | None = of_model(
         None,
         "N: every N-th layer has no rotary positions (counted from 1: N, 2N, ...); or for each layer a 0, or "
         "a 1 for none, such as ([0]*3+[1])*4 (SmolLM3, Cohere2)",
-        needs=("position_embedding_type=rope,yarn", "multi_latent_attention=False: its rotation is its own"),
+        Role.VARIANT | Role.MEGATRON_CORE,
+        needs=(
+            here.position_embedding_type.among("rope", "yarn"),
+            here.multi_latent_attention.is_off.because("its rotation is its own"),
+        ),
+        resolved="unrotated",
     )
 
     def rotates_at(self, layer: int) -> bool:

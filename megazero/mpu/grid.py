@@ -16,6 +16,7 @@ from itertools import pairwise, product
 from types import MappingProxyType
 from typing import Literal
 
+from megazero.config.fields import FIELDS
 from megazero.errors import ConfigError
 
 
@@ -40,15 +41,16 @@ class Axis:
     experts: bool = False
 
 
+_SIZES = {spec.axis: spec.name for spec in FIELDS if spec.axis}
 AXES: Mapping[str, Axis] = MappingProxyType(
     {
-        "pp": Axis("pipeline_model_parallel_size", model="stages"),
+        "pp": Axis(_SIZES["pp"], model="stages"),
         "dp": Axis(batch="samples"),
-        "cp": Axis("context_parallel_size", batch="positions"),
-        "tp": Axis("tensor_model_parallel_size", model="slices"),
+        "cp": Axis(_SIZES["cp"], batch="positions"),
+        "tp": Axis(_SIZES["tp"], model="slices"),
         "edp": Axis(experts=True),
-        "ep": Axis("expert_model_parallel_size", model="slices", experts=True),
-        "etp": Axis("expert_tensor_parallel_size", model="slices", experts=True),
+        "ep": Axis(_SIZES["ep"], model="slices", experts=True),
+        "etp": Axis(_SIZES["etp"], model="slices", experts=True),
     }
 )
 

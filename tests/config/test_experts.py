@@ -10,17 +10,18 @@ from pydantic import ValidationError
 
 from megazero.config.derive import (
     EXPERT_FIELDS,
-    FREE_EXPERT_FIELDS,
     expert_tensor_size,
     experts_of,
     filled_model,
     model_differences,
     moe_layers,
 )
+from megazero.config.fields import names_with
 from megazero.config.resolve import Resolved, parse_config
 from megazero.config.rules.table import check
 from megazero.config.shown import shown_config
 from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.roles import Role
 from megazero.errors import ConfigError
 from tests.config.samples import BASE_FLAGS, make_config
 from tests.tables import over_table
@@ -143,7 +144,7 @@ def test_models_differ_by_what_their_settings_mean(ours: dict, theirs: dict, dif
 def test_expert_fields_are_the_new_ones() -> None:
     assert EXPERT_FIELDS[0] == "num_experts"
     assert "num_layers" not in EXPERT_FIELDS
-    assert set(EXPERT_FIELDS) > FREE_EXPERT_FIELDS
+    assert set(EXPERT_FIELDS) > set(names_with(Role.EXPERTS | Role.FREE))
 
 
 def launched(flags: str, world_size: int = 4) -> tuple[str, ...]:

@@ -13,6 +13,8 @@ from pydantic import ValidationError
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.part import WEIGHT
 from megazero.commands.outputs import output_folder
+from megazero.config.fields import names_with
+from megazero.config.tree.roles import Role
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import ConfigError, exit_status
 from megazero.formats.megatron.convert import import_megatron
@@ -20,7 +22,7 @@ from megazero.formats.megatron.folder import Form
 from megazero.formats.megatron.reader import ImportOptions, MegatronReader
 from megazero.regular_file import read_regular_text
 
-_TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
+_TOKENIZER_FLAGS = ("tokenizer_type", *names_with(Role.FILE, "tokenizer"))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -6,13 +6,14 @@ refused, with what to do instead, where the run would not be the one that was as
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megazero.config.condition import Condition
-from megazero.config.fields import check_condition
+from megazero.config.condition import Condition, Need
+from megazero.config.fields import check_needs
 from megazero.config.tables import blocks, rows
 
 _UNLIMITED = 1_000_000
@@ -93,6 +94,19 @@ def arity(marked: str) -> tuple[str, Arity]:
     return name, _ARITIES[equals + many]
 
 
+def _condition(text: str) -> Condition:
+    """Read ``section.field=value,value`` or ``section.field``, with values as Python or as plain words."""
+    path, _, values = text.partition("=")
+    return Condition(path, tuple(map(_value, filter(None, values.split(",")))))
+
+
+def _value(text: str) -> Any:
+    try:
+        return literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
 def _foreign_flags() -> Iterator[Foreign]:
     for table in ("accepted.txt", "dependent.txt"):
         for reason, flags in blocks(table):
@@ -107,16 +121,15 @@ def _foreign_flags() -> Iterator[Foreign]:
             yield Foreign(name, refused=reason, arity=taken)
     for row in rows("conditional.csv"):
         name, taken = arity(row["flag"])
-        where = tuple(map(Condition.read, filter(None, row["where"].split(" or "))))
-        for condition in where:
-            check_condition(condition, f"the conditions of {name}")
+        where = Need(tuple(map(_condition, filter(None, row["where"].split(" or ")))))
+        check_needs(name, [where])
         yield Foreign(
             name,
             row["accepted"],
             row["refused"],
             tuple(row["values"].split()),
             taken,
-            where,
+            where.conditions,
             silent=bool(row["silent"]),
         )
 

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Any
 
+from megazero.config.condition import config
+from megazero.config.fields import paths
 from megazero.config.heterogeneous.shapes import LayerShape, facts_of
-from megazero.config.rules.rule import Case, Rule, display_name, say, value_at
+from megazero.config.rules.rule import Case, Rule, conditions, display_name, say, value_at
 
-_PATH = "model.heterogeneous_layers_config_path"
-_TEXT = "model.heterogeneous_layers_config_encoded_json"
-_HEADS, _RANKS = "model.num_attention_heads", "parallel.tensor_model_parallel_size"
+_PATH = paths.model.heterogeneous_layers_config_path
+_TEXT = paths.model.heterogeneous_layers_config_encoded_json
+_HEADS, _RANKS = paths.model.num_attention_heads, paths.parallel.tensor_model_parallel_size
 _NAME = "`heterogeneous_layers_config_encoded_json`"
 
-_PLAIN: tuple[tuple[str, Any], ...] = (
-    ("model.family", "gpt"),
-    ("model.num_experts", ()),
-    ("model.is_hybrid_model", False),
-    ("model.multi_latent_attention", False),
-    ("model.mtp_num_layers", None),
-    ("model.norm_position", "input"),
-    ("model.apply_residual_connection_post_layernorm", False),
-    ("model.use_parallel_residual", False),
-    ("distillation.kd", False),
+# What other settings must be beside layers of their own sizes.
+_PLAIN = conditions(
+    "layers_of_a_plain_gpt",
+    config.model.family == "gpt",
+    config.model.num_experts == (),
+    config.model.is_hybrid_model.is_off,
+    config.model.multi_latent_attention.is_off,
+    config.model.mtp_num_layers.is_none,
+    config.model.norm_position == "input",
+    config.model.apply_residual_connection_post_layernorm.is_off,
+    config.model.use_parallel_residual.is_off,
+    config.distillation.kd.is_off,
 )
-"""The values that other settings must have beside layers of their own sizes."""
 
 _ACTIVATIONS = MappingProxyType(
     {
@@ -41,9 +43,9 @@ def _shapes(case: Case) -> tuple[LayerShape, ...]:
 
 def _others(case: Case) -> list[str]:
     return [
-        f"`{display_name(path)}` {say(value)}"
-        for path, plain in _PLAIN
-        if (value := value_at(case.config, path)) != plain
+        f"`{display_name(condition.path)}` {say(value)}"
+        for condition in _PLAIN
+        if not condition.holds(value := value_at(case.config, condition.path))
     ]
 
 
@@ -105,7 +107,7 @@ HETEROGENEOUS_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "layers_given_are_all",
-        (_TEXT, "model.num_layers"),
+        (_TEXT, paths.model.num_layers),
         "`block_configs` must have an entry for each of `num_layers`",
         "change one of the two, or leave `--num-layers` out",
         lambda c: not _shapes(c) or len(_shapes(c)) == c.config.model.num_layers,
@@ -114,7 +116,7 @@ HETEROGENEOUS_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "layers_of_a_plain_gpt",
-        (_TEXT, *(path for path, _ in _PLAIN)),
+        (_TEXT, *(condition.path for condition in _PLAIN)),
         f"{_NAME} must describe a GPT of attention and MLPs that read normalized inputs one after the other",
         "leave one of the two out",
         lambda c: not _shapes(c) or not _others(c),
@@ -145,8 +147,12 @@ HETEROGENEOUS_RULES: tuple[Rule, ...] = (
     Rule(
         "layers_given_fit_the_model",
         (
-            *(_TEXT, "model.num_layers", "model.hidden_size", _HEADS, "model.activation"),
-            *("model.rotary_base", "model.norm_epsilon", "model.untie_embeddings_and_output_weights"),
+            *(_TEXT, paths.model.num_layers, paths.model.hidden_size, _HEADS, paths.model.activation),
+            *(
+                paths.model.rotary_base,
+                paths.model.norm_epsilon,
+                paths.model.untie_embeddings_and_output_weights,
+            ),
         ),
         "settings of the whole model beside `block_configs` must be the launch line's",
         "give the flags that the file asks for",

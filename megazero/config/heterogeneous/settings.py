@@ -10,14 +10,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator
 
-from megazero.config.heterogeneous.shapes import (
-    LayerShape,
-    read_layers,
-    read_text,
-    shapes_of,
-    text_of,
-)
-from megazero.config.tree.option import option
+from megazero.config.heterogeneous.shapes import LayerShape, read_layers, read_text, shapes_of, text_of
+from megazero.config.tree.option import of_model
+from megazero.config.tree.roles import Role
 from megazero.config.tree.transformer import TransformerConfig
 
 _Model = TypeVar("_Model", bound="HeterogeneousConfig")
@@ -32,15 +27,17 @@ def _file(path: str) -> str:
 class HeterogeneousConfig(TransformerConfig):
     """Layers with numbers of key/value heads and widths of their own, some without attention or MLP"""
 
-    heterogeneous_layers_config_path: Annotated[str, AfterValidator(_file)] | None = option(
+    heterogeneous_layers_config_path: Annotated[str, AfterValidator(_file)] | None = of_model(
         None,
         "a JSON file whose `block_configs` give each layer key/value heads and an inner width, or leave its "
         "attention or MLP out (Nemotron); it is read once, and checkpoints have its text",
     )
-    heterogeneous_layers_config_encoded_json: Annotated[str, AfterValidator(read_layers)] | None = option(
+    heterogeneous_layers_config_encoded_json: Annotated[str, AfterValidator(read_layers)] | None = of_model(
         None,
         "the text of such a file, in place of one",
+        Role.VARIANT,
         instead_of=("heterogeneous_layers_config_path",),
+        resolved="layers_said",
     )
 
     @classmethod

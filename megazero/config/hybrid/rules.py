@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+from megazero.config.fields import paths
 from megazero.config.hybrid.settings import EXPERTS, MAMBA
 from megazero.config.rules.rule import Case, Rule
 
-_PATTERN = "model.hybrid_layer_pattern"
-_RATIOS = ("model.hybrid_attention_ratio", "model.hybrid_mlp_ratio")
-_HEADS = ("model.mamba_num_heads", "model.mamba_head_dim", "model.hidden_size")
+_PATTERN = paths.model.hybrid_layer_pattern
+_RATIOS = (paths.model.hybrid_attention_ratio, paths.model.hybrid_mlp_ratio)
+_HEADS = (paths.model.mamba_num_heads, paths.model.mamba_head_dim, paths.model.hidden_size)
 
 
 def _sound_ratios(case: Case) -> bool:
@@ -47,7 +48,7 @@ def _experts_where_named(case: Case) -> bool:
 HYBRID_RULES: tuple[Rule, ...] = (
     Rule(
         "hybrid_pattern_length",
-        (_PATTERN, "model.num_layers"),
+        (_PATTERN, paths.model.num_layers),
         "`hybrid_layer_pattern` must have a letter for each of `num_layers`",
         "change one of the two, or leave `--num-layers` out",
         lambda c: (
@@ -71,7 +72,7 @@ HYBRID_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "hybrid_experts",
-        (_PATTERN, "model.num_experts"),
+        (_PATTERN, paths.model.num_experts),
         "layers of experts (E) must be in the pattern of a hybrid model with experts, and in no other",
         "name them in `--hybrid-layer-pattern`, and give `--num-experts`",
         _experts_where_named,
@@ -85,7 +86,7 @@ HYBRID_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "mamba_heads_in_groups",
-        ("model.mamba_num_groups", *_HEADS),
+        (paths.model.mamba_num_groups, *_HEADS),
         "the heads of a Mamba-2 layer must be a multiple of `mamba_num_groups`",
         "change one of the two",
         _heads_in_groups,
@@ -93,7 +94,7 @@ HYBRID_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "mamba_groups_over_tensor_ranks",
-        ("model.mamba_num_groups", "parallel.tensor_model_parallel_size"),
+        (paths.model.mamba_num_groups, paths.parallel.tensor_model_parallel_size),
         "`mamba_num_groups` must be a multiple of `tensor_model_parallel_size`",
         "use more groups or fewer tensor-parallel ranks",
         _groups_over_ranks,

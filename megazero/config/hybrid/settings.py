@@ -10,9 +10,11 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveInt, model_validator
 
+from megazero.config.condition import config, here
 from megazero.config.heterogeneous.settings import HeterogeneousConfig
 from megazero.config.heterogeneous.shapes import LayerShape
-from megazero.config.tree.option import option
+from megazero.config.tree.option import of_model
+from megazero.config.tree.roles import Role
 
 MAMBA, ATTENTION, DENSE, EXPERTS = "M*-E"
 _ELSEWHERE = (
@@ -37,38 +39,55 @@ Ratio = Annotated[float, Field(ge=0, le=1)]
 class HybridConfig(HeterogeneousConfig):
     """Layers that are one mixer or one MLP each, state-space ones among them"""
 
-    needs = "is_hybrid_model"
+    needs = here.is_hybrid_model
 
-    is_hybrid_model: bool = option(
+    is_hybrid_model: bool = of_model(
         False,
         "make each layer one mixer or one MLP, by the pattern or the ratios; without them, all are Mamba-2",
+        Role.PLACEMENT | Role.VARIANT,
         needs=(
-            "family=gpt: a state-space layer sees earlier tokens alone",
-            "parallel.context_parallel_size=1: a sequence's state passes through it in order",
-            "moe_layer_freq=None: the pattern says which layers have experts",
-            "expert_interval=None: the pattern says which layers have experts",
-            "apply_residual_connection_post_layernorm=False: such layers take the residual before the norm",
-            "norm_position=input: such layers have one norm",
-            "use_parallel_residual=False: such layers have one part",
-            "mtp_num_layers=None: the pattern has no letter for further tokens",
-            "distillation.kd=False: the pattern is of the student's depth",
+            (here.family == "gpt").because("a state-space layer sees earlier tokens alone"),
+            (config.parallel.context_parallel_size == 1).because(
+                "a sequence's state passes through it in order"
+            ),
+            here.moe_layer_freq.is_none.because("the pattern says which layers have experts"),
+            here.expert_interval.is_none.because("the pattern says which layers have experts"),
+            here.apply_residual_connection_post_layernorm.is_off.because(
+                "such layers take the residual before the norm"
+            ),
+            (here.norm_position == "input").because("such layers have one norm"),
+            here.use_parallel_residual.is_off.because("such layers have one part"),
+            here.mtp_num_layers.is_none.because("the pattern has no letter for further tokens"),
+            config.distillation.kd.is_off.because("the pattern is of the student's depth"),
         ),
     )
-    hybrid_layer_pattern: Letters | None = option(
+    hybrid_layer_pattern: Letters | None = of_model(
         None,
         "a letter for each layer: M Mamba-2, * attention, - MLP, E experts; `--num-layers` may be left out",
         aliases=("--hybrid-override-pattern",),
         instead_of=("hybrid_attention_ratio", "hybrid_mlp_ratio"),
+        resolved="layer_kinds",
     )
-    hybrid_attention_ratio: Ratio = option(0.0, "share of the layers that are attention, evenly spread")
-    hybrid_mlp_ratio: Ratio = option(0.0, "share of the layers that are MLPs, evenly spread")
-    mamba_state_dim: PositiveInt = option(128, "numbers in the state of each channel of a Mamba-2 layer")
-    mamba_head_dim: PositiveInt = option(64, "channels of a head of a Mamba-2 layer")
-    mamba_num_groups: PositiveInt = option(8, "groups of heads that share what is written and read")
-    mamba_num_heads: PositiveInt | None = option(
-        None, "heads of a Mamba-2 layer; default: 2 x hidden / --mamba-head-dim"
+    hybrid_attention_ratio: Ratio = of_model(
+        0.0, "share of the layers that are attention, evenly spread", Role.PLACEMENT
     )
-    mamba_min_step: NonNegativeFloat = option(
+    hybrid_mlp_ratio: Ratio = of_model(
+        0.0, "share of the layers that are MLPs, evenly spread", Role.PLACEMENT
+    )
+    mamba_state_dim: PositiveInt = of_model(
+        128, "numbers in the state of each channel of a Mamba-2 layer", Role.MAMBA
+    )
+    mamba_head_dim: PositiveInt = of_model(64, "channels of a head of a Mamba-2 layer", Role.MAMBA)
+    mamba_num_groups: PositiveInt = of_model(
+        8, "groups of heads that share what is written and read", Role.MAMBA
+    )
+    mamba_num_heads: PositiveInt | None = of_model(
+        None,
+        "heads of a Mamba-2 layer; default: 2 x hidden / --mamba-head-dim",
+        Role.MAMBA,
+        resolved="mamba_heads",
+    )
+    mamba_min_step: NonNegativeFloat = of_model(
         0.0, "shortest step of a head of a Mamba-2 layer; Nemotron-H has 0.001 in transformers"
     )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from megazero.config.fields import paths
 from megazero.config.rules.rule import Rule
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.option import is_interval
 
-_WINDOW, _SKIPPED, _DEPTH = "model.window_size", "model.window_attn_skip_freq", "model.num_layers"
-_POSITIONS, _LENGTH = "model.max_position_embeddings", "model.seq_length"
+_WINDOW, _SKIPPED, _DEPTH = paths.model.window_size, paths.model.window_attn_skip_freq, paths.model.num_layers
+_POSITIONS, _LENGTH = paths.model.max_position_embeddings, paths.model.seq_length
 
 
 def _is_whole(model: ModelConfig, field: str = "window_attn_skip_freq") -> bool:
@@ -39,7 +40,7 @@ def _only_past(model: ModelConfig) -> bool:
 ATTENTION_RULES: tuple[Rule, ...] = (
     Rule(
         "latent_heads_have_own_keys",
-        ("model.num_query_groups", "model.multi_latent_attention"),
+        (paths.model.num_query_groups, paths.model.multi_latent_attention),
         "`num_query_groups` must be left out with `multi_latent_attention`, where each head has its own keys",
         "leave one of the two out",
         lambda c: (
@@ -51,7 +52,7 @@ ATTENTION_RULES: tuple[Rule, ...] = (
     _whole_pattern("rotation_pattern_is_whole", "no_rope_freq", "rotary positions: leave the rotation out"),
     Rule(
         "window_of_the_past",
-        (_WINDOW, "model.family"),
+        (_WINDOW, paths.model.family),
         "the second number of `window_size` must be 0 or -1 for a gpt, whose tokens see no later ones",
         "give `--window-size L,0`",
         lambda c: _only_past(c.config.model),

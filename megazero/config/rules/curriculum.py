@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megazero.config.derive import sequence_multiple
+from megazero.config.fields import paths
 from megazero.config.pacing import MOST_CHANGES, Pacing, pieces
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.tree.curriculum import CurriculumConfig
 
-_SCHEDULE = "curriculum.seqlen_schedule"
-_MIN = "curriculum.seqlen_min_difficulty"
-_MAX = "curriculum.seqlen_max_difficulty"
-_STEP = "curriculum.seqlen_difficulty_step"
-_LEVELS = "curriculum.seqlen_difficulty"
-_ENDS = "curriculum.seqlen_max_step"
-_CUSTOM = "curriculum.seqlen_custom_schedule"
-_LENGTH = "model.seq_length"
+_SCHEDULE = paths.curriculum.seqlen_schedule
+_MIN = paths.curriculum.seqlen_min_difficulty
+_MAX = paths.curriculum.seqlen_max_difficulty
+_STEP = paths.curriculum.seqlen_difficulty_step
+_LEVELS = paths.curriculum.seqlen_difficulty
+_ENDS = paths.curriculum.seqlen_max_step
+_CUSTOM = paths.curriculum.seqlen_custom_schedule
+_LENGTH = paths.model.seq_length
 
 
 def _settings(case: Case) -> CurriculumConfig:
@@ -87,7 +88,13 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "seqlen_divides_over_ranks",
-        (_STEP, _LEVELS, _MAX, "parallel.tensor_model_parallel_size", "parallel.context_parallel_size"),
+        (
+            _STEP,
+            _LEVELS,
+            _MAX,
+            paths.parallel.tensor_model_parallel_size,
+            paths.parallel.context_parallel_size,
+        ),
         "all lengths of a `seqlen_schedule` must divide evenly over the ranks that share a sequence",
         "set `--seqlen-difficulty-step`, and the first and last length, to multiples of that number",
         _if_paced(_divides),

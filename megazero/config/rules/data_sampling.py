@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megazero.config.fields import paths
 from megazero.config.pacing import MOST_CHANGES, Root
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.tree.data_sampling import CurriculumMetric
 
-_METRICS = "data_sampling.curriculum_metrics"
+_METRICS = paths.data_sampling.curriculum_metrics
 
 
 def _metrics(case: Case) -> tuple[CurriculumMetric, ...]:

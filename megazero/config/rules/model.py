@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 from megazero.config.derive import PipelineShape
+from megazero.config.fields import paths
 from megazero.config.rules.rule import MOST_INCREMENTS, Case, Rule
 from megazero.config.stairs import BatchStairs
 from megazero.config.steps import BatchRamp
 from megazero.config.training_plan import Limits
 
-_HEAD_SHAPE = ("model.hidden_size", "model.num_attention_heads", "model.kv_channels")
+_HEAD_SHAPE = (paths.model.hidden_size, paths.model.num_attention_heads, paths.model.kv_channels)
 _MOST_LAYOUTS = 8  # named in one message
 _LARGEST_AXIS = 4096  # ranks along one axis of a layout that is named
 
@@ -42,8 +43,12 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "padded_vocabulary_fits",
         (
-            "model.pad_vocab_size_to",
-            *("model.vocab_size", "model.extra_vocab_size", "parallel.tensor_model_parallel_size"),
+            paths.model.pad_vocab_size_to,
+            *(
+                paths.model.vocab_size,
+                paths.model.extra_vocab_size,
+                paths.parallel.tensor_model_parallel_size,
+            ),
         ),
         "`pad_vocab_size_to` must be a multiple of `tensor_model_parallel_size`, and at least the vocabulary",
         "raise it, or leave it out",
@@ -62,7 +67,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "query_groups_divide_heads",
-        ("model.num_query_groups", "model.num_attention_heads"),
+        (paths.model.num_query_groups, paths.model.num_attention_heads),
         "`num_query_groups` must divide `num_attention_heads`",
         "choose a divisor of the number of heads",
         lambda c: c.config.model.num_attention_heads % c.config.model.kv_heads == 0,
@@ -70,7 +75,11 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "rotary_dim_even",
         (
-            *("model.position_embedding_type", "model.rotary_percent", "model.qk_pos_emb_head_dim"),
+            *(
+                paths.model.position_embedding_type,
+                paths.model.rotary_percent,
+                paths.model.qk_pos_emb_head_dim,
+            ),
             *_HEAD_SHAPE,
         ),
         "the rotated part of a head must have an even number of channels, at least 2",
@@ -81,8 +90,8 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "one_rotary_scaling",
         (
-            *("model.use_rope_scaling", "model.rotary_seq_len_interpolation_factor"),
-            *("model.rope_type", "model.multi_latent_attention"),
+            *(paths.model.use_rope_scaling, paths.model.rotary_seq_len_interpolation_factor),
+            *(paths.model.rope_type, paths.model.multi_latent_attention),
         ),
         "rotary positions must be scaled in one way",
         "leave out `--use-rope-scaling` or `--rotary-seq-len-interpolation-factor`; beside either, latent "
@@ -92,8 +101,8 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "rotary_limits_in_order",
         (
-            *("model.rope_low_freq_factor", "model.rope_high_freq_factor"),
-            *("model.yarn_beta_slow", "model.yarn_beta_fast"),
+            *(paths.model.rope_low_freq_factor, paths.model.rope_high_freq_factor),
+            *(paths.model.yarn_beta_slow, paths.model.yarn_beta_fast),
         ),
         "the limit of the slow channels must be below that of the fast ones",
         "give `--rope-high-freq-factor` above `--rope-low-freq-factor`, `--yarn-beta-fast` above "
@@ -105,14 +114,14 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "positions_cover_sequence",
-        ("model.max_position_embeddings", "model.seq_length"),
+        (paths.model.max_position_embeddings, paths.model.seq_length),
         "`max_position_embeddings` must be at least `seq_length`",
         "raise it or leave it out",
         lambda c: c.config.model.positions >= c.config.model.seq_length,
     ),
     Rule(
         "scaling_reaches_extended_context",
-        ("checkpoint.extend_context", "model.seq_length", "model.position_embedding_type"),
+        (paths.checkpoint.extend_context, paths.model.seq_length, paths.model.position_embedding_type),
         "with `extend_context`, the scaling factor times the length of the first training must be at least "
         "`seq_length`",
         "raise `--rotary-scaling-factor` (YaRN) or `--rope-scaling-factor` (Llama 3)",
@@ -163,9 +172,9 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     Rule(
         "world_size_factors",
         (
-            "parallel.tensor_model_parallel_size",
-            "parallel.pipeline_model_parallel_size",
-            "parallel.context_parallel_size",
+            paths.parallel.tensor_model_parallel_size,
+            paths.parallel.pipeline_model_parallel_size,
+            paths.parallel.context_parallel_size,
         ),
         "the world size must be a multiple of tensor x pipeline x context parallel size",
         "start another number of ranks (torchrun --nproc-per-node; with --check-config set WORLD_SIZE), "
@@ -175,14 +184,14 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "heads_over_tensor_ranks",
-        ("model.num_attention_heads", "parallel.tensor_model_parallel_size"),
+        (paths.model.num_attention_heads, paths.parallel.tensor_model_parallel_size),
         "`num_attention_heads` must be a multiple of `tensor_model_parallel_size`",
         "change one of the two",
         lambda c: _over_ranks(c.config.model.num_attention_heads, c),
     ),
     Rule(
         "query_groups_over_tensor_ranks",
-        ("model.num_query_groups", "parallel.tensor_model_parallel_size"),
+        (paths.model.num_query_groups, paths.parallel.tensor_model_parallel_size),
         "`num_query_groups` must be a multiple of `tensor_model_parallel_size`",
         "use more query groups or fewer tensor-parallel ranks",
         lambda c: _over_ranks(c.config.model.num_query_groups or 0, c),
@@ -190,10 +199,10 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     Rule(
         "ffn_over_tensor_ranks",
         (
-            "model.ffn_hidden_size",
-            "model.hidden_size",
-            "model.activation",
-            "parallel.tensor_model_parallel_size",
+            paths.model.ffn_hidden_size,
+            paths.model.hidden_size,
+            paths.model.activation,
+            paths.parallel.tensor_model_parallel_size,
         ),
         "the MLP's inner width must be a multiple of `tensor_model_parallel_size`",
         "set `--ffn-hidden-size` to a multiple",
@@ -241,8 +250,8 @@ def _unit_clause(case: Case) -> str:
     return f"{known}: a multiple of {_batch_unit(case)} is needed"
 
 
-_RAMP = ("batch.rampup_batch_size", "batch.global_batch_size")
-_STAIRS = ("batch.step_batch_size_schedule",)
+_RAMP = (paths.batch.rampup_batch_size, paths.batch.global_batch_size)
+_STAIRS = (paths.batch.step_batch_size_schedule,)
 
 
 def _stairs(case: Case) -> BatchStairs | None:
@@ -253,7 +262,7 @@ def _stairs(case: Case) -> BatchStairs | None:
 BATCH_RULES: tuple[Rule, ...] = (
     Rule(
         "global_batch_multiple",
-        ("batch.global_batch_size", "batch.micro_batch_size"),
+        (paths.batch.global_batch_size, paths.batch.micro_batch_size),
         "`global_batch_size` must be a multiple of `micro_batch_size` x data-parallel size",
         "change one of the batch sizes or the number of ranks",
         lambda c: (c.config.batch.global_batch_size or _batch_unit(c)) % _batch_unit(c) == 0,
@@ -287,7 +296,7 @@ BATCH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "ramp_multiples",
-        ("batch.rampup_batch_size", "batch.micro_batch_size"),
+        (paths.batch.rampup_batch_size, paths.batch.micro_batch_size),
         "start and increment of `rampup_batch_size` must be multiples of `micro_batch_size` x data-parallel "
         "size",
         "choose such multiples",
@@ -296,14 +305,14 @@ BATCH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "batch_steps_begin_and_rise",
-        (*_STAIRS, "model.seq_length"),
+        (*_STAIRS, paths.model.seq_length),
         "`step_batch_size_schedule` must begin at 0, and each next threshold be at least one sample later",
         "correct it",
         lambda c: (stairs := _stairs(c)) is None or stairs.rise,
     ),
     Rule(
         "batch_steps_end_at_global_batch",
-        (*_STAIRS, "batch.global_batch_size"),
+        (*_STAIRS, paths.batch.global_batch_size),
         "`global_batch_size` must be the last size of `step_batch_size_schedule`",
         "leave `--global-batch-size` out",
         lambda c: (
@@ -313,7 +322,7 @@ BATCH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "batch_steps_multiples",
-        (*_STAIRS, "batch.micro_batch_size"),
+        (*_STAIRS, paths.batch.micro_batch_size),
         "each size of `step_batch_size_schedule` must be a multiple of `micro_batch_size` x data-parallel "
         "size",
         "choose such multiples",
@@ -322,7 +331,7 @@ BATCH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "samples_fill_a_batch",
-        ("training.train_samples", "batch.micro_batch_size", *_RAMP),
+        (paths.training.train_samples, paths.batch.micro_batch_size, *_RAMP),
         "`train_samples` must suffice for one global batch",
         "train on more samples or lower the batch size",
         _samples_fill_a_batch,

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from megazero.config.condition import Condition, Need
 from megazero.config.derive import EXPERT_FIELDS
-from megazero.config.fields import FIELD_BY_PATH, NEEDS, FieldSpec, Kind, spoken
+from megazero.config.fields import FIELD_BY_PATH, FIELDS, FieldSpec, Kind, spoken
 from megazero.config.rules.rule import display_name, say, value_at
 from megazero.config.rules.sound import Unsound
 from megazero.config.tree.config import Config
 
 _FEW = 4
+_NEEDY = tuple(spec for spec in FIELDS if spec.needs)
 
 
 def unmet_needs(config: Config) -> Iterator[tuple[str, str]]:
     """The rules and the sentences on settings that are given without what they need, in the tree's order."""
-    for section, needs in NEEDS.items():
+    for spec in _NEEDY:
         try:
-            given = getattr(config, section).model_fields_set
+            given = getattr(config, spec.section).model_fields_set
         except Unsound:
             continue
-        if given := needs.keys() & given:
-            for name in filter(given.__contains__, needs):
-                yield from _unmet(config, FIELD_BY_PATH[f"{section}.{name}"], needs[name])
+        if spec.name in given:
+            yield from _unmet(config, spec)
 
 
-def _unmet(config: Config, spec: FieldSpec, needs: tuple[Need, ...]) -> Iterator[tuple[str, str]]:
-    for need in needs:
+def _unmet(config: Config, spec: FieldSpec) -> Iterator[tuple[str, str]]:
+    for need in spec.needs:
         try:
             if _counts(config, spec, need.of) and not any(
                 condition.holds(value_at(config, condition.path)) for condition in need.conditions
@@ -37,10 +38,10 @@ def _unmet(config: Config, spec: FieldSpec, needs: tuple[Need, ...]) -> Iterator
             continue
 
 
-def _counts(config: Config, spec: FieldSpec, of: tuple[str, ...]) -> bool:
+def _counts(config: Config, spec: FieldSpec, of: tuple[Any, ...]) -> bool:
     """Whether a field has one of these values, if any but its default, and means something by it."""
     value = value_at(config, spec.path)
-    if str(value) not in of if of else value == spec.default:
+    if value not in of if of else value == spec.default:
         return False
     # Without experts, settings about them say nothing.
     return spec.section != "model" or spec.name not in EXPERT_FIELDS or bool(config.model.num_experts)
@@ -64,10 +65,10 @@ def must(need: Need) -> str:
 def _wanted(condition: Condition) -> str:
     spec = FIELD_BY_PATH[condition.path]
     if spec.kind is Kind.BOOL:
-        return "off" if condition.values == ("False",) else "on"
-    values = condition.values or _choices(spec)
-    if values in (("None",), ("()",)):
+        return "off" if condition.values == (False,) else "on"
+    if condition.values in ((None,), ((),)):
         return "left out"
+    values = tuple(map(str, condition.values)) or _choices(spec)
     return " or ".join(filter(None, (", ".join(values[:-1]), *values[-1:]))) or "set"
 
 
@@ -88,7 +89,7 @@ def _remedy(spec: FieldSpec, need: Need) -> str:
     return ", or ".join([f"add {' or '.join(flags[False])}", leave] if flags[False] else [leave])
 
 
-def _as_flags(spec: FieldSpec, values: tuple[str, ...]) -> list[str]:
+def _as_flags(spec: FieldSpec, values: tuple[Any, ...]) -> list[str]:
     """The flags that set a field to one of these values: `--fp16`, `--zero-stage 3`; or its own flag."""
     switches = [f"--{value}" for value in values]
     if values and spec.switches.keys() >= set(switches):

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from megazero.config.fields import paths
 from megazero.config.rules.rule import Rule
 
 OPTIMIZER_RULES: tuple[Rule, ...] = (
     Rule(
         "lamb_bounds_ordered",
-        ("optimizer.lamb_min_coeff", "optimizer.lamb_max_coeff"),
+        (paths.optimizer.lamb_min_coeff, paths.optimizer.lamb_max_coeff),
         "`lamb_min_coeff` must be at most `lamb_max_coeff`",
         "lower `--lamb-min-coeff`",
         lambda c: c.config.optimizer.lamb_min_coeff <= c.config.optimizer.lamb_max_coeff,
     ),
     Rule(
         "muon_quintic_in_fives",
-        ("optimizer.muon_coefficient_type", "optimizer.muon_num_ns_steps"),
+        (paths.optimizer.muon_coefficient_type, paths.optimizer.muon_num_ns_steps),
         "`muon_num_ns_steps` must be a multiple of 5 unless `muon_coefficient_type` is simple",
         "set `--muon-num-ns-steps 5` or `--muon-coefficient-type simple`",
         lambda c: (
@@ -24,7 +25,7 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "onebit_lamb_factors_ordered",
-        ("optimizer.onebit_lamb_factor_min", "optimizer.onebit_lamb_factor_max"),
+        (paths.optimizer.onebit_lamb_factor_min, paths.optimizer.onebit_lamb_factor_max),
         "`onebit_lamb_factor_min` must be at most `onebit_lamb_factor_max`",
         "lower `--onebit-lamb-factor-min`",
         lambda c: c.config.optimizer.onebit_lamb_factor_min <= c.config.optimizer.onebit_lamb_factor_max,

@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 
 from megazero.config.derive import PipelineShape, fills_groups
+from megazero.config.fields import paths
 from megazero.config.rules.rule import MOST_INCREMENTS, Case, Rule
 from megazero.config.steps import BatchRamp
 
 PARTITION_METHODS = ("uniform", "parameters", "cost", "measured")
 _VIRTUAL = (
-    "parallel.num_layers_per_virtual_pipeline_stage",
-    "parallel.num_virtual_stages_per_pipeline_rank",
+    paths.parallel.num_layers_per_virtual_pipeline_stage,
+    paths.parallel.num_virtual_stages_per_pipeline_rank,
 )
-_STAGES = "parallel.pipeline_model_parallel_size"
-_GROUP = "parallel.microbatch_group_size_per_virtual_pipeline_stage"
+_STAGES = paths.parallel.pipeline_model_parallel_size
+_GROUP = paths.parallel.microbatch_group_size_per_virtual_pipeline_stage
 
 
 def _shape(case: Case) -> PipelineShape:
@@ -100,7 +101,7 @@ def _regex_fault(pattern: str) -> str | None:
 PIPELINE_RULES: tuple[Rule, ...] = (
     Rule(
         "layers_fill_virtual_stages",
-        ("model.num_layers", _STAGES, _VIRTUAL[0]),
+        (paths.model.num_layers, _STAGES, _VIRTUAL[0]),
         "`num_layers` must be a multiple of `pipeline_model_parallel_size` x "
         "`num_layers_per_virtual_pipeline_stage`",
         "choose another number of layers per virtual stage, or set `--num-virtual-stages-per-pipeline-rank` "
@@ -109,19 +110,14 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "virtual_stages_need_interleaving",
-        (*_VIRTUAL, "parallel.pipeline_schedule", _STAGES),
+        (*_VIRTUAL, paths.parallel.pipeline_schedule, _STAGES),
         "virtual stages must go with `pipeline_schedule` auto or interleaved and at least 2 pipeline stages",
         "leave the virtual stages out (zb-v always has two chunks per stage) or change the schedule",
         _virtual_stages_run,
     ),
     Rule(
         "chunks_within_layers",
-        (
-            "model.num_layers",
-            _STAGES,
-            "parallel.pipeline_schedule",
-            *_VIRTUAL,
-        ),
+        (paths.model.num_layers, _STAGES, paths.parallel.pipeline_schedule, *_VIRTUAL),
         "`num_layers` must be at least the number of model chunks (pipeline stages x chunks per stage)",
         "use fewer stages or fewer virtual stages",
         lambda c: _shape(c).chunks <= c.config.model.num_layers,
@@ -129,7 +125,13 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "interleaved_micro_batches",
-        ("parallel.pipeline_schedule", _STAGES, _GROUP, "batch.micro_batch_size", "batch.global_batch_size"),
+        (
+            paths.parallel.pipeline_schedule,
+            _STAGES,
+            _GROUP,
+            paths.batch.micro_batch_size,
+            paths.batch.global_batch_size,
+        ),
         "the number of micro-batches per step must be a multiple of `pipeline_model_parallel_size` with the "
         "interleaved schedule, or fill groups of `microbatch_group_size_per_virtual_pipeline_stage`, none of "
         "which has fewer of them than there are stages",
@@ -139,7 +141,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "partition_well_formed",
-        ("parallel.pipeline_partition",),
+        (paths.parallel.pipeline_partition,),
         "`pipeline_partition` must be uniform, parameters, cost, measured, type:REGEX, or one number of "
         "layers for each model chunk",
         "correct it, or leave it out for an even partition",

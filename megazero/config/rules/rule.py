@@ -10,8 +10,9 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
+from megazero.config.condition import Condition, Need
 from megazero.config.derive import model_ranks
-from megazero.config.fields import FIELD_BY_PATH, FIELDS, spoken
+from megazero.config.fields import FIELD_BY_PATH, FIELDS, check_needs, spoken
 from megazero.config.steps import BatchRamp, Progress, Steps
 from megazero.config.training_plan import Limits
 from megazero.config.tree.config import Config
@@ -64,7 +65,7 @@ class Rule:
 
     Attributes:
         name: what the rule is called in messages, docs and tests.
-        fields: paths of the fields that the rule is about; a violation shows their values.
+        fields: the `paths` of the fields that the rule is about; a violation shows their values.
         message: what must hold, as "`thing` must be X".
         remedy: what to do, as an imperative.
         holds: whether a configuration keeps the rule.
@@ -73,7 +74,7 @@ class Rule:
     """
 
     name: str
-    fields: tuple[str, ...]
+    fields: tuple[Any, ...]
     message: str
     remedy: str
     holds: Callable[[Case], bool]
@@ -90,12 +91,18 @@ class Rule:
         return f"{self.message}, but {facts}; {self.remedy} [rule {self.name}]."
 
 
-def value_at(config: Config, path: str) -> Any:
-    """The value of `section.name`."""
+def conditions(rule: str, *needs: Need) -> tuple[Condition, ...]:
+    """The conditions of a rule that several fields must meet; refused at once if no run could meet one."""
+    check_needs(rule, needs)
+    return tuple(condition for need in needs for condition in need.conditions)
+
+
+def value_at(config: Config, path: Any) -> Any:
+    """The value at `path`, one of `paths`."""
     return _GETTERS[path](config)
 
 
-def display_name(path: str) -> str:
+def display_name(path: Any) -> str:
     """A field's name, with its section where another section has the same name."""
     name = FIELD_BY_PATH[path].name
     return path if _NAME_COUNTS[name] > 1 else name

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from megazero.config.derive import sequence_multiple
+from megazero.config.fields import paths
 from megazero.config.pacing import MOST_CHANGES, pieces
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.tree.skipping import SkippingConfig
 
-_LAYERS = "skipping.random_ltd_layer_id"
-_MIN = "skipping.random_ltd_min_value"
-_MAX = "skipping.random_ltd_max_value"
-_ROUNDED = "skipping.random_ltd_seq_per_step"
-_COUNT = "skipping.random_ltd_layer_num"
-_TOTAL = "skipping.random_ltd_total_layer_num"
-_DEPTH, _LENGTH = "model.num_layers", "model.seq_length"
+_LAYERS = paths.skipping.random_ltd_layer_id
+_MIN = paths.skipping.random_ltd_min_value
+_MAX = paths.skipping.random_ltd_max_value
+_ROUNDED = paths.skipping.random_ltd_seq_per_step
+_COUNT = paths.skipping.random_ltd_layer_num
+_TOTAL = paths.skipping.random_ltd_total_layer_num
+_DEPTH, _LENGTH = paths.model.num_layers, paths.model.seq_length
 
 
 def _settings(case: Case) -> SkippingConfig:
@@ -87,7 +88,13 @@ SKIPPING_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "random_ltd_divides_over_ranks",
-        (_ROUNDED, _MIN, _MAX, "parallel.tensor_model_parallel_size", "parallel.context_parallel_size"),
+        (
+            _ROUNDED,
+            _MIN,
+            _MAX,
+            paths.parallel.tensor_model_parallel_size,
+            paths.parallel.context_parallel_size,
+        ),
         "all numbers of tokens that `random_ltd` keeps must divide evenly over the ranks that share a "
         "sequence",
         "set `--random-ltd-seq-per-step`, and the first and last number, to multiples of that number",

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megazero.config.fields import paths
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.tree.model import ModelConfig
 
-_MODE, _BLOCK, _LENGTH = "model.sparse_attention", "model.sparse_block", "model.seq_length"
-_POSITIONS, _FAMILY = "model.max_position_embeddings", "model.family"
-_GLOBAL, _RANDOM = "model.sparse_num_global_blocks", "model.sparse_num_random_blocks"
-_WINDOW, _SLIDING = "model.sparse_num_local_blocks", "model.sparse_num_sliding_window_blocks"
+_MODE, _BLOCK, _LENGTH = paths.model.sparse_attention, paths.model.sparse_block, paths.model.seq_length
+_POSITIONS, _FAMILY = paths.model.max_position_embeddings, paths.model.family
+_GLOBAL, _RANDOM = paths.model.sparse_num_global_blocks, paths.model.sparse_num_random_blocks
+_WINDOW, _SLIDING = paths.model.sparse_num_local_blocks, paths.model.sparse_num_sliding_window_blocks
 _PATTERNS, _PER_HEAD = (
-    "model.sparse_num_different_global_patterns",
-    "model.sparse_different_layout_per_head",
+    paths.model.sparse_num_different_global_patterns,
+    paths.model.sparse_different_layout_per_head,
 )
-_STARTS, _ENDS = "model.sparse_global_block_indices", "model.sparse_global_block_end_indices"
-_DIRECTION, _SEED = "model.sparse_direction", "model.sparse_seed"
+_STARTS, _ENDS = paths.model.sparse_global_block_indices, paths.model.sparse_global_block_end_indices
+_DIRECTION, _SEED = paths.model.sparse_direction, paths.model.sparse_seed
 _DEFAULT_SEED = ModelConfig.model_fields["sparse_seed"].default
 
 

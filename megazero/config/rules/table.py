@@ -23,11 +23,7 @@ from megazero.config.rules.rule import Case, Rule
 from megazero.config.rules.skipping import SKIPPING_RULES
 from megazero.config.rules.sound import Unsound, sound_part
 from megazero.config.rules.sparse import SPARSE_RULES
-from megazero.config.rules.training import (
-    LENGTH_RULES,
-    PRECISION_RULES,
-    SCHEDULE_RULES,
-)
+from megazero.config.rules.training import LENGTH_RULES, PRECISION_RULES, SCHEDULE_RULES
 from megazero.config.rules.upcycling import UPCYCLING_RULES
 from megazero.config.rules.zero import OFFLOAD_RULES, ZERO_RULES
 from megazero.config.t5.rules import ENCODER_DECODER_RULES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megazero.config.derive import decoupled
+from megazero.config.fields import paths
 from megazero.config.numbers import LARGEST
 from megazero.config.rules.rule import Case, Rule, value_at
 from megazero.config.steps import UNITS
@@ -13,8 +14,8 @@ _LENGTHS = tuple(f"training.train_{unit}" for unit in UNITS)
 _LR_DECAY = tuple(f"optimizer.lr_decay_{unit}" for unit in UNITS)
 _LR_WARMUP = tuple(f"optimizer.lr_warmup_{unit}" for unit in UNITS)
 _LR_WSD = tuple(f"optimizer.lr_wsd_decay_{unit}" for unit in UNITS)
-_MODULES = ("recompute.modules", "model.num_experts", "model.moe_shared_expert_intermediate_size")
-_WEIGHT_DECAY_RANGE = ("optimizer.start_weight_decay", "optimizer.end_weight_decay")
+_MODULES = (paths.recompute.modules, paths.model.num_experts, paths.model.moe_shared_expert_intermediate_size)
+_WEIGHT_DECAY_RANGE = (paths.optimizer.start_weight_decay, paths.optimizer.end_weight_decay)
 
 
 def _given(case: Case, paths: tuple[str, ...]) -> list[str]:
@@ -104,7 +105,7 @@ LENGTH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "tokens_countable",
-        ("training.eval_iters", "batch.global_batch_size"),
+        (paths.training.eval_iters, paths.batch.global_batch_size),
         f"a step and an evaluation must each read at most {LARGEST} tokens, which 64 bits can count",
         "lower one of them",
         lambda c: _tokens_read(c) <= LARGEST,
@@ -122,21 +123,26 @@ def _decoupled_floor_fits(case: Case) -> bool:
 SCHEDULE_RULES: tuple[Rule, ...] = (
     Rule(
         "decoupled_min_lr_below_lr",
-        ("optimizer.decoupled_min_lr", "optimizer.decoupled_lr", "optimizer.min_lr", "optimizer.lr"),
+        (
+            paths.optimizer.decoupled_min_lr,
+            paths.optimizer.decoupled_lr,
+            paths.optimizer.min_lr,
+            paths.optimizer.lr,
+        ),
         "`decoupled_min_lr` must be at most `decoupled_lr`, each the rest's where it is left out",
         "lower one or raise the other",
         _decoupled_floor_fits,
     ),
     Rule(
         "min_lr_below_lr",
-        ("optimizer.min_lr", "optimizer.lr"),
+        (paths.optimizer.min_lr, paths.optimizer.lr),
         "`min_lr` must be at most `lr`",
         "lower `--min-lr`",
         lambda c: c.config.optimizer.min_lr <= c.config.optimizer.lr,
     ),
     Rule(
         "warmup_starts_below_lr",
-        ("optimizer.lr_warmup_init", "optimizer.lr", "optimizer.decoupled_lr"),
+        (paths.optimizer.lr_warmup_init, paths.optimizer.lr, paths.optimizer.decoupled_lr),
         "`lr_warmup_init` must be at most `lr`, and at most `decoupled_lr` where that is set",
         "lower `--lr-warmup-init`",
         lambda c: (
@@ -153,7 +159,7 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "token_warmup_needs_token_decay",
-        ("optimizer.lr_warmup_tokens", "optimizer.lr_decay_tokens"),
+        (paths.optimizer.lr_warmup_tokens, paths.optimizer.lr_decay_tokens),
         "`lr_decay_tokens` must be set with `lr_warmup_tokens` unless the training's length is in tokens "
         "alone",
         "set it: without it the decay would be counted in tokens here, but in Megatron-DeepSpeed in samples, "
@@ -190,14 +196,14 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
 PRECISION_RULES: tuple[Rule, ...] = (
     Rule(
         "min_loss_scale_below_initial",
-        ("precision.min_loss_scale", "precision.initial_loss_scale"),
+        (paths.precision.min_loss_scale, paths.precision.initial_loss_scale),
         "`min_loss_scale` must be at most `initial_loss_scale`",
         "lower the floor or raise the first scale",
         lambda c: c.config.precision.min_loss_scale <= c.config.precision.initial_loss_scale,
     ),
     Rule(
         "recompute_units_within_model",
-        ("recompute.num_layers", "recompute.method", "model.num_layers"),
+        (paths.recompute.num_layers, paths.recompute.method, paths.model.num_layers),
         "`recompute.num_layers` must be at most the number of layers, and at least 1 unless "
         "`recompute.method` is block",
         "change `--recompute-num-layers`",
@@ -208,7 +214,12 @@ PRECISION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "recompute_modules_are_there",
-        (*_MODULES, "model.multi_latent_attention", "model.is_hybrid_model", "model.norm_position"),
+        (
+            *_MODULES,
+            paths.model.multi_latent_attention,
+            paths.model.is_hybrid_model,
+            paths.model.norm_position,
+        ),
         "`recompute.modules` must be parts of the model: moe and moe_act of one with experts, shared_experts "
         "of one that has them, layernorm of one that normalizes the inputs of attention and MLP, mla_up_proj "
         "of one with latent attention, and in a hybrid model no whole halves and norms",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from megazero.config.condition import config, here
 from megazero.config.tree.option import Section, option
 
 
@@ -15,13 +16,18 @@ class AccelerationConfig(Section):
         "compile each layer by torch.compile, which fuses what is between its matrix products; the first "
         "step takes as long as that needs",
         needs=(
-            "model.num_experts=(): routers decide anew in each step how many rows an expert gets",
-            "curriculum.seqlen_schedule=none: layers would be compiled anew for each length",
-            "skipping.random_ltd=False: what a layer computes would change from step to step",
-            "skipping.progressive_layer_drop=False: what a layer computes would change from step to step",
-            (
-                "parallel.pipeline_schedule=auto,gpipe,1f1b,interleaved: both halves of backward are compiled"
-                " in one"
+            (config.model.num_experts == ()).because(
+                "routers decide anew in each step how many rows an expert gets"
+            ),
+            (config.curriculum.seqlen_schedule == "none").because(
+                "layers would be compiled anew for each length"
+            ),
+            config.skipping.random_ltd.is_off.because("what a layer computes would change from step to step"),
+            config.skipping.progressive_layer_drop.is_off.because(
+                "what a layer computes would change from step to step"
+            ),
+            config.parallel.pipeline_schedule.among("auto", "gpipe", "1f1b", "interleaved").because(
+                "both halves of backward are compiled in one"
             ),
         ),
     )
@@ -29,22 +35,32 @@ class AccelerationConfig(Section):
         False,
         "launch each layer's forward and backward as one CUDA graph each, from the fourth micro-batch on",
         needs=(
-            "parallel.device=auto,cuda",
-            "compile=False: what is compiled is launched by code of its own",
-            "model.num_experts=(): how many rows an expert gets is read by the host",
-            "curriculum.seqlen_schedule=none: a graph has the shapes of its capture",
-            "skipping.random_ltd=False: a graph computes what its capture did",
-            "skipping.progressive_layer_drop=False: a graph computes what its capture did",
-            "zero.stage=0,1,2: a graph reads weights where they were, and stage 3 gathers and frees them",
-            "parallel.pipeline_model_parallel_size=1: a graph has memory for one micro-batch at a time",
-            "parallel.tensor_model_parallel_size=1: layers then communicate, which is not captured",
-            "parallel.context_parallel_size=1: layers then communicate, which is not captured",
-            "recompute.granularity=none,selective: a graph keeps the memory of its layer anyway",
+            config.parallel.device.among("auto", "cuda"),
+            here.compile.is_off.because("what is compiled is launched by code of its own"),
+            (config.model.num_experts == ()).because("how many rows an expert gets is read by the host"),
+            (config.curriculum.seqlen_schedule == "none").because("a graph has the shapes of its capture"),
+            config.skipping.random_ltd.is_off.because("a graph computes what its capture did"),
+            config.skipping.progressive_layer_drop.is_off.because("a graph computes what its capture did"),
+            config.zero.stage.among(0, 1, 2).because(
+                "a graph reads weights where they were, and stage 3 gathers and frees them"
+            ),
+            (config.parallel.pipeline_model_parallel_size == 1).because(
+                "a graph has memory for one micro-batch at a time"
+            ),
+            (config.parallel.tensor_model_parallel_size == 1).because(
+                "layers then communicate, which is not captured"
+            ),
+            (config.parallel.context_parallel_size == 1).because(
+                "layers then communicate, which is not captured"
+            ),
+            config.recompute.granularity.among("none", "selective").because(
+                "a graph keeps the memory of its layer anyway"
+            ),
         ),
     )
     compile_backend: Literal["inductor", "aot_eager", "eager"] = option(
         "inductor",
         "what `--compile` makes of a layer: inductor generates kernels; aot_eager and eager only trace, to "
         "find faults",
-        needs="compile",
+        needs=here.compile,
     )

@@ -6,8 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
+from megazero.config.condition import config, here
 from megazero.config.rotation import RotationConfig
-from megazero.config.tree.option import SkipPattern, is_interval, option
+from megazero.config.tree.option import SkipPattern, is_interval, of_model
+from megazero.config.tree.roles import Role
+
+_NOT_BIASED = here.position_embedding_type.among("learned_absolute", "rope", "yarn", "none")
 
 WindowSide = Annotated[int, Field(ge=-1)]
 """The most keys on one side of a query's own; -1 for no limit."""
@@ -19,57 +23,68 @@ Window = tuple[WindowSide, WindowSide]
 class AttentionConfig(RotationConfig):
     """The keys that attention sees, and the softmax over them"""
 
-    window_size: Window | None = option(
+    window_size: Window | None = of_model(
         None,
         "L,R: a token attends to at most L tokens before it and R after it, besides itself; -1 for no limit. "
         "W,0 shows W + 1 tokens, a `sliding_window` of W in transformers one less",
+        Role.PLACEMENT,
     )
-    window_attn_skip_freq: SkipPattern | None = option(
+    window_attn_skip_freq: SkipPattern | None = of_model(
         None,
         "N: every N-th layer has no window (counted from 1: N, 2N, ...); or for each layer a 1, or a 0 for "
         "no window, such as ([1]*5+[0])*4; default: all layers have it",
-        needs="window_size",
+        Role.PLACEMENT,
+        needs=here.window_size,
     )
-    window_sink_tokens: NonNegativeInt = option(
+    window_sink_tokens: NonNegativeInt = of_model(
         0,
         "first tokens of each document that no window hides (StreamingLLM)",
         unit="tokens",
         needs=(
-            "window_size",
-            "position_embedding_type=learned_absolute,rope,yarn,none: linear biases hide what is far away",
-            "skipping.random_ltd=False: a layer would not see them where they are dropped",
+            here.window_size,
+            _NOT_BIASED.because("linear biases hide what is far away"),
+            config.skipping.random_ltd.is_off.because("a layer would not see them where they are dropped"),
         ),
     )
-    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = option(
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = of_model(
         "vanilla",
         "off-by-one: the denominator of attention's softmax has a 1 more, so that a head can attend to "
         "nothing; learnable: the exponential of a number that each head learns",
+        Role.VARIANT,
     )
-    softmax_scale: PositiveFloat | None = option(
-        None, "factor of the products of queries and keys; default: 1 / sqrt(width of a head)"
+    softmax_scale: PositiveFloat | None = of_model(
+        None,
+        "factor of the products of queries and keys; default: 1 / sqrt(width of a head)",
+        Role.VARIANT | Role.MEGATRON | Role.MEGATRON_CORE,
     )
-    attn_logit_softcapping: PositiveFloat | None = option(
+    attn_logit_softcapping: PositiveFloat | None = of_model(
         None,
         "bound c of attention's scores, which become c tanh(score / c) before anything is masked (Gemma 2)",
-        needs="position_embedding_type=learned_absolute,rope,yarn,none: linear biases have no bound",
+        Role.VARIANT,
+        needs=_NOT_BIASED.because("linear biases have no bound"),
     )
-    qk_layernorm: bool = option(
-        False, "normalize queries and keys before they are rotated, or latent attention's small vectors"
+    qk_layernorm: bool = of_model(
+        False,
+        "normalize queries and keys before they are rotated, or latent attention's small vectors",
+        Role.VARIANT | Role.MEGATRON | Role.MEGATRON_CORE | Role.HYBRIDS_IGNORE,
     )
-    qk_layernorm_scope: Literal["head", "projection"] = option(
+    qk_layernorm_scope: Literal["head", "projection"] = of_model(
         "head",
         "head: each head alone, all with the same weights (Qwen3, Gemma 3); projection: all heads together "
         "(OLMo-2, OLMoE)",
-        needs="qk_layernorm",
+        needs=here.qk_layernorm,
     )
-    apply_wd_to_qk_layernorm: bool = option(
+    apply_wd_to_qk_layernorm: bool = of_model(
         False,
         "decay weights and biases of these norms too, but not of latent attention's norm for keys and values "
         "(Qwen3-Next)",
-        needs="qk_layernorm",
+        Role.MEGATRON,
+        needs=here.qk_layernorm,
     )
-    attention_output_gate: bool = option(
-        False, "multiply what attention gives by the sigmoid of a projection of its input (Qwen3-Next)"
+    attention_output_gate: bool = of_model(
+        False,
+        "multiply what attention gives by the sigmoid of a projection of its input (Qwen3-Next)",
+        Role.VARIANT,
     )
 
     @property

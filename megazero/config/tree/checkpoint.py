@@ -6,16 +6,26 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
+from megazero.config.condition import config, here
 from megazero.config.tree.option import Interval, Section, option
+from megazero.config.tree.roles import Role
+
+_UNSAVED = here.save.because("nothing is saved")
+_UNREAD = here.load.because("no checkpoint is read")
 
 
 class CheckpointConfig(Section):
     """Checkpoints"""
 
+    roles = Role.QUIET
+
     save: str | None = option(None, "folder to write checkpoints to")
     load: str | None = option(None, "folder to read the latest checkpoint from")
     ckpt_step: NonNegativeInt | None = option(
-        None, "load the checkpoint of this iteration, and no other; default: the latest", unit="iterations"
+        None,
+        "load the checkpoint of this iteration, and no other; default: the latest",
+        unit="iterations",
+        idle_without=_UNREAD,
     )
     load_hf: str | None = option(
         None, "folder of a Hugging Face model to take the weights from, where --load has no checkpoint yet"
@@ -25,15 +35,18 @@ class CheckpointConfig(Section):
         "where --load or --load-hf has a dense model, begin experts from it: each is a copy of the MLP whose "
         "place it takes",
         needs=(
-            "model.num_experts",
-            "load or load_hf: it is the folder of the dense model",
-            "finetune.task=None: pretrain the model with experts first",
-            "model.moe_router_topk_scaling_factor=None,1.0: copies of one MLP are to compute what it does",
-            "model.mlp_type=standard: the dense model has no MLP beside the experts",
-            "model.moe_shared_expert_intermediate_size=None: the dense model has no MLP beside the experts",
-            (
-                "model.moe_expert_capacity_factor=None: a dropped token would miss the MLP that it went "
-                "through before"
+            config.model.num_experts,
+            (here.load | here.load_hf).because("it is the folder of the dense model"),
+            config.finetune.task.is_none.because("pretrain the model with experts first"),
+            config.model.moe_router_topk_scaling_factor.among(None, 1.0).because(
+                "copies of one MLP are to compute what it does"
+            ),
+            (config.model.mlp_type == "standard").because("the dense model has no MLP beside the experts"),
+            config.model.moe_shared_expert_intermediate_size.is_none.because(
+                "the dense model has no MLP beside the experts"
+            ),
+            config.model.moe_expert_capacity_factor.is_none.because(
+                "a dropped token would miss the MLP that it went through before"
             ),
         ),
     )
@@ -41,20 +54,25 @@ class CheckpointConfig(Section):
         None,
         "iterations between checkpoints; default, and with 0: one where the run ends, and no other",
         unit="iterations",
+        idle_without=_UNSAVED,
     )
     save_retain_interval: PositiveInt | None = option(
         None,
         "keep one checkpoint per this many iterations; others but the newest --keep-last are removed",
         unit="iterations",
+        idle_without=_UNSAVED,
     )
     keep_last: PositiveInt | None = option(
         None,
         "keep this many of the newest checkpoints; default: all, or 1 with --save-retain-interval",
         aliases=("--most-recent-k",),
+        idle_without=_UNSAVED,
     )
-    async_save: bool = option(False, "write checkpoints in the background while training goes on")
+    async_save: bool = option(
+        False, "write checkpoints in the background while training goes on", idle_without=_UNSAVED
+    )
     async_save_limit: PositiveInt = option(
-        1, "checkpoints that may be on their way to disk at a time", needs="async_save"
+        1, "checkpoints that may be on their way to disk at a time", needs=here.async_save
     )
     verify_checkpoint: Literal["full", "size"] = option(
         "full", "what to check when loading a checkpoint: the hash of everything that is read, or file sizes"
@@ -63,21 +81,28 @@ class CheckpointConfig(Section):
         False,
         "load weights only and start counting anew",
         aliases=("--load-weights-only",),
+        idle_without=_UNREAD,
     )
     extend_context: bool = option(
         False,
         "take weights of a training at shorter sequences, with another base, scaling or range of the "
         "rotary positions",
         needs=(
-            "load",
-            "model.position_embedding_type=rope,yarn: other positions cannot be scaled",
+            here.load,
+            config.model.position_embedding_type.among("rope", "yarn").because(
+                "other positions cannot be scaled"
+            ),
         ),
     )
-    no_load_optim: bool = option(False, "leave the optimizer state unread")
-    no_load_rng: bool = option(False, "take the seed of dropout from the configuration, not the checkpoint")
-    no_save_optim: bool = option(False, "leave the optimizer state unsaved")
-    no_save_rng: bool = option(False, "leave the state of random generators unsaved")
-    exit_on_missing_checkpoint: bool = option(False, "fail if --load finds nothing, instead of starting anew")
+    no_load_optim: bool = option(False, "leave the optimizer state unread", idle_without=_UNREAD)
+    no_load_rng: bool = option(
+        False, "take the seed of dropout from the configuration, not the checkpoint", idle_without=_UNREAD
+    )
+    no_save_optim: bool = option(False, "leave the optimizer state unsaved", idle_without=_UNSAVED)
+    no_save_rng: bool = option(False, "leave the state of random generators unsaved", idle_without=_UNSAVED)
+    exit_on_missing_checkpoint: bool = option(
+        False, "fail if --load finds nothing, instead of starting anew", idle_without=_UNREAD
+    )
     override_opt_param_scheduler: bool = option(
         False,
         "go on with the schedules of this configuration where the checkpoint's are others, which is refused "
@@ -91,7 +116,9 @@ class CheckpointConfig(Section):
         "configuration says",
         flag="--use-checkpoint-opt_param-scheduler",
         aliases=("--use-checkpoint-opt-param-scheduler",),
-        needs="override_opt_param_scheduler=False: one takes the checkpoint's schedule, the other this run's",
+        needs=here.override_opt_param_scheduler.is_off.because(
+            "one takes the checkpoint's schedule, the other this run's"
+        ),
     )
 
     @property

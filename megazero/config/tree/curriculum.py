@@ -6,25 +6,29 @@ from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt, PrivateAttr
 
+from megazero.config.condition import config, here, when
 from megazero.config.custom_pacing import custom_pacing
 from megazero.config.pacing import MOST_CHANGES, Pacing, levels_of, root_of
 from megazero.config.tree.option import Section, option
+from megazero.config.tree.roles import Role
 from megazero.errors import ConfigError
 
 
 class CurriculumConfig(Section):
     """Curriculum"""
 
+    roles = Role.SCHEDULE
+
     seqlen_schedule: Literal["none", "fixed_linear", "fixed_root", "fixed_discrete", "custom"] = option(
         "none",
         "how sequences grow: by a straight line, by a root of the training done, by given levels, or by a "
         "function of your own; training cuts each sample to the length of its step, evaluations do not",
         needs=(
-            "fixed_linear,fixed_root => seqlen_min_difficulty",
-            "fixed_linear,fixed_root => seqlen_total_curriculum_step",
-            "fixed_root => seqlen_root_degree",
-            "custom => seqlen_custom_schedule",
-            "finetune.task=None",
+            when(("fixed_linear", "fixed_root"), here.seqlen_min_difficulty),
+            when(("fixed_linear", "fixed_root"), here.seqlen_total_curriculum_step),
+            when("fixed_root", here.seqlen_root_degree),
+            when("custom", here.seqlen_custom_schedule),
+            config.finetune.task.is_none,
         ),
     )
     seqlen_kind: Literal["truncate", "reshape"] = option(
@@ -32,47 +36,54 @@ class CurriculumConfig(Section):
         "what becomes of the rest of a sample: truncate drops it; reshape cuts it into further rows of that "
         "length, and drops what does not fill one",
         needs=(
-            "seqlen_schedule: otherwise nothing is cut",
-            "model.family=gpt: further rows of a pair of sentences would have none of BERT's marks",
+            here.seqlen_schedule.because("otherwise nothing is cut"),
+            (config.model.family == "gpt").because(
+                "further rows of a pair of sentences would have none of BERT's marks"
+            ),
         ),
     )
     seqlen_unit: Literal["iters", "tokens"] = option(
         "iters", "what the schedule counts; tokens are those before the step"
     )
     seqlen_min_difficulty: PositiveInt | None = option(
-        None, "length at the beginning", unit="tokens", needs="seqlen_schedule=fixed_linear,fixed_root"
+        None,
+        "length at the beginning",
+        unit="tokens",
+        needs=here.seqlen_schedule.among("fixed_linear", "fixed_root"),
     )
     seqlen_max_difficulty: PositiveInt | None = option(
         None,
         "length at the end; default: the sequence length",
         unit="tokens",
-        needs="seqlen_schedule=fixed_linear,fixed_root,custom",
+        needs=here.seqlen_schedule.among("fixed_linear", "fixed_root", "custom"),
     )
     seqlen_total_curriculum_step: PositiveInt | None = option(
         None,
         "fixed_linear, fixed_root: steps or tokens until the length reaches its end",
-        needs="seqlen_schedule=fixed_linear,fixed_root",
+        Role.LENGTH,
+        needs=here.seqlen_schedule.among("fixed_linear", "fixed_root"),
     )
     seqlen_difficulty_step: PositiveInt = option(
         8, "lengths are rounded down to multiples of this", unit="tokens"
     )
     seqlen_root_degree: PositiveFloat | None = option(
-        None, "fixed_root: which root; 2 is the square root", needs="seqlen_schedule=fixed_root"
+        None, "fixed_root: which root; 2 is the square root", needs=here.seqlen_schedule == "fixed_root"
     )
     seqlen_difficulty: tuple[PositiveInt, ...] = option(
-        (), "fixed_discrete: the lengths, one after the other", needs="seqlen_schedule=fixed_discrete"
+        (), "fixed_discrete: the lengths, one after the other", needs=here.seqlen_schedule == "fixed_discrete"
     )
     seqlen_max_step: tuple[PositiveInt, ...] = option(
         (),
         "fixed_discrete: the last step, or number of tokens, of each length but the last",
-        needs="seqlen_schedule=fixed_discrete",
+        Role.LENGTH,
+        needs=here.seqlen_schedule == "fixed_discrete",
     )
 
     seqlen_custom_schedule: str | None = option(
         None,
         "custom: the function from steps or tokens, counted from 1, to a length, as module:function or "
         "path.py:function; the same on every host",
-        needs="seqlen_schedule=custom",
+        needs=here.seqlen_schedule == "custom",
     )
 
     _runs_code: bool = PrivateAttr(True)

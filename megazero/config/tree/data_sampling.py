@@ -6,8 +6,12 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
+from megazero.config.condition import config, here
 from megazero.config.pacing import Pacing, levels_of, root_of
 from megazero.config.tree.option import Section, option
+from megazero.config.tree.roles import Role
+
+_ANY_ORDER = here.curriculum_metrics.because("samples are not drawn by difficulty")
 
 
 class CurriculumMetric(Section):
@@ -67,15 +71,25 @@ class CurriculumMetric(Section):
 class DataSamplingConfig(Section):
     """Curriculum over samples"""
 
+    roles = Role.SCHEDULE
+
     curriculum_metrics: tuple[CurriculumMetric, ...] = option(
         (),
         "what makes samples difficult, by name, as in DeepSpeed's JSON: training draws from the samples that "
         "are within the difficulty of the step by all of these metrics; JSON, or a JSON or YAML file",
-        needs=("finetune.task=None", "data.data_sharding=False: that order depends on the ranks"),
+        needs=(
+            config.finetune.task.is_none,
+            config.data.data_sharding.is_off.because("that order depends on the ranks"),
+        ),
     )
     curriculum_unit: Literal["iters", "tokens"] = option(
-        "iters", "what the schedules of the metrics count; tokens are those before the step"
+        "iters",
+        "what the schedules of the metrics count; tokens are those before the step",
+        idle_without=_ANY_ORDER,
     )
     curriculum_seed: NonNegativeInt | None = option(
-        None, "seed of the order in which samples are drawn; default: the training's"
+        None,
+        "seed of the order in which samples are drawn; default: the training's",
+        Role.TOLD,
+        idle_without=_ANY_ORDER,
     )

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 from pydantic import PositiveFloat, PositiveInt
 
+from megazero.config.condition import config, here
 from megazero.config.tree.experts import Counts
 from megazero.config.tree.option import Section, option
+from megazero.config.tree.roles import Role
 
 
 class DistillationConfig(Section):
     """Distillation"""
 
-    needs = "kd"
+    needs = here.kd
 
     kd: bool = option(
         False,
         "train the model to predict what a teacher predicts too: adds beta x temperature^2 x KL(teacher || "
         "model), the mean over the positions that count, to the loss",
+        Role.SCHEDULE,
         aliases=("--mos",),
-        needs=("load_teacher", "model.family=gpt", "finetune.task=None"),
+        needs=(here.load_teacher, config.model.family == "gpt", config.finetune.task.is_none),
     )
     load_teacher: str | None = option(
         None, "folder of the teacher's run, or of one checkpoint; its shape is the checkpoint's"
@@ -31,6 +34,7 @@ class DistillationConfig(Section):
     kd_train_iters: PositiveInt | None = option(
         None,
         "learn from the teacher in this many first steps, since it can hurt towards the end; default: in all",
+        Role.LENGTH | Role.SCHEDULE,
         unit="iterations",
     )
     num_layers_teacher: PositiveInt | None = option(

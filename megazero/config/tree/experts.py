@@ -10,8 +10,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
+from megazero.config.condition import here
 from megazero.config.hybrid.settings import EXPERTS, HybridConfig
-from megazero.config.tree.option import listed, option
+from megazero.config.tree.option import listed, of_model
+from megazero.config.tree.roles import Role
 
 
 def _dense_is_empty(counts: tuple[int, ...]) -> tuple[int, ...]:
@@ -29,41 +31,56 @@ Pattern = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(listed), Field(m
 class ExpertsConfig(HybridConfig):
     """The layers that have experts, and what these are"""
 
-    num_experts: Counts = option(
+    roles = Role.EXPERTS
+
+    num_experts: Counts = of_model(
         (),
         "experts in each layer that has them, as one number or one for each such layer (a pyramid), such as "
         "[32]*10+[64]*2; default: none, and 1 is the dense MLP",
+        Role.PLACEMENT | Role.MEGATRON,
         aliases=("--num-moe-experts",),
+        dim="x",
     )
-    moe_layer_freq: Pattern | None = option(
+    moe_layer_freq: Pattern | None = of_model(
         None,
         "N: every N-th layer has experts, the first one included (counted from 0: 0, N, 2N, ...); or a 0 or "
         "1 for each layer, such as ([0]*3+[1]*21); default: 1, unless --expert-interval is given",
+        Role.PLACEMENT | Role.MEGATRON,
     )
-    expert_interval: PositiveInt | None = option(
+    expert_interval: PositiveInt | None = of_model(
         None,
         "N: every N-th layer has experts, the N-th being the first (counted from 0: N-1, 2N-1, ...), as in "
         "Megatron-DeepSpeed; instead of --moe-layer-freq",
+        Role.PLACEMENT,
         instead_of=("moe_layer_freq",),
-        needs="moe_layer_freq=None: `--moe-layer-freq N` begins with layer 0, this with layer N-1",
+        needs=here.moe_layer_freq.is_none.because(
+            "`--moe-layer-freq N` begins with layer 0, this with layer N-1"
+        ),
     )
-    moe_ffn_hidden_size: PositiveInt | None = option(
-        None, "inner width of an expert; default: that of the MLP"
+    moe_ffn_hidden_size: PositiveInt | None = of_model(
+        None,
+        "inner width of an expert; default: that of the MLP",
+        Role.MEGATRON,
+        resolved="expert_ffn_size",
+        dim="m",
     )
-    mlp_type: Literal["standard", "residual"] = option(
+    mlp_type: Literal["standard", "residual"] = of_model(
         "standard",
         "standard: experts take the place of the MLP; residual: the MLP stays beside them, and a learned mix "
         "of both goes on",
     )
-    moe_shared_expert_intermediate_size: PositiveInt | None = option(
+    moe_shared_expert_intermediate_size: PositiveInt | None = of_model(
         None,
         "inner width of all shared experts together, through which every token goes; default: none",
-        needs="mlp_type=standard: shared experts are an MLP beside the experts already",
+        Role.MEGATRON,
+        needs=(here.mlp_type == "standard").because("shared experts are an MLP beside the experts already"),
+        dim="w",
     )
-    moe_shared_expert_gate: bool = option(
+    moe_shared_expert_gate: bool = of_model(
         False,
         "weigh the shared experts by a learned sigmoid gate of each token",
-        needs="moe_shared_expert_intermediate_size",
+        Role.MEGATRON,
+        needs=here.moe_shared_expert_intermediate_size,
     )
 
     @property

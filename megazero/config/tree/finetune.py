@@ -6,26 +6,19 @@ from typing import Literal
 
 from pydantic import NonNegativeInt
 
+from megazero.config.condition import here
 from megazero.config.tree.option import Section, option
+from megazero.config.tree.roles import Role
 
 
 class FinetuneConfig(Section):
     """Fine-tuning on a labelled task"""
 
-    needs = "task: the corpus of pretraining is `--data-path`"
+    needs = here.task.because("the corpus of pretraining is `--data-path`")
 
     task: (
         Literal[
-            "classification",
-            "multiple-choice",
-            "MNLI",
-            "QQP",
-            "QNLI",
-            "SST-2",
-            "CoLA",
-            "MRPC",
-            "RTE",
-            "RACE",
+            "classification", "multiple-choice", "MNLI", "QQP", "QNLI", "SST-2", "CoLA", "MRPC", "RTE", "RACE"
         ]
         | None
     ) = option(
@@ -35,10 +28,12 @@ class FinetuneConfig(Section):
         refused={"STS-B": "has scores instead of labels, and regression is not offered"},
         needs=(),
     )
-    train_data: tuple[str, ...] = option((), "labelled files to train on: TSV or JSONL, for RACE folders too")
-    valid_data: tuple[str, ...] = option((), "labelled files to evaluate after each epoch")
+    train_data: tuple[str, ...] = option(
+        (), "labelled files to train on: TSV or JSONL, for RACE folders too", Role.FILE
+    )
+    valid_data: tuple[str, ...] = option((), "labelled files to evaluate after each epoch", Role.FILE)
     test_data: tuple[str, ...] = option(
-        (), "files to evaluate at the end, with the best epoch's model; labels may be missing"
+        (), "files to evaluate at the end, with the best epoch's model; labels may be missing", Role.FILE
     )
     text_columns: tuple[str, ...] = option(
         (),
@@ -63,5 +58,6 @@ class FinetuneConfig(Section):
         None,
         "file that gets the id, label, prediction and probabilities of each test sample, or of each "
         "validation sample without --test-data: TSV, or JSONL by its name",
-        needs=("task", "valid_data or test_data"),
+        Role.LOCAL,
+        needs=(here.task, here.valid_data | here.test_data),
     )

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
+from megazero.config.condition import config, when
 from megazero.config.tree.option import Section, option
 
 _FEWEST, _MOST = 20, 10_000
@@ -43,9 +44,9 @@ class GuardsConfig(Section):
         "what to do when copies differ: end with an error; take over what most ranks hold; or go back to "
         "the last healthy checkpoint",
         needs=(
-            "checkpoint => checkpoint.save",
-            "checkpoint => checkpoint.save_interval",
-            "checkpoint => checkpoint.no_save_optim=False",
+            when("checkpoint", config.checkpoint.save),
+            when("checkpoint", config.checkpoint.save_interval),
+            when("checkpoint", config.checkpoint.no_save_optim.is_off),
         ),
     )
     on_spike: Literal["off", "warn", "skip", "rollback"] = option(
@@ -53,9 +54,9 @@ class GuardsConfig(Section):
         "what to do about a step whose loss or gradient norm is far above the latest ones: report it; "
         "leave its update out; or go back to the last healthy checkpoint and train without its samples",
         needs=(
-            "rollback => checkpoint.save",
-            "rollback => checkpoint.save_interval",
-            "rollback => checkpoint.no_save_optim=False",
+            when("rollback", config.checkpoint.save),
+            when("rollback", config.checkpoint.save_interval),
+            when("rollback", config.checkpoint.no_save_optim.is_off),
         ),
     )
     spike_threshold: PositiveFloat = option(
@@ -80,7 +81,9 @@ class GuardsConfig(Section):
         "off",
         "look for calls within steps that make the host wait for the device, from the second step on: report "
         "each place once, or end with an error; slow on a CPU",
-        needs="acceleration.compile=False or parallel.device=cuda: a CPU's waits are found at each operator",
+        needs=(config.acceleration.compile.is_off | (config.parallel.device == "cuda")).because(
+            "a CPU's waits are found at each operator"
+        ),
     )
     iterations_to_skip: tuple[NonNegativeInt, ...] = option(
         (),

@@ -6,23 +6,32 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveInt
 
+from megazero.config.condition import config, here
 from megazero.config.tree.attention import AttentionConfig
-from megazero.config.tree.option import option
+from megazero.config.tree.option import of_model, of_training
+from megazero.config.tree.roles import Role
+
+_OF_BERT = (config.model.family == "bert").because("`pretrain_bert.py` trains one")
 
 
 class BertConfig(AttentionConfig):
     """BERT's heads and token types"""
 
-    bert_binary_head: bool = option(
+    bert_binary_head: bool = of_model(
         True,
         "leave out BERT's second task, which tells whether two segments are in order, and its token types",
         flag="--bert-no-binary-head",
+        idle_without=_OF_BERT,
     )
-    bert_token_types: bool = option(
-        False, "without the binary head, keep BERT's token types, as transformers' BertForMaskedLM does"
+    bert_token_types: bool = of_model(
+        False,
+        "without the binary head, keep BERT's token types, as transformers' BertForMaskedLM does",
+        resolved="has_token_types",
     )
-    bert_head_activation: Literal["gelu", "gelu_exact"] = option(
-        "gelu_exact", "nonlinearity of BERT's masked-LM head; gelu is the tanh form, gelu_exact the erf form"
+    bert_head_activation: Literal["gelu", "gelu_exact"] = of_model(
+        "gelu_exact",
+        "nonlinearity of BERT's masked-LM head; gelu is the tanh form, gelu_exact the erf form",
+        Role.HEAD,
     )
 
     @property
@@ -34,20 +43,23 @@ class BertConfig(AttentionConfig):
 class MultiTokenConfig(AttentionConfig):
     """The prediction of further tokens, in training alone (DeepSeek-V3)"""
 
-    mtp_num_layers: PositiveInt | None = option(
+    mtp_num_layers: PositiveInt | None = of_model(
         None,
         "how many tokens beyond the next one each position learns to predict, each by one more layer behind "
         "the last; default: none",
+        Role.VARIANT | Role.MEGATRON | Role.MEGATRON_CORE,
         needs=(
-            "family=gpt",
-            "position_embedding_type=rope,yarn,alibi,none: further layers read the words alone",
-            "embed_layernorm=False: further layers read the words alone",
-            "distillation.kd=False",
-            "finetune.task=None",
+            here.family == "gpt",
+            here.position_embedding_type.among("rope", "yarn", "alibi", "none").because(
+                "further layers read the words alone"
+            ),
+            here.embed_layernorm.is_off.because("further layers read the words alone"),
+            config.distillation.kd.is_off,
+            config.finetune.task.is_none,
         ),
     )
-    mtp_loss_scaling_factor: NonNegativeFloat = option(
-        0.1, "weight of the mean of these predictions' losses", needs="mtp_num_layers"
+    mtp_loss_scaling_factor: NonNegativeFloat = of_training(
+        0.1, "weight of the mean of these predictions' losses", Role.MEGATRON, needs=here.mtp_num_layers
     )
 
     @property
@@ -59,9 +71,11 @@ class MultiTokenConfig(AttentionConfig):
 class ClassifierConfig(AttentionConfig):
     """The head of a task"""
 
-    needs = "finetune.task"
+    needs = config.finetune.task
 
-    num_classes: PositiveInt | None = option(
+    num_classes: PositiveInt | None = of_model(
         None,
         "fine-tuning: classes of the task, or 1 for multiple choice; default: the number of labels",
+        Role.HEAD,
+        dim="n",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megazero.config.t5.settings import T5Config
 from megazero.config.tree.experts import ExpertsConfig
 from megazero.config.tree.heads import BertConfig, ClassifierConfig, MultiTokenConfig
+from megazero.config.tree.roles import Role
 from megazero.config.tree.routing import RoutingConfig
 from megazero.config.tree.sparse import SparseAttentionConfig
 
@@ -19,3 +20,5 @@ class ModelConfig(
     T5Config,
 ):
     """Model shape"""
+
+    roles = Role.NONE  # each field says itself whether its value makes another model

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from megazero.config.condition import config, here, when
 from megazero.config.tree.optimizer import ELEMENTWISE_NAMES
 from megazero.config.tree.option import Section, option
 
@@ -22,26 +23,20 @@ class OffloadConfig(Section):
         "or on disk, from where they visit the host's memory (ZeRO-Infinity)",
         flag="--offload-optimizer",
         switches={"--optimizer-cpu-offload": "cpu", "--cpu-optimizer": "cpu"},
-        needs="nvme => path",
+        needs=when("nvme", here.path),
     )
     gradients: Literal["auto", "none", "cpu", "nvme"] = option(
         "auto",
         "where gradient sums are kept once they are complete; auto is where masters and moments are",
         flag="--offload-gradients",
-        needs=(
-            "cpu,nvme => optimizer",
-            "nvme => path",
-        ),
+        needs=(when(("cpu", "nvme"), here.optimizer), when("nvme", here.path)),
     )
     parameters: Literal["none", "cpu", "nvme"] = option(
         "none",
         "stage 3: where each rank keeps its slices of the weights between gathers",
         flag="--offload-parameters",
         aliases=("--remote-device",),
-        needs=(
-            "zero.stage=3: it shards them",
-            "nvme => path",
-        ),
+        needs=((config.zero.stage == 3).because("it shards them"), when("nvme", here.path)),
     )
     fraction: Share = option(
         1.0,
@@ -49,7 +44,7 @@ class OffloadConfig(Section):
         "the device and are updated there (twin-flow)",
         flag="--offload-fraction",
         aliases=("--optimizer-offload-fraction",),
-        needs="optimizer",
+        needs=here.optimizer,
     )
     delayed_param_update: bool = option(
         False,
@@ -57,16 +52,25 @@ class OffloadConfig(Section):
         "the numbers of the training (DPU of ZeRO-Offload)",
         flag="--delayed-param-update",
         needs=(
-            "optimizer=cpu: on the device an update would take turns with the step beside it",
-            "gradients=auto,cpu: on the device the step beside an update would overwrite its sums",
-            "fraction=1.0: on the device an update would take turns with the step beside it",
-            "parameters=none: a step reads the slices that the update beside it replaces",
-            (
-                f"optimizer.optimizer={','.join(ELEMENTWISE_NAMES)}: others send messages in an update, "
-                "which would cross those of the step beside it"
+            (here.optimizer == "cpu").because(
+                "on the device an update would take turns with the step beside it"
             ),
-            "zero.quantized_weights=none: weights in use are saved, and rounded ones have other codes",
-            "finetune.task=None: the best weights are in use, and masters are one update ahead of them",
+            here.gradients.among("auto", "cpu").because(
+                "on the device the step beside an update would overwrite its sums"
+            ),
+            (here.fraction == 1.0).because(
+                "on the device an update would take turns with the step beside it"
+            ),
+            (here.parameters == "none").because("a step reads the slices that the update beside it replaces"),
+            config.optimizer.optimizer.among(*ELEMENTWISE_NAMES).because(
+                "others send messages in an update, which would cross those of the step beside it"
+            ),
+            (config.zero.quantized_weights == "none").because(
+                "weights in use are saved, and rounded ones have other codes"
+            ),
+            config.finetune.task.is_none.because(
+                "the best weights are in use, and masters are one update ahead of them"
+            ),
         ),
     )
     delayed_param_update_start: NonNegativeInt = option(
@@ -74,7 +78,7 @@ class OffloadConfig(Section):
         "updates that are made at once before they are delayed, while weights change fast",
         flag="--delayed-param-update-start",
         unit="updates",
-        needs="delayed_param_update",
+        needs=here.delayed_param_update,
     )
     path: str | None = option(
         None, "folder on the disk to offload to; nothing is left there at the end", flag="--offload-path"

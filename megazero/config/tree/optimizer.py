@@ -6,7 +6,9 @@ from typing import Literal, get_args
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
+from megazero.config.condition import config, here, when
 from megazero.config.tree.option import Probability, Section, option
+from megazero.config.tree.roles import Role
 from megazero.config.tree.schedule import ScheduleConfig
 
 OptimizerName = Literal[
@@ -25,8 +27,10 @@ OptimizerName = Literal[
     "zero-one-adam",
     "onebit-lamb",
 ]
+_ONE_BIT = ("onebit-adam", "zero-one-adam", "onebit-lamb")
 # These send messages between ranks during an update; all others move each element by itself.
-_SENDING = ("lamb", "muon", "onebit-adam", "zero-one-adam", "onebit-lamb")
+_SENDING = ("lamb", "muon", *_ONE_BIT)
+_FED_BACK = "what rounding to a bit leaves out is fed back"
 ELEMENTWISE_NAMES = tuple(name for name in get_args(OptimizerName) if name not in _SENDING)
 
 
@@ -42,6 +46,7 @@ class BaseOptimizerConfig(Section):
         "between hidden vectors orthogonal (Jordan et al. 2024, decoupled weight decay) and leaves the rest "
         "to `--muon-scalar-optimizer`; onebit-adam (Tang et al. 2021), zero-one-adam (Lu et al. 2022) and "
         "onebit-lamb (Li et al. 2021) end up sending one bit per element between data-parallel ranks",
+        Role.TOLD,
         refused={
             "adafactor": "keeps the rows and columns of whole matrices, which pieces of them have not",
             "asgd": "trains as SGD does, and averages weights that no checkpoint would take",
@@ -51,29 +56,24 @@ class BaseOptimizerConfig(Section):
             "dist_muon": "is muon with `--use-distributed-optimizer`; give these two",
         },
         needs=(
-            (
-                "onebit-adam,zero-one-adam,onebit-lamb => zero.stage=0: each replica needs whole moments to "
-                "say what its bits leave out of the sum, and a sharded one could not use the sum"
+            when(_ONE_BIT, config.zero.stage == 0).because(
+                "each replica needs whole moments to say what its bits leave out of the sum, and a sharded "
+                "one could not use the sum"
             ),
-            (
-                "onebit-adam,zero-one-adam,onebit-lamb => zero.main_params_dtype=fp32: what rounding to a bit"
-                " leaves out is fed back"
-            ),
-            (
-                "onebit-adam,zero-one-adam,onebit-lamb => zero.grad_accumulation_dtype=fp32: what rounding to"
-                " a bit leaves out is fed back"
-            ),
-            (
-                "onebit-adam,zero-one-adam,onebit-lamb => offload.optimizer=none: messages are made of "
-                "moments and leave from the device"
+            when(_ONE_BIT, config.zero.main_params_dtype == "fp32").because(_FED_BACK),
+            when(_ONE_BIT, config.zero.grad_accumulation_dtype == "fp32").because(_FED_BACK),
+            when(_ONE_BIT, config.offload.optimizer == "none").because(
+                "messages are made of moments and leave from the device"
             ),
         ),
     )
-    clip_grad: NonNegativeFloat = option(1.0, "largest global gradient norm; 0 turns clipping off")
+    clip_grad: NonNegativeFloat = option(1.0, "largest global gradient norm; 0 turns clipping off", Role.TOLD)
 
 
 class AdamConfig(Section):
     """Adam"""
+
+    roles = Role.TOLD
 
     adam_beta1: Probability = option(
         0.9, "Adam and LAMB of all kinds, adamax, nadam and radam: decay of the first moment"
@@ -93,13 +93,16 @@ class AdamConfig(Section):
 class SgdConfig(Section):
     """SGD"""
 
+    roles = Role.TOLD
+
     sgd_momentum: NonNegativeFloat = option(0.9, "momentum of SGD")
 
 
 class LambConfig(Section):
     """LAMB"""
 
-    needs = "optimizer=lamb,onebit-lamb"
+    roles = Role.TOLD
+    needs = here.optimizer.among("lamb", "onebit-lamb")
 
     lamb_max_coeff: PositiveFloat = option(
         10.0, "LAMB: largest trust ratio, norm of a tensor's weights over norm of its update"
@@ -121,7 +124,8 @@ class LambConfig(Section):
 class OneBitConfig(Section):
     """1-bit Adam and LAMB"""
 
-    needs = "optimizer=onebit-adam,onebit-lamb"
+    roles = Role.TOLD
+    needs = here.optimizer.among("onebit-adam", "onebit-lamb")
 
     onebit_freeze_step: PositiveInt = option(
         100_000,
@@ -133,7 +137,8 @@ class OneBitConfig(Section):
 class OneBitAdamConfig(Section):
     """1-bit and 0/1 Adam"""
 
-    needs = "optimizer=onebit-adam,zero-one-adam"
+    roles = Role.TOLD
+    needs = here.optimizer.among("onebit-adam", "zero-one-adam")
 
     onebit_precondition: bool = option(
         True,
@@ -149,7 +154,8 @@ class OneBitAdamConfig(Section):
 class OneBitLambConfig(Section):
     """1-bit LAMB"""
 
-    needs = "optimizer=onebit-lamb"
+    roles = Role.TOLD
+    needs = here.optimizer == "onebit-lamb"
 
     onebit_lamb_coeff_beta: Probability = option(0.9, "1-bit LAMB: decay of the average of trust ratios")
     onebit_lamb_factor_max: PositiveFloat = option(
@@ -164,7 +170,8 @@ class OneBitLambConfig(Section):
 class ZeroOneConfig(Section):
     """0/1 Adam"""
 
-    needs = "optimizer=zero-one-adam"
+    roles = Role.TOLD
+    needs = here.optimizer == "zero-one-adam"
 
     zero_one_var_freeze_step: PositiveInt = option(
         100_000, "0/1 Adam: updates after which the second moment stays as it is, and replicas go on alone"
@@ -183,7 +190,8 @@ class ZeroOneConfig(Section):
 class LionConfig(Section):
     """Lion"""
 
-    needs = "optimizer=lion or muon_scalar_optimizer=lion"
+    roles = Role.TOLD
+    needs = (here.optimizer == "lion") | (here.muon_scalar_optimizer == "lion")
 
     lion_beta1: Probability = option(0.95, "Lion: share of the momentum in the sum whose sign is taken")
     lion_beta2: Probability = option(0.98, "Lion: decay of the momentum")
@@ -192,7 +200,8 @@ class LionConfig(Section):
 class AdagradConfig(Section):
     """Adagrad"""
 
-    needs = "optimizer=adagrad"
+    roles = Role.TOLD
+    needs = here.optimizer == "adagrad"
 
     adagrad_eps: PositiveFloat = option(1e-10, "Adagrad: added to the root of the sum of squared gradients")
 
@@ -200,7 +209,8 @@ class AdagradConfig(Section):
 class AdadeltaConfig(Section):
     """Adadelta"""
 
-    needs = "optimizer=adadelta"
+    roles = Role.TOLD
+    needs = here.optimizer == "adadelta"
 
     adadelta_rho: Probability = option(0.9, "Adadelta: decay of the means of squared gradients and updates")
     adadelta_eps: PositiveFloat = option(1e-6, "Adadelta: added to both means before their roots are taken")
@@ -209,7 +219,8 @@ class AdadeltaConfig(Section):
 class RmspropConfig(Section):
     """RMSprop"""
 
-    needs = "optimizer=rmsprop"
+    roles = Role.TOLD
+    needs = here.optimizer == "rmsprop"
 
     rmsprop_alpha: Probability = option(0.99, "RMSprop: decay of the mean of squared gradients")
 
@@ -217,7 +228,8 @@ class RmspropConfig(Section):
 class MuonConfig(Section):
     """Muon"""
 
-    needs = "optimizer=muon"
+    roles = Role.TOLD
+    needs = here.optimizer == "muon"
 
     muon_momentum: Probability = option(0.9, "Muon: decay of the momentum")
     muon_nesterov: bool = option(False, "Muon: Nesterov's momentum, in which the gradient counts once more")
@@ -244,9 +256,7 @@ class MuonConfig(Section):
         1.0, "Muon: a further factor of updates; 0.2 with spectral makes them the size of AdamW's"
     )
     muon_split_qkv: bool = option(
-        True,
-        "Muon: queries, keys and values are one matrix",
-        flag="--muon-no-split-qkv",
+        True, "Muon: queries, keys and values are one matrix", flag="--muon-no-split-qkv"
     )
     muon_scalar_optimizer: Literal["adam", "lion"] = option(
         "adam", "Muon: optimizer of embeddings, heads, norms, biases and routers"
@@ -270,3 +280,5 @@ class OptimizerConfig(
     BaseOptimizerConfig,
 ):
     """Optimizer"""
+
+    roles = Role.NONE  # each field, or its class, says whether a schedule is made of it

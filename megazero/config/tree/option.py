@@ -2,63 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 
+from megazero.config.condition import Need
+from megazero.config.tree.roles import Role
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    flag: str | None = None,
-    aliases: tuple[str, ...] = (),
-    switches: Mapping[str, Any] | None = None,
-    yielding: tuple[str, ...] = (),
-    implies: Mapping[str, tuple[str, Any]] | None = None,
-    synonyms: Mapping[str, Any] | None = None,
-    refused: Mapping[str, str] | None = None,
-    unit: str | None = None,
-    instead_of: tuple[str, ...] = (),
-    needs: str | tuple[str, ...] | None = None,
-    package: str | None = None,
-) -> Any:
+
+def option(default: Any, help: str, roles: Role = Role.NONE, **facets: Any) -> Any:
     """Declare one field of a section.
 
     Args:
         default: the value if neither a file nor a flag sets it; ``...`` makes the field required.
         help: one sentence for `--help` and the docs.
-        flag: the flag's name, if it is not ``--field-name``. For a boolean whose default is true, this is
-            the flag that turns it off (Megatron's ``store_false`` flags).
-        aliases: other spellings of the same flag, such as an older name.
-        switches: valueless flags that set this field to a constant, name -> constant.
-        yielding: the switches and aliases that give way to any other flag of this field, as they do in
-            Megatron scripts: `--no-position-embedding` beside `--use-rotary-position-embeddings` is rotary.
-        implies: flags that set another field of the section too, flag -> (that field, its value).
-        synonyms: other words for a choice, word -> choice, or words for an integer.
-        refused: choices of other trainers that are not offered, choice -> the reason.
-        unit: the unit of the number.
-        instead_of: fields of the section that say the same in another way.
-        needs: what must hold where the field is not left at its default: ``optimizer=lamb,muon``, ``kd`` (it
-            is set), or ``save or load: the reason``, or for some values alone ``nvme => path``; several must
-            all hold. A field of another section is written with it. None for the needs of the class.
-        package: the Python package without which a run cannot do what the field says.
+        roles: what the field is for, besides what its class says.
+        facets: further attributes of the `FieldSpec`, with which fields.py makes it.
     """
-    extra: dict[str, Any] = {
-        "flag": flag,
-        "aliases": list(aliases),
-        "switches": dict(switches or {}),
-        "yielding": list(yielding),
-        "implies": dict(implies or {}),
-        "synonyms": dict(synonyms or {}),
-        "refused": dict(refused or {}),
-        "unit": unit,
-        "instead_of": list(instead_of),
-        "needs": needs,
-        "package": package,
-    }
-    return Field(default, description=help, json_schema_extra=extra)
+    return Field(default, description=help, json_schema_extra={"roles": roles, **facets})
+
+
+def of_model(default: Any, help: str, roles: Role = Role.NONE, **facets: Any) -> Any:
+    """Declare a field with another value of which the model is another: no checkpoint of the one fits."""
+    return option(default, help, roles | Role.MODEL, **facets)
+
+
+def of_training(default: Any, help: str, roles: Role = Role.NONE, **facets: Any) -> Any:
+    """Declare a field about the model that its training alone depends on: its checkpoint fits all values."""
+    return option(default, help, roles | Role.FREE, **facets)
 
 
 def _split_proportions(text: str) -> str:
@@ -110,9 +81,12 @@ class Section(BaseModel):
 
     Attributes:
         needs: as in `option`, for the fields that this very class declares without any of their own.
+        roles: those of all fields that this very class declares; of the first five, for fields without one.
+            Where neither says one of them, the class of the whole section does.
     """
 
-    needs: ClassVar[str | tuple[str, ...]] = ()
+    needs: ClassVar[Need | tuple[Need, ...]] = ()
+    roles: ClassVar[Role] = Role.TOLD
 
     # Most classes are parts of others and validate nothing: none builds its validator before its first use.
     model_config = ConfigDict(

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt
 
+from megazero.config.condition import config, here, when
 from megazero.config.tree.option import Patience, Section, option
 
 CommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p"]
@@ -23,16 +24,16 @@ class ParallelConfig(Section):
     """Parallelism"""
 
     tensor_model_parallel_size: PositiveInt = option(
-        1, "ranks that share each layer's weights", aliases=("--model-parallel-size",)
+        1, "ranks that share each layer's weights", aliases=("--model-parallel-size",), axis="tp"
     )
-    pipeline_model_parallel_size: PositiveInt = option(1, "pipeline stages")
+    pipeline_model_parallel_size: PositiveInt = option(1, "pipeline stages", axis="pp")
     num_layers_per_virtual_pipeline_stage: PositiveInt | None = option(
         None, "layers per model chunk; each stage holds several chunks (interleaved schedule)"
     )
     num_virtual_stages_per_pipeline_rank: PositiveInt | None = option(
         None,
         "the same, given as the number of chunks per stage",
-        needs="num_layers_per_virtual_pipeline_stage=None",
+        needs=here.num_layers_per_virtual_pipeline_stage.is_none,
     )
     microbatch_group_size_per_virtual_pipeline_stage: PositiveInt | None = option(
         None,
@@ -54,6 +55,7 @@ class ParallelConfig(Section):
         "ranks that share each sequence",
         aliases=("--ds-sequence-parallel-size",),
         implies={"--ds-sequence-parallel-size": ("cp_comm_type", ("a2a",))},
+        axis="cp",
     )
     cp_comm_type: CommTypes = option(
         ("p2p",),
@@ -69,13 +71,15 @@ class ParallelConfig(Section):
         1,
         "ranks that share the experts of a layer",
         aliases=("--moe-expert-parallel-size",),
-        needs="model.num_experts",
+        needs=config.model.num_experts,
+        axis="ep",
     )
     expert_tensor_parallel_size: PositiveInt | None = option(
         None,
         "ranks that share each expert's weights; for the experts a stage's ranks are expert-tensor x "
         "expert-model x replicas, for all else tensor x context x data; default: the tensor-parallel size",
         switches={"--enable-expert-tensor-parallelism": None},
+        axis="etp",
     )
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = option(
         "alltoall",
@@ -92,7 +96,7 @@ class ParallelConfig(Section):
     distributed_backend: Literal["auto", "nccl", "gloo"] = option(
         "auto",
         "communication library; auto is nccl on CUDA, else gloo",
-        needs="nccl => device=auto,cuda",
+        needs=when("nccl", here.device.among("auto", "cuda")),
     )
     check_collectives: bool = option(
         False, "verify before each collective that all its members make the same call; slow"

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
+from megazero.config.condition import config, here
 from megazero.config.tree.option import Scale, Section, option
 
 
@@ -22,12 +23,12 @@ class PrecisionConfig(Section):
     tf32: bool = option(
         False,
         "round the factors of fp32 products to TF32 on CUDA, with 10 bits of mantissa: several times faster",
-        needs="parallel.device=auto,cuda",
+        needs=config.parallel.device.among("auto", "cuda"),
     )
     loss_scale: Scale = option(
         None,
         "static loss scale of fp16 and bf16; default, and with 0: dynamic for fp16, none for bf16",
-        needs="dtype=fp16,bf16",
+        needs=here.dtype.among("fp16", "bf16"),
     )
     initial_loss_scale: PositiveFloat = option(2.0**32, "first dynamic loss scale")
     min_loss_scale: PositiveFloat = option(1.0, "floor of the dynamic loss scale")
@@ -39,10 +40,9 @@ class PrecisionConfig(Section):
         "which has more range and fewer digits",
         switches={"--fp8": "hybrid", "--fp8-hybrid": "hybrid", "--fp8-e4m3": "e4m3"},
         needs=(
-            "model.num_experts=(): the products of experts are not of 8-bit floats",
-            (
-                "parallel.pipeline_schedule=auto,gpipe,1f1b,interleaved: both halves of backward are one "
-                "product"
+            (config.model.num_experts == ()).because("the products of experts are not of 8-bit floats"),
+            config.parallel.pipeline_schedule.among("auto", "gpipe", "1f1b", "interleaved").because(
+                "both halves of backward are one product"
             ),
         ),
     )
@@ -54,30 +54,30 @@ class PrecisionConfig(Section):
             "blockwise": "needs scales of blocks, which are not built; choose tensorwise",
             "custom": "takes code of another project; choose tensorwise or delayed",
         },
-        needs="fp8_format",
+        needs=here.fp8_format,
     )
     fp8_margin: NonNegativeInt = option(
-        0, "powers of two that the scales of 8-bit tensors stay below the largest ones", needs="fp8_format"
+        0, "powers of two that the scales of 8-bit tensors stay below the largest ones", needs=here.fp8_format
     )
     fp8_amax_history_len: PositiveInt = option(
         1,
         "delayed: steps whose amaxes are kept",
         unit="iterations",
-        needs=("fp8_format", "fp8_recipe=delayed"),
+        needs=(here.fp8_format, here.fp8_recipe == "delayed"),
     )
     fp8_amax_compute_algo: Literal["most_recent", "max"] = option(
         "most_recent",
         "delayed: which of the kept amaxes makes the scale",
-        needs=("fp8_format", "fp8_recipe=delayed"),
+        needs=(here.fp8_format, here.fp8_recipe == "delayed"),
     )
     first_last_layers_bf16: bool = option(
-        False, "8-bit products: leave the first and the last layers of the model out", needs="fp8_format"
+        False, "8-bit products: leave the first and the last layers of the model out", needs=here.fp8_format
     )
     num_layers_at_start_in_bf16: NonNegativeInt = option(
-        1, "how many first layers `--first-last-layers-bf16` leaves out", needs="first_last_layers_bf16"
+        1, "how many first layers `--first-last-layers-bf16` leaves out", needs=here.first_last_layers_bf16
     )
     num_layers_at_end_in_bf16: NonNegativeInt = option(
-        1, "how many last layers `--first-last-layers-bf16` leaves out", needs="first_last_layers_bf16"
+        1, "how many last layers `--first-last-layers-bf16` leaves out", needs=here.first_last_layers_bf16
     )
 
     def layers_in_16_bits(self, layers: int) -> frozenset[int]:

@@ -6,7 +6,10 @@ from typing import Literal
 
 from pydantic import NonNegativeInt
 
+from megazero.config.condition import config, here
 from megazero.config.tree.option import Section, option
+
+_NO_LAYER = (here.granularity == "full").because("no whole layer is recomputed")
 
 Module = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 """A part of a layer that backward may compute again by itself."""
@@ -36,9 +39,9 @@ class RecomputeConfig(Section):
         implies={"--moe-layer-recompute": ("granularity", "selective")},
         refused={"mhc": "belongs to hyper-connections, which are not built"},
         needs=(
-            "granularity=selective",
-            "acceleration.compile=False: a compiled layer saves what its compiler chooses",
-            "acceleration.cuda_graph=False: a graph keeps the memory of its layer anyway",
+            here.granularity == "selective",
+            config.acceleration.compile.is_off.because("a compiled layer saves what its compiler chooses"),
+            config.acceleration.cuda_graph.is_off.because("a graph keeps the memory of its layer anyway"),
         ),
     )
     method: Literal["uniform", "block", "every"] = option(
@@ -49,27 +52,31 @@ class RecomputeConfig(Section):
         aliases=("--activations-checkpoint-method",),
         # Megatron 2 recomputed whole layers wherever it was told how.
         implies={"--activations-checkpoint-method": ("granularity", "full")},
+        idle_without=_NO_LAYER,
     )
     num_layers: NonNegativeInt = option(
         1,
         "uniform, every: layers per unit; block: layers recomputed per model chunk, of which 0 are none",
         flag="--recompute-num-layers",
         aliases=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"),
+        idle_without=_NO_LAYER,
     )
     partition_activations: bool = option(
         False,
         "split what a recomputed unit starts from over the tensor-parallel ranks: each keeps only its part",
         aliases=("--distribute-saved-activations", "--distribute-checkpointed-activations"),
         needs=(
-            "granularity=full",
-            "parallel.sequence_parallel=False: there each rank keeps only its own part anyway",
+            here.granularity == "full",
+            config.parallel.sequence_parallel.is_off.because(
+                "there each rank keeps only its own part anyway"
+            ),
         ),
     )
     offload: bool = option(
         False,
         "keep what a recomputed unit starts from in host memory",
         flag="--checkpoint-in-cpu",
-        needs="granularity=full",
+        needs=here.granularity == "full",
     )
     logits: bool = option(
         False,
@@ -77,9 +84,9 @@ class RecomputeConfig(Section):
         "backward, so that the logits are never whole",
         flag="--recompute-logits",
         needs=(
-            "model.family=gpt: other heads are small, or need their logits whole",
-            "finetune.task=None: the head of a task is small",
-            "distillation.kd=False: whole logits are compared there",
+            (config.model.family == "gpt").because("other heads are small, or need their logits whole"),
+            config.finetune.task.is_none.because("the head of a task is small"),
+            config.distillation.kd.is_off.because("whole logits are compared there"),
         ),
     )
     logits_tiles: NonNegativeInt = option(
@@ -88,7 +95,7 @@ class RecomputeConfig(Section):
         "one's logits would take 1 GiB at most in float32",
         flag="--recompute-logits-tiles",
         synonyms={"auto": 0},
-        needs="logits",
+        needs=here.logits,
     )
     mlp_tiles: NonNegativeInt = option(
         1,
@@ -96,9 +103,10 @@ class RecomputeConfig(Section):
         "auto: of about as many positions as the hidden size",
         synonyms={"auto": 0},
         needs=(
-            "acceleration.compile=False: a compiled layer is one region, with no loop over tiles in its "
-            "backward",
-            "acceleration.cuda_graph=False: a graph keeps buffers of whole sequences",
+            config.acceleration.compile.is_off.because(
+                "a compiled layer is one region, with no loop over tiles in its backward"
+            ),
+            config.acceleration.cuda_graph.is_off.because("a graph keeps buffers of whole sequences"),
         ),
     )
 

@@ -6,91 +6,104 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from megazero.config.condition import here
 from megazero.config.latent import LatentConfig
-from megazero.config.tree.option import option
+from megazero.config.tree.option import of_model
+from megazero.config.tree.roles import Role
 
-_YARN = "position_embedding_type=yarn or multi_latent_attention"
+_UNSCALED = here.use_rope_scaling.because("positions are not scaled so")
 
 
 class RotaryConfig(LatentConfig):
     """Rotary positions, and their scaling to sequences longer than those of the first training"""
 
-    rotary_percent: Annotated[float, Field(gt=0, le=1)] = option(
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] = of_model(
         1.0, "share of each head's channels that is rotated"
     )
-    rotary_base: PositiveFloat = option(
+    rotary_base: PositiveFloat = of_model(
         10000.0,
         "base of the rotary frequencies",
+        Role.ROTARY,
         aliases=("--rotary-position-embeddings-theta",),
-        needs="position_embedding_type=rope,yarn or multi_latent_attention",
+        needs=here.position_embedding_type.among("rope", "yarn") | here.multi_latent_attention,
     )
-    window_rotary_base: PositiveFloat | None = option(
+    window_rotary_base: PositiveFloat | None = of_model(
         None,
         "base in the layers with a window, whose positions are then not scaled (Gemma 3); default: as in "
         "the others",
-        needs=("position_embedding_type=rope,yarn", "window_size"),
+        Role.ROTARY | Role.VARIANT,
+        needs=(here.position_embedding_type.among("rope", "yarn"), here.window_size),
     )
-    rotary_seq_len_interpolation_factor: PositiveFloat | None = option(
+    rotary_seq_len_interpolation_factor: PositiveFloat | None = of_model(
         None,
         "divide rotary positions by this (Chen et al. 2023)",
-        needs="position_embedding_type=rope",
+        Role.ROTARY | Role.HYBRIDS_IGNORE,
+        needs=here.position_embedding_type == "rope",
     )
-    use_rope_scaling: bool = option(
+    use_rope_scaling: bool = of_model(
         False,
         "slow the slow channels down by --rope-scaling-factor, as Llama 3.1 does",
-        needs="position_embedding_type=rope",
+        Role.ROTARY | Role.HYBRIDS_IGNORE,
+        needs=here.position_embedding_type == "rope",
     )
-    rope_scaling_factor: PositiveFloat = option(
-        8.0, "factor between the longest sequence and that of the first training"
+    rope_scaling_factor: PositiveFloat = of_model(
+        8.0,
+        "factor between the longest sequence and that of the first training",
+        Role.ROTARY,
+        idle_without=_UNSCALED,
     )
-    rope_low_freq_factor: PositiveFloat = option(
+    rope_low_freq_factor: PositiveFloat = of_model(
         1.0,
         "channels that turn fewer times than this in the first training's length slow down",
+        Role.ROTARY,
+        idle_without=_UNSCALED,
     )
-    rope_high_freq_factor: PositiveFloat = option(
-        4.0, "channels that turn more times than this in that length stay as they are"
+    rope_high_freq_factor: PositiveFloat = of_model(
+        4.0,
+        "channels that turn more times than this in that length stay as they are",
+        Role.ROTARY,
+        idle_without=_UNSCALED,
     )
-    rope_original_max_position_embeddings: PositiveInt = option(
-        8192, "the sequence length of the first training", unit="tokens"
+    rope_original_max_position_embeddings: PositiveInt = of_model(
+        8192, "the sequence length of the first training", Role.ROTARY, unit="tokens", idle_without=_UNSCALED
     )
-    rotary_scaling_factor: Annotated[float, Field(ge=1)] = option(
-        1.0, "YaRN: factor between the longest sequence and that of the first training", needs=_YARN
+
+
+class YarnConfig(RotaryConfig):
+    """YaRN, and what follows for all rotary positions"""
+
+    needs = (here.position_embedding_type == "yarn") | here.multi_latent_attention
+    roles = Role.ROTARY | Role.YARN
+
+    rotary_scaling_factor: Annotated[float, Field(ge=1)] = of_model(
+        1.0, "YaRN: factor between the longest sequence and that of the first training"
     )
-    yarn_original_max_position_embeddings: PositiveInt = option(
-        4096,
-        "YaRN: the sequence length of the first training",
-        unit="tokens",
-        needs=_YARN,
+    yarn_original_max_position_embeddings: PositiveInt = of_model(
+        4096, "YaRN: the sequence length of the first training", unit="tokens"
     )
-    yarn_beta_fast: PositiveFloat = option(
+    yarn_beta_fast: PositiveFloat = of_model(
         32.0,
         "YaRN: channels that turn more times than this in that length stay as they are",
         aliases=("--beta-fast",),
-        needs=_YARN,
     )
-    yarn_beta_slow: PositiveFloat = option(
+    yarn_beta_slow: PositiveFloat = of_model(
         1.0,
         "YaRN: channels that turn fewer times than this slow down by the whole factor",
         aliases=("--beta-slow",),
-        needs=_YARN,
     )
-    yarn_correction_range_round_to_int: bool = option(
+    yarn_correction_range_round_to_int: bool = of_model(
         True,
         "YaRN: let the two limits fall between channels",
         flag="--no-yarn-correction-range-round-to-int",
         switches={"--yarn-correction-range-round-to-int": True},
-        needs=_YARN,
     )
-    mscale: NonNegativeFloat = option(
-        1.0,
-        "YaRN: attention is sharpened by 0.1 x this x ln(factor) + 1 for queries and for keys",
-        needs=_YARN,
+    mscale: NonNegativeFloat = of_model(
+        1.0, "YaRN: attention is sharpened by 0.1 x this x ln(factor) + 1 for queries and for keys"
     )
-    mscale_all_dim: NonNegativeFloat = option(
+    mscale_all_dim: NonNegativeFloat = of_model(
         0.0,
         "YaRN: divides that by 0.1 x this x ln(factor) + 1; latent attention multiplies its scores by the "
         "square of it",
-        needs=_YARN,
     )
 
     @property

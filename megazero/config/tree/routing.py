@@ -6,7 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megazero.config.tree.option import Probability, Section, option
+from megazero.config.condition import config, here, when
+from megazero.config.tree.option import Probability, Section, of_model, of_training
+from megazero.config.tree.roles import Role
+
+_DROPS = here.moe_expert_capacity_factor.because("no token is dropped")
+_SOFTMAX = (here.moe_router_score_function == "softmax").because(
+    "sigmoid scores are taken before the choice anyway"
+)
 
 
 def _none_if_negative(value: Any) -> Any:
@@ -25,45 +32,59 @@ an assignment in the place of losses."""
 class ChoiceConfig(Section):
     """The choice of the experts of a token"""
 
-    moe_router_topk: PositiveInt = option(2, "experts that each token is sent to", aliases=("--topk",))
-    moe_router_score_function: Literal["softmax", "sigmoid"] = option(
+    roles = Role.EXPERTS
+
+    moe_router_topk: PositiveInt = of_model(
+        2, "experts that each token is sent to", Role.MEGATRON, aliases=("--topk",)
+    )
+    moe_router_score_function: Literal["softmax", "sigmoid"] = of_model(
         "softmax",
         "how the router's logits become scores",
+        Role.MEGATRON,
         refused={"sqrtsoftplus": "is not offered"},
     )
-    moe_router_bias: bool = option(
+    moe_router_bias: bool = of_model(
         False,
         "add a learned bias to the router's logits (gpt-oss); Megatron-LM does wherever linear layers have "
         "biases",
+        Role.VARIANT,
     )
-    moe_router_pre_softmax: bool = option(
-        False, "take the softmax over all experts before the choice instead of over the chosen ones after it"
+    moe_router_pre_softmax: bool = of_model(
+        False,
+        "take the softmax over all experts before the choice instead of over the chosen ones after it",
+        Role.MEGATRON,
+        idle_without=_SOFTMAX,
     )
-    moe_router_num_groups: PositiveInt | None = option(
+    moe_router_num_groups: PositiveInt | None = of_model(
         None,
         "groups of neighbouring experts, of which each token chooses some first; default: no groups",
-        needs="moe_router_group_topk",
+        Role.MEGATRON,
+        needs=here.moe_router_group_topk,
     )
-    moe_router_group_topk: PositiveInt | None = option(
-        None, "groups that each token chooses", needs="moe_router_num_groups"
+    moe_router_group_topk: PositiveInt | None = of_model(
+        None, "groups that each token chooses", Role.MEGATRON, needs=here.moe_router_num_groups
     )
-    moe_router_topk_scaling_factor: PositiveFloat | None = option(
-        None, "multiplies the weights of the chosen experts; default: 1"
+    moe_router_topk_scaling_factor: PositiveFloat | None = of_model(
+        None, "multiplies the weights of the chosen experts; default: 1", Role.MEGATRON
     )
-    moe_router_enable_expert_bias: bool = option(
+    moe_router_enable_expert_bias: bool = of_model(
         False,
         "balance by a bias of each expert that is added to the scores for the choice alone, and moves after "
         "each step towards equal loads",
-        needs="moe_router_score_function=sigmoid",
+        Role.MEGATRON,
+        needs=here.moe_router_score_function == "sigmoid",
     )
-    moe_n_hash_layers: NonNegativeInt = option(
+    moe_n_hash_layers: NonNegativeInt = of_model(
         0,
         "first layers of the model whose experts a fixed table names by the tokens' ids; the scores weigh "
         "them (Hash Layers, DeepSeek-V4)",
+        Role.VARIANT,
         needs=(
-            "family=gpt,bert: a decoder's layers would have two kinds of ids",
-            "is_hybrid_model=False",
-            "skipping.random_ltd=False or parallel.context_parallel_size=1: ranks know their own ids",
+            here.family.among("gpt", "bert").because("a decoder's layers would have two kinds of ids"),
+            here.is_hybrid_model.is_off,
+            (config.skipping.random_ltd.is_off | (config.parallel.context_parallel_size == 1)).because(
+                "ranks know their own ids"
+            ),
         ),
     )
 
@@ -71,45 +92,54 @@ class ChoiceConfig(Section):
 class BalanceConfig(Section):
     """The balance of the experts, and noise in the choice, in training alone"""
 
-    moe_router_bias_update_rate: NonNegativeFloat = option(1e-3, "how far that bias moves in a step")
-    moe_router_load_balancing_type: Annotated[tuple[Balance, ...], Field(min_length=1)] = option(
+    roles = Role.EXPERTS
+
+    moe_router_bias_update_rate: NonNegativeFloat = of_training(
+        1e-3,
+        "how far that bias moves in a step",
+        Role.MEGATRON,
+        idle_without=here.moe_router_enable_expert_bias.because("the choice has no bias"),
+    )
+    moe_router_load_balancing_type: Annotated[tuple[Balance, ...], Field(min_length=1)] = of_training(
         ("aux_loss",),
         "load-balancing losses, by what they count over: aux_loss a micro-batch, seq_aux_loss a sequence, "
         "global_aux_loss the global batch before; sinkhorn: no loss, but training chooses by an assignment "
         "of the micro-batch's tokens that gives all experts even shares",
-        refused={
-            "quantile_balancing": "is not offered; take --moe-router-enable-expert-bias",
-        },
+        Role.MEGATRON,
+        refused={"quantile_balancing": "is not offered; take --moe-router-enable-expert-bias"},
     )
-    moe_aux_loss_coeff: Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] = option(
+    moe_aux_loss_coeff: Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] = of_training(
         (0.0,),
         "weights of these losses, one for each of them; 0.01 is customary",
+        Role.MEGATRON,
         aliases=("--moe-loss-coeff",),
     )
-    moe_z_loss_coeff: NonNegativeFloat = option(
-        0.0, "weight of the z-loss, which keeps the router's logits small; 0.001 is customary"
+    moe_z_loss_coeff: NonNegativeFloat = of_training(
+        0.0, "weight of the z-loss, which keeps the router's logits small; 0.001 is customary", Role.MEGATRON
     )
-    moe_input_jitter_eps: Probability = option(
-        0.0, "training: multiply the router's input by noise that is uniform in 1 - EPS to 1 + EPS"
+    moe_input_jitter_eps: Probability = of_training(
+        0.0,
+        "training: multiply the router's input by noise that is uniform in 1 - EPS to 1 + EPS",
+        Role.MEGATRON,
     )
-    moe_router_sampling: Literal["none", "first", "second"] = option(
+    moe_router_sampling: Literal["none", "first", "second"] = of_training(
         "none",
         "add Gumbel noise to the logits for the choice of the only expert (first) or of the second of two, "
         "as DeepSpeed does",
         switches={"--disable-moe-top2-2nd-expert-sampling": "none"},
         needs=(
-            "first => moe_router_topk=1",
-            "second => moe_router_topk=2",
-            "moe_router_score_function=softmax",
-            "moe_router_num_groups=None",
+            when("first", here.moe_router_topk == 1),
+            when("second", here.moe_router_topk == 2),
+            here.moe_router_score_function == "softmax",
+            here.moe_router_num_groups.is_none,
         ),
     )
 
-    moe_router_force_load_balancing: bool = option(
+    moe_router_force_load_balancing: bool = of_training(
         False,
         "put random numbers in the place of the router's logits in training, so that experts are evenly "
         "loaded whatever the router has learnt: for benchmarks; its gradient is that of the logits",
-        needs="moe_n_hash_layers=0: a table says which experts tokens have",
+        needs=(here.moe_n_hash_layers == 0).because("a table says which experts tokens have"),
     )
 
     @property
@@ -131,39 +161,48 @@ class RouterConfig(BalanceConfig, ChoiceConfig):
 class CapacityConfig(Section):
     """The most tokens that an expert takes"""
 
-    moe_expert_capacity_factor: Capacity = option(
+    roles = Role.EXPERTS
+
+    moe_expert_capacity_factor: Capacity = of_training(
         None,
         "the most tokens that an expert takes, as a multiple of an even share; the rest are dropped; "
         "default, and with a negative number: no limit",
+        Role.MEGATRON,
         aliases=("--moe-train-capacity-factor",),
         switches={"--disable-moe-token-dropping": None},
         # Megatron-DeepSpeed's switch overrules its factors, which its scripts always give.
         yielding=("--moe-train-capacity-factor",),
         implies={"--disable-moe-token-dropping": ("moe_eval_capacity_factor", None)},
     )
-    moe_eval_capacity_factor: Capacity = option(
+    moe_eval_capacity_factor: Capacity = of_training(
         None,
         "the same factor in evaluation; default: that of the training",
         yielding=("--moe-eval-capacity-factor",),
-        needs="moe_expert_capacity_factor: without it no token is dropped",
+        needs=here.moe_expert_capacity_factor.because("without it no token is dropped"),
     )
-    moe_min_capacity: NonNegativeInt = option(0, "least capacity of an expert", unit="tokens")
-    moe_token_drop_policy: Literal["probs", "position", "random"] = option(
+    moe_min_capacity: NonNegativeInt = of_training(
+        0, "least capacity of an expert", unit="tokens", idle_without=_DROPS
+    )
+    moe_token_drop_policy: Literal["probs", "position", "random"] = of_training(
         "probs",
         "which tokens an expert keeps where there are too many: those with the largest weights, the first "
         "ones, or random ones",
+        idle_without=_DROPS,
     )
-    moe_capacity_scope: Literal["sequence", "micro_batch"] = option(
+    moe_capacity_scope: Literal["sequence", "micro_batch"] = of_training(
         "sequence",
         "where capacity is counted: within each sequence, so that no layout changes the numbers, or over the "
         "sequences of a micro-batch",
+        idle_without=_DROPS,
     )
-    moe_pad_expert_input_to_capacity: bool = option(
+    moe_pad_expert_input_to_capacity: bool = of_training(
         False,
         "give every expert exactly as many rows as its capacity, some of them empty",
         needs=(
-            "moe_expert_capacity_factor",
-            "parallel.moe_token_dispatcher_type=alltoall: an all-gather moves whole tokens",
+            here.moe_expert_capacity_factor,
+            (config.parallel.moe_token_dispatcher_type == "alltoall").because(
+                "an all-gather moves whole tokens"
+            ),
         ),
     )
 

@@ -6,8 +6,10 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from megazero.config.condition import config, here
 from megazero.config.pacing import MOST_CHANGES, FromZero, Pacing, root_of
 from megazero.config.tree.option import Section, option
+from megazero.config.tree.roles import Role
 
 Share = Annotated[float, Field(gt=0, le=1)]
 """A share above 0, up to 1."""
@@ -16,21 +18,24 @@ Share = Annotated[float, Field(gt=0, le=1)]
 class RandomLtdConfig(Section):
     """Random layer-wise token dropping"""
 
-    needs = "random_ltd"
+    roles = Role.SCHEDULE
+    needs = here.random_ltd
 
     random_ltd: bool = option(
         False,
         "random layer-wise token dropping: layers see some tokens of each sequence, others bypass them; "
         "evaluations and generation see all",
         needs=(
-            "random_ltd_min_value: layers begin with so many tokens",
-            "random_ltd_require_steps: layers see all tokens after so many steps",
-            "finetune.task=None",
-            "data.bert_pack=False: what is kept of a sample would depend on which others share its row",
+            here.random_ltd_min_value.because("layers begin with so many tokens"),
+            here.random_ltd_require_steps.because("layers see all tokens after so many steps"),
+            config.finetune.task.is_none,
+            config.data.bert_pack.is_off.because(
+                "what is kept of a sample would depend on which others share its row"
+            ),
         ),
     )
     random_ltd_layer_id: tuple[NonNegativeInt, ...] = option(
-        (), "layers that drop tokens, counted from 0; default: all but the first and the last"
+        (), "layers that drop tokens, counted from 0; default: all but the first and the last", Role.TOLD
     )
     random_ltd_min_value: PositiveInt | None = option(
         None, "tokens that these layers see at the beginning", unit="tokens"
@@ -39,16 +44,16 @@ class RandomLtdConfig(Section):
         None, "tokens that they see at the end; default: the sequence length, which drops none", unit="tokens"
     )
     random_ltd_require_steps: PositiveInt | None = option(
-        None, "steps from the one to the other, along a straight line", unit="iterations"
+        None, "steps from the one to the other, along a straight line", Role.LENGTH, unit="iterations"
     )
     random_ltd_seq_per_step: PositiveInt = option(
         16, "numbers in between are rounded down to multiples of this", unit="tokens"
     )
     random_ltd_layer_num: PositiveInt | None = option(
-        None, "refuse another number of layers that drop tokens; default: take any"
+        None, "refuse another number of layers that drop tokens; default: take any", Role.TOLD
     )
     random_ltd_total_layer_num: PositiveInt | None = option(
-        None, "refuse a model with another number of layers; default: take any"
+        None, "refuse a model with another number of layers; default: take any", Role.TOLD
     )
 
     def dropping_layers(self, layers: int) -> tuple[int, ...] | range:
@@ -76,19 +81,22 @@ class RandomLtdConfig(Section):
 class LayerDropConfig(Section):
     """Progressive layer dropping"""
 
-    needs = "progressive_layer_drop"
+    roles = Role.SCHEDULE
+    needs = here.progressive_layer_drop
 
     progressive_layer_drop: bool = option(
         False,
         "leave out whole layers, more of them the longer training lasts and the deeper they are; "
         "evaluations and generation run all",
-        needs="finetune.task=None",
+        needs=config.finetune.task.is_none,
     )
     pld_theta: Share = option(
         0.5, "in the end, layer l of L, from 0, runs in 1 - l / L x (1 - theta) of the steps"
     )
     pld_gamma: PositiveFloat = option(
-        0.001, "how fast theta is reached: after t steps it is theta + (1 - theta) x exp(-gamma x t)"
+        0.001,
+        "how fast theta is reached: after t steps it is theta + (1 - theta) x exp(-gamma x t)",
+        Role.RATE,
     )
 
 

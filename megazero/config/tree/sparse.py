@@ -6,10 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from megazero.config.tree.option import option
+from megazero.config.condition import config, here
+from megazero.config.tree.option import of_model
+from megazero.config.tree.roles import Role
 from megazero.config.tree.transformer import TransformerConfig
 
-_SPARSE = "sparse_attention=fixed,variable,bigbird,bslongformer,local_sliding_window"
+_SPARSE = here.sparse_attention.among("fixed", "variable", "bigbird", "bslongformer", "local_sliding_window")
 
 
 class SparseAttentionConfig(TransformerConfig):
@@ -19,73 +21,79 @@ class SparseAttentionConfig(TransformerConfig):
 
     sparse_attention: Literal[
         "dense", "fixed", "variable", "bigbird", "bslongformer", "local_sliding_window"
-    ] = option(
+    ] = of_model(
         "dense",
         "the blocks of keys that a block of queries attends to: dense is all, fixed and variable are windows "
         "side by side, the others windows that slide, most with global blocks that all others see",
+        Role.VARIANT,
         needs=(
-            "skipping.random_ltd=False: the tokens that a layer keeps are no blocks",
-            "data.bert_pack=False: what a sample attends to would depend on where in its row it lies",
+            config.skipping.random_ltd.is_off.because("the tokens that a layer keeps are no blocks"),
+            config.data.bert_pack.is_off.because(
+                "what a sample attends to would depend on where in its row it lies"
+            ),
         ),
     )
-    sparse_block: PositiveInt = option(16, "rows of a block", unit="tokens")
-    sparse_direction: Literal["bidirectional", "unidirectional"] | None = option(
+    sparse_block: PositiveInt = of_model(16, "rows of a block", unit="tokens")
+    sparse_direction: Literal["bidirectional", "unidirectional"] | None = of_model(
         None,
         "refuse a model that attends otherwise: GPT is unidirectional, BERT bidirectional; default: take any",
     )
-    sparse_different_layout_per_head: bool = option(
-        False,
-        "let heads differ: in their random blocks, or in the patterns of `fixed`",
+    sparse_different_layout_per_head: bool = of_model(
+        False, "let heads differ: in their random blocks, or in the patterns of `fixed`"
     )
-    sparse_num_local_blocks: PositiveInt = option(
-        4, "blocks of a window", needs="sparse_attention=fixed", unit="blocks"
+    sparse_num_local_blocks: PositiveInt = of_model(
+        4, "blocks of a window", needs=here.sparse_attention == "fixed", unit="blocks"
     )
-    sparse_num_global_blocks: PositiveInt = option(
+    sparse_num_global_blocks: PositiveInt = of_model(
         1,
         "global blocks: so many of each window with fixed, the first ones with bigbird",
-        needs="sparse_attention=fixed,bigbird",
+        needs=here.sparse_attention.among("fixed", "bigbird"),
         unit="blocks",
     )
-    sparse_num_different_global_patterns: PositiveInt = option(
+    sparse_num_different_global_patterns: PositiveInt = of_model(
         1,
         "choices of the global blocks of a window, which heads take in turn",
-        needs=("sparse_attention=fixed", "sparse_different_layout_per_head"),
+        needs=(here.sparse_attention == "fixed", here.sparse_different_layout_per_head),
     )
-    sparse_horizontal_global_attention: bool = option(
+    sparse_horizontal_global_attention: bool = of_model(
         False,
         "let global blocks also see all others, as they do anyway with bigbird and bslongformer",
         needs=(
-            "sparse_attention=fixed,variable",
-            "family=bert: no block sees later ones where tokens attend to earlier ones alone",
+            here.sparse_attention.among("fixed", "variable"),
+            (here.family == "bert").because(
+                "no block sees later ones where tokens attend to earlier ones alone"
+            ),
         ),
     )
-    sparse_num_random_blocks: NonNegativeInt = option(
+    sparse_num_random_blocks: NonNegativeInt = of_model(
         0,
         "random blocks that each block sees; in GPT they are earlier ones",
-        needs="sparse_attention=variable,bigbird",
+        needs=here.sparse_attention.among("variable", "bigbird"),
         unit="blocks",
     )
-    sparse_seed: NonNegativeInt = option(
+    sparse_seed: NonNegativeInt = of_model(
         1234, "seed of the random blocks, which are the same on all ranks and whenever a run goes on"
     )
-    sparse_local_window_blocks: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = option(
+    sparse_local_window_blocks: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = of_model(
         (4,),
         "blocks of each window from the beginning on; the last number is repeated",
-        needs="sparse_attention=variable",
+        needs=here.sparse_attention == "variable",
         unit="blocks",
     )
-    sparse_global_block_indices: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] = option(
-        (0,), "numbers of the global blocks, from 0", needs="sparse_attention=variable,bslongformer"
+    sparse_global_block_indices: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] = of_model(
+        (0,),
+        "numbers of the global blocks, from 0",
+        needs=here.sparse_attention.among("variable", "bslongformer"),
     )
-    sparse_global_block_end_indices: tuple[PositiveInt, ...] = option(
+    sparse_global_block_end_indices: tuple[PositiveInt, ...] = of_model(
         (),
         "for each of them the block that a run of global blocks ends before; default: runs of one block",
-        needs="sparse_attention=variable,bslongformer",
+        needs=here.sparse_attention.among("variable", "bslongformer"),
     )
-    sparse_num_sliding_window_blocks: PositiveInt = option(
+    sparse_num_sliding_window_blocks: PositiveInt = of_model(
         3,
         "blocks of a window that slides, itself in the middle; an even number counts as the next one",
-        needs="sparse_attention=bigbird,bslongformer,local_sliding_window",
+        needs=here.sparse_attention.among("bigbird", "bslongformer", "local_sliding_window"),
         unit="blocks",
     )
 

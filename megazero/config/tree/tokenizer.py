@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeInt, model_validator
 
+from megazero.config.condition import config, here, when
 from megazero.config.tree.option import Section, option
+from megazero.config.tree.roles import Role
 
 _OF_MODELS = ("HFTokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 
@@ -41,14 +43,16 @@ class TokenizerConfig(Section):
             "NullMultimodalTokenizer": "belongs to vision models, which are not offered",
         },
         needs=(
-            "GPT2BPETokenizer => vocab_file: it is the kind that no `--tokenizer-type` means",
-            "GPT2BPETokenizer => merge_file",
-            (
-                "HFTokenizer,SentencePieceTokenizer,GPTSentencePieceTokenizer,Llama2Tokenizer => "
-                "tokenizer_model"
+            when("GPT2BPETokenizer", here.vocab_file).because(
+                "it is the kind that no `--tokenizer-type` means"
             ),
-            "BertWordPieceLowerCase,BertWordPieceCase => vocab_file",
-            "NullTokenizer => model.vocab_size",
+            when("GPT2BPETokenizer", here.merge_file),
+            when(
+                ("HFTokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
+                here.tokenizer_model,
+            ),
+            when(("BertWordPieceLowerCase", "BertWordPieceCase"), here.vocab_file),
+            when("NullTokenizer", config.model.vocab_size),
         ),
     )
 
@@ -62,23 +66,26 @@ class TokenizerConfig(Section):
             return data
         return {**data, "tokenizer_model": data["vocab_file"], "vocab_file": None}
 
-    vocab_file: str | None = option(None, "vocabulary file (GPT-2: vocab.json; BERT: vocab.txt)")
-    merge_file: str | None = option(None, "BPE merges file")
+    vocab_file: str | None = option(None, "vocabulary file (GPT-2: vocab.json; BERT: vocab.txt)", Role.FILE)
+    merge_file: str | None = option(None, "BPE merges file", Role.FILE)
     tokenizer_model: str | None = option(
         None,
         "sentencepiece model, tokenizer.json, a folder with one, or the name of one on the Hugging Face hub",
+        Role.FILE,
         aliases=("--tokenizer-name-or-path",),
     )
     vocab_extra_ids: NonNegativeInt = option(
         0,
         "sentinel tokens added to the vocabulary",
-        needs="tokenizer_type=BertWordPieceLowerCase,BertWordPieceCase,SentencePieceTokenizer",
+        needs=here.tokenizer_type.among(
+            "BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer"
+        ),
     )
     wordpiece_first: Literal["bos", "eos"] = option(
         "bos",
         "which of [BOS] and [EOS] gets the lower id where vocab.txt lacks them: bos as in Megatron-LM, or "
         "eos as in checkpoints of earlier versions",
-        needs="tokenizer_type=BertWordPieceLowerCase,BertWordPieceCase",
+        needs=here.tokenizer_type.among("BertWordPieceLowerCase", "BertWordPieceCase"),
     )
 
     @property

@@ -6,14 +6,20 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, NonNegativeInt, PositiveInt
 
+from megazero.config.condition import config, here
 from megazero.config.stairs import Stairs, final_size
 from megazero.config.tree.option import Duration, Interval, Section, option
+from megazero.config.tree.roles import Role
+
+_NO_TASK = config.finetune.task.is_none.because("`--train-data` and `--epochs` take its place")
 
 
 class BatchConfig(Section):
     """Batch sizes"""
 
-    micro_batch_size: PositiveInt = option(..., "sequences per forward pass on one replica")
+    roles = Role.SCHEDULE
+
+    micro_batch_size: PositiveInt = option(..., "sequences per forward pass on one replica", Role.TOLD)
     global_batch_size: PositiveInt | None = option(
         None, "sequences per optimizer step; default: micro batch x data-parallel size"
     )
@@ -21,18 +27,12 @@ class BatchConfig(Section):
         (),
         "THRESHOLD:SIZE ...: the global batch from each number of tokens on, such as 0:768 250B:1536; K, M, "
         "B and T are thousands to trillions; instead of --global-batch-size",
-        needs=(
-            "rampup_batch_size=None",
-            "finetune.task=None: `--train-data` and `--epochs` take its place",
-        ),
+        needs=(here.rampup_batch_size.is_none, _NO_TASK),
     )
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = option(
         None,
         "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES",
-        needs=(
-            "global_batch_size: it says where the ramp ends",
-            "finetune.task=None: `--train-data` and `--epochs` take its place",
-        ),
+        needs=(here.global_batch_size.because("it says where the ramp ends"), _NO_TASK),
     )
 
     @property
@@ -55,29 +55,26 @@ class TrainingConfig(Section):
     """Training length and evaluation"""
 
     train_iters: PositiveInt | None = option(
-        None,
-        "length of the training",
-        unit="iterations",
-        needs="finetune.task=None: `--train-data` and `--epochs` take its place",
+        None, "length of the training", Role.LENGTH | Role.SCHEDULE, unit="iterations", needs=_NO_TASK
     )
     train_samples: PositiveInt | None = option(
         None,
         "length of the training",
+        Role.LENGTH | Role.SCHEDULE,
         unit="samples",
         needs=(
-            "finetune.task=None: `--train-data` and `--epochs` take its place",
-            "train_iters=None: `--train-tokens` may go with either, and the first limit ends the training",
+            _NO_TASK,
+            here.train_iters.is_none.because(
+                "`--train-tokens` may go with either, and the first limit ends the training"
+            ),
         ),
     )
     train_tokens: PositiveInt | None = option(
-        None,
-        "length of the training",
-        unit="tokens",
-        needs="finetune.task=None: `--train-data` and `--epochs` take its place",
+        None, "length of the training", Role.LENGTH | Role.SCHEDULE, unit="tokens", needs=_NO_TASK
     )
     seed: NonNegativeInt = option(1234, "seed of initial weights, data order and dropout")
     eval_interval: Interval = option(
-        1000, "iterations between evaluations; 0: only one, at the end", unit="iterations"
+        1000, "iterations between evaluations; 0: only one, at the end", Role.LENGTH, unit="iterations"
     )
     eval_iters: Batches = option(100, "global batches per evaluation; 0 or less turns it off")
     eval_from_start: bool = option(
@@ -92,6 +89,8 @@ class TrainingConfig(Section):
         None, "save and exit after so long; default, and with 0: never", unit="minutes"
     )
     skip_train: bool = option(
-        False, "evaluate and test only", needs="finetune.task=None: `--epochs 0` takes its place"
+        False,
+        "evaluate and test only",
+        needs=config.finetune.task.is_none.because("`--epochs 0` takes its place"),
     )
     deterministic_mode: bool = option(False, "use only kernels that give the same bits each time")

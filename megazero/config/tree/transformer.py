@@ -6,10 +6,13 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megazero.config.tree.option import Probability, Section, option
+from megazero.config.condition import config, here, when
+from megazero.config.tree.option import Probability, Section, of_model, of_training
+from megazero.config.tree.roles import Role
 
 Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "quick_geglu", "squared_relu", "relu"]
-_LOGITS = "family=gpt: the heads of other families have no such factor"
+_GATED = here.activation.among("swiglu", "geglu", "quick_geglu")
+_LOGITS = (here.family == "gpt").because("the heads of other families have no such factor")
 Positions = Literal["learned_absolute", "rope", "yarn", "alibi", "relative", "none"]
 """The ways in which tokens learn their position."""
 
@@ -17,61 +20,91 @@ Positions = Literal["learned_absolute", "rope", "yarn", "alibi", "relative", "no
 class TransformerConfig(Section):
     """The shape of a transformer with dense layers"""
 
-    family: Literal["gpt", "bert", "t5"] = option(
+    family: Literal["gpt", "bert", "t5"] = of_model(
         "gpt", "kind of model; pretrain_bert.py sets bert", flag="--model-family"
     )
-    num_layers: PositiveInt = option(..., "number of transformer layers")
-    hidden_size: PositiveInt = option(..., "width of the residual stream")
-    num_attention_heads: PositiveInt = option(..., "number of query heads")
-    seq_length: PositiveInt = option(
-        ..., "training sequence length", unit="tokens", aliases=("--encoder-seq-length",)
+    num_layers: PositiveInt = of_model(..., "number of transformer layers", Role.MEGATRON)
+    hidden_size: PositiveInt = of_model(..., "width of the residual stream", Role.MEGATRON, dim="h")
+    num_attention_heads: PositiveInt = of_model(
+        ..., "number of query heads", Role.NOT_OF_MAMBA | Role.MEGATRON, dim="a"
     )
-    max_position_embeddings: PositiveInt | None = option(
-        None, "rows of the position table and longest rotary range; default: the sequence length"
+    seq_length: PositiveInt = of_training(
+        ..., "training sequence length", Role.MEGATRON, unit="tokens", aliases=("--encoder-seq-length",)
     )
-    ffn_hidden_size: PositiveInt | None = option(
-        None, "inner width of the MLP; default: 4 x hidden, or 8/3 x hidden rounded to 64 with SwiGLU"
+    max_position_embeddings: PositiveInt | None = of_model(
+        None,
+        "rows of the position table and longest rotary range; default: the sequence length",
+        Role.ROTARY | Role.MEGATRON,
+        resolved="positions",
+        dim="p",
     )
-    num_query_groups: PositiveInt | None = option(
+    ffn_hidden_size: PositiveInt | None = of_model(
+        None,
+        "inner width of the MLP; default: 4 x hidden, or 8/3 x hidden rounded to 64 with SwiGLU",
+        Role.MEGATRON,
+        resolved="ffn_size",
+        dim="f",
+    )
+    num_query_groups: PositiveInt | None = of_model(
         None,
         "key/value heads of grouped-query attention; default: one per query head. Here "
         "--group-query-attention may be left out, without which Megatron-LM ignores --num-query-groups",
+        Role.NOT_OF_MAMBA,
         aliases=("--num-key-value-heads",),
+        resolved="kv_heads",
+        dim="g",
     )
-    kv_channels: PositiveInt | None = option(None, "width of one head; default: hidden / heads")
-    position_embedding_type: Positions = option(
+    kv_channels: PositiveInt | None = of_model(
+        None,
+        "width of one head; default: hidden / heads",
+        Role.NOT_OF_MAMBA | Role.MEGATRON,
+        resolved="head_dim",
+        dim="d",
+    )
+    position_embedding_type: Positions = of_model(
         "learned_absolute",
         "how tokens learn their position; alibi: by biases of the attention scores, linear in the distance; "
         "relative: by learned biases of kinds of distance (T5)",
+        Role.ROTARY,
         switches={"--use-rotary-position-embeddings": "rope", "--no-position-embedding": "none"},
         yielding=("--no-position-embedding",),
-        needs=("alibi => family=gpt: the biases are of earlier tokens", "relative => family=t5"),
+        needs=(
+            when("alibi", here.family == "gpt").because("the biases are of earlier tokens"),
+            when("relative", here.family == "t5"),
+        ),
     )
-    embed_layernorm: bool = option(
-        False, "normalize the words' embeddings, before positions are added (BLOOM)"
+    embed_layernorm: bool = of_model(
+        False, "normalize the words' embeddings, before positions are added (BLOOM)", Role.MEGATRON
     )
-    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "kind of normalization")
-    norm_bias: bool = option(
+    normalization: Literal["LayerNorm", "RMSNorm"] = of_model("LayerNorm", "kind of normalization")
+    norm_bias: bool = of_model(
         True,
         "leave the biases out of layer norms (Cohere, MPT)",
+        Role.VARIANT,
         flag="--disable-norm-bias",
-        needs="normalization=LayerNorm: RMSNorm has none",
+        needs=(here.normalization == "LayerNorm").because("RMSNorm has none"),
     )
-    norm_epsilon: PositiveFloat = option(1e-5, "added to the variance", aliases=("--layernorm-epsilon",))
-    apply_layernorm_1p: bool = option(
-        False, "store the weights of norms less 1, so that they begin at 0 and are rounded less (Gemma)"
+    norm_epsilon: PositiveFloat = of_model(1e-5, "added to the variance", aliases=("--layernorm-epsilon",))
+    apply_layernorm_1p: bool = of_model(
+        False,
+        "store the weights of norms less 1, so that they begin at 0 and are rounded less (Gemma)",
+        Role.VARIANT | Role.MEGATRON,
     )
-    norm_position: Literal["input", "output", "both"] = option(
+    norm_position: Literal["input", "output", "both"] = of_model(
         "input",
         "where attention and MLP are normalized: their inputs, their outputs before they are added to the "
         "residual (OLMo-2), or both (the sandwich of Gemma 2, Gemma 3 and GLM-4)",
-        needs="output => apply_residual_connection_post_layernorm=False: no input is normalized there",
+        Role.VARIANT,
+        needs=when("output", here.apply_residual_connection_post_layernorm.is_off).because(
+            "no input is normalized there"
+        ),
     )
-    activation: Activation = option(
+    activation: Activation = of_model(
         "gelu",
         "MLP nonlinearity; gelu is the tanh form of GPT-2, gelu_exact the erf form, and the default where "
         "linear layers have no biases; in swiglu, geglu (tanh form, T5 1.1) and quick_geglu "
         "(x sigmoid(1.702 x)) half of the inner values gate the other half",
+        Role.NOT_OF_MAMBA,
         switches={
             "--swiglu": "swiglu",
             "--gated-linear-unit": "geglu",
@@ -84,65 +117,89 @@ class TransformerConfig(Section):
         yielding=("--no-bias-gelu-fusion",),
         implies={"--openai-gelu": ("bert_head_activation", "gelu")},
     )
-    glu_linear_offset: float = option(
-        0.0,
-        "added to the values that are gated; gpt-oss has 1",
-        needs="activation=swiglu,geglu,quick_geglu",
+    glu_linear_offset: float = of_model(
+        0.0, "added to the values that are gated; gpt-oss has 1", Role.VARIANT, needs=_GATED
     )
-    activation_func_clamp_value: PositiveFloat | None = option(
+    activation_func_clamp_value: PositiveFloat | None = of_model(
         None,
         "bounds the gates from above, and the gated values from both sides; gpt-oss has 7",
-        needs="activation=swiglu,geglu,quick_geglu",
+        Role.VARIANT,
+        needs=_GATED,
     )
-    add_bias_linear: bool = option(
-        True, "leave the biases out of linear layers", flag="--disable-bias-linear"
+    add_bias_linear: bool = of_model(
+        True,
+        "leave the biases out of linear layers",
+        Role.NOT_OF_MAMBA | Role.MEGATRON,
+        flag="--disable-bias-linear",
     )
-    add_qkv_bias: bool = option(
-        False, "give queries, keys and values biases, also where other linear layers have none"
+    add_qkv_bias: bool = of_model(
+        False,
+        "give queries, keys and values biases, also where other linear layers have none",
+        Role.NOT_OF_MAMBA | Role.MEGATRON,
+        resolved="qkv_bias",
     )
-    untie_embeddings_and_output_weights: bool = option(False, "give the output head a weight of its own")
-    hidden_dropout: Probability = option(0.1, "dropout on the residual branches and the embedding")
-    attention_dropout: Probability = option(0.1, "dropout on the attention probabilities")
-    init_method_std: PositiveFloat = option(0.02, "standard deviation of the initial weights")
-    vocab_size: PositiveInt | None = option(
-        None, "vocabulary entries before padding; default: the tokenizer's"
+    untie_embeddings_and_output_weights: bool = of_model(
+        False, "give the output head a weight of its own", Role.HEAD | Role.MEGATRON
     )
-    make_vocab_size_divisible_by: PositiveInt = option(
-        128, "pad the vocabulary to a multiple of this times the tensor-parallel size"
+    hidden_dropout: Probability = of_training(
+        0.1, "dropout on the residual branches and the embedding", Role.MEGATRON
     )
-    pad_vocab_size_to: PositiveInt | None = option(
+    attention_dropout: Probability = of_training(0.1, "dropout on the attention probabilities", Role.MEGATRON)
+    init_method_std: PositiveFloat = of_training(
+        0.02, "standard deviation of the initial weights", Role.MEGATRON
+    )
+    vocab_size: PositiveInt | None = of_training(
+        None, "vocabulary entries before padding; default: the tokenizer's", dim="v"
+    )
+    make_vocab_size_divisible_by: PositiveInt = of_training(
+        128, "pad the vocabulary to a multiple of this times the tensor-parallel size", Role.MEGATRON
+    )
+    pad_vocab_size_to: PositiveInt | None = of_training(
         None,
         "pad the vocabulary to so many rows; default: as --make-vocab-size-divisible-by says",
         aliases=("--padded-vocab-size",),
     )
-    extra_vocab_size: NonNegativeInt = option(
+    extra_vocab_size: NonNegativeInt = of_training(
         0, "entries of the vocabulary beyond those of the tokenizer or of --vocab-size"
     )
-    fp32_residual_connection: bool = option(False, "keep the residual stream in fp32")
-    apply_residual_connection_post_layernorm: bool = option(
-        False, "take the residual after the normalization instead of before"
+    fp32_residual_connection: bool = of_model(False, "keep the residual stream in fp32", Role.MEGATRON)
+    apply_residual_connection_post_layernorm: bool = of_model(
+        False, "take the residual after the normalization instead of before", Role.MEGATRON
     )
-    use_parallel_residual: bool = option(
+    use_parallel_residual: bool = of_model(
         False,
         "let the MLP read the input of attention instead of its result, and add both (GPT-NeoX, Falcon)",
-        needs="apply_residual_connection_post_layernorm=False",
+        Role.VARIANT,
+        needs=here.apply_residual_connection_post_layernorm.is_off,
     )
-    share_parallel_norm: bool = option(
+    share_parallel_norm: bool = of_model(
         False,
         "let attention and MLP read one norm where both read the same input (GPT-J, Cohere)",
-        needs=("use_parallel_residual", "norm_position=input: there are norms of outputs otherwise"),
+        Role.VARIANT,
+        needs=(
+            here.use_parallel_residual,
+            (here.norm_position == "input").because("there are norms of outputs otherwise"),
+        ),
     )
-    embedding_multiplier: PositiveFloat = option(
-        1.0, "factor of the words' embeddings, where they enter the layers; Gemma has sqrt(hidden size)"
+    embedding_multiplier: PositiveFloat = of_model(
+        1.0,
+        "factor of the words' embeddings, where they enter the layers; Gemma has sqrt(hidden size)",
+        Role.VARIANT,
     )
-    residual_multiplier: PositiveFloat = option(
-        1.0, "factor of what attention and MLP add to the residual (Granite)"
+    residual_multiplier: PositiveFloat = of_model(
+        1.0, "factor of what attention and MLP add to the residual (Granite)", Role.VARIANT
     )
-    logits_multiplier: PositiveFloat = option(1.0, "factor of the logits (Granite, Cohere)", needs=_LOGITS)
-    final_logit_softcapping: PositiveFloat | None = option(
+    logits_multiplier: PositiveFloat = of_model(
+        1.0, "factor of the logits (Granite, Cohere)", Role.VARIANT, needs=_LOGITS
+    )
+    final_logit_softcapping: PositiveFloat | None = of_model(
         None,
         "bound c of the logits, which become c tanh(logit / c) (Gemma 2)",
-        needs=(_LOGITS, "recompute.logits=False: the loss by blocks of the vocabulary has no such bound"),
+        Role.VARIANT,
+        needs=(
+            _LOGITS,
+            config.recompute.logits.is_off.because("the loss by blocks of the vocabulary has no such bound"),
+        ),
     )
 
     @model_validator(mode="before")

@@ -6,7 +6,10 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
+from megazero.config.condition import config, here, when
 from megazero.config.tree.option import Section, option
+
+_SCALED = when("fp16", config.precision.dtype == "fp16").because("its loss scale keeps gradients in range")
 
 
 class ZeroConfig(Section):
@@ -63,58 +66,58 @@ class ZeroConfig(Section):
         "stage 3: data x context ranks of one node, which hold a second partition of the parameters, so that "
         "backward gathers within the node (ZeRO++); 1 is off",
         flag="--zero-hpz-partition-size",
-        needs="stage=3",
+        needs=here.stage == 3,
     )
     quantized_weights: Literal["none", "int8", "int4", "fp8"] = option(
         "none",
         "codes in which weights of two or more dims are gathered (qwZ of ZeRO++); masters stay exact",
         flag="--zero-quantized-weights",
-        needs="stage=1,2,3",
+        needs=here.stage.among(1, 2, 3),
     )
     quantized_gradients: Literal["none", "int8", "int4", "fp8"] = option(
         "none",
         "codes in which gradients of such weights are sent, to be summed in fp32 (qgZ of ZeRO++)",
         flag="--zero-quantized-gradients",
-        needs="stage=1,2,3",
+        needs=here.stage.among(1, 2, 3),
     )
     quantization_block_size: PositiveInt = option(
         256,
         "consecutive elements that share a scale where weights or gradients travel as codes",
         flag="--zero-quantization-block-size",
         unit="elements",
-        needs="quantized_weights or quantized_gradients",
+        needs=here.quantized_weights | here.quantized_gradients,
     )
     quantization_rounding: Literal["nearest", "stochastic"] = option(
         "nearest",
         "how gradients are rounded to codes; stochastic has no bias, and twice the bound on the error",
         flag="--zero-quantization-rounding",
-        needs="quantized_gradients",
+        needs=here.quantized_gradients,
     )
     node_size: PositiveInt = option(
         1,
         "data x context ranks of one node: quantized gradients are first summed within it; 1 sums them in "
         "one exchange, unless `--zero-hpz-partition-size` says how many there are",
         flag="--zero-node-size",
-        needs="quantized_gradients",
+        needs=here.quantized_gradients,
     )
     grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
         "type of gradients on the wire between data-parallel ranks",
         switches={"--grad-reduce-in-bf16": "bf16"},
-        needs="fp16 => precision.dtype=fp16: its loss scale keeps gradients in range",
+        needs=_SCALED,
     )
     grad_accumulation_dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
         "type of gradient sums over the micro-batches",
         aliases=("--main-grads-dtype",),
         switches={"--accumulate-allreduce-grads-in-fp32": "fp32"},
-        needs="fp16 => precision.dtype=fp16: its loss scale keeps gradients in range",
+        needs=_SCALED,
     )
     main_params_dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
         "type of the optimizer's own copy of the weights",
         needs=(
-            "bf16 => precision.dtype=bf16",
-            "fp16 => precision.dtype=fp16",
+            when("bf16", config.precision.dtype == "bf16"),
+            when("fp16", config.precision.dtype == "fp16"),
         ),
     )

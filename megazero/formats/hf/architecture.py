@@ -163,36 +163,6 @@ PLAIN_HEADS = Limit(
 )
 _MOST_LAYERS = 10_000
 
-VARIANTS = (
-    "apply_layernorm_1p",
-    "norm_bias",
-    "norm_position",
-    "glu_linear_offset",
-    "activation_func_clamp_value",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "logits_multiplier",
-    "final_logit_softcapping",
-    "window_rotary_base",
-    "softmax_type",
-    "softmax_scale",
-    "attn_logit_softcapping",
-    "qk_layernorm",
-    "attention_output_gate",
-    "multi_latent_attention",
-    "mtp_num_layers",
-    "is_hybrid_model",
-    "heterogeneous_layers_config_encoded_json",
-    "use_parallel_residual",
-    "share_parallel_norm",
-    "rotary_interleaved",
-    "no_rope_freq",
-    "moe_router_bias",
-    "moe_n_hash_layers",
-    "sparse_attention",
-)
-"""Settings of the variants of layers; an architecture has their defaults if its tables do not name them."""
-
 # Fields that change what a model computes in ways that nothing here supports, unless null, false or empty.
 NEVER = (
     "quantization_config",

@@ -12,12 +12,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from megazero.config.derive import FREE_MODEL_FIELDS, model_differences
+from megazero.config.fields import names_with
 from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.roles import Role
 from megazero.errors import CheckpointError
 from megazero.formats.hf.architecture import (
     GENERATING,
     NEVER,
-    VARIANTS,
     Architecture,
     FieldPair,
     Json,
@@ -34,14 +35,6 @@ _LARGEST_JSON = 100 << 20
 _FREE = FREE_MODEL_FIELDS | {
     *("max_position_embeddings", "fp32_residual_connection", "apply_wd_to_qk_layernorm")
 }
-
-# What says nothing of a model whose layers are all Mamba-2.
-_OF_OTHER_LAYERS = frozenset(
-    {
-        *("num_attention_heads", "num_query_groups", "kv_channels", "activation"),
-        *("add_bias_linear", "add_qkv_bias"),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -303,7 +296,7 @@ def objections(architecture: Architecture, model: ModelConfig) -> list[str]:
     ]
     allowed += [
         (field, [ModelConfig.model_fields[field].default])
-        for field in VARIANTS
+        for field in names_with(Role.VARIANT)
         if field not in architecture.named
     ]
     reasons = [
@@ -361,7 +354,7 @@ def unlike(
     if not (_has_dense_mlps(theirs) or _has_dense_mlps(ours)):
         left_out |= {"ffn_hidden_size"}
     if not (theirs.layers_of("*-E") or ours.layers_of("*-E")):
-        left_out |= _OF_OTHER_LAYERS
+        left_out |= {*names_with(Role.NOT_OF_MAMBA)}
     fields = [field for field in ModelConfig.model_fields if field not in left_out]
     if theirs.position_embedding_type == "learned_absolute":
         fields.append("max_position_embeddings")

@@ -73,7 +73,7 @@ def arguments_of(
     return arguments
 
 
-_BERT = ("family", "bert_binary_head", "bert_token_types", "bert_head_activation")
+_BERT = ("family", *(name for name in ModelConfig.model_fields if name.startswith("bert_")))
 
 
 def _alone(value: tuple[int, ...] | None) -> Any:

@@ -15,17 +15,16 @@ from typing import Any
 from torch import Tensor
 
 from megazero.checkpoint.naming import TensorRule
+from megazero.config.fields import names_with
 from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.roles import Role
 from megazero.formats.hf.state_space import mixer
 from megazero.formats.megatron.latent import UNSET
 from megazero.formats.megatron.weights import Weights
 
 _SAID = ("hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio")
-_SIZES = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
-_IGNORED = (
-    *("multi_latent_attention", "qk_layernorm", "use_rope_scaling", "rotary_seq_len_interpolation_factor"),
-    "rotary_interleaved",
-)
+_SIZES = names_with(Role.MAMBA)
+_IGNORED = names_with(Role.HYBRIDS_IGNORE)
 _EPSILON = 1e-5
 """What the norms in Core's mixers have, whatever the others have."""
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from megazero.config.fields import names_with
 from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.roles import Role
 
 UNSET = (None, False, "", ())
 """The values of an argument that was not given."""
 
-_SAME = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_SAME = names_with(Role.LATENT)
 # Ours -> what Megatron-Core calls it in its configuration, where Megatron-LM has no argument.
 _YARN = (
     ("yarn_original_max_position_embeddings", "original_max_position_embeddings"),

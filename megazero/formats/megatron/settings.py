@@ -9,7 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megazero.config.fields import names_with
 from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.roles import Role
 from megazero.errors import CheckpointError
 from megazero.formats.megatron.hybrid import hybrid_settings
 from megazero.formats.megatron.latent import UNSET, latent_settings
@@ -32,28 +34,11 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("mtp_hybrid_override_pattern", UNSET, "further tokens predicted by a hybrid"),
     ("heterogeneous_layers_config_path", UNSET, "layers of different shapes"),
 )
-_SAME_NAME = (
-    *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"),
-    *("ffn_hidden_size", "kv_channels", "hidden_dropout", "attention_dropout", "init_method_std"),
-    *("make_vocab_size_divisible_by", "fp32_residual_connection", "add_bias_linear", "add_qkv_bias"),
-    *("embed_layernorm", "apply_residual_connection_post_layernorm", "untie_embeddings_and_output_weights"),
-    *("apply_layernorm_1p", "softmax_scale", "qk_layernorm", "apply_wd_to_qk_layernorm"),
-    *("mtp_num_layers", "mtp_loss_scaling_factor"),
-)
 # Settings that Megatron before Core has not, or has under other names.
-_OF_CORE = (
-    *("softmax_scale", "qk_layernorm", "quick_geglu", "multi_latent_attention", "mtp_num_layers"),
-    *("rotary_interleaved", "no_rope_freq"),
-)
+_OF_CORE = (*names_with(Role.MEGATRON_CORE), "quick_geglu")
 # Of a gated activation: what is added to the gated values, and what bounds them.
 GATED = ("glu_linear_offset", "activation_func_clamp_value")
-EXPERTS = (
-    *("num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"),
-    *("moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk", "moe_z_loss_coeff"),
-    *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
-    *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_input_jitter_eps"),
-    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_expert_capacity_factor"),
-)
+EXPERTS = names_with(Role.MEGATRON | Role.EXPERTS)
 _POSITIONS = MappingProxyType(
     {
         "learned_absolute": "learned_absolute",
@@ -67,10 +52,8 @@ _POSITIONS = MappingProxyType(
     }
 )
 _SCALING = ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor")
-_YARN = (
-    *("rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
-    *("yarn_correction_range_round_to_int", "mscale", "mscale_all_dim"),
-)
+_YARN = names_with(Role.YARN)
+_SAME_NAME = tuple(name for name in names_with(Role.MEGATRON) if name not in EXPERTS)
 COPIED = (*_SAME_NAME, *_SCALING, *_YARN)
 """The settings that both sides call alike, but for those about experts."""
 

@@ -11,6 +11,7 @@ import torch
 from megazero.config.fields import FIELDS
 from megazero.config.rules.rule import display_name, value_at
 from megazero.config.tree.config import Config
+from megazero.config.tree.roles import Role
 from megazero.data.blended import SampleDataset
 from megazero.data_efficiency.analyzed import AnalyzedDataset
 from megazero.ops import cuda, native
@@ -19,36 +20,8 @@ from megazero.train.parts.vocabulary import Vocabulary
 from megazero.train.step.state import TrainState
 from megazero.version import VERSION
 
-MAY_DIFFER = frozenset(
-    {
-        # Files whose content is compared instead.
-        "data.data_path",
-        "data.train_data_path",
-        "data.valid_data_path",
-        "data.test_data_path",
-        "finetune.train_data",
-        "finetune.valid_data",
-        "finetune.test_data",
-        "tokenizer.vocab_file",
-        "tokenizer.merge_file",
-        "tokenizer.tokenizer_model",
-        # Where a machine keeps things of its own, and what only one rank looks at.
-        "data.data_cache_path",
-        "data.num_workers",
-        "finetune.predictions",
-        "logging.csv_dir",
-        "logging.metrics_jsonl",
-        "logging.tensorboard_dir",
-        "logging.tensorboard_log_interval",
-        "logging.tensorboard_queue_size",
-        "logging.wandb_entity",
-        "logging.wandb_exp_name",
-        "logging.wandb_group",
-        "logging.wandb_project",
-        "logging.wandb_save_dir",
-    }
-)
-"""Settings in which ranks may differ: they have no part in what is trained."""
+MAY_DIFFER = frozenset(spec.path for spec in FIELDS if spec.roles & (Role.LOCAL | Role.FILE))
+"""Settings in which ranks may differ: they have no part in what is trained, or what they name is compared."""
 
 
 def settings_and_code(config: Config, speaks_for_node: bool = True) -> dict[str, str | None]:

@@ -10,13 +10,13 @@ from typing import Any
 from megazero.checkpoint.part import Part, Source, misfits
 from megazero.checkpoint.upcycling import dense_model
 from megazero.config.derive import FREE_MODEL_FIELDS, model_differences
-from megazero.config.latent import LatentConfig
+from megazero.config.fields import SECTIONS, names_with
 from megazero.config.rules.table import check
 from megazero.config.training_plan import TrainingPlan, training_plan_of
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.parallel import ParallelConfig
-from megazero.config.tree.rotary import RotaryConfig
+from megazero.config.tree.roles import Role
 from megazero.config.tree.sparse import SPARSE_FIELDS
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.data.blended import SampleDataset
@@ -28,15 +28,11 @@ from megazero.mpu.messages import broadcast_value
 from megazero.train.resume.saved import Checkpoint, DataFacts, RunFacts, SavedConfig, SavedModel
 from megazero.train.resume.scheduled import on_schedule, with_batch
 
-ROTARY_FIELDS = frozenset(RotaryConfig.model_fields) - frozenset(LatentConfig.model_fields) - {
-    "rotary_percent"
-} | {"position_embedding_type", "rope_type", "max_position_embeddings"}
+ROTARY_FIELDS = frozenset(names_with(Role.ROTARY))
 """Settings that may change besides with --extend-context: how fast the channels of a head turn, how far."""
-OF_THE_HEAD = frozenset({"num_classes", "untie_embeddings_and_output_weights", "bert_head_activation"})
+OF_THE_HEAD = frozenset(names_with(Role.HEAD))
 """Settings of the head that pretraining had and a classifier has not."""
 
-# Changes in these sections do not affect the training, so they are not reported.
-_SILENT_SECTIONS = ("checkpoint", "logging", "profiling")
 _SHOWN = 10
 
 
@@ -150,7 +146,7 @@ def _differences(saved: SavedConfig, now: SavedConfig) -> list[tuple[str, object
     """(setting, saved value, value now) for every setting that differs and matters to the training."""
     differences = []
     for section in sorted({*saved, *now}):
-        if section in _SILENT_SECTIONS:
+        if section in SECTIONS and Role.QUIET in SECTIONS[section].roles:
             continue
         before, after = saved.get(section) or {}, now.get(section) or {}
         differences += [

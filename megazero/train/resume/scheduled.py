@@ -12,14 +12,14 @@ from pathlib import Path
 
 from megazero.checkpoint.manifest import STATE
 from megazero.config.difficulties import Difficulties
-from megazero.config.fields import FIELD_BY_PATH
+from megazero.config.fields import FIELD_BY_PATH, names_with
 from megazero.config.steps import Step
 from megazero.config.training_plan import LrLengths, TrainingPlan, training_plan_of
 from megazero.config.tree.config import Config
 from megazero.config.tree.curriculum import CurriculumConfig
 from megazero.config.tree.data_sampling import DataSamplingConfig
 from megazero.config.tree.distillation import DistillationConfig
-from megazero.config.tree.schedule import ScheduleConfig
+from megazero.config.tree.roles import Role
 from megazero.config.tree.skipping import SkippingConfig
 from megazero.config.tree.training import BatchConfig
 from megazero.errors import CheckpointError, ConfigError
@@ -84,7 +84,7 @@ def on_schedule(
             f"`{folder}` must go on with its schedule, but this run has another one "
             f"({'; '.join(others if keeps else rates + others)}); {_ways_out(differing, before.lr, others)}"
         )
-    own = {name: getattr(saved.optimizer, name) for name in ScheduleConfig.model_fields}
+    own = {name: getattr(saved.optimizer, name) for name in names_with(Role.SCHEDULE, "optimizer")}
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update=own)})
     remark = "; ".join(f"{name} {was}, not {is_now}" for name, (was, is_now) in differing.items())
     return config, replace(plan, lr=before.lr), [f"the checkpoint's schedule goes on ({_KEEP}): {remark}"]

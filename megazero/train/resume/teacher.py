@@ -7,7 +7,6 @@ any checkpoint. It is never trained or saved, and ZeRO does not shard it: every 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MappingProxyType
 
 from megazero.config.derive import PipelineShape
 from megazero.config.rules.table import check
@@ -24,14 +23,8 @@ from megazero.train.resume.saved import Checkpoint, SavedModel
 from megazero.train.resume.trained import load_chunks
 from megazero.train.step.distillation import Teacher
 
-_CHECKED = MappingProxyType(
-    {
-        "num_layers": "num_layers_teacher",
-        "hidden_size": "hidden_size_teacher",
-        "num_attention_heads": "num_attention_heads_teacher",
-        "num_experts": "num_experts_teacher",
-    }
-)
+_ASKED = "_teacher"
+"""What a setting of the model ends in that the teacher's is checked by."""
 
 
 def load_teacher(
@@ -82,8 +75,11 @@ def _unfit(config: Config, model: ModelConfig, saved: SavedModel, vocabulary: Vo
     if model.num_classes is not None or model.family != config.model.family:
         kind = "a classifier" if model.num_classes is not None else f"family {model.family}"
         wrong.append(f"{kind} (the student is a {config.model.family} for pretraining)")
-    for name, setting in _CHECKED.items():
-        asked, actual = getattr(config.distillation, setting), getattr(model, name)
+    for setting, asked in config.distillation:
+        name = setting.removesuffix(_ASKED)
+        if name == setting or name not in ModelConfig.model_fields:
+            continue
+        actual = getattr(model, name)
         if asked not in (None, (), actual):
             wrong.append(f"{name} {_shown(actual)} (asked for: {_shown(asked)})")
     return wrong

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from megazero.config.condition import Condition, Need
+from megazero.config.condition import Condition, Need, config, here, when
 from megazero.config.derive import EXPERT_FIELDS
-from megazero.config.fields import FIELD_BY_PATH, NEEDS, SECTIONS, Kind, needs_of
+from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, Kind, check_needs, paths, section_fields
 from megazero.config.rules.needs import unmet_needs
 from megazero.config.rules.rule import Rule, display_name
 from megazero.config.rules.sound import Unsound, sound_part
@@ -35,12 +35,7 @@ _VALUES: Mapping[Kind, tuple[Any, ...]] = MappingProxyType(
     }
 )
 
-_ROWS = [
-    (f"{section}.{name}", need)
-    for section, needs in NEEDS.items()
-    for name, several in needs.items()
-    for need in several
-]
+_ROWS = [(spec.path, need) for spec in FIELDS for need in spec.needs]
 
 
 def _candidates(path: str) -> Iterator[Any]:
@@ -62,11 +57,11 @@ def _value(condition: Condition, holds: bool) -> Any:
     return next(value for value in _candidates(condition.path) if condition.holds(value) is holds)
 
 
-def _given(path: str, of: tuple[str, ...]) -> dict[str, Any]:
+def _given(path: str, of: tuple[Any, ...]) -> dict[str, Any]:
     """The setting, with a value that has the need, where it counts."""
     spec = FIELD_BY_PATH[path]
     idle = spec.section == "model" and spec.name in EXPERT_FIELDS
-    value = next(value for value in _candidates(path) if (str(value) in of if of else value != spec.default))
+    value = next(value for value in _candidates(path) if (value in of if of else value != spec.default))
     return {**(EXPERTS if idle else {}), path: value}
 
 
@@ -143,22 +138,39 @@ def test_no_rule_shows_a_field_that_is_broken(rule: Rule) -> None:
 
 
 _IMPOSSIBLE = {
-    "model.num_experts=none": "`model.num_experts` can have, but are none",
-    "model.num_expert": "must be about a field of the tree, but name `model.num_expert`",
-    "zero.stage=1,4": "`zero.stage` can have, but are 4",
-    "checkpoint.finetune=true": "`checkpoint.finetune` can have, but are true",
-    "optimizer.lr=1": "`optimizer.lr` can have, but are 1",
-    "batch.micro_batch_size=None": "but are None",
-    "y => model.num_experts": "`training.train_iters` can have, but are y",
+    "`model.num_experts` can have, but are 'none'": config.model.num_experts == "none",
+    "must be about a field of the tree, but name `model.num_expert`": config.model.num_expert,
+    "`zero.stage` can have, but are 4": config.zero.stage.among(1, 4),
+    "`checkpoint.finetune` can have, but are 1": config.checkpoint.finetune == 1,
+    "`optimizer.lr` can have, but are 1": config.optimizer.lr == 1,
+    "`batch.micro_batch_size` can have, but are None": config.batch.micro_batch_size.is_none,
+    "`training.train_iters` can have, but are 'y'": when("y", config.model.num_experts),
+    "must be about a field of the tree, but name `training.seeds`": here.seeds.is_off,
 }
 
 
 def test_a_condition_that_no_run_can_meet_is_refused_where_it_is_declared() -> None:
     """`model.num_experts=none` was once taken, and refused every run that gave the option."""
-    for text, message in _IMPOSSIBLE.items():
+    for message, need in _IMPOSSIBLE.items():
 
         class Planted(Section):
-            train_iters: int | None = option(None, "planted", needs=text)
+            train_iters: int | None = option(None, "planted", needs=need)
 
+        (spec,) = section_fields("training", Planted)
         with pytest.raises(ValueError, match=message):
-            needs_of("training", Planted, "train_iters")
+            check_needs(spec.path, spec.needs)
+
+
+def test_conditions_are_joined_by_a_bar_alone() -> None:
+    need = (here.save | (here.load_hf == "a")).because("the reason").within("checkpoint")
+    assert need == Need((Condition("checkpoint.save"), Condition("checkpoint.load_hf", ("a",))), "the reason")
+    for misuse in (lambda: here.save or here.load, lambda: here.save != "a", lambda: not here.save):
+        with pytest.raises(TypeError, match="joined by `|`"):
+            misuse()
+
+
+def test_a_path_that_is_misspelled_is_no_attribute() -> None:
+    assert paths.model.num_layers == "model.num_layers"
+    for misspelled in (lambda: paths.model.num_layer, lambda: paths.models):
+        with pytest.raises(AttributeError):
+            misspelled()
