@@ -26,7 +26,7 @@ pytestmark = pytest.mark.fast
 
 FEW = 3
 # Tables whose rows pair a name of others with one of ours, and the tree itself.
-PAIRING = ("megazero.formats.hf.", "megazero.config.compat.", "megazero.config.deepspeed.rows.")
+PAIRING = ("megazero.formats.hf.", "megazero.config.compat.", "megazero.config.deepspeed.sections.")
 TREE = ("megazero.config.tree.", "megazero.deepspeed.")  # with DeepSpeed's names, some of which are ours, too
 NO_PAIRS = ("megazero.formats.hf.architecture", "megazero.formats.hf.config_json")
 
