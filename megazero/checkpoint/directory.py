@@ -157,7 +157,8 @@ class DirectoryInParts(Directory):
         pieces: list[list[Piece]] = [[] for _ in wanted]
         missing = {number: one.box.numel for number, one in enumerate(wanted) if one.box.numel}
         for part in self._nearest_first([wanted[number].key for number in missing]):
-            here = [number for number in missing if self._may_hold(part, wanted[number].key)]
+            writers = {number: self._listed[wanted[number].key].writers for number in missing}
+            here = [number for number, runs in writers.items() if any(part in range(*run) for run in runs)]
             tensors = {tensor.key: tensor for tensor in self.part(part).tensors} if here else {}
             for number in here:
                 if (tensor := tensors.get(wanted[number].key)) is None:
@@ -222,9 +223,6 @@ class DirectoryInParts(Directory):
         number = number_of(name)
         assert number is not None, "names of files in parts are checked when these are read"
         return self.part(number)
-
-    def _may_hold(self, part: int, key: Key) -> bool:
-        return any(part in range(*run) for run in self._listed[key].writers)
 
     def _nearest_first(self, keys: Iterable[Key]) -> Iterator[int]:
         """Numbers of parts, from those on that most likely hold these tensors.

@@ -36,7 +36,7 @@ from megazero.checkpoint.manifest import (
     read_manifest,
 )
 from megazero.checkpoint.part import Key, Part, Source
-from megazero.checkpoint.safetensors_header import DTYPES, Entry
+from megazero.checkpoint.safetensors_header import DTYPES
 from megazero.checkpoint.tensor_file import TensorFile, memory_of, read_bytes
 from megazero.errors import DamagedCheckpointError
 
@@ -136,7 +136,7 @@ class CheckpointReader:
                 copies[piece.file].append(_Copy(part, piece, box))
         for name in sorted(copies):
             with self._reading(name) as file:
-                runs = [run for copy in copies[name] for run in _runs(file.entries[_entry_name(copy)], copy)]
+                runs = [run for copy in copies[name] for run in _runs(file, copy)]
                 file.read_spans((run.start, memory_of(run.target)) for run in runs if run.is_direct)
                 for batch in _batches(run for run in runs if not run.is_direct):
                     staged = [torch.empty(run.count, dtype=run.dtype) for run in batch]
@@ -259,9 +259,11 @@ class _FileSpan:
         return alike and target.is_cpu and target.is_contiguous()
 
 
-def _runs(entry: Entry, copy: _Copy) -> Iterator[_FileSpan]:
+def _runs(file: TensorFile, copy: _Copy) -> Iterator[_FileSpan]:
     """The spans to read for a copy, each of at most `_STAGED` bytes."""
-    size, strides = entry.dtype.itemsize, _strides(copy.piece.shape)
+    entry = file.entries[piece_name(copy.part.key, copy.part.shape, copy.piece.box)]
+    size, shape = entry.dtype.itemsize, copy.piece.shape
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))  # of contiguous memory
     for box in _chunks(copy.box, strides, _STAGED // size):
         inside = (o - p for o, p in zip(box.offset, copy.piece.offset, strict=True))
         first = sum(o * stride for o, stride in zip(inside, strides, strict=True))
@@ -285,10 +287,6 @@ def _batches(runs: Iterable[_FileSpan]) -> Iterator[list[_FileSpan]]:
         yield batch
 
 
-def _entry_name(copy: _Copy) -> str:
-    return piece_name(copy.part.key, copy.part.shape, copy.piece.box)
-
-
 def _chunks(box: Box, strides: tuple[int, ...], limit: int) -> Iterator[Box]:
     """The box, cut along its first dims so that each piece spans at most `limit` elements of such memory."""
     span = 1 + sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True))
@@ -302,8 +300,3 @@ def _chunks(box: Box, strides: tuple[int, ...], limit: int) -> Iterator[Box]:
         offset[dim] += start
         shape[dim] = min(rows, shape[dim] - start)
         yield from _chunks(Box(tuple(offset), tuple(shape)), strides, limit)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of contiguous memory, in elements."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

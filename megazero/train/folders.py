@@ -52,7 +52,8 @@ def _checkpoint(path: str, step: int | None, given: Mapping[str, Any]) -> Stated
     """Read what the newest intact checkpoint says; None if there is none."""
     from megazero.checkpoint.folder import Candidates, candidates
     from megazero.checkpoint.locate import is_checkpoint
-    from megazero.train.resume.saved import PRETRAINING, model_said
+    from megazero.train.resume.facts import PRETRAINING
+    from megazero.train.resume.saved import model_said
 
     whole = Path(path)
     single = step is None and whole.is_dir() and is_checkpoint(whole)

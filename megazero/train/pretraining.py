@@ -19,9 +19,9 @@ from megazero.train.parts.chunks import DTYPES
 from megazero.train.parts.feeds import build_feeds
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
 from megazero.train.process import in_job
+from megazero.train.resume.facts import DataFacts
 from megazero.train.resume.fit import compare_data, data_record
 from megazero.train.resume.resume import Resumed
-from megazero.train.resume.saved import DataFacts
 from megazero.train.resume.weights import origin_of, take_foreign_weights
 from megazero.train.step.engine import Engine
 from megazero.train.step.feed import Feeds

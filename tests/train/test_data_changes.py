@@ -19,8 +19,8 @@ from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.pretraining import pretrain, pretrain_on
+from megazero.train.resume.facts import DataFacts
 from megazero.train.resume.fit import compare_data
-from megazero.train.resume.saved import DataFacts
 from megazero.train.step.engine import Engine
 from tests.checkpoint.forged import edit, reseal
 

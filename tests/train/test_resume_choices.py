@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -27,9 +28,10 @@ from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.launch import Launch
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.resume import saved as module
+from megazero.train.resume.facts import PRETRAINING
 from megazero.train.resume.fit import check_model
 from megazero.train.resume.resume import Resumed, resume
-from megazero.train.resume.saved import PRETRAINING, SavedModel
+from megazero.train.resume.saved import SavedModel
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.resume.trained import load_for_inference
 from megazero.train.step.engine import Engine
@@ -129,6 +131,34 @@ def test_everything_is_taken_over(run):
     assert found.engine.optimizer.updates == STEPS
     assert same(values(found.engine), run.values)
     assert found.remarks == (f"loaded {iteration_folder(run.folder, STEPS)}",)
+
+
+def test_each_file_of_a_checkpoint_is_opened_once(run, monkeypatch):
+    """The look for a healthy one reads `state.json`, and opening the checkpoint does not repeat it."""
+    config, folder, real = config_of(run.folder), iteration_folder(run.folder, STEPS), os.open
+    opened: list[str] = []
+
+    def note(path, *args, **options):
+        opened.append(str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", note)
+    assert again(config).state.iteration == STEPS
+    names = [Path(path).name for path in opened if Path(path).parent == folder]
+    assert sorted(names) == sorted(path.name for path in folder.iterdir())
+
+
+def test_facts_that_were_replaced_since_the_look_are_read_again(run, monkeypatch):
+    """Another job may have saved the same iteration anew in between."""
+    real = module.candidates
+
+    def look(*args):
+        listed = real(*args)
+        edit(run.state, saying(5, "stream_seed"))
+        return listed
+
+    monkeypatch.setattr(module, "candidates", look)
+    assert again(config_of(run.folder)).stream_seed == 5
 
 
 def test_finetune_takes_weights_alone(run):

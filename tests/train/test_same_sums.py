@@ -13,9 +13,9 @@ from megazero.config.tree.parallel import ParallelConfig
 from megazero.mpu.context import thread_context
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.resume import resume as module
+from megazero.train.resume.facts import RunFacts
 from megazero.train.resume.fit import changed_sums
 from megazero.train.resume.resume import resume
-from megazero.train.resume.saved import RunFacts
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.state import TrainState
 from megazero.verify.record import verification_engine

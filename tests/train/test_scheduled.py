@@ -18,7 +18,7 @@ from megazero.config.training_plan import TrainingPlan, training_plan_of
 from megazero.config.tree.config import Config
 from megazero.errors import CheckpointError
 from megazero.optim.schedule import UpdateSchedule
-from megazero.train.resume.saved import RunFacts
+from megazero.train.resume.facts import RunFacts
 from megazero.train.resume.scheduled import on_schedule
 from megazero.train.step.state import TrainState
 from tests.config.samples import make_config

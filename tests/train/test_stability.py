@@ -15,7 +15,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.launch import Launch
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.pretraining import pretrain, pretrain_on
-from megazero.train.resume.saved import StateFacts
+from megazero.train.resume.facts import StateFacts
 from megazero.train.step.stability import Spread, Stability
 from megazero.train.step.state import TrainState
 

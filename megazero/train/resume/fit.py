@@ -25,7 +25,8 @@ from megazero.errors import CheckpointError, ConfigError, DataError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.grid import AXES
 from megazero.mpu.messages import broadcast_value
-from megazero.train.resume.saved import Checkpoint, DataFacts, RunFacts, SavedConfig, SavedModel
+from megazero.train.resume.facts import DataFacts, RunFacts, SavedConfig
+from megazero.train.resume.saved import Checkpoint, SavedModel
 from megazero.train.resume.scheduled import on_schedule, with_batch
 
 ROTARY_FIELDS = frozenset(names_with(Role.ROTARY))

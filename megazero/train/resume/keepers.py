@@ -27,8 +27,8 @@ from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import gather_values
 from megazero.optim.loss_scaler import ScalerState
+from megazero.train.resume.facts import RunFacts
 from megazero.train.resume.fit import check_tensors
-from megazero.train.resume.saved import RunFacts
 from megazero.train.step.engine import Engine
 from megazero.zero.delayed import IN_USE
 from megazero.zero.optimizer import Optimizer

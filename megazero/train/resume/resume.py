@@ -14,9 +14,10 @@ from megazero.config.tree.config import Config
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.transports import transports
+from megazero.train.resume.facts import DataFacts
 from megazero.train.resume.fit import changed_sums, fit
 from megazero.train.resume.keepers import load_state
-from megazero.train.resume.saved import Checkpoint, DataFacts, candidates_of
+from megazero.train.resume.saved import Checkpoint, candidates_of
 from megazero.train.step.engine import Engine
 from megazero.train.step.state import TrainState
 

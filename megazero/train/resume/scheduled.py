@@ -24,7 +24,8 @@ from megazero.config.tree.skipping import SkippingConfig
 from megazero.config.tree.training import BatchConfig
 from megazero.errors import CheckpointError, ConfigError
 from megazero.optim.schedule import UpdateSchedule
-from megazero.train.resume.saved import RunFacts, SavedModel
+from megazero.train.resume.facts import RunFacts
+from megazero.train.resume.saved import SavedModel
 
 # (the number at which it begins, value) for each value of a schedule, in order.
 _Pieces = Sequence[tuple[int, object]]

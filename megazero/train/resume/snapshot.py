@@ -22,8 +22,8 @@ from megazero.errors import NumericsError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import first_value
 from megazero.mpu.transports import transports
+from megazero.train.resume.facts import PRETRAINING
 from megazero.train.resume.keepers import ALL, Share, keepers_of
-from megazero.train.resume.saved import PRETRAINING
 from megazero.train.step.engine import Engine
 from megazero.train.step.state import TrainState
 from megazero.version import VERSION

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from megazero.checkpoint.folder import candidates
-from megazero.checkpoint.part import Part
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.saver import together
 from megazero.checkpoint.shards import parts_of_parameters
@@ -123,13 +121,13 @@ def load_chunks(
     parts = parts_of_parameters((p for c in chunks.values() for p in c.parameters()), context)
     loads = RouterLoads([r for c in chunks.values() for r in c.routers()], config.model, context)
     parts += Routers(loads.state(), context).taken(reader)
-    together(context, partial(_read, reader, parts), f"load {reader.folder}")
+
+    def read() -> None:
+        check_tensors(reader, parts, reader.folder)
+        reader.read(parts)
+
+    together(context, read, f"load {reader.folder}")
     return chunks
-
-
-def _read(reader: CheckpointReader, parts: list[Part]) -> None:
-    check_tensors(reader, parts, reader.folder)
-    reader.read(parts)
 
 
 def _config_of(saved: SavedModel, launch: Launch, sizes: Sizes, folder: str, verb: str) -> Config:

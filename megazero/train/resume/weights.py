@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from megazero.checkpoint.saver import together
 from megazero.checkpoint.shards import parts_to_read, state_keys
 from megazero.checkpoint.upcycling import Upcycled, dense_model, router_names
 from megazero.config.tree.config import Config
-from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.sparse import SPARSE_FIELDS
 from megazero.formats.hf.config_json import Description
 from megazero.formats.hf.reader import HFReader
@@ -38,22 +36,20 @@ def take_foreign_weights(
     Raises:
         CheckpointError: on every rank: it is another model, or cannot be read.
     """
-    path = config.checkpoint.load_hf
+    path, begins, model = config.checkpoint.load_hf, config.checkpoint.moe_use_upcycling, config.model
     if path is None:
         return ()
-    if config.checkpoint.moe_use_upcycling:
-        upcycled = partial(_upcycled, path, config.model, vocab_size)
-        take_weights(engine, context, path, upcycled, own=router_names(config.model), spare=())
-        return (f"began experts from the dense model {path}",)
-    remarks = [f"took the weights from {path}"]
+    remarks = [f"began experts from the dense model {path}" if begins else f"took the weights from {path}"]
 
     @contextmanager
     def opened() -> Iterator[Source]:
-        with HFReader.for_model(path, config.model, vocab_size, SPARSE_FIELDS) as reader:
-            remarks.extend(reader.remarks)
-            yield reader
+        theirs = dense_model(model) if begins else model
+        with HFReader.for_model(path, theirs, vocab_size, SPARSE_FIELDS) as reader:
+            remarks.extend(() if begins else reader.remarks)
+            yield Upcycled(reader, model) if begins else reader
 
-    take_weights(engine, context, path, opened)
+    own, spare = (router_names(model), ()) if begins else ((), None)
+    take_weights(engine, context, path, opened, own=own, spare=spare)
     return tuple(remarks)
 
 
@@ -63,12 +59,6 @@ def origin_of(path: str | None) -> dict[str, Any] | None:
         return None
     description = Description.read(Path(path))
     return {"architecture": description.architecture.name, "dtype": description.dtype}
-
-
-@contextmanager
-def _upcycled(path: str, model: ModelConfig, vocab_size: int) -> Iterator[Source]:
-    with HFReader.for_model(path, dense_model(model), vocab_size, SPARSE_FIELDS) as reader:
-        yield Upcycled(reader, model)
 
 
 def take_weights(
