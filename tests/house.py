@@ -115,11 +115,14 @@ def annex_violations(source: Source) -> Iterator[str]:
 
 
 def write() -> None:
-    """Write the figures of the rooms, and the budget if it may be lowered."""
+    """Write the figures of the core's rooms, and the budgets that may be lowered; a budget of 0 is a new one."""
     counts = lines_by_room()
 
     def counted(row: re.Match[str]) -> str:
-        return row[0].replace(f"| {row['lines']} |", f"| {counts[row['room']]:,} |", 1)
+        lines = counts[row["room"]]
+        if row["sockets"]:  # an annex, whose figure is a budget
+            lines = min(-(-lines // 10) * 10, number(row["lines"]) or lines)
+        return row[0].replace(f"| {row['lines']} |", f"| {lines:,} |", 1)
 
     text = ROW.sub(counted, PAGE.read_text(encoding="utf-8"))
     least = -(-core_lines() // 100) * 100
