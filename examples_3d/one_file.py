@@ -221,7 +221,7 @@ def program_of(run: Run, micro_batches: int) -> Program:
 
 # 6. Update (megazero/optim). The rule is arithmetic on flat pieces of fp32 weights and knows of no ranks, so
 # it need not know how they are sharded. Learning rate and weight decay are pure functions of the progress.
-# Twenty more rules, from LAMB to Muon, are in optim/; loss scales for fp16 in optim/loss_scaler.py.
+# More rules, from LAMB to Muon, are in optim/, loss scales for fp16 in optim/loss_scaler.py.
 
 
 def rates_of(run: Run) -> LearningRate:

@@ -30,7 +30,7 @@ from types import FrameType
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_STAYS, MOST_RETURNS = 30, 8
+MOST_STAYS, MOST_RETURNS = 27, 6
 FLAGS = (
     "--config examples_3d/gpt_tiny_cpu.yaml --num-layers 2 --hidden-size 32 --num-attention-heads 2 "
     "--seq-length 32 --train-iters 4 --lr-warmup-iters 1 --eval-iters 1 --eval-interval 2 --log-interval 1 "

@@ -17,7 +17,7 @@ from megazero.train.observe.incidents import FailureLog, IncidentLog
 from megazero.train.observe.meters import Meters, StepFacts
 from megazero.train.observe.metrics import StepMetrics
 from megazero.train.observe.monitors.base import Monitor
-from megazero.train.resume.rollback import restore_last
+from megazero.train.resume.load import restore_last
 from megazero.train.resume.saving import Saving
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.concern import CONTINUE, Concern, Moment, SharedConcern, Strength, Together, Verdict

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -88,6 +89,16 @@ def test_a_training_by_hand_is_the_run_that_the_configuration_makes(ranks, layou
     assert losses == losses_of(tmp_path / "run.jsonl")
     assert all(other == losses for other in others)
     check_same(run, tmp_path / "by_hand", tmp_path / "run")
+
+
+def test_the_tour_shows_its_lines_and_it_stays_short():
+    source = (ROOT / "examples_3d/one_file.py").read_text()
+    lines = [line.strip() for line in source.splitlines()]
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tour.md").read_text(), re.DOTALL)
+    shown = [line.strip() for block in blocks for line in block.splitlines()]
+    assert len(shown) > 5
+    assert [line for line in shown if line not in lines] == []
+    assert len(lines) <= 400
 
 
 @pytest.mark.slow

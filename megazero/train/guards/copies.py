@@ -7,7 +7,7 @@ from collections.abc import Callable
 from megazero.config.tree.guards import GuardsConfig
 from megazero.errors import NumericsError
 from megazero.train.observe.incidents import Action, Incident, IncidentLog
-from megazero.train.resume.rollback import Restore
+from megazero.train.resume.load import Restore
 from megazero.train.step.concern import CONTINUE, Concern, Moment, Strength, Verdict, fail, failing, go_back
 from megazero.train.step.engine import Engine
 from megazero.train.step.state import TrainState

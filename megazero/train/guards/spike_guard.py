@@ -14,7 +14,7 @@ from megazero.models.batch import MicroBatch
 from megazero.train.guards.facts import step_facts
 from megazero.train.guards.rerun import Cause, Ruling, repeat
 from megazero.train.observe.incidents import Action, Incident, IncidentLog
-from megazero.train.resume.rollback import Restore
+from megazero.train.resume.load import Restore
 from megazero.train.step.concern import CONTINUE, Concern, Moment, Verdict, fail, go_back, go_on
 from megazero.train.step.engine import Attempt, Engine, Outcome
 from megazero.train.step.feed import Feed

@@ -17,18 +17,10 @@ from torch import Tensor
 
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.part import FP8, RANDOM, ROUTER, WEIGHT, Key, Part, Source
-from megazero.checkpoint.reader import CheckpointReader
-from megazero.checkpoint.replica_rows import ReplicaRows
 from megazero.checkpoint.saver import together
-from megazero.checkpoint.shards import parts_in_use, parts_to_read, parts_to_write, state_keys
-from megazero.checkpoint.upcycling import Upcycled, router_names
-from megazero.config.tree.config import Config
+from megazero.checkpoint.shards import parts_in_use, parts_to_read, parts_to_write
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.mpu.context import ParallelContext
-from megazero.mpu.messages import gather_values
-from megazero.optim.loss_scaler import ScalerState
-from megazero.train.resume.facts import RunFacts
-from megazero.train.resume.fit import check_tensors
 from megazero.train.step.engine import Engine
 from megazero.zero.delayed import IN_USE
 from megazero.zero.optimizer import Optimizer
@@ -261,89 +253,18 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
         DamagedCheckpointError: a generator cannot have such a state.
     """
     try:
-        _set(state, device)
+        *words, has_gauss = state["python"].tolist()
+        gauss = state["python_gauss"].item() if has_gauss else None
+        random.setstate((3, tuple(words), gauss))
+        *keys, position, has_cached = state["numpy"].tolist()
+        cached = state["numpy_gauss"].item()
+        if not 0 <= position <= len(keys):  # numpy would read out of bounds
+            raise ValueError(f"numpy's position is {position} of {len(keys)}")
+        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_cached, cached))
+        torch.set_rng_state(state["torch"])
+        if device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], device)
     except (ValueError, OverflowError, RuntimeError) as error:
         raise DamagedCheckpointError(
             f"the random state must be one that a generator can have, but is not: {error}; set --no-load-rng"
         ) from error
-
-
-def _set(state: Mapping[str, Tensor], device: torch.device) -> None:
-    *words, has_gauss = state["python"].tolist()
-    gauss = state["python_gauss"].item() if has_gauss else None
-    random.setstate((3, tuple(words), gauss))
-    *keys, position, has_cached = state["numpy"].tolist()
-    cached = state["numpy_gauss"].item()
-    if not 0 <= position <= len(keys):  # numpy would read out of bounds
-        raise ValueError(f"numpy's position is {position} of {len(keys)}")
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_cached, cached))
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
-def load_state(
-    config: Config,
-    engine: Engine,
-    checkpoint: CheckpointReader,
-    run: RunFacts | None,
-    *,
-    begins_experts: bool = False,
-) -> int:
-    """Load what a checkpoint holds into an engine, as `config` asks; every rank calls this.
-
-    Without `run` only the model is loaded.
-
-    Returns:
-        The seed of the dropout streams.
-
-    Raises:
-        CheckpointError: on every rank: it does not fit the engine's model, or lacks what is asked for.
-    """
-    section = config.checkpoint
-    drawn = None if section.no_load_rng else run
-    counted = None  # the updates made, and the loss scaler's state
-    if run is not None and not section.no_load_optim:
-        if run.updates is None or run.scaler is None:
-            raise CheckpointError(
-                f"`{checkpoint.folder}` must hold optimizer state, but has none; set --no-load-optim "
-                "or --finetune"
-            )
-        counted = run.updates, ScalerState(**dict(run.scaler))
-    wanted = {Share.PROGRESS: run, Share.UPDATES: counted, Share.RANDOM: drawn}
-    # The weights of new routers are the seed's, as the dense model has none.
-    seeded = router_names(config.model) if begins_experts else ()
-    keepers = keepers_of(engine, {share for share, there in wanted.items() if there is not None}, seeded)
-    held: Source = Upcycled(checkpoint, config.model) if begins_experts else checkpoint
-    updated, *others = keepers
-    parts = updated.taken(held)
-    source = ReplicaRows(held, parts, engine.optimizer.private_kinds)
-    # All ranks of a model together know which tensors have a place, so this is asked before any rank reads.
-    unused = _unused(source, engine, moments=counted is not None)
-
-    def read() -> None:
-        check_tensors(source, parts, checkpoint.folder, unused)
-        source.read([*parts, *(part for keeper in others for part in keeper.taken(source))])
-
-    # An error on one rank is raised on all, so that none waits in the next call for one that has given up.
-    together(engine.context, read, f"load {checkpoint.folder}")
-    # In the list's order: masters are published before the weights in use, which they would overwrite, and
-    # the generators come last, so that nothing here draws from them after they are set.
-    for keeper in keepers:
-        keeper.took(checkpoint, checkpoint.folder)
-    if counted is not None:
-        engine.optimizer.updates, engine.scaler_state = counted
-    return config.training.seed if drawn is None else drawn.stream_seed
-
-
-def _unused(source: Source, engine: Engine, moments: bool) -> list[str]:
-    """The tensors of the checkpoint that no rank has a place for; moments count only if they are loaded."""
-    context = engine.context
-    mine = sorted(str(key) for key in state_keys(engine.optimizer))
-    asked = {name for names in gather_values(context.model, mine, context.device) for name in names}
-    # What other keepers keep may be left over: converted models have no router state, and without delay the
-    # weights in use are those of the masters.
-    others = {keeper.kind for keeper in keepers_of(engine)}
-    kinds = {key.kind for key in source.shapes} - others if moments else {WEIGHT}
-    held = [key for key in source.shapes if key.kind in kinds]
-    return [str(key) for key in held if str(key) not in asked]

@@ -16,7 +16,7 @@ from megazero.mpu.context import ParallelContext
 from megazero.mpu.transports import transports
 from megazero.train.resume.facts import DataFacts
 from megazero.train.resume.fit import changed_sums, fit
-from megazero.train.resume.keepers import load_state
+from megazero.train.resume.load import load_state
 from megazero.train.resume.saved import Checkpoint, candidates_of
 from megazero.train.step.engine import Engine
 from megazero.train.step.state import TrainState

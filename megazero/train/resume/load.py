@@ -1,0 +1,134 @@
+"""Loads a checkpoint into an engine: when a run begins, or when it goes back to its last healthy one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from megazero.checkpoint.part import WEIGHT, Source
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.checkpoint.replica_rows import ReplicaRows
+from megazero.checkpoint.saver import together
+from megazero.checkpoint.shards import state_keys
+from megazero.checkpoint.upcycling import Upcycled, router_names
+from megazero.config.tree.config import Config
+from megazero.errors import CheckpointError, DamagedCheckpointError, LostFolderError
+from megazero.mpu.messages import gather_values
+from megazero.optim.loss_scaler import ScalerState
+from megazero.train.resume.facts import RunFacts
+from megazero.train.resume.fit import check_tensors
+from megazero.train.resume.keepers import Share, keepers_of
+from megazero.train.resume.saved import Checkpoint, candidates_of
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.step.engine import Engine
+from megazero.train.step.state import TrainState
+
+Restore = Callable[[], TrainState | None]
+"""Goes back to the last healthy checkpoint and returns its state; None without one. Every rank calls it."""
+
+
+def load_state(
+    config: Config,
+    engine: Engine,
+    checkpoint: CheckpointReader,
+    run: RunFacts | None,
+    *,
+    begins_experts: bool = False,
+) -> int:
+    """Load what a checkpoint holds into an engine, as `config` asks; every rank calls this.
+
+    Without `run` only the model is loaded.
+
+    Returns:
+        The seed of the dropout streams.
+
+    Raises:
+        CheckpointError: on every rank: it does not fit the engine's model, or lacks what is asked for.
+    """
+    section = config.checkpoint
+    drawn = None if section.no_load_rng else run
+    counted = None  # the updates made, and the loss scaler's state
+    if run is not None and not section.no_load_optim:
+        if run.updates is None or run.scaler is None:
+            raise CheckpointError(
+                f"`{checkpoint.folder}` must hold optimizer state, but has none; set --no-load-optim "
+                "or --finetune"
+            )
+        counted = run.updates, ScalerState(**dict(run.scaler))
+    wanted = {Share.PROGRESS: run, Share.UPDATES: counted, Share.RANDOM: drawn}
+    # The weights of new routers are the seed's, as the dense model has none.
+    seeded = router_names(config.model) if begins_experts else ()
+    keepers = keepers_of(engine, {share for share, there in wanted.items() if there is not None}, seeded)
+    held: Source = Upcycled(checkpoint, config.model) if begins_experts else checkpoint
+    updated, *others = keepers
+    parts = updated.taken(held)
+    source = ReplicaRows(held, parts, engine.optimizer.private_kinds)
+    # All ranks of a model together know which tensors have a place, so this is asked before any rank reads.
+    unused = _unused(source, engine, moments=counted is not None)
+
+    def read() -> None:
+        check_tensors(source, parts, checkpoint.folder, unused)
+        source.read([*parts, *(part for keeper in others for part in keeper.taken(source))])
+
+    # An error on one rank is raised on all, so that none waits in the next call for one that has given up.
+    together(engine.context, read, f"load {checkpoint.folder}")
+    # In the list's order: masters are published before the weights in use, which they would overwrite, and
+    # the generators come last, so that nothing here draws from them after they are set.
+    for keeper in keepers:
+        keeper.took(checkpoint, checkpoint.folder)
+    if counted is not None:
+        engine.optimizer.updates, engine.scaler_state = counted
+    return config.training.seed if drawn is None else drawn.stream_seed
+
+
+def _unused(source: Source, engine: Engine, moments: bool) -> list[str]:
+    """The tensors of the checkpoint that no rank has a place for; moments count only if they are loaded."""
+    context = engine.context
+    mine = sorted(str(key) for key in state_keys(engine.optimizer))
+    asked = {name for names in gather_values(context.model, mine, context.device) for name in names}
+    # What other keepers keep may be left over: converted models have no router state, and without delay the
+    # weights in use are those of the masters.
+    others = {keeper.kind for keeper in keepers_of(engine)}
+    kinds = {key.kind for key in source.shapes} - others if moments else {WEIGHT}
+    held = [key for key in source.shapes if key.kind in kinds]
+    return [str(key) for key in held if str(key) not in asked]
+
+
+def restore_last(snapshots: Snapshots) -> TrainState | None:
+    """Load the newest healthy checkpoint that a run has saved, and return its state; every rank calls this.
+
+    Damaged ones are passed over.
+
+    Returns:
+        The state then; None if there is no healthy checkpoint, and nothing has been changed.
+
+    Raises:
+        CheckpointError: on every rank: one cannot be read, and none before it is whole.
+    """
+    saver, engine, context = snapshots.saver, snapshots.engine, snapshots.context
+    # The one being written may be the newest healthy one, and its copies must be done before weights change.
+    while saver.unsettled:
+        try:
+            saver.settle()
+        except LostFolderError:
+            raise
+        except CheckpointError as error:  # one that cannot be saved is not there to go back to
+            print(f"error: rank {context.rank} goes back further: {error}", file=sys.stderr, flush=True)
+    own = {"no_load_optim": False, "no_load_rng": False}
+    section = snapshots.config.checkpoint.model_copy(update=own)
+    config = snapshots.config.model_copy(update={"checkpoint": section})
+    problem, listed = None, candidates_of(saver.directory, None, context)
+    for folder in listed.folders:
+        try:
+            checkpoint = Checkpoint.opened(folder, section.verify_checkpoint, context, listed.states)
+            run = checkpoint.run
+            if run is None or not run.healthy:
+                continue
+            load_state(config, engine, checkpoint, run)
+        except DamagedCheckpointError as error:
+            problem = error
+            continue
+        return run.state.train_state()
+    if problem is not None:
+        raise CheckpointError(f"the run was to go back, but {problem}; resume it from an older checkpoint")
+    return None
