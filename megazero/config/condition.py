@@ -53,8 +53,8 @@ class Need:
 
     def within(self, section: str) -> Need:
         """The same need, with the whole paths of fields of `section` itself."""
-        whole = (f"{section}{c.path}" if c.path.startswith(".") else c.path for c in self.conditions)
-        conditions = (Condition(path, c.values) for path, c in zip(whole, self.conditions, strict=True))
+        whole = (section + c.path if c.path[0] == "." else c.path for c in self.conditions)
+        conditions = map(Condition, whole, (c.values for c in self.conditions))
         return Need(tuple(conditions), self.why, self.of)
 
 
@@ -88,12 +88,12 @@ class _Field(Need):
 
 
 class _Section:
-    """A section, whose attributes are its fields."""
+    """A section, whose attributes are its fields, as `_Field`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __getattr__(self, name: str) -> _Field:
+    def __getattr__(self, name: str) -> Any:
         return _Field(f"{self._name}.{name}")
 
 

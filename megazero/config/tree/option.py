@@ -19,7 +19,8 @@ def option(default: Any, help: str, roles: Role = Role.NONE, **facets: Any) -> A
         roles: what the field is for, besides what its class says.
         facets: further attributes of the `FieldSpec`, with which fields.py makes it.
     """
-    return Field(default, description=help, json_schema_extra={"roles": roles, **facets})
+    extra: Any = {"roles": roles, **facets}
+    return Field(default, description=help, json_schema_extra=extra)
 
 
 def of_model(default: Any, help: str, roles: Role = Role.NONE, **facets: Any) -> Any:
