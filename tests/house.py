@@ -115,7 +115,7 @@ def annex_violations(source: Source) -> Iterator[str]:
 
 
 def write() -> None:
-    """Write the figures of the core's rooms, and the budgets that may be lowered; a budget of 0 is a new one."""
+    """Write the figures of the core's rooms, and lower the budgets that may be; one of 0 is new."""
     counts = lines_by_room()
 
     def counted(row: re.Match[str]) -> str:

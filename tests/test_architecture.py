@@ -428,8 +428,8 @@ def test_each_annex_keeps_to_its_budget():
     over = {room.name: counts[room.name] - room.lines for room in rooms() if room.annex}
     over = {name: lines for name, lines in over.items() if lines > 0}
     assert over == {}, (
-        f"annexes are over their budgets in {PAGE.name}, by so many lines; delete as many, or raise the budget "
-        "in a decision record that says what the lines are for and which others left"
+        f"annexes are over their budgets in {PAGE.name}, by so many lines; delete as many, or raise the "
+        "budget in a decision record that says what the lines are for and which others left"
     )
 
 

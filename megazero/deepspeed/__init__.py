@@ -1,7 +1,7 @@
 """deepspeed: DeepSpeed's interface: an engine for the user's own model, with DeepSpeed's JSON and names.
 
 Start with `initialize.py` and `engine/`. `config/` has the JSON as an engine takes it; `optimizers/` and
-`schedules/` connect torch's and DeepSpeed's to ours; `zero/` has `Init` and lays a foreign module in buckets;
+`schedules/` connect torch's to ours; `zero/` has `Init` and lays a foreign module out in buckets;
 `checkpoint/` reads saved states, DeepSpeed's too; `pipe/`, `moe/`, `sequence/` and `tensor_parallel/` share a
 model among ranks, which `comm/` joins; `models/` has layers for scripts, `reports/` what a training says, and
 `legacy/` what DeepSpeed has removed. `surface.py` makes modules of the tables in `names/`, and `path/` leads

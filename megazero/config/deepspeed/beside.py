@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megazero.config.deepspeed.section import AUTO, say
-from megazero.config.deepspeed.sections.training import Batch
+from megazero.config.deepspeed.sections.training import BatchSizes
 from megazero.config.flags import Setting
 from megazero.config.tree.precision import PrecisionConfig
 
@@ -95,7 +95,7 @@ def leave_batch_to_flags(
         A sentence on each of them.
     """
     said: list[str] = []
-    total, micro, steps = Batch.model_fields
+    total, micro, steps = BatchSizes.model_fields
     sizes = {total: flags.get("batch.global_batch_size"), micro: flags.get("batch.micro_batch_size")}
     given = {key: flag for key, flag in sizes.items() if flag is not None}
     for key, flag in given.items():

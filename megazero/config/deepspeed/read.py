@@ -20,7 +20,7 @@ from megazero.config.deepspeed.extras import Extras, Named
 from megazero.config.deepspeed.load import load_json, plain_paths
 from megazero.config.deepspeed.section import AUTO, LARGEST, NOTHING, OR_NEVER, SECTION, KeyRow, say
 from megazero.config.deepspeed.sections.optimizer import optimizer_faults, uncorrected
-from megazero.config.deepspeed.sections.training import Batch
+from megazero.config.deepspeed.sections.training import BatchSizes
 from megazero.config.deepspeed.sections.zero import AT_STAGE_3
 from megazero.config.deepspeed.table import (
     ALIASES,
@@ -351,7 +351,7 @@ def _set_batch(
     result: DeepSpeedSettings, values: Mapping[str, Any], given: Mapping[str, Any], data_parallel: int | None
 ) -> None:
     """Resolve the batch sizes, with what flags and YAML give, and set them."""
-    keys = [*Batch.model_fields]
+    keys = [*BatchSizes.model_fields]
     paths = ("batch.global_batch_size", "batch.micro_batch_size")
     stated = {key: values[key] for key in keys if values.get(key, AUTO) != AUTO}
     known = {**dict(zip(keys, map(given.get, paths), strict=False)), **stated}

@@ -171,7 +171,7 @@ NOTHING_ENABLED = Only("nothing in it `enabled`", _enables_nothing)
 
 @dataclass(frozen=True)
 class There:
-    """What DeepSpeed has for a key.
+    """DeepSpeed's side of a key: its default, and the names under which scripts find it.
 
     Attributes:
         default: its default; NOTHING if it has none, or has no such key any more.

@@ -20,10 +20,10 @@ from megazero.errors import ConfigError, DataError
 
 
 class Batches:
-    """What an engine reads: micro-batches by themselves, or whole training steps.
+    """An engine's own training and evaluation step, and the loader that feeds them.
 
     Args:
-        state: what the engine's parts share.
+        state: the state that the engine's parts share.
         engine: runs forward, backward and step, which a class derived from it may override.
 
     Attributes:

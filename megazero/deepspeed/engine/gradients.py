@@ -25,7 +25,7 @@ class Accumulation:
     Each backward adds to them, whether the engine runs it or the script does with ``loss.backward()``.
 
     Args:
-        state: what the engine's parts share.
+        state: the state that the engine's parts share.
 
     Attributes:
         script: notices the script's own backwards.
@@ -155,7 +155,7 @@ class Passes:
     """An engine's forward and backward.
 
     Args:
-        state: what the engine's parts share.
+        state: the state that the engine's parts share.
         accumulation: adds gradients up.
     """
 

@@ -27,7 +27,7 @@ class Keeper:
     """An engine's checkpoints and whole weights.
 
     Args:
-        state: what the engine's parts share.
+        state: the state that the engine's parts share.
     """
 
     def __init__(self, state: EngineState):

@@ -1,4 +1,4 @@
-"""What a script may ask of an engine: its settings, its optimizer's state, and its rank's place."""
+"""Queries that a script may make of an engine: settings, the optimizer's state, the rank's place."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def with_queries(whole: type[T]) -> type[T]:
 
 
 class Queries:
-    """What a script may ask of an engine that takes more than a look.
+    """Queries of a script that take more than a look.
 
     Args:
-        state: what the engine's parts share.
+        state: the state that the engine's parts share.
     """
 
     def __init__(self, state: EngineState):

@@ -1,4 +1,4 @@
-"""What the parts of an engine share: its settings, its optimizer, and how far it has come."""
+"""The state that an engine's parts share: its settings, its optimizer, and its counters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Given:
 
 
 class EngineState:
-    """What the parts of an engine share.
+    """The state that an engine's parts share.
 
     Attributes:
         module: the model.

@@ -83,7 +83,7 @@ def _as_enabled(name: str, values: Values) -> list[str]:
     return [] if _DTYPES[name.lower()] == on else [f"`{key}` must be {on}, which is enabled, but is {name}"]
 
 
-class Batch(Section):
+class BatchSizes(Section):
     """The batch sizes, whose fields `resolve_batch` sets from all three."""
 
     heading = "Batch sizes"
@@ -238,4 +238,4 @@ class Gradients(Section):
     seed: Integer = sets("training.seed")
 
 
-TRAINING_SECTIONS: tuple[type[Section], ...] = (Batch, Scheduler, Fp16, Bf16, DataTypes, Gradients)
+TRAINING_SECTIONS: tuple[type[Section], ...] = (BatchSizes, Scheduler, Fp16, Bf16, DataTypes, Gradients)
