@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megazero.deepspeed.foreign.names import clone_tensors_for_torch_save
-from megazero.formats.megatron.zero_states import Scale
+from megazero.formats.deepspeed.pickles import clone_tensors_for_torch_save
+from megazero.formats.deepspeed.vectors import Scale
 
 # Keys of a file of the model that are DeepSpeed's own; the script's stand among them.
 _OWN = frozenset(
