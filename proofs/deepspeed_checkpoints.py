@@ -1,9 +1,9 @@
-"""Record small checkpoints that DeepSpeed itself writes, for `tests/deepspeed/foreign`.
+"""Record small checkpoints that DeepSpeed itself writes, for `tests/formats/deepspeed`.
 
     python proofs/deepspeed_checkpoints.py FOLDER
 
 FOLDER holds the package `deepspeed` (see `deepspeed_answers.py`). Each row of `RUNS` trains `Small` for
-`STEPS` on so many ranks and saves it. ``tests/deepspeed/foreign/checkpoints.zip`` gets its files, and
+`STEPS` on so many ranks and saves it. ``tests/formats/deepspeed/checkpoints.zip`` gets its files, and
 ``RUN/expected.safetensors``: the fp32 weights and the moments of that run as its optimizer had them in
 memory, what a further step makes of the weights, counters, the learning rate and the loss scale.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKED = ROOT / "tests/deepspeed/foreign/checkpoints.zip"
+PACKED = ROOT / "tests/formats/deepspeed/checkpoints.zip"
 STEPS = 5
 SGD = {"type": "SGD", "params": {"lr": 0.02, "momentum": 0.9}}
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 10}}
@@ -73,7 +73,7 @@ UNIVERSAL = {"universal1": "stage1-fp32", "universal3": "stage3-fp32"}
 
 def whole_state(wrapped: Any, model: Any, kinds: tuple[str, ...]) -> dict[str, Any]:
     """Masters and moments at stage 0, whichever of DeepSpeed's wrappers is around torch's optimizer."""
-    from tests.deepspeed.foreign.small import groups_of
+    from tests.formats.deepspeed.small import groups_of
 
     names = {id(param): name for name, param in model.named_parameters()}
     inner = getattr(wrapped, "optimizer", wrapped)
@@ -105,7 +105,7 @@ def train(name: str, folder: Path) -> None:
     # It holds the CPU to be incapable of fp16, which torch computes there.
     deepspeed.get_accelerator().is_fp16_supported = lambda: True
 
-    from tests.deepspeed.foreign.small import Small, groups_of, small_batch
+    from tests.formats.deepspeed.small import Small, groups_of, small_batch
 
     settings = RUNS[name][1]
     torch.manual_seed(3)

@@ -18,8 +18,8 @@ from megazero.config.resolve import parse_config
 from megazero.config.user_function import user_function
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from megazero.formats.hf.reader import HFReader
-from megazero.formats.megatron.pickles import load_pickle
 from megazero.formats.megatron.reader import ImportOptions, MegatronReader
+from megazero.formats.pickles import load_pickle
 from tests.checkpoint.forged import edit_manifest, make
 from tests.formats.hf.samples import GPT2, VOCAB, config_for, their_tensors, write_folder
 

@@ -109,9 +109,7 @@ class PeakOfOutputs(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return (
-            False  # otherwise torch imports its compiler, which takes a second or two, and nothing compiles
-        )
+        return False  # otherwise torch imports its compiler, which takes seconds, and nothing compiles
 
     def __torch_dispatch__(
         self,

@@ -39,13 +39,7 @@ class ProfiledRun:
 
 
 class Profiler:
-    """Looks at each step. One that derives from it defines what it needs; by itself it looks at nothing.
-
-    Attributes:
-        sees_actions: whether `acted` is called.
-    """
-
-    sees_actions = False
+    """Looks at each step. One that derives from it defines what it needs; by itself it looks at nothing."""
 
     def watched(self, context: ParallelContext) -> ParallelContext:
         """Return the same context, of whose calls this learns."""

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,10 +23,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megazero.checkpoint.part import Key
-from megazero.deepspeed.checkpoint.files import find_files, inventory
+from megazero.checkpoint.writer import deal
 from megazero.deepspeed.checkpoint.saved import Saved, open_saved
 from megazero.deepspeed.checkpoint.tags import newest_tag
 from megazero.errors import CheckpointError, ConfigError, exit_status
+from megazero.formats.deepspeed.files import find_files, inventory
 
 SCRIPTS: Mapping[str, str] = MappingProxyType(
     {"zero_to_fp32.py": "main", "zero_to_torch.py": "main_of_torch"}
@@ -173,19 +175,12 @@ def write_shards(
     state: LazyState, folder: Path, largest: str | int | None, safe_serialization: bool = False
 ) -> None:
     """Write a state dict to files of at most `largest` bytes each, unless a tensor alone is larger."""
-    limit = None if largest is None else parse_size(largest)
+    limit = sys.maxsize if largest is None else parse_size(largest)
     stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
-    shards: list[list[str]] = [[]]
-    total = size = 0
-    for name in state:
-        count = state[name].nbytes
-        if limit is not None and shards[-1] and size + count > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size, total = size + count, total + count
+    sizes = {name: value.nbytes for name, value in state.items()}
+    shards = deal(sizes, sizes.__getitem__, limit)
     folder.mkdir(parents=True, exist_ok=True)
-    if len(shards) == 1:
+    if len(shards) < 2:
         write_state(state.whole(), folder / f"{stem}{suffix}")
         return
     files: dict[str, str] = {}
@@ -193,7 +188,7 @@ def write_shards(
         path = folder / f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}"
         write_state({name: state[name].clone() for name in names}, path)
         files |= dict.fromkeys(names, path.name)
-    index = {"metadata": {"total_size": total}, "weight_map": files}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
     (folder / f"{stem}{suffix}.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 

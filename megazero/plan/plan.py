@@ -7,10 +7,10 @@ from functools import cached_property
 
 from megazero.mpu.context import solo_context
 from megazero.plan.job import Job
+from megazero.plan.prices import Prices
 from megazero.plan.stage import StagePlan
 from megazero.plan.times import StepTimes
 from megazero.plan.trace import trace_rank
-from megazero.plan.work import Pricing
 from megazero.train.parts.chunks import assign_parts
 from megazero.train.parts.families import family_of
 
@@ -45,7 +45,7 @@ class Plan:
         """The stage whose ranks need most memory on the device."""
         return max(self.stages, key=lambda stage: stage.device_bytes)
 
-    def times(self, prices: Pricing) -> StepTimes:
+    def times(self, prices: Prices) -> StepTimes:
         """The times of a step at these prices."""
         return StepTimes.of(self.stages, prices)
 

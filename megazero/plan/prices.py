@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from megazero.account.profilers.calls import Call, bus_factor
 from megazero.errors import ConfigError
 from megazero.plan.device import Curve, Device
-from megazero.plan.work import Kernel, Pricing
+from megazero.plan.work import Kernel
 
 Rows = Sequence[tuple[int, int, int, float]]
 
 
-class Prices(Pricing):
+class Prices:
     """Costs of work on a device.
 
     Args:

@@ -10,9 +10,10 @@ from itertools import groupby
 from megazero.account.profilers.calls import Call
 from megazero.pipeline.actions import Op, Schedule
 from megazero.pipeline.simulate import Costs, Timeline, simulate
+from megazero.plan.prices import Prices
 from megazero.plan.stage import StagePlan
 from megazero.plan.trace import Section, Trace
-from megazero.plan.work import Kernel, Pricing, Task
+from megazero.plan.work import Kernel, Task
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def exchanges(work: Iterable[Task]) -> Iterator[Task]:
         yield replace(calls[0], operation="exchange", nbytes=max(ways.values()))
 
 
-def duration_of(work: Iterable[Task], prices: Pricing) -> Duration:
+def duration_of(work: Iterable[Task], prices: Prices) -> Duration:
     """The time of a rank's work: kernels one after the other, and so the calls of each group beside them."""
     clock = kernels = exposed = 0.0
     free: dict[str, float] = {}  # by group: when its last call ends
@@ -75,7 +76,7 @@ def duration_of(work: Iterable[Task], prices: Pricing) -> Duration:
     return Duration(clock, kernels, exposed, sum(seconds for _, seconds in ends.values()))
 
 
-def section_duration(section: Section, prices: Pricing) -> Duration:
+def section_duration(section: Section, prices: Prices) -> Duration:
     """The time of a section.
 
     Where its kernels ran and were timed, on a CPU, calls add to it, those that are waited for later as well:
@@ -87,7 +88,7 @@ def section_duration(section: Section, prices: Pricing) -> Duration:
     return Duration(section.seconds + calls, section.seconds, calls)
 
 
-def offloaded(stage: StagePlan, prices: Pricing) -> float:
+def offloaded(stage: StagePlan, prices: Prices) -> float:
     """The time of a stage's update of state that is not on the device; on a CPU it is timed with the rest."""
     if stage.trace.tail.seconds is not None:
         return 0.0
@@ -122,7 +123,7 @@ class StepTimes:
         return self.timeline.bubble
 
     @classmethod
-    def of(cls, stages: Sequence[StagePlan], prices: Pricing) -> StepTimes:
+    def of(cls, stages: Sequence[StagePlan], prices: Prices) -> StepTimes:
         """The times of a step of these stages, which are all of a pipeline, in order."""
         program = stages[0].program
         count = program.schedule.microbatches
@@ -141,7 +142,7 @@ class StepTimes:
 class _Durations:
     """The durations of the sections of a trace in a step of so many micro-batches."""
 
-    def __init__(self, trace: Trace, micro_batches: int, prices: Pricing):
+    def __init__(self, trace: Trace, micro_batches: int, prices: Prices):
         self.trace = trace
         self.micro_batches = micro_batches
         self.prices = prices
@@ -205,7 +206,7 @@ def _at(schedule: Schedule, stages: Sequence[_Durations], chunk: int) -> _Durati
     return stages[schedule.stage_of[chunk]]
 
 
-def _transfer(stages: Sequence[StagePlan], prices: Pricing) -> float:
+def _transfer(stages: Sequence[StagePlan], prices: Prices) -> float:
     """The time of the slowest message from a stage to the next."""
     calls = (call for stage in stages for call in stage.messages)
     return max((prices.call(call) for call in calls), default=0.0)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -44,16 +42,3 @@ class Wait:
 
 
 Task = Kernel | Call | Wait
-
-
-class Pricing(Protocol):
-    """The costs of work on a device, in seconds."""
-
-    def kernel(self, kernel: Kernel) -> float:
-        """The time of a kernel on the device."""
-
-    def call(self, call: Call) -> float:
-        """The time of a call between ranks, from the last one's arrival on."""
-
-    def offloaded(self, place: str, kinds: Mapping[str, int]) -> float:
-        """The time of an update in other memory, ``cpu`` or ``nvme``, with its bytes by kind."""

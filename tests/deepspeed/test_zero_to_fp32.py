@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 
 from megazero.deepspeed.checkpoint import to_universal as universal
-from megazero.deepspeed.checkpoint.facts import clone_tensors_for_torch_save, get_zero_ckpt_name_for_rank
 from megazero.deepspeed.surface import read_names
 from megazero.deepspeed.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -26,6 +25,8 @@ from megazero.deepspeed.zero_to_fp32 import (
     parse_size,
 )
 from megazero.errors import CheckpointError, ConfigError
+from megazero.formats.deepspeed.files import get_zero_ckpt_name_for_rank
+from megazero.formats.deepspeed.pickles import clone_tensors_for_torch_save
 from megazero.mpu.context import ParallelContext
 from tests.deepspeed.user_models import ADAMW, Encoder, Tied, build, on_ranks, settings, start, train_engine
 from tests.source_tree import ROOT

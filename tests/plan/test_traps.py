@@ -20,7 +20,7 @@ from megazero.plan.plan import Plan, stages_alike
 from megazero.plan.report import Report
 from megazero.plan.times import StepTimes, duration_of
 from megazero.plan.training import Model
-from megazero.plan.work import Kernel, Pricing, Wait
+from megazero.plan.work import Kernel, Wait
 from megazero.train.pretraining import pretrain
 from tests.durations import ROOT
 
@@ -32,7 +32,7 @@ GPT = (
 LAYER = 12 * 64 * 64 + 13 * 64  # weights and biases
 
 
-class Prices(Pricing):
+class Prices:
     """A second for a thousand bytes of a kernel, and for a call."""
 
     def kernel(self, kernel: Kernel) -> float:

@@ -11,14 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
 from megazero.account.profiler import ProfiledRun, Profiler
 from megazero.account.profilers.breakdown_table import Spread, breakdown_table
 from megazero.account.profilers.calls import Call
-from megazero.account.profilers.clock import Clock
+from megazero.account.profilers.clock import Clock, Point
 from megazero.account.profilers.group import OPERATIONS, Listener
 from megazero.config.tree.logging import LoggingConfig
 from megazero.mpu.context import ParallelContext
@@ -46,6 +45,9 @@ _OF_TIMER = MappingProxyType({"data": "data", "forward-backward": "reductions", 
 Wait = tuple[str, str]
 """A wait: (group, operation)."""
 
+Piece = tuple[str | Wait, Point, Point, int]
+"""A stretch of a step: what it was, where it begins and ends; 1, or -1 for a wait within a phase."""
+
 Times = Mapping[str | Wait, float]
 """Seconds by phase and by wait."""
 
@@ -59,9 +61,9 @@ class Ledger(Listener):
 
     def __init__(self, clock: Clock):
         self.clock = clock
-        self._last: Any = None
+        self._last: Point = None
         self._depth = 0
-        self._pieces: list[tuple[str | Wait, Any, Any, int]] = []  # the last: 1, or -1 for a wait in a phase
+        self._pieces: list[Piece] = []
 
     def start(self) -> None:
         """A step begins."""
@@ -74,17 +76,17 @@ class Ledger(Listener):
             self._pieces.append((name, self._last, now, 1))
             self._last = now
 
-    def stop(self) -> list[tuple[str | Wait, Any, Any, int]]:
+    def stop(self) -> list[Piece]:
         """A step ends; return its pieces."""
         self.mark(REST)
         self._last = None
         return self._pieces
 
-    def enters(self, call: Call, *, waits: bool) -> Any:
+    def enters(self, call: Call, *, waits: bool) -> Point:
         self._depth += 1
         return None if self._last is None or self._depth > 1 else self.clock.now()
 
-    def leaves(self, call: Call, entered: Any, *, waits: bool) -> None:
+    def leaves(self, call: Call, entered: Point, *, waits: bool) -> None:
         self._depth = max(0, self._depth - 1)
         if entered is not None and self._last is not None:
             self._pieces.append(((call.group, call.operation), entered, self.clock.now(), -1))
@@ -95,7 +97,7 @@ def phase_of(action: Action) -> str:
     return _OF_ACTION[action.op]
 
 
-def add_up(pieces: Sequence[tuple[str | Wait, Any, Any, int]], clock: Clock) -> Times:
+def add_up(pieces: Sequence[Piece], clock: Clock) -> Times:
     """The seconds of each row. Waits come before the mark of the phase that they are taken out of."""
     times: Counter[str | Wait] = Counter()
     waited = 0.0
@@ -119,8 +121,6 @@ class Breakdown(Profiler, Listener):
         clock: takes the marks.
     """
 
-    sees_actions = True
-
     def __init__(self, context: ParallelContext, settings: LoggingConfig, clock: Clock):
         self.context = context
         self.settings = settings
@@ -131,7 +131,7 @@ class Breakdown(Profiler, Listener):
             self.rows.append(("", "all"))
         self._sums: Counter[str | Wait] = Counter()
         self._steps = 0
-        self._pending: list[list[tuple[str | Wait, Any, Any, int]]] = []
+        self._pending: list[list[Piece]] = []
         self._say: Callable[[str], None] = print
 
     def begin(self, run: ProfiledRun) -> None:
@@ -144,10 +144,10 @@ class Breakdown(Profiler, Listener):
         if name in _OF_TIMER:
             self.ledger.mark(_OF_TIMER[name])
 
-    def enters(self, call: Call, *, waits: bool) -> Any:
+    def enters(self, call: Call, *, waits: bool) -> Point:
         return self.ledger.enters(call, waits=waits)
 
-    def leaves(self, call: Call, entered: Any, *, waits: bool) -> None:
+    def leaves(self, call: Call, entered: Point, *, waits: bool) -> None:
         self.ledger.leaves(call, entered, waits=waits)
 
     @contextmanager

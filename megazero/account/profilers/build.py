@@ -69,8 +69,7 @@ class Profilers(Profiler):
     def begin(self, run: ProfiledRun) -> None:
         for part in self.parts:
             part.begin(run)
-        if any(part.sees_actions for part in self.parts):
-            run.executor.observer = self.acted
+        run.executor.observer = self.acted
 
     @contextmanager
     def over_step(self, iteration: int) -> Iterator[None]:

@@ -7,6 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
+Point = Any
+"""A point in time, as a clock takes it: seconds of the host, or an event of the device."""
+
 
 class Clock(Protocol):
     """Takes points in time.
@@ -17,14 +20,14 @@ class Clock(Protocol):
 
     device: str
 
-    def now(self) -> Any:
-        """The point that the device has reached once all work queued so far is done."""
+    def now(self) -> Point:
+        """Return the point that the device has reached once all work queued so far is done."""
 
-    def reached(self, point: Any) -> bool:
+    def reached(self, point: Point) -> bool:
         """Whether the device has come to a point."""
 
-    def seconds(self, begin: Any, end: Any) -> float:
-        """The time between two points that have been reached."""
+    def seconds(self, begin: Point, end: Point) -> float:
+        """Return the time between two points that have been reached."""
 
 
 class HostClock(Clock):
@@ -35,10 +38,10 @@ class HostClock(Clock):
     def now(self) -> float:
         return time.perf_counter()
 
-    def reached(self, point: Any) -> bool:
+    def reached(self, point: Point) -> bool:
         return True
 
-    def seconds(self, begin: Any, end: Any) -> float:
+    def seconds(self, begin: Point, end: Point) -> float:
         return float(end - begin)
 
 
@@ -60,5 +63,5 @@ class CudaClock(Clock):
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock by which a rank's work on this device is timed."""
+    """Return the clock by which a rank's work on this device is timed."""
     return CudaClock() if device.type == "cuda" else HostClock()

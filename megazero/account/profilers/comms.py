@@ -6,13 +6,12 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from megazero.account.profiler import ProfiledRun, Profiler
 from megazero.account.profilers.calls import Call, rates
-from megazero.account.profilers.clock import Clock
+from megazero.account.profilers.clock import Clock, Point
 from megazero.account.profilers.comms_table import (
     Key,
     Line,
@@ -53,8 +52,8 @@ class CommsLog(Profiler, Listener):
         self.clock = clock
         self.rows: dict[str, dict[Key, Row]] = {}
         self._sizes: dict[tuple[str, str], set[int]] = {}
-        self._begun: dict[tuple[str, int], tuple[Any, Any]] = {}
-        self._pending: list[tuple[Call, Any, tuple[Any, ...]]] = []
+        self._begun: dict[tuple[str, int], tuple[Point, Point]] = {}
+        self._pending: list[tuple[Call, Point, tuple[Point, ...]]] = []
         self._say: Callable[[str], None] = print
 
     def begin(self, run: ProfiledRun) -> None:
@@ -65,11 +64,11 @@ class CommsLog(Profiler, Listener):
         yield
         self.settle()
 
-    def enters(self, call: Call, *, waits: bool) -> Any:
+    def enters(self, call: Call, *, waits: bool) -> Point:
         wanted = self.settings.comms_logger_ops
         return None if wanted and call.operation not in wanted else self.clock.now()
 
-    def leaves(self, call: Call, entered: Any, *, waits: bool) -> None:
+    def leaves(self, call: Call, entered: Point, *, waits: bool) -> None:
         if entered is None:
             return
         now = self.clock.now()

@@ -133,8 +133,6 @@ class MemoryTimeline(Profiler):
         ConfigError: matplotlib is not installed.
     """
 
-    sees_actions = True
-
     def __init__(self, step: int, folder: Folder, context: ParallelContext):
         if folder.writes:
             new_figure(1, 1)  # before the training, not in the midst of it

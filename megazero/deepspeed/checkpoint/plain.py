@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from megazero.deepspeed.checkpoint.pickles import dump_object, load_object
 from megazero.errors import CheckpointError
+from megazero.formats.deepspeed.pickles import dump_object, load_object
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor], *, objects: bool = False) -> Any:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from megazero.checkpoint.folder import candidates
 from megazero.checkpoint.part import WEIGHT, Key, Part, Source
 from megazero.checkpoint.reader import CheckpointReader
-from megazero.deepspeed.checkpoint.files import Files, find_files, inventory
-from megazero.deepspeed.checkpoint.folder import ForeignFolder, Groups
 from megazero.deepspeed.checkpoint.plain import decode
 from megazero.deepspeed.moe.experts import older_names
 from megazero.errors import CheckpointError
-from megazero.formats.megatron.zero_states import Scale
+from megazero.formats.deepspeed.files import Files, find_files, inventory
+from megazero.formats.deepspeed.folder import ForeignFolder, Groups
+from megazero.formats.deepspeed.vectors import Scale
 from megazero.optim.loss_scaler import LossScaler, ScalerState
 
 STATE = "state"
@@ -224,8 +224,5 @@ def _scaler_state(scale: Scale, scaler: LossScaler) -> ScalerState | None:
     """DeepSpeed's loss scale as a scaler here holds it; it counts good steps since the last overflow."""
     if not scaler.searches:
         return None
-    window = getattr(scaler, "window", 1)
-    good = scale.good_steps
-    since = good if good <= window else (good - 1) % window
     left = scaler.initial().hysteresis_left if scale.hysteresis is None else int(scale.hysteresis)
-    return ScalerState(scale.scale, since, left)
+    return ScalerState(scale.scale, scale.since_growth(getattr(scaler, "window", 1)), left)

@@ -9,8 +9,8 @@ from typing import Any
 
 from megazero.checkpoint.tensor_file import read_bytes
 from megazero.config.deepspeed.load import plain_paths
-from megazero.deepspeed.checkpoint.files import inventory
 from megazero.errors import CheckpointError, CommunicationError
+from megazero.formats.deepspeed.files import inventory
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import gather_values
 

@@ -27,7 +27,7 @@ from megazero.deepspeed.engine.weights import StateSource, frozen_names, shared_
 from megazero.deepspeed.moe.experts import older_names
 from megazero.deepspeed.zero.gathered import GatheredParameters
 from megazero.deepspeed.zero_to_fp32 import write_scripts
-from megazero.formats.megatron.zero_states import Shapes
+from megazero.formats.deepspeed.vectors import Shapes
 from megazero.mpu.messages import broadcast_value, fold_values
 from megazero.train.resume.fit import check_tensors
 

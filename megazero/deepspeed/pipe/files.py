@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.deepspeed.checkpoint.pickles import load_states
 from megazero.deepspeed.pipe.grid import PipelineParallelGrid
 from megazero.deepspeed.zero.gathered import GatheredParameters
 from megazero.errors import CheckpointError
+from megazero.formats.deepspeed.pickles import load_states
 
 
 class LayerFiles:

@@ -6,7 +6,8 @@ Only the first rank writes. `get_monitor_config` reads the JSON's sections.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,20 +76,21 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
     return DeepSpeedMonitorConfig.model_validate({name: param_dict[name] for name in names})
 
 
-def _speaks() -> bool:
-    return (joined_world() or (0, 1))[0] == 0
-
-
 class Monitor(ABC):
     """Takes a script's values. Each key of its section is an attribute.
 
     Args:
         monitor_config: its section.
+
+    Attributes:
+        enabled: whether the section is.
+        writes: whether this rank writes, as the first one does.
     """
 
     def __init__(self, monitor_config: Any):
         self.monitor_config = monitor_config
         self.enabled = bool(monitor_config.enabled)
+        self.writes = self.enabled and (joined_world() or (0, 1))[0] == 0
 
     def __getattr__(self, name: str) -> Any:
         section = vars(self).get("monitor_config")
@@ -108,13 +110,11 @@ class csvMonitor(Monitor):
         super().__init__(csv_config)
         self.log_dir = Path(csv_config.output_path) / csv_config.job_name
         self._series = CsvSeries()
-        if self.enabled and _speaks():
+        if self.writes:
             self.log_dir.mkdir(parents=True, exist_ok=True)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        if not self.enabled or not _speaks():
-            return
-        for tag, value, x in event_list:
+        for tag, value, x in event_list if self.writes else ():
             path = self.log_dir / f"{tag.replace('/', '_').replace(' ', '_')}.csv"
             self._series.add(path, ("step", tag.rpartition("/")[2]), x, value)
 
@@ -128,16 +128,9 @@ class TensorBoardMonitor(Monitor):
 
     def __init__(self, tensorboard_config: TensorBoardConfig):
         super().__init__(tensorboard_config)
-        self._scalars: Scalars | None = None
-        if self.enabled and _speaks():
-            folder = Path(tensorboard_config.output_path) / tensorboard_config.job_name
-            try:
-                self._scalars = Scalars(str(folder))
-            except ImportError as error:
-                raise ConfigError(
-                    "`tensorboard` must not be enabled where the tensorboard package is missing, but is; run "
-                    "`pip install tensorboard` or leave the section out"
-                ) from error
+        folder = Path(tensorboard_config.output_path) / tensorboard_config.job_name
+        with _package("tensorboard"):
+            self._scalars = Scalars(str(folder)) if self.writes else None
 
     @property
     def summary_writer(self) -> Any:
@@ -145,16 +138,15 @@ class TensorBoardMonitor(Monitor):
         return None if self._scalars is None else self._scalars.writer
 
     def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
-        if self._scalars is None:
-            return
-        self._scalars.add(event_list)
+        if self._scalars is not None:
+            self._scalars.add(event_list)
         if flush:
             self.flush()
 
     def flush(self) -> None:
         """Write out what is pending."""
-        if self.summary_writer is not None:
-            self.summary_writer.flush()
+        if self._scalars is not None:
+            self._scalars.writer.flush()
 
 
 class WandbMonitor(Monitor):
@@ -167,21 +159,15 @@ class WandbMonitor(Monitor):
     def __init__(self, wandb_config: WandbConfig):
         super().__init__(wandb_config)
         self._run: Any = None
-        if self.enabled and _speaks():
-            try:
+        if self.writes:
+            with _package("wandb"):
                 import wandb
-            except ImportError as error:
-                raise ConfigError(
-                    "`wandb` must not be enabled where the wandb package is missing, but is; run "
-                    "`pip install wandb` or leave the section out"
-                ) from error
             names = {"project": wandb_config.project, "group": wandb_config.group}
             self._run = over("step", wandb.init(**names, entity=wandb_config.team))
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        if self._run is not None:
-            for tag, value, x in event_list:
-                self._run.log({tag: value, "step": x})
+        for tag, value, x in event_list if self._run is not None else ():
+            self._run.log({tag: value, "step": x})
 
 
 class CometMonitor(Monitor):
@@ -220,3 +206,15 @@ class MonitorMaster(Monitor):
     def write_events(self, event_list: Sequence[Event]) -> None:
         for monitor in (self.tb_monitor, self.wandb_monitor, self.csv_monitor):
             monitor.write_events(event_list)
+
+
+@contextmanager
+def _package(name: str) -> Iterator[None]:
+    """Use a package, which the section of this name needs."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f"`{name}` must not be enabled where the {name} package is missing, but is; run `pip install "
+            f"{name}` or leave the section out"
+        ) from error

@@ -12,6 +12,10 @@ from megazero.formats.hf.bert import (
     BERT_MASKED_LM,
     BERT_MULTIPLE_CHOICE,
     BERT_PRETRAINING,
+    MEGATRON_BERT_CLASSIFICATION,
+    MEGATRON_BERT_MASKED_LM,
+    MEGATRON_BERT_MULTIPLE_CHOICE,
+    MEGATRON_BERT_PRETRAINING,
 )
 from megazero.formats.hf.bloom import BLOOM
 from megazero.formats.hf.cohere import COHERE, COHERE2
@@ -22,12 +26,6 @@ from megazero.formats.hf.gpt_oss import GPT_OSS
 from megazero.formats.hf.granite import GRANITE
 from megazero.formats.hf.llama import LLAMA
 from megazero.formats.hf.mamba2 import MAMBA2
-from megazero.formats.hf.megatron_bert import (
-    MEGATRON_BERT_CLASSIFICATION,
-    MEGATRON_BERT_MASKED_LM,
-    MEGATRON_BERT_MULTIPLE_CHOICE,
-    MEGATRON_BERT_PRETRAINING,
-)
 from megazero.formats.hf.mistral import MISTRAL
 from megazero.formats.hf.mixtral import MIXTRAL
 from megazero.formats.hf.nemotron_h import NEMOTRON_H

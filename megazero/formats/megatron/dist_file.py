@@ -23,7 +23,7 @@ from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.tensor_file import Later
 from megazero.checkpoint.writer import SHARD_BYTES, deal
 from megazero.errors import CheckpointError, DamagedCheckpointError
-from megazero.formats.megatron.pickles import unreadable
+from megazero.formats.pickles import unreadable
 from megazero.regular_file import open_regular
 
 METADATA = ".metadata"

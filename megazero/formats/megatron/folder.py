@@ -19,11 +19,8 @@ from enum import Enum
 from pathlib import Path
 
 from megazero.errors import CheckpointError
+from megazero.formats.deepspeed.files import UNIVERSAL
 
-UNIVERSAL = "zero"
-"""The folder that DeepSpeed's universal checkpoints have beside the model's files."""
-# Old releases wrote no underline before the last part.
-ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_?optim_states\.pt")
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _RANK_FILE = re.compile(r"mp_rank_(\d{2,})_model_states\.pt")
 _LAYER_FILE = re.compile(r"layer_(\d{2,})(?:-model_(\d{2,}))?-model_states\.pt")

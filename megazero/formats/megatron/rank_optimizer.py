@@ -19,7 +19,7 @@ from torch import Tensor
 from megazero.checkpoint.part import WEIGHT
 from megazero.errors import CheckpointError
 from megazero.formats.megatron.dialects import HEAD, HEAD_COPY, WORD, core_name
-from megazero.formats.megatron.pickles import parsed
+from megazero.formats.pickles import parsed
 
 DISTRIBUTED = "distrib_optim.pt"
 """The file of an optimizer that data-parallel ranks share, beside the model's."""

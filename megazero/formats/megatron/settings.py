@@ -15,7 +15,7 @@ from megazero.config.tree.roles import Role
 from megazero.errors import CheckpointError
 from megazero.formats.megatron.hybrid import hybrid_settings
 from megazero.formats.megatron.latent import UNSET, latent_settings
-from megazero.formats.megatron.pickles import PositionEmbedding
+from megazero.formats.pickles import PositionEmbedding
 
 Arguments = Mapping[str, Any]
 

@@ -1,78 +1,39 @@
-"""DeepSpeed's universal checkpoints: a folder for each parameter, a file for each of its tensors::
+"""The universal checkpoints of Megatron-DeepSpeed, as the only stage of an only rank.
 
-    global_step100_universal/zero/3.mlp.dense_h_to_4h.weight/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt
-    global_step100_universal/zero/optimizer_state.pt                     options of groups, the loss scale
-    global_step100_universal/mp_rank_MM_model_states.pt                  the ranks' files, as they were
-
-Tensors are whole, joined over all ranks by the patterns that the model gave when it was saved.
+Beside the folder of parameters lie the ranks' files ``mp_rank_MM_model_states.pt``, as they were.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from megazero.errors import CheckpointError, DamagedCheckpointError
+from megazero.errors import CheckpointError
+from megazero.formats.deepspeed.files import UNIVERSAL
+from megazero.formats.deepspeed.universal import (
+    MASTER,
+    STEP,
+    Open,
+    ParameterFile,
+    optimizer_facts,
+    parameter_file,
+    parameter_files,
+)
 from megazero.formats.megatron.dialects import core_name, prefix_of_layer_file
-from megazero.formats.megatron.folder import UNIVERSAL, Files
+from megazero.formats.megatron.folder import Files
 from megazero.formats.megatron.inventory import IN_USE, Inventory, SavedTensor, TensorRecord
-from megazero.formats.megatron.pickles import KEPT, load_pickle
 from megazero.formats.megatron.stages import Header, Opened, numbers_in, read_header
 from megazero.formats.megatron.weights import Lazy, Load, Weights
 from megazero.formats.megatron.zero_files import counts_of
+from megazero.formats.pickles import KEPT, load_pickle
 
-_OPTIMIZER = "optimizer_state.pt"
-_MASTER, _STEP = "fp32", "step"
 _JOINED_BY_HALVES = "param_n_sub_params"
 _FIRST_LAYER = ".layers.0."
-
-Open = Callable[[Path], Any]
-"""Read one file."""
-
-
-@dataclass(frozen=True)
-class ParameterFile:
-    """A file of a parameter: its name, the kind of tensor, what says more about that, and the value.
-
-    The kind is the file's name without its ending: `fp32` of masters, `step` of the count of updates.
-    """
-
-    parameter: str
-    kind: str
-    facts: Mapping[str, Any]
-    value: Any
-
-
-def parameter_files(folder: Path, load: Open) -> Iterator[ParameterFile]:
-    """The files of all parameters in a checkpoint's folder ``zero``.
-
-    Raises:
-        DamagedCheckpointError: a parameter has no fp32 weights.
-    """
-    for place in sorted(path for path in folder.iterdir() if path.is_dir()):
-        if not (place / f"{_MASTER}.pt").exists():
-            raise DamagedCheckpointError(f"`{place}` must hold fp32.pt, but does not; convert it again")
-        for path in sorted(place.glob("*.pt")):
-            yield _of_file(path, load)
-
-
-def _of_file(path: Path, load: Open) -> ParameterFile:
-    content = load(path)
-    # Stage 3 writes tensors alone, the others a dictionary around them.
-    facts = content if isinstance(content, Mapping) and "param" in content else {"param": content}
-    return ParameterFile(path.parent.name, path.stem, facts, facts["param"])
-
-
-def optimizer_facts(folder: Path, load: Open) -> Mapping[str, Any]:
-    """The optimizer's state beside tensors; none if it was not kept."""
-    path = folder / _OPTIMIZER
-    return load(path) if path.exists() else {}
 
 
 class UniversalStages(Opened):
@@ -103,11 +64,11 @@ class UniversalStages(Opened):
         steps = []
         for file in parameter_files(folder, load):
             called = core_name(whole[file.parameter])
-            if file.kind == _STEP:
-                steps.append({_STEP: file.value})
+            if file.kind == STEP:
+                steps.append({STEP: file.value})
             elif isinstance(file.value, Tensor) and called is not None:
                 _check_joined(folder, called, file, header)
-                kind = IN_USE if file.kind == _MASTER else file.kind
+                kind = IN_USE if file.kind == MASTER else file.kind
                 place = f"{kind}/{called}"
                 path = folder / file.parameter / f"{file.kind}.pt"
                 self._tensors[place] = partial(_tensor, path, load)
@@ -129,7 +90,7 @@ class UniversalStages(Opened):
 
 
 def _tensor(path: Path, load: Open) -> Tensor:
-    value = _of_file(path, load).value
+    value = parameter_file(path, load).value
     assert isinstance(value, Tensor), "it was one when the file was first opened"
     return value
 

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from megazero.checkpoint.part import WEIGHT
 from megazero.errors import CheckpointError
+from megazero.formats.deepspeed.files import find_files
+from megazero.formats.deepspeed.states import join_ranks
+from megazero.formats.deepspeed.vectors import Scale
 from megazero.formats.megatron.dialects import core_name
-from megazero.formats.megatron.folder import ZERO_FILE
-from megazero.formats.megatron.pickles import KEPT, Kept, load_pickle, parsed
 from megazero.formats.megatron.rank_optimizer import MOMENTS
-from megazero.formats.megatron.weights import Lazy, Load
-from megazero.formats.megatron.zero_states import Scale, cut_vector, group_state, vector_of
+from megazero.formats.megatron.weights import Lazy
+from megazero.formats.pickles import KEPT, Kept, load_pickle, parsed
 
 _HELD = frozenset({"base_optimizer_state", "single_partition_of_fp32_groups"})
 
@@ -38,7 +39,7 @@ class ZeroStates:
 
 
 def read_zero(folder: Path, rank: int, shapes: Any, inert: Sequence[str] = ()) -> ZeroStates:
-    """The state of a model-parallel rank's optimizer.
+    """Read the state of a model-parallel rank's optimizer.
 
     Args:
         folder: the checkpoint's.
@@ -49,11 +50,8 @@ def read_zero(folder: Path, rank: int, shapes: Any, inert: Sequence[str] = ()) -
     Raises:
         CheckpointError: there is none, a data-parallel rank's is missing, or it is of another kind.
     """
-    files = {
-        int(m["data"]): p
-        for p in folder.iterdir()
-        if (m := ZERO_FILE.fullmatch(p.name)) and int(m["model"]) == rank
-    }
+    every = find_files(folder)
+    files = {data: path for (of, data), path in (every.optimizer if every else {}).items() if of == rank}
     if not files or not isinstance(shapes, (list, tuple)):
         raise CheckpointError(
             f"`{folder}` must hold zero_pp_rank_*_mp_rank_{rank:02d}_optim_states.pt, and the names of its "
@@ -62,28 +60,16 @@ def read_zero(folder: Path, rank: int, shapes: Any, inert: Sequence[str] = ()) -
     saved = [_load(files[number], inert) for number in sorted(files)]
     with parsed(folder, f"an optimizer's state of rank {rank} as DeepSpeed saves it"):
         _check_ranks(folder, sorted(files), saved, len(shapes))
-        return ZeroStates(_tensors(folder, saved, shapes), counts_of(saved[0]))
-
-
-def _tensors(
-    folder: Path, saved: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, Any]]
-) -> Mapping[str, Lazy]:
-    tensors: dict[str, dict[str, Load]] = {kind: {} for kind in (WEIGHT, *MOMENTS)}
-    for number, group in enumerate(shapes):
-        named = {str(name): tuple(map(int, shape)) for name, shape in group.items()}
-        gaps = (saved[0].get("param_alignment_paddings") or {number: ()})[number]
-        vectors = {WEIGHT: [vector_of(one["single_partition_of_fp32_groups"][number]) for one in saved]}
-        states = [group_state(one["base_optimizer_state"], number) for one in saved]
-        for kind in MOMENTS:
-            if not all(kind in state for state in states):
-                raise CheckpointError(
-                    f"`{folder}` must hold Adam's two moments of each group, but lacks {kind} of group "
-                    f"{number}; import without --with-optimizer"
-                )
-            vectors[kind] = [state[kind] for state in states]
-        for kind, slices in vectors.items():
-            tensors[kind] |= {name: joined.whole for name, joined in cut_vector(slices, named, gaps)}
-    return {kind: Lazy(of) for kind, of in tensors.items()}
+        groups = [{str(name): tuple(map(int, shape)) for name, shape in group.items()} for group in shapes]
+        joined = join_ranks(saved, groups)
+        names = [name for group in groups for name in group]
+        for kind, name in ((kind, name) for kind in MOMENTS for name in names if (name, kind) not in joined):
+            raise CheckpointError(
+                f"`{folder}` must hold Adam's two moments of each parameter, but lacks {kind} of {name}; "
+                f"import without --with-optimizer"
+            )
+        tensors = {kind: Lazy({n: joined[n, kind].whole for n in names}) for kind in (WEIGHT, *MOMENTS)}
+        return ZeroStates(tensors, counts_of(saved[0]))
 
 
 def check_masters(
@@ -140,8 +126,6 @@ def counts_of(saved: Mapping[str, Any]) -> Mapping[str, Any]:
         known = vars(scaler)
         numbers["scale"] = float(known["cur_scale"])
         if scale := Scale.of(saved):
-            good, window = scale.good_steps, known["scale_window"]
-            # It counts on where Megatron-LM begins anew.
-            numbers["growth_tracker"] = good if good <= window else (good - 1) % window
+            numbers["growth_tracker"] = scale.since_growth(known["scale_window"])
             numbers["hysteresis_tracker"] = known["cur_hysteresis"]
     return numbers

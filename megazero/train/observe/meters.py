@@ -37,18 +37,15 @@ class StepWaits:
     Args:
         mode: what to do about a wait that a step must not make.
         device: the device of the training.
-        message: takes a line for each place.
+        say: takes a line for each place.
     """
 
     def __init__(
-        self,
-        mode: Literal["off", "warn", "error"],
-        device: torch.device,
-        message: Callable[[str], None],
+        self, mode: Literal["off", "warn", "error"], device: torch.device, say: Callable[[str], None]
     ):
         self.mode = mode
         self.device = device
-        self.message = message
+        self.say = say
         self._began = False
         self._reported: set[tuple[str, str]] = set()
 
@@ -68,7 +65,7 @@ class StepWaits:
         for where, what in waits:
             if (where, what) not in self._reported:
                 self._reported.add((where, what))
-                self.message(f"host waits | {where} {what}")
+                self.say(f"host waits | {where} {what}")
 
 
 class Meters:

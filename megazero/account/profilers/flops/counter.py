@@ -19,13 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 from torch.utils.hooks import RemovableHandle
 
-from megazero.account.profilers.clock import Clock
+from megazero.account.profilers.clock import Clock, Point
 
+Shape = Sequence[int]
 _ATEN = torch.ops.aten
 
 
 def _per_element(flops: int) -> Callable[..., int]:
-    def count(shape: Sequence[int], *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    def count(shape: Shape, *args: object, **kwargs: object) -> int:
         return flops * prod(shape)
 
     wrapped: Callable[..., int] = shape_wrapper(count)
@@ -42,16 +43,18 @@ _ELEMENTWISE: Mapping[Any, Callable[..., int]] = MappingProxyType(
 )
 
 
-def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return int(2 * prod(query[:3]) * key[-2] * (query[3] + value[-1]))
+def _attention(query: Shape, key: Shape, value: Shape, *args: object, **kwargs: object) -> int:
+    return 2 * prod(query[:3]) * key[-2] * (query[3] + value[-1])
 
 
-def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return int(2 * prod(query[:3]) * key[-2] * (3 * query[3] + 2 * value[-1]))
+def _attention_backward(
+    grad: Shape, query: Shape, key: Shape, value: Shape, *args: object, **kwargs: object
+) -> int:
+    return 2 * prod(query[:3]) * key[-2] * (3 * query[3] + 2 * value[-1])
 
 
-def _by_vector(first: Any, *args: Any, **kwargs: Any) -> int:
-    return int(2 * prod(first))
+def _by_vector(first: Shape, *args: object, **kwargs: object) -> int:
+    return 2 * prod(first)
 
 
 PRODUCTS: Mapping[Any, Callable[..., int]] = MappingProxyType(
@@ -85,7 +88,7 @@ class OperatorCounter(TorchDispatchMode):
         TorchDispatchMode.__enter__(self)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         TorchDispatchMode.__exit__(self, *error)
 
     @classmethod
@@ -148,8 +151,8 @@ class ModuleCounter:
         self.operators: OperatorCounter | None = None
         self._seen = seen
         self._handles: list[RemovableHandle] = []
-        self._begun: list[tuple[int, int, Any]] = []
-        self._spans: list[tuple[nn.Module, Any, Any]] = []
+        self._begun: list[tuple[int, int, Point]] = []
+        self._spans: list[tuple[nn.Module, Point, Point]] = []
 
     def start(self, *, counts: bool) -> None:
         """Add hooks; with `counts`, FLOPs are counted too, which makes all that runs slower."""
@@ -176,7 +179,7 @@ class ModuleCounter:
             self.profiles[module].duration += self.clock.seconds(begin, end)
         self._spans.clear()
 
-    def _now(self) -> tuple[int, int, Any]:
+    def _now(self) -> tuple[int, int, Point]:
         counted = (0, 0) if self.operators is None else (self.operators.flops, self.operators.products)
         return (*counted, self.clock.now())
 

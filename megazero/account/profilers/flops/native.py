@@ -49,8 +49,6 @@ class FlopsProfile(Profiler):
         context: the ranks, whose groups are not observed.
     """
 
-    sees_actions = True
-
     def __init__(self, config: Config, context: ParallelContext):
         self.config = config
         self.settings = config.profiling

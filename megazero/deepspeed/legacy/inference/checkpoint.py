@@ -12,10 +12,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from megazero.deepspeed.checkpoint.pickles import load_states
 from megazero.deepspeed.tensor_parallel.layers import fill
 from megazero.errors import CheckpointError
-from megazero.formats.megatron.pickles import parsed
+from megazero.formats.deepspeed.pickles import load_states
+from megazero.formats.pickles import parsed
 from megazero.mpu.group import Group
 from megazero.regular_file import read_regular_text
 

@@ -102,7 +102,10 @@ def _rewind(path: Path, iteration: int) -> None:
         with part.open("wb") as kept:
             kept.writelines(line for line, number in _read(path) if number <= iteration)
         if iteration == 0:
-            path.rename(_free_name(path))
+            number = 1
+            while (aside := path.with_name(f"{path.name}.{number}")).exists():
+                number += 1
+            path.rename(aside)
         else:
             os.replace(part, path)
     finally:
@@ -129,11 +132,3 @@ def _read(path: Path) -> Iterator[tuple[bytes, int]]:
                 ) from error
             if line.endswith(b"\n"):
                 yield numbered
-
-
-def _free_name(path: Path) -> Path:
-    """The first of `path.1`, `path.2`, ... that is not taken."""
-    number = 1
-    while (candidate := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    return candidate

@@ -1,4 +1,4 @@
-"""The contents of files of DeepSpeed's ZeRO: flat slices of tensors, states of groups, loss scales."""
+"""Flat vectors in the files of DeepSpeed's ZeRO, cut into parameters; states of groups; loss scales."""
 
 from __future__ import annotations
 
@@ -132,6 +132,10 @@ class Scale:
             return None
         good = int(scaler["cur_iter"]) - 1 - int(scaler["last_overflow_iter"])
         return cls(float(scaler["cur_scale"]), good, scaler.get("cur_hysteresis"))
+
+    def since_growth(self, window: int) -> int:
+        """Return the good steps since the scale grew last: Megatron-LM counts these, DeepSpeed all."""
+        return self.good_steps if self.good_steps <= window else (self.good_steps - 1) % window
 
 
 def _too_short(name: str, wanted: int, held: int) -> DamagedCheckpointError:

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from megazero.formats.megatron.pickles import Inert, PositionEmbedding, load_pickle
 from megazero.formats.megatron.reader import ImportOptions, MegatronReader
+from megazero.formats.pickles import Inert, PositionEmbedding, load_pickle
 from tests.formats.megatron.samples import GPT2, VOCAB, Layout, random_weights, save_megatron
 from tests.tables import over_table
 

@@ -10,19 +10,18 @@ import torch
 from safetensors.torch import load_file
 
 from megazero.checkpoint.part import Key
-from megazero.deepspeed.checkpoint.facts import clone_tensors_for_torch_save
-from megazero.deepspeed.checkpoint.files import find_files
-from megazero.deepspeed.checkpoint.folder import ForeignFolder
-from megazero.deepspeed.checkpoint.pickles import load_states
 from megazero.deepspeed.zero_to_fp32 import (
     get_fp32_state_dict_from_zero_checkpoint,
     get_model_state_file,
     get_optim_files,
 )
 from megazero.errors import CheckpointError, DamagedCheckpointError
+from megazero.formats.deepspeed.files import find_files
+from megazero.formats.deepspeed.folder import ForeignFolder
+from megazero.formats.deepspeed.pickles import clone_tensors_for_torch_save, load_states
 from megazero.mpu.context import ParallelContext, solo_context
-from tests.deepspeed.foreign.small import Small, groups_of, small_batch
 from tests.deepspeed.user_models import build, on_ranks, settings, start
+from tests.formats.deepspeed.small import Small, groups_of, small_batch
 from tests.tables import over_table
 
 PACKED = Path(__file__).with_name("checkpoints.zip")

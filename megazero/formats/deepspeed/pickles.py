@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megazero.errors import CheckpointError, DamagedCheckpointError
-from megazero.formats.megatron.pickles import KEPT, SafeGlobal, load_pickle, parsed, reason_of
+from megazero.formats.pickles import KEPT, SafeGlobal, load_pickle, parsed, reason_of
 
 TRUST = "MEGAZERO_TRUST_PICKLE"
 REMEDY = f"if you trust who wrote it, set {TRUST}=1 in the environment, which lets it run any code"
@@ -41,6 +42,24 @@ def load_states(path: Path) -> Any:
         return load_pickle(path, known=_known(), remedy=REMEDY)
     with parsed(path, "what torch can load"):
         return torch.load(path, map_location="cpu", weights_only=False)
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """A copy of nested lists, tuples and dictionaries whose tensors are copies on `device`.
+
+    `torch.save` writes the whole memory that a tensor is a view of; a copy has only its own.
+    """
+    if isinstance(item, Tensor):
+        return item.detach().to(device, copy=True)
+    if isinstance(item, (list, tuple)):
+        cloned = [clone_tensors_for_torch_save(entry, device) for entry in item]
+        if hasattr(item, "_fields"):  # a named tuple
+            return type(item)(*cloned)
+        return type(item)(cloned)
+    if isinstance(item, dict):
+        pairs = ((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
+        return type(item)(pairs) if type(item) is not dict else dict(pairs)
+    return item
 
 
 def dump_object(value: Any, name: str) -> torch.Tensor:

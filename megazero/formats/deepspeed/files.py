@@ -8,8 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.errors import DamagedCheckpointError
-from megazero.formats.megatron.folder import UNIVERSAL, ZERO_FILE
 
+MODEL_FILE_PREFIX = "mp_rank_"
+ZERO_FILE_PREFIX = "zero_pp_rank_"
+OPTIM_FILE_SUFFIX = "_optim_states.pt"
+MODEL_FILE_SUFFIX = "_model_states.pt"
+UNIVERSAL_CHECKPOINT_VERSION_VALUE = 0.4
+UNIVERSAL = "zero"
+"""The folder that universal checkpoints have beside the model's files."""
+
+# Old releases wrote no underline before the last part.
+_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_?optim_states\.pt")
 _MODEL = re.compile(r"(?:(?:bf16_)?zero_pp_rank_(?P<data>\d+)_)?mp_rank_(?P<model>\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<model>\d+))?-model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
@@ -74,7 +83,7 @@ def find_files(folder: Path) -> Files | None:
     experts = [path for path in names if _EXPERT.fullmatch(path.name)]
     layers = {int(m["layer"]): path for path, m in _matches(_LAYER, names)}
     model = {(int(m["model"]), int(m["data"] or 0)): path for path, m in _matches(_MODEL, names)}
-    optimizer = {(int(m["model"]), int(m["data"])): path for path, m in _matches(ZERO_FILE, names)}
+    optimizer = {(int(m["model"]), int(m["data"])): path for path, m in _matches(_OPTIMIZER, names)}
     if not (model or optimizer or layers):
         return None
     return Files(folder, model, optimizer, layers, experts)
@@ -85,10 +94,26 @@ def _matches(pattern: re.Pattern[str], paths: Iterable[Path]) -> Iterable[tuple[
 
 
 def inventory(folder: Path, most: int = 5) -> str:
-    """The content of a folder, in words."""
+    """Say what is in a folder, for messages."""
     if not folder.is_dir():
         return "nothing, for it does not exist" if not folder.exists() else "nothing, for it is a file"
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     if not names:
         return "nothing in it"
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
+
+
+def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
+    """The path of DeepSpeed's file of the model for a model-parallel rank."""
+    return str(Path(base_folder) / f"{MODEL_FILE_PREFIX}{mp_rank_str}{MODEL_FILE_SUFFIX}")
+
+
+def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
+    """The path of DeepSpeed's file of an optimizer's shard."""
+    name = f"{ZERO_FILE_PREFIX}{dp_rank}_{MODEL_FILE_PREFIX}{mp_rank:02d}{OPTIM_FILE_SUFFIX}"
+    return str(Path(base_folder) / name)
+
+
+def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
+    """The path of DeepSpeed's file of a pipeline's layer for a tensor-parallel rank."""
+    return str(Path(base_folder) / f"{layer_id}-model_{tp_rank:02d}{MODEL_FILE_SUFFIX}")

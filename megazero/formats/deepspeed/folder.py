@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.part import Key, Part, Source
-from megazero.deepspeed.checkpoint.facts import ForeignFacts, read_facts
-from megazero.deepspeed.checkpoint.files import Files
-from megazero.deepspeed.checkpoint.flat import OptimizerStates, read_sharded, read_universal, read_unsharded
-from megazero.deepspeed.checkpoint.pickles import load_states
 from megazero.errors import CheckpointError
-from megazero.formats.megatron.folder import UNIVERSAL
-from megazero.formats.megatron.zero_states import Joined, Shapes, cut_parameters
+from megazero.formats.deepspeed.facts import ForeignFacts, read_facts
+from megazero.formats.deepspeed.files import UNIVERSAL, Files
+from megazero.formats.deepspeed.pickles import load_states
+from megazero.formats.deepspeed.states import OptimizerStates, read_sharded, read_unsharded
+from megazero.formats.deepspeed.universal import read_universal
+from megazero.formats.deepspeed.vectors import Joined, Shapes, cut_parameters
 
 Groups = Sequence[Shapes]
 """The parameters of each group of an optimizer, in its order."""
