@@ -71,7 +71,8 @@ class Pretraining(Task):
         self._record = data_record(feeds.datasets[0], resumed.engine.context)
         passes = not resumed.config.data.verify_data
         self._origin = resumed.origin or origin_of(resumed.config.checkpoint.load_hf)
-        self._compared = compare_data(resumed.data, self._record, changes_pass=passes)
+        before = None if resumed.run is None else resumed.run.data
+        self._compared = compare_data(before, self._record, changes_pass=passes)
 
     def remarks(self, run: Run) -> Iterable[str]:
         engine, dtype = run.resumed.engine, DTYPES[run.resumed.config.precision.dtype]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from megazero.checkpoint.folder import Candidates
@@ -14,7 +15,7 @@ from megazero.config.tree.config import Config
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.transports import transports
-from megazero.train.resume.facts import DataFacts
+from megazero.train.resume.facts import RunFacts
 from megazero.train.resume.fit import changed_sums, fit
 from megazero.train.resume.load import load_state
 from megazero.train.resume.saved import Checkpoint, candidates_of
@@ -28,23 +29,26 @@ class Resumed:
 
     Attributes:
         engine: the engine, new or with the checkpoint's state.
-        state: the progress of the training.
         stream_seed: seed of the dropout streams.
         config: the run's configuration; its global batch is the checkpoint's if none was asked for.
         training_plan: the run's plan, from `state` on.
         remarks: lines about the resume for a person.
-        data: the data of the steps before the checkpoint; None without any, or if it does not say.
+        run: what the checkpoint says of the run that goes on; None if all counts begin anew.
         origin: the model that the weights were converted from at first; None if nothing is known of it.
     """
 
     engine: Engine
-    state: TrainState
     stream_seed: int
     config: Config
     training_plan: TrainingPlan
     remarks: tuple[str, ...] = ()
-    data: tuple[DataFacts, ...] | None = None
+    run: RunFacts | None = None
     origin: Mapping[str, Any] | None = None
+
+    @cached_property
+    def state(self) -> TrainState:
+        """The progress of the training."""
+        return TrainState() if self.run is None else self.run.state.train_state()
 
 
 def resume(
@@ -82,7 +86,7 @@ def resume(
         begun = begin(new) if begin else ()
         if section.load and not begun:
             begun = (f"warning: {section.load} holds no checkpoint; training starts from random weights",)
-        return Resumed(new, TrainState(), config.training.seed, config, training_plan, begun)
+        return Resumed(new, config.training.seed, config, training_plan, begun)
     remarks = list(listed.remarks)
     # The newest first. All ranks take each step below together, and an error of one is raised on all: they
     # pass over a damaged checkpoint as one, and never train from two different ones.
@@ -109,11 +113,8 @@ def resume(
         if run is not None:
             changes += changed_sums(run, kept.parallel, transports(context), context.world_size)
         loaded = f"{'began experts from the dense model' if begins else 'loaded'} {folder}"
-        progress = TrainState() if run is None else run.state.train_state()
-        data = None if run is None or run.data is None else tuple(run.data)
-        remarks += [loaded, *changes]
         origin = checkpoint.facts.get("converted_from")
-        return Resumed(engine, progress, seed, kept, training_plan, tuple(remarks), data, origin)
+        return Resumed(engine, seed, kept, training_plan, (*remarks, loaded, *changes), run, origin)
     raise DamagedCheckpointError(
         f"`load` must hold a whole checkpoint, but {section.load} has none: " + "; ".join(remarks)
     )
