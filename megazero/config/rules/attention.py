@@ -7,8 +7,10 @@ from megazero.config.rules.rule import Rule
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.option import is_interval
 
-_WINDOW, _SKIPPED, _DEPTH = paths.model.window_size, paths.model.window_attn_skip_freq, paths.model.num_layers
-_POSITIONS, _LENGTH = paths.model.max_position_embeddings, paths.model.seq_length
+_MODEL = paths.model
+
+_WINDOW, _SKIPPED, _DEPTH = _MODEL.window_size, _MODEL.window_attn_skip_freq, _MODEL.num_layers
+_POSITIONS, _LENGTH = _MODEL.max_position_embeddings, _MODEL.seq_length
 
 
 def _is_whole(model: ModelConfig, field: str = "window_attn_skip_freq") -> bool:
@@ -40,7 +42,7 @@ def _only_past(model: ModelConfig) -> bool:
 ATTENTION_RULES: tuple[Rule, ...] = (
     Rule(
         "latent_heads_have_own_keys",
-        (paths.model.num_query_groups, paths.model.multi_latent_attention),
+        (_MODEL.num_query_groups, _MODEL.multi_latent_attention),
         "`num_query_groups` must be left out with `multi_latent_attention`, where each head has its own keys",
         "leave one of the two out",
         lambda c: (
@@ -52,7 +54,7 @@ ATTENTION_RULES: tuple[Rule, ...] = (
     _whole_pattern("rotation_pattern_is_whole", "no_rope_freq", "rotary positions: leave the rotation out"),
     Rule(
         "window_of_the_past",
-        (_WINDOW, paths.model.family),
+        (_WINDOW, _MODEL.family),
         "the second number of `window_size` must be 0 or -1 for a gpt, whose tokens see no later ones",
         "give `--window-size L,0`",
         lambda c: _only_past(c.config.model),

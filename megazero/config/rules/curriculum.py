@@ -10,14 +10,16 @@ from megazero.config.pacing import MOST_CHANGES, Pacing, pieces
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.tree.curriculum import CurriculumConfig
 
-_SCHEDULE = paths.curriculum.seqlen_schedule
-_MIN = paths.curriculum.seqlen_min_difficulty
-_MAX = paths.curriculum.seqlen_max_difficulty
-_STEP = paths.curriculum.seqlen_difficulty_step
-_LEVELS = paths.curriculum.seqlen_difficulty
-_ENDS = paths.curriculum.seqlen_max_step
-_CUSTOM = paths.curriculum.seqlen_custom_schedule
-_LENGTH = paths.model.seq_length
+_CURRICULUM, _MODEL, _PARALLEL = paths.curriculum, paths.model, paths.parallel
+
+_SCHEDULE = _CURRICULUM.seqlen_schedule
+_MIN = _CURRICULUM.seqlen_min_difficulty
+_MAX = _CURRICULUM.seqlen_max_difficulty
+_STEP = _CURRICULUM.seqlen_difficulty_step
+_LEVELS = _CURRICULUM.seqlen_difficulty
+_ENDS = _CURRICULUM.seqlen_max_step
+_CUSTOM = _CURRICULUM.seqlen_custom_schedule
+_LENGTH = _MODEL.seq_length
 
 
 def _settings(case: Case) -> CurriculumConfig:
@@ -88,13 +90,7 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "seqlen_divides_over_ranks",
-        (
-            _STEP,
-            _LEVELS,
-            _MAX,
-            paths.parallel.tensor_model_parallel_size,
-            paths.parallel.context_parallel_size,
-        ),
+        (_STEP, _LEVELS, _MAX, _PARALLEL.tensor_model_parallel_size, _PARALLEL.context_parallel_size),
         "all lengths of a `seqlen_schedule` must divide evenly over the ranks that share a sequence",
         "set `--seqlen-difficulty-step`, and the first and last length, to multiples of that number",
         _if_paced(_divides),

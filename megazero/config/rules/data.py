@@ -8,8 +8,10 @@ from megazero.config.tree.config import Config
 from megazero.config.tree.data import DataConfig
 from megazero.config.words import is_number
 
-_SPLIT_PATHS = (paths.data.train_data_path, paths.data.valid_data_path, paths.data.test_data_path)
-_ALL_PATHS = (paths.data.data_path, *_SPLIT_PATHS)
+_DATA, _MODEL, _TRAINING = paths.data, paths.model, paths.training
+
+_SPLIT_PATHS = (_DATA.train_data_path, _DATA.valid_data_path, _DATA.test_data_path)
+_ALL_PATHS = (_DATA.data_path, *_SPLIT_PATHS)
 
 
 def _sources(case: Case) -> int:
@@ -42,33 +44,28 @@ def _names_one(data: DataConfig) -> bool:
 DATA_RULES: tuple[Rule, ...] = (
     Rule(
         "data_source_given",
-        (*_ALL_PATHS, paths.data.mock_data),
+        (*_ALL_PATHS, _DATA.mock_data),
         "the data must be given",
         "set `--data-path`, or `--train-data-path` and its siblings, or `--mock-data`",
         lambda c: _sources(c) >= 1 or c.config.finetune.task is not None,
     ),
     Rule(
         "prepared_index_of_one_dataset",
-        (
-            paths.data.train_doc_idx_path,
-            paths.data.train_idx_path,
-            paths.data.data_path,
-            paths.data.train_data_path,
-        ),
+        (_DATA.train_doc_idx_path, _DATA.train_idx_path, _DATA.data_path, _DATA.train_data_path),
         "a prepared index must be of one dataset, which is named itself",
         "give the prefix of that dataset alone",
         lambda c: not _is_prepared(c.config) or _names_one(c.config.data),
     ),
     Rule(
         "one_data_source",
-        (*_ALL_PATHS, paths.data.mock_data),
+        (*_ALL_PATHS, _DATA.mock_data),
         "the data must come from `data_path`, from the paths of each split, or from `mock_data`",
         "keep one of the three",
         lambda c: _sources(c) <= 1,
     ),
     Rule(
         "training_data_given",
-        (*_SPLIT_PATHS, paths.training.skip_train),
+        (*_SPLIT_PATHS, _TRAINING.skip_train),
         "`train_data_path` must be set beside the other splits' paths",
         "add it, or `--skip-train`",
         lambda c: (
@@ -86,7 +83,7 @@ DATA_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "room_for_special_tokens",
-        (paths.model.family, paths.model.seq_length),
+        (_MODEL.family, _MODEL.seq_length),
         "`seq_length` must be at least 5 for a BERT: three special tokens and one of each segment",
         "use a longer sequence",
         lambda c: c.config.model.family != "bert" or c.config.model.seq_length >= 5,

@@ -13,11 +13,13 @@ from megazero.config.rules.rule import Case, Rule
 from megazero.config.tree.experts import is_frequency
 from megazero.config.tree.model import ModelConfig
 
-_EXPERTS = paths.model.num_experts
-_PLACEMENT = (paths.model.moe_layer_freq, paths.model.expert_interval)
-_EXPERT_RANKS = paths.parallel.expert_model_parallel_size
-_EXPERT_TENSOR_RANKS = paths.parallel.expert_tensor_parallel_size
-_TENSOR_RANKS = paths.parallel.tensor_model_parallel_size
+_MODEL, _PARALLEL = paths.model, paths.parallel
+
+_EXPERTS = _MODEL.num_experts
+_PLACEMENT = (_MODEL.moe_layer_freq, _MODEL.expert_interval)
+_EXPERT_RANKS = _PARALLEL.expert_model_parallel_size
+_EXPERT_TENSOR_RANKS = _PARALLEL.expert_tensor_parallel_size
+_TENSOR_RANKS = _PARALLEL.tensor_model_parallel_size
 
 
 def _ranks_of_stage(case: Case) -> int | None:
@@ -70,7 +72,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "expert_width_over_expert_tensor_ranks",
-        (paths.model.moe_ffn_hidden_size, _EXPERT_TENSOR_RANKS, _TENSOR_RANKS),
+        (_MODEL.moe_ffn_hidden_size, _EXPERT_TENSOR_RANKS, _TENSOR_RANKS),
         "an expert's inner width must be a multiple of `expert_tensor_parallel_size`, which is the "
         "tensor-parallel size if it is not set",
         "set `--moe-ffn-hidden-size` to a multiple, or `--expert-tensor-parallel-size 1`",
@@ -82,7 +84,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "dense_width_over_tensor_ranks",
-        (paths.model.moe_shared_expert_intermediate_size, paths.model.mlp_type, _TENSOR_RANKS),
+        (_MODEL.moe_shared_expert_intermediate_size, _MODEL.mlp_type, _TENSOR_RANKS),
         "the inner width of shared experts, and of the MLP beside residual experts, must be a multiple of "
         "`tensor_model_parallel_size`",
         "choose a multiple",
@@ -114,7 +116,7 @@ def _places_clause(case: Case) -> str:
 PLACEMENT_RULES: tuple[Rule, ...] = (
     Rule(
         "layer_pattern_is_whole",
-        (_PLACEMENT[0], paths.model.num_layers),
+        (_PLACEMENT[0], _MODEL.num_layers),
         "`moe_layer_freq` must be one number above 0, or a 0 or 1 for each layer",
         "correct it",
         with_experts(_pattern_fits),
@@ -122,7 +124,7 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "some_layer_has_experts",
-        (paths.model.num_layers, *_PLACEMENT),
+        (_MODEL.num_layers, *_PLACEMENT),
         "at least one layer must have experts with `num_experts`",
         "place them in some layer, or leave out `--num-experts`",
         with_experts(lambda model: not _pattern_fits(model) or model.expert_places > 0),

@@ -6,9 +6,11 @@ from megazero.config.fields import paths
 from megazero.config.rules.rule import Case, Rule, value_at
 from megazero.config.tasks import Task, task_of
 
-_TASK = paths.finetune.task
-_FILES = (paths.finetune.train_data, paths.finetune.valid_data, paths.finetune.test_data)
-_COLUMNS = (_TASK, paths.finetune.text_columns, paths.finetune.choice_columns)
+_FINETUNE, _MODEL = paths.finetune, paths.model
+
+_TASK = _FINETUNE.task
+_FILES = (_FINETUNE.train_data, _FINETUNE.valid_data, _FINETUNE.test_data)
+_COLUMNS = (_TASK, _FINETUNE.text_columns, _FINETUNE.choice_columns)
 # Less holds no text beside the marks around two of them.
 _LEAST_SEQUENCE = 5
 
@@ -51,7 +53,7 @@ def _classes_fit(case: Case) -> bool:
 FINETUNING_RULES: tuple[Rule, ...] = (
     Rule(
         "task_has_data",
-        (_TASK, paths.finetune.epochs, *_FILES),
+        (_TASK, _FINETUNE.epochs, *_FILES),
         "`train_data` must be set with `task`, or with 0 `epochs` something to evaluate",
         "add `--train-data`, or `--valid-data` or `--test-data` with `--epochs 0`",
         lambda c: not _set(c) or bool(_given(c, _FILES[:1] if c.config.finetune.epochs else _FILES[1:])),
@@ -72,21 +74,21 @@ FINETUNING_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "labels_differ",
-        (paths.finetune.labels,),
+        (_FINETUNE.labels,),
         "`labels` must be two or more, all different",
         "name each label once",
         _labels_fit,
     ),
     Rule(
         "classes_are_the_labels",
-        (paths.model.num_classes, paths.finetune.labels),
+        (_MODEL.num_classes, _FINETUNE.labels),
         "`num_classes` must be the number of labels, or 1 for multiple choice",
         "leave `--num-classes` out",
         _classes_fit,
     ),
     Rule(
         "sequence_holds_marks_and_text",
-        (paths.model.seq_length, _TASK),
+        (_MODEL.seq_length, _TASK),
         f"`seq_length` must be at least {_LEAST_SEQUENCE} with `task`: three special tokens and two texts",
         "make it longer",
         lambda c: not _set(c) or c.config.model.seq_length >= _LEAST_SEQUENCE,

@@ -8,11 +8,13 @@ from megazero.config.fields import FIELD_BY_PATH, paths
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.tree.model import ModelConfig
 
-_EXPERTS = paths.model.num_experts
-_TOPK = paths.model.moe_router_topk
-_GROUPS = (paths.model.moe_router_num_groups, paths.model.moe_router_group_topk)
-_SCORES = paths.model.moe_router_score_function
-_BALANCE = (paths.model.moe_router_load_balancing_type, paths.model.moe_aux_loss_coeff)
+_MODEL = paths.model
+
+_EXPERTS = _MODEL.num_experts
+_TOPK = _MODEL.moe_router_topk
+_GROUPS = (_MODEL.moe_router_num_groups, _MODEL.moe_router_group_topk)
+_SCORES = _MODEL.moe_router_score_function
+_BALANCE = (_MODEL.moe_router_load_balancing_type, _MODEL.moe_aux_loss_coeff)
 
 
 def with_experts(holds: Callable[[ModelConfig], bool]) -> Callable[[Case], bool]:
@@ -58,7 +60,7 @@ def _balance_is_one(model: ModelConfig) -> bool:
 
 _BESIDE_ASSIGNMENT = (
     *(f"model.moe_router_{name}" for name in ("num_groups", "enable_expert_bias", "topk_scaling_factor")),
-    *(paths.model.moe_router_sampling, paths.model.moe_expert_capacity_factor, paths.model.moe_n_hash_layers),
+    *(_MODEL.moe_router_sampling, _MODEL.moe_expert_capacity_factor, _MODEL.moe_n_hash_layers),
 )
 
 
@@ -110,7 +112,7 @@ ROUTING_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "one_expert_needs_its_probability",
-        (_TOPK, paths.model.moe_router_pre_softmax, _SCORES),
+        (_TOPK, _MODEL.moe_router_pre_softmax, _SCORES),
         "`moe_router_pre_softmax` must be on with softmax scores and `moe_router_topk` 1, or the weight of "
         "the only expert would always be 1",
         "add `--moe-router-pre-softmax`, which is what DeepSpeed does",
@@ -142,7 +144,7 @@ ROUTING_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "hash_layers_have_experts",
-        (paths.model.moe_n_hash_layers, paths.model.moe_layer_freq, paths.model.expert_interval, _EXPERTS),
+        (_MODEL.moe_n_hash_layers, _MODEL.moe_layer_freq, _MODEL.expert_interval, _EXPERTS),
         "the first `moe_n_hash_layers` layers must have experts, one of them at least",
         "raise it, or leave it out",
         with_experts(lambda m: not m.moe_n_hash_layers or any(m.experts_by_layer[: m.moe_n_hash_layers])),

@@ -8,13 +8,15 @@ from megazero.config.pacing import MOST_CHANGES, pieces
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.tree.skipping import SkippingConfig
 
-_LAYERS = paths.skipping.random_ltd_layer_id
-_MIN = paths.skipping.random_ltd_min_value
-_MAX = paths.skipping.random_ltd_max_value
-_ROUNDED = paths.skipping.random_ltd_seq_per_step
-_COUNT = paths.skipping.random_ltd_layer_num
-_TOTAL = paths.skipping.random_ltd_total_layer_num
-_DEPTH, _LENGTH = paths.model.num_layers, paths.model.seq_length
+_MODEL, _PARALLEL, _SKIPPING = paths.model, paths.parallel, paths.skipping
+
+_LAYERS = _SKIPPING.random_ltd_layer_id
+_MIN = _SKIPPING.random_ltd_min_value
+_MAX = _SKIPPING.random_ltd_max_value
+_ROUNDED = _SKIPPING.random_ltd_seq_per_step
+_COUNT = _SKIPPING.random_ltd_layer_num
+_TOTAL = _SKIPPING.random_ltd_total_layer_num
+_DEPTH, _LENGTH = _MODEL.num_layers, _MODEL.seq_length
 
 
 def _settings(case: Case) -> SkippingConfig:
@@ -88,13 +90,7 @@ SKIPPING_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "random_ltd_divides_over_ranks",
-        (
-            _ROUNDED,
-            _MIN,
-            _MAX,
-            paths.parallel.tensor_model_parallel_size,
-            paths.parallel.context_parallel_size,
-        ),
+        (_ROUNDED, _MIN, _MAX, _PARALLEL.tensor_model_parallel_size, _PARALLEL.context_parallel_size),
         "all numbers of tokens that `random_ltd` keeps must divide evenly over the ranks that share a "
         "sequence",
         "set `--random-ltd-seq-per-step`, and the first and last number, to multiples of that number",

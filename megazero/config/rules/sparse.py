@@ -8,16 +8,15 @@ from megazero.config.fields import paths
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.tree.model import ModelConfig
 
-_MODE, _BLOCK, _LENGTH = paths.model.sparse_attention, paths.model.sparse_block, paths.model.seq_length
-_POSITIONS, _FAMILY = paths.model.max_position_embeddings, paths.model.family
-_GLOBAL, _RANDOM = paths.model.sparse_num_global_blocks, paths.model.sparse_num_random_blocks
-_WINDOW, _SLIDING = paths.model.sparse_num_local_blocks, paths.model.sparse_num_sliding_window_blocks
-_PATTERNS, _PER_HEAD = (
-    paths.model.sparse_num_different_global_patterns,
-    paths.model.sparse_different_layout_per_head,
-)
-_STARTS, _ENDS = paths.model.sparse_global_block_indices, paths.model.sparse_global_block_end_indices
-_DIRECTION, _SEED = paths.model.sparse_direction, paths.model.sparse_seed
+_MODEL = paths.model
+
+_MODE, _BLOCK, _LENGTH = _MODEL.sparse_attention, _MODEL.sparse_block, _MODEL.seq_length
+_POSITIONS, _FAMILY = _MODEL.max_position_embeddings, _MODEL.family
+_GLOBAL, _RANDOM = _MODEL.sparse_num_global_blocks, _MODEL.sparse_num_random_blocks
+_WINDOW, _SLIDING = _MODEL.sparse_num_local_blocks, _MODEL.sparse_num_sliding_window_blocks
+_PATTERNS, _PER_HEAD = (_MODEL.sparse_num_different_global_patterns, _MODEL.sparse_different_layout_per_head)
+_STARTS, _ENDS = _MODEL.sparse_global_block_indices, _MODEL.sparse_global_block_end_indices
+_DIRECTION, _SEED = _MODEL.sparse_direction, _MODEL.sparse_seed
 _DEFAULT_SEED = ModelConfig.model_fields["sparse_seed"].default
 
 

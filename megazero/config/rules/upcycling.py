@@ -9,7 +9,9 @@ from megazero.config.rules.rule import Case, Rule
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 
-_TOPK = paths.model.moe_router_topk
+_MODEL = paths.model
+
+_TOPK = _MODEL.moe_router_topk
 
 
 def _upcycling(holds: Callable[[Config], bool]) -> Callable[[Case], bool]:
@@ -30,7 +32,7 @@ def _weights_sum_to_one(model: ModelConfig) -> bool:
 UPCYCLING_RULES: tuple[Rule, ...] = (
     Rule(
         "upcycled_weights_sum_to_one",
-        (paths.model.moe_router_pre_softmax, paths.model.moe_router_score_function, _TOPK),
+        (_MODEL.moe_router_pre_softmax, _MODEL.moe_router_score_function, _TOPK),
         "the weights of a token's experts must sum to one with `moe_use_upcycling`, so that copies of one "
         "MLP compute what it does: `moe_router_pre_softmax` must be off with softmax scores, and "
         "`moe_router_topk` above 1 with sigmoid scores",
@@ -39,7 +41,7 @@ UPCYCLING_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "upcycled_experts_have_the_mlp_s_width",
-        (paths.model.moe_ffn_hidden_size, paths.model.ffn_hidden_size),
+        (_MODEL.moe_ffn_hidden_size, _MODEL.ffn_hidden_size),
         "`moe_ffn_hidden_size` must be the MLP's width with `moe_use_upcycling`",
         "leave it out",
         _experts_upcycled(lambda model: model.expert_ffn_size == model.ffn_size),
