@@ -11,9 +11,7 @@ from megazero.config.rules.rule import Case, Rule, conditions, display_name, say
 
 _MODEL, _PARALLEL = paths.model, paths.parallel
 
-_PATH = _MODEL.heterogeneous_layers_config_path
 _TEXT = _MODEL.heterogeneous_layers_config_encoded_json
-_HEADS, _RANKS = _MODEL.num_attention_heads, _PARALLEL.tensor_model_parallel_size
 _NAME = "`heterogeneous_layers_config_encoded_json`"
 
 # What other settings must be beside layers of their own sizes.
@@ -99,7 +97,7 @@ def _facts_otherwise(case: Case) -> list[str]:
 HETEROGENEOUS_RULES: tuple[Rule, ...] = (
     Rule(
         "layers_given_once",
-        (_PATH, _TEXT),
+        (_MODEL.heterogeneous_layers_config_path, _TEXT),
         "layers must be described by a file or by a text",
         "leave one of `--heterogeneous-layers-config-path` and `--heterogeneous-layers-config-encoded-json` "
         "out",
@@ -127,7 +125,7 @@ HETEROGENEOUS_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "layers_query_groups_divide_heads",
-        (_TEXT, _HEADS),
+        (_TEXT, _MODEL.num_attention_heads),
         "query heads of each layer must share keys in groups of one size",
         "change `num_query_groups` or `n_heads_in_group` of that layer",
         lambda c: not _broken_groups(c),
@@ -138,7 +136,7 @@ HETEROGENEOUS_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "layers_over_tensor_ranks",
-        (_TEXT, _RANKS),
+        (_TEXT, _PARALLEL.tensor_model_parallel_size),
         "the key/value heads and the inner width of each layer must be multiples of "
         "`tensor_model_parallel_size`",
         "use fewer tensor-parallel ranks, or change that layer",
@@ -149,7 +147,7 @@ HETEROGENEOUS_RULES: tuple[Rule, ...] = (
     Rule(
         "layers_given_fit_the_model",
         (
-            *(_TEXT, _MODEL.num_layers, _MODEL.hidden_size, _HEADS, _MODEL.activation),
+            *(_TEXT, _MODEL.num_layers, _MODEL.hidden_size, _MODEL.num_attention_heads, _MODEL.activation),
             *(_MODEL.rotary_base, _MODEL.norm_epsilon, _MODEL.untie_embeddings_and_output_weights),
         ),
         "settings of the whole model beside `block_configs` must be the launch line's",

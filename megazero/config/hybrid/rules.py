@@ -10,7 +10,6 @@ from megazero.config.rules.rule import Case, Rule
 
 _MODEL, _PARALLEL = paths.model, paths.parallel
 
-_PATTERN = _MODEL.hybrid_layer_pattern
 _RATIOS = (_MODEL.hybrid_attention_ratio, _MODEL.hybrid_mlp_ratio)
 _HEADS = (_MODEL.mamba_num_heads, _MODEL.mamba_head_dim, _MODEL.hidden_size)
 
@@ -50,7 +49,7 @@ def _experts_where_named(case: Case) -> bool:
 HYBRID_RULES: tuple[Rule, ...] = (
     Rule(
         "hybrid_pattern_length",
-        (_PATTERN, _MODEL.num_layers),
+        (_MODEL.hybrid_layer_pattern, _MODEL.num_layers),
         "`hybrid_layer_pattern` must have a letter for each of `num_layers`",
         "change one of the two, or leave `--num-layers` out",
         lambda c: (
@@ -67,14 +66,14 @@ HYBRID_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "hybrid_pattern_keeps_ratios",
-        (_PATTERN, *_RATIOS),
+        (_MODEL.hybrid_layer_pattern, *_RATIOS),
         "`hybrid_layer_pattern` must have as many layers of each kind as the ratios ask for",
         "leave the ratios out",
         _same_counts,
     ),
     Rule(
         "hybrid_experts",
-        (_PATTERN, _MODEL.num_experts),
+        (_MODEL.hybrid_layer_pattern, _MODEL.num_experts),
         "layers of experts (E) must be in the pattern of a hybrid model with experts, and in no other",
         "name them in `--hybrid-layer-pattern`, and give `--num-experts`",
         _experts_where_named,

@@ -11,7 +11,6 @@ from megazero.config.rules.rule import Case, Rule
 _FINETUNE, _MODEL, _PARALLEL, _SKIPPING = paths.finetune, paths.model, paths.parallel, paths.skipping
 
 _SIZE, _TYPES = _PARALLEL.context_parallel_size, _PARALLEL.cp_comm_type
-_BLOCKS = _PARALLEL.hierarchical_context_parallel_sizes
 _TENSOR, _HEADS = _PARALLEL.tensor_model_parallel_size, _MODEL.num_attention_heads
 
 
@@ -67,21 +66,21 @@ CONTEXT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "cp_blocks_given",
-        (_TYPES, _BLOCKS, _SIZE),
+        (_TYPES, _PARALLEL.hierarchical_context_parallel_sizes, _SIZE),
         "`cp_comm_type` a2a+p2p must have `hierarchical_context_parallel_sizes`",
         "give the ranks of a block and the number of blocks",
         _blocks_given,
     ),
     Rule(
         "cp_blocks_multiply",
-        (_BLOCKS, _SIZE),
+        (_PARALLEL.hierarchical_context_parallel_sizes, _SIZE),
         "the product of `hierarchical_context_parallel_sizes` must be `context_parallel_size`",
         "change one of them",
         _blocks_multiply,
     ),
     Rule(
         "heads_over_context_ranks",
-        (_TYPES, _HEADS, _TENSOR, _SIZE, _BLOCKS),
+        (_TYPES, _HEADS, _TENSOR, _SIZE, _PARALLEL.hierarchical_context_parallel_sizes),
         "the heads of a tensor-parallel rank must be at least as many as the ranks that exchange heads",
         "use fewer ranks, p2p, or a2a+p2p with smaller blocks",
         _heads_enough,

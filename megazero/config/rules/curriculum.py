@@ -12,14 +12,9 @@ from megazero.config.tree.curriculum import CurriculumConfig
 
 _CURRICULUM, _MODEL, _PARALLEL = paths.curriculum, paths.model, paths.parallel
 
-_SCHEDULE = _CURRICULUM.seqlen_schedule
-_MIN = _CURRICULUM.seqlen_min_difficulty
 _MAX = _CURRICULUM.seqlen_max_difficulty
 _STEP = _CURRICULUM.seqlen_difficulty_step
 _LEVELS = _CURRICULUM.seqlen_difficulty
-_ENDS = _CURRICULUM.seqlen_max_step
-_CUSTOM = _CURRICULUM.seqlen_custom_schedule
-_LENGTH = _MODEL.seq_length
 
 
 def _settings(case: Case) -> CurriculumConfig:
@@ -61,7 +56,7 @@ def _divides(case: Case, pacing: Pacing) -> bool:
 CURRICULUM_RULES: tuple[Rule, ...] = (
     Rule(
         "seqlen_levels_fit",
-        (_LEVELS, _ENDS, _SCHEDULE),
+        (_LEVELS, _CURRICULUM.seqlen_max_step, _CURRICULUM.seqlen_schedule),
         "`seqlen_difficulty` and `seqlen_max_step` must grow, one level more than ends, with a "
         "`seqlen_schedule` of fixed_discrete",
         "name a last step for each level but the last",
@@ -69,21 +64,21 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "seqlen_ramp_grows",
-        (_MIN, _MAX, _LENGTH),
+        (_CURRICULUM.seqlen_min_difficulty, _MAX, _MODEL.seq_length),
         "`seqlen_min_difficulty` must be at most `seqlen_max_difficulty`, which is `seq_length` if unset",
         "let sequences grow",
         _grows,
     ),
     Rule(
         "seqlen_changes_countable",
-        (_STEP, _MIN, _MAX, _LENGTH),
+        (_STEP, _CURRICULUM.seqlen_min_difficulty, _MAX, _MODEL.seq_length),
         f"a `seqlen_schedule` must have at most {MOST_CHANGES} different lengths",
         "raise `--seqlen-difficulty-step`",
         lambda c: not _settings(c).too_many_changes(c.config.model.seq_length),
     ),
     Rule(
         "seqlen_within_sequences",
-        (_MAX, _LEVELS, _LENGTH),
+        (_MAX, _LEVELS, _MODEL.seq_length),
         "lengths of a `seqlen_schedule` must be at most `seq_length`",
         "end there, or raise `--seq-length`",
         _if_paced(lambda c, pacing: pacing.hardest <= c.config.model.seq_length),
@@ -98,7 +93,7 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "seqlen_custom_is_a_pacing",
-        (_CUSTOM,),
+        (_CURRICULUM.seqlen_custom_schedule,),
         "the function of `seqlen_custom_schedule` must be one from counts to lengths that never fall",
         "correct it",
         lambda c: _fault(c) is None,

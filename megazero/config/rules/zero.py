@@ -7,8 +7,6 @@ from megazero.config.rules.rule import Case, Rule
 
 _OFFLOAD, _PARALLEL, _PRECISION, _ZERO = paths.offload, paths.parallel, paths.precision, paths.zero
 
-_SHARERS = _PARALLEL.context_parallel_size
-
 
 def _replicas(case: Case) -> int | None:
     """Ranks that hold the same parameters of layers without experts; None while unknown."""
@@ -36,7 +34,7 @@ def _codes_of_gathered_weights(case: Case) -> bool:
 ZERO_RULES: tuple[Rule, ...] = (
     Rule(
         "hpz_divides_data_parallel",
-        (_ZERO.hpz_partition_size, _SHARERS),
+        (_ZERO.hpz_partition_size, _PARALLEL.context_parallel_size),
         "`hpz_partition_size` must divide the number of data-parallel x context-parallel ranks",
         "set it to the number of these ranks on one node",
         lambda c: _divides(c, c.config.zero.hpz_partition_size),
@@ -70,7 +68,7 @@ ZERO_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "node_size_divides_data_parallel",
-        (_ZERO.node_size, _SHARERS),
+        (_ZERO.node_size, _PARALLEL.context_parallel_size),
         "`node_size` must divide the number of data-parallel x context-parallel ranks",
         "set it to the number of these ranks on one node",
         lambda c: _divides(c, c.config.zero.node_size),
