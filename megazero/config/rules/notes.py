@@ -58,7 +58,7 @@ def _idle_settings() -> Iterator[Note]:
 
 
 def _words(need: Need) -> str:
-    """What a need asks for: a setting by its name, or a value by its flag."""
+    """The words for a need: a setting by its name, or a value by its flag."""
     words = [
         f"`{FIELD_BY_PATH[condition.path].flag} {value}`" if condition.values else f"`{value}`"
         for condition in need.conditions
