@@ -31,11 +31,6 @@ def _whole_heads(case: Case) -> bool:
     return MAMBA not in (model.layer_kinds or "") or bool(whole)
 
 
-def _heads_in_groups(case: Case) -> bool:
-    model = case.config.model
-    return not _whole_heads(case) or (model.mamba_heads or 0) % model.mamba_num_groups == 0
-
-
 def _groups_over_ranks(case: Case) -> bool:
     model, ranks = case.config.model, case.config.parallel.tensor_model_parallel_size
     return model.mamba_heads is None or model.mamba_num_groups % ranks == 0
@@ -90,7 +85,9 @@ HYBRID_RULES: tuple[Rule, ...] = (
         (_MODEL.mamba_num_groups, *_HEADS),
         "the heads of a Mamba-2 layer must be a multiple of `mamba_num_groups`",
         "change one of the two",
-        _heads_in_groups,
+        lambda c: (
+            not _whole_heads(c) or (c.config.model.mamba_heads or 0) % c.config.model.mamba_num_groups == 0
+        ),
         lambda c: f"there are {c.config.model.mamba_heads}",
     ),
     Rule(

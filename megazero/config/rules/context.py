@@ -18,10 +18,6 @@ def _shared(case: Case) -> bool:
     return case.config.parallel.context_parallel_size > 1
 
 
-def _types_count(case: Case) -> bool:
-    return len(case.config.parallel.cp_comm_type) in (1, case.config.model.num_layers)
-
-
 def _blocks_given(case: Case) -> bool:
     parallel = case.config.parallel
     wanted = _shared(case) and "a2a+p2p" in parallel.cp_comm_type
@@ -62,7 +58,7 @@ CONTEXT_RULES: tuple[Rule, ...] = (
         (_TYPES, _MODEL.num_layers),
         "`cp_comm_type` must be one word, or one for each of `num_layers`",
         "give one for all, or as many as there are layers",
-        _types_count,
+        lambda c: len(c.config.parallel.cp_comm_type) in (1, c.config.model.num_layers),
     ),
     Rule(
         "cp_blocks_given",

@@ -108,14 +108,6 @@ def _given(case: Case, paths: tuple[str, ...]) -> list[str]:
     return [path for path in paths if value_at(case.config, path) not in (None, (), False)]
 
 
-def _columns_fit(case: Case) -> bool:
-    return not _set(case) or 1 <= len(_task(case).texts) <= 2
-
-
-def _choices_fit(case: Case) -> bool:
-    return not _set(case) or bool(_task(case).choices) == _task(case).multiple_choice
-
-
 def _labels_fit(case: Case) -> bool:
     labels = _task(case).labels.values if _set(case) else ()
     return not labels or (len(labels) >= 2 and len(set(labels)) == len(labels))
@@ -144,14 +136,14 @@ FINETUNING_RULES: tuple[Rule, ...] = (
         _COLUMNS[:2],
         "`text_columns` must name one or two columns, unless the task is a published one",
         "add `--text-columns`",
-        _columns_fit,
+        lambda c: not _set(c) or 1 <= len(_task(c).texts) <= 2,
     ),
     Rule(
         "choices_for_multiple_choice",
         _COLUMNS,
         "`choice_columns` must be set for multiple choice and for nothing else",
         "add or leave out `--choice-columns`",
-        _choices_fit,
+        lambda c: not _set(c) or bool(_task(c).choices) == _task(c).multiple_choice,
     ),
     Rule(
         "labels_differ",

@@ -108,10 +108,6 @@ def _places_counted(model: ModelConfig) -> bool:
     return not _pattern_fits(model) or len(model.num_experts) in (1, model.expert_places)
 
 
-def _places_clause(case: Case) -> str:
-    return f"layers with experts: {case.config.model.expert_places}"
-
-
 PLACEMENT_RULES: tuple[Rule, ...] = (
     Rule(
         "layer_pattern_is_whole",
@@ -135,7 +131,7 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
         "name as many, or place the experts otherwise (Megatron-DeepSpeed's default is "
         "`--expert-interval 2`)",
         with_experts(lambda model: model.expert_places == 0 or _places_counted(model)),
-        _places_clause,
+        lambda c: f"layers with experts: {c.config.model.expert_places}",
     ),
 )
 

@@ -42,16 +42,6 @@ def _lr_units_agree(case: Case) -> bool:
     return len(warmup | decay) <= 1 or (len(warmup) == 1 and decay == {"tokens"})
 
 
-def _decay_has_a_unit(case: Case) -> bool:
-    values, training = case.config.optimizer, case.config.training
-    return (
-        not values.lr_warmup_tokens
-        or values.lr_decay_tokens is not None
-        or values.lr_decay_style == "constant"
-        or (training.train_iters is None and training.train_samples is None)
-    )
-
-
 def _weight_decay_grows(case: Case) -> bool:
     start, end = case.config.optimizer.start_weight_decay, case.config.optimizer.end_weight_decay
     return start is None or end is None or start <= end
@@ -168,7 +158,12 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         "alone",
         "set it: without it the decay would be counted in tokens here, but in Megatron-DeepSpeed in samples, "
         "from the first step on",
-        _decay_has_a_unit,
+        lambda c: (
+            not c.config.optimizer.lr_warmup_tokens
+            or c.config.optimizer.lr_decay_tokens is not None
+            or c.config.optimizer.lr_decay_style == "constant"
+            or (c.config.training.train_iters is None and c.config.training.train_samples is None)
+        ),
     ),
     Rule(
         "warmup_shorter_than_decay",

@@ -55,11 +55,6 @@ def _stacks_add_up(case: Case) -> bool:
     return model.family != "t5" or model.encoder_layers < model.num_layers == both
 
 
-def _kinds_of_distance(case: Case) -> bool:
-    model = case.config.model
-    return model.position_embedding_type != "relative" or model.tells_distances
-
-
 def _decoder_fits(case: Case) -> bool:
     model, multiple = case.config.model, sequence_multiple(case.config.parallel)
     length = model.decoder_length
@@ -98,6 +93,6 @@ ENCODER_DECODER_RULES: tuple[Rule, ...] = (
         "`t5_relative_buckets` must be at least 4, two for keys on either side, and `t5_relative_distance` "
         "more than half of that, which are single distances",
         "raise `--relative-attention-num-buckets` or `--relative-attention-max-distance`",
-        _kinds_of_distance,
+        lambda c: c.config.model.position_embedding_type != "relative" or c.config.model.tells_distances,
     ),
 )
