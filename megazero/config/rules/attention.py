@@ -32,10 +32,6 @@ def _whole_pattern(name: str, field: str, remedy: str) -> Rule:
     )
 
 
-def _within_positions(model: ModelConfig) -> bool:
-    return max(model.window_size or (-1,)) < model.positions
-
-
 def _only_past(model: ModelConfig) -> bool:
     return model.family != "gpt" or model.window_size is None or model.window_size[1] in (-1, 0)
 
@@ -66,7 +62,7 @@ ATTENTION_RULES: tuple[Rule, ...] = (
         "each side of `window_size` must be below `max_position_embeddings`, or `seq_length` if that is not "
         "given, as no token is farther from another",
         "make the window smaller, or raise `--max-position-embeddings`",
-        lambda c: _within_positions(c.config.model),
+        lambda c: max(c.config.model.window_size or (-1,)) < c.config.model.positions,
         lambda c: f"there are {c.config.model.positions:,} positions",
     ),
     Rule(
