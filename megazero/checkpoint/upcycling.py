@@ -1,7 +1,7 @@
 """Upcycling (Komatsuzaki et al. 2023): a dense model's weights as those of a model with experts.
 
 Each expert is a copy of the MLP whose place it takes. As long as the weights of a token's experts sum to one,
-the new model computes what the dense one does, whatever its routers say; `config/rules/upcycling.py` holds
+the new model computes what the dense one does, whatever its routers say; `config/rules/experts.py` holds
 the conditions. The routers are new, and so different experts see different tokens and grow apart.
 """
 

@@ -70,7 +70,7 @@ class _Field(Need):
         super().__init__((Condition(path),))
 
     def among(self, *values: Any) -> Need:
-        """That the field is one of these values."""
+        """The need that the field is one of these values."""
         return Need((Condition(self.conditions[0].path, values),))
 
     def __eq__(self, value: object) -> Need:  # type: ignore[override]
@@ -78,12 +78,12 @@ class _Field(Need):
 
     @property
     def is_none(self) -> Need:
-        """That the field is None."""
+        """The need that the field is None."""
         return self.among(None)
 
     @property
     def is_off(self) -> Need:
-        """That the switch is off."""
+        """The need that the switch is off."""
         return self.among(False)
 
 

@@ -6,7 +6,6 @@ import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from megazero.config.condition import Condition, Need
@@ -264,25 +263,31 @@ def check_needs(of: str, needs: Iterable[Need]) -> None:
 for _spec in FIELDS:
     check_needs(_spec.path, [*_spec.needs, *([] if _spec.idle_without is None else [_spec.idle_without])])
 
-paths = cast(
-    Config,
-    types.SimpleNamespace(
-        **{
-            section: types.SimpleNamespace(**{name: f"{section}.{name}" for name in model.model_fields})
-            for section, model in SECTIONS.items()
-        }
-    ),
-)
+
+class _Paths:
+    """The tree with the paths of fields in the place of their values, or a section of it."""
+
+    def __init__(self, section: str = "") -> None:
+        self._section = section
+
+    def __getattr__(self, name: str) -> Any:
+        if not self._section and name in SECTIONS:
+            return _Paths(name)
+        if (path := f"{self._section}.{name}") in FIELD_BY_PATH:
+            return path
+        raise AttributeError(f"`{path}` must be a field of the tree, but there is none; correct its name")
+
+
+paths = cast(Config, _Paths())
 """The paths of fields, read as fields are: `paths.model.num_layers` is "model.num_layers"."""
 
 
-@cache
 def fields_with(role: Role) -> tuple[FieldSpec, ...]:
     """The fields with all roles of `role`, in the tree's order."""
-    return tuple(spec for spec in FIELDS if role in spec.roles)
+    wanted = role.value
+    return tuple(spec for spec in FIELDS if spec.roles.value & wanted == wanted)
 
 
-@cache
 def names_with(role: Role, section: str = "model") -> tuple[str, ...]:
     """The names of a section's fields with all roles of `role`, in the tree's order."""
     return tuple(spec.name for spec in fields_with(role) if spec.section == section)

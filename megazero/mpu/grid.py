@@ -41,7 +41,7 @@ class Axis:
     experts: bool = False
 
 
-_SIZES = {spec.axis: spec.name for spec in FIELDS if spec.axis}
+_SIZES = MappingProxyType({spec.axis: spec.name for spec in FIELDS if spec.axis})
 AXES: Mapping[str, Axis] = MappingProxyType(
     {
         "pp": Axis(_SIZES["pp"], model="stages"),

@@ -170,8 +170,8 @@ def launched(flags: str, world_size: int = 4) -> tuple[str, ...]:
         ),
         (
             "--num-experts 8 --moe-router-score-function sigmoid --moe-router-pre-softmax",
-            "`moe_router_pre_softmax` has no effect without softmax scores: sigmoid scores are taken before "
-            "the choice anyway.",
+            "`moe_router_pre_softmax` has no effect without `--moe-router-score-function softmax`: sigmoid "
+            "scores are taken before the choice anyway.",
         ),
         (
             "--num-experts 8 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",

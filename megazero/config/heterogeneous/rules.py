@@ -9,9 +9,9 @@ from megazero.config.fields import paths
 from megazero.config.heterogeneous.shapes import LayerShape, facts_of
 from megazero.config.rules.rule import Case, Rule, conditions, display_name, say, value_at
 
-_PATH = paths.model.heterogeneous_layers_config_path
-_TEXT = paths.model.heterogeneous_layers_config_encoded_json
-_HEADS, _RANKS = paths.model.num_attention_heads, paths.parallel.tensor_model_parallel_size
+_MODEL, _PARALLEL = paths.model, paths.parallel
+
+_TEXT = _MODEL.heterogeneous_layers_config_encoded_json
 _NAME = "`heterogeneous_layers_config_encoded_json`"
 
 # What other settings must be beside layers of their own sizes.
@@ -97,7 +97,7 @@ def _facts_otherwise(case: Case) -> list[str]:
 HETEROGENEOUS_RULES: tuple[Rule, ...] = (
     Rule(
         "layers_given_once",
-        (_PATH, _TEXT),
+        (_MODEL.heterogeneous_layers_config_path, _TEXT),
         "layers must be described by a file or by a text",
         "leave one of `--heterogeneous-layers-config-path` and `--heterogeneous-layers-config-encoded-json` "
         "out",
@@ -107,7 +107,7 @@ HETEROGENEOUS_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "layers_given_are_all",
-        (_TEXT, paths.model.num_layers),
+        (_TEXT, _MODEL.num_layers),
         "`block_configs` must have an entry for each of `num_layers`",
         "change one of the two, or leave `--num-layers` out",
         lambda c: not _shapes(c) or len(_shapes(c)) == c.config.model.num_layers,
@@ -125,7 +125,7 @@ HETEROGENEOUS_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "layers_query_groups_divide_heads",
-        (_TEXT, _HEADS),
+        (_TEXT, _MODEL.num_attention_heads),
         "query heads of each layer must share keys in groups of one size",
         "change `num_query_groups` or `n_heads_in_group` of that layer",
         lambda c: not _broken_groups(c),
@@ -136,7 +136,7 @@ HETEROGENEOUS_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "layers_over_tensor_ranks",
-        (_TEXT, _RANKS),
+        (_TEXT, _PARALLEL.tensor_model_parallel_size),
         "the key/value heads and the inner width of each layer must be multiples of "
         "`tensor_model_parallel_size`",
         "use fewer tensor-parallel ranks, or change that layer",
@@ -147,12 +147,8 @@ HETEROGENEOUS_RULES: tuple[Rule, ...] = (
     Rule(
         "layers_given_fit_the_model",
         (
-            *(_TEXT, paths.model.num_layers, paths.model.hidden_size, _HEADS, paths.model.activation),
-            *(
-                paths.model.rotary_base,
-                paths.model.norm_epsilon,
-                paths.model.untie_embeddings_and_output_weights,
-            ),
+            *(_TEXT, _MODEL.num_layers, _MODEL.hidden_size, _MODEL.num_attention_heads, _MODEL.activation),
+            *(_MODEL.rotary_base, _MODEL.norm_epsilon, _MODEL.untie_embeddings_and_output_weights),
         ),
         "settings of the whole model beside `block_configs` must be the launch line's",
         "give the flags that the file asks for",

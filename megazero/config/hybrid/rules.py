@@ -8,9 +8,10 @@ from megazero.config.fields import paths
 from megazero.config.hybrid.settings import EXPERTS, MAMBA
 from megazero.config.rules.rule import Case, Rule
 
-_PATTERN = paths.model.hybrid_layer_pattern
-_RATIOS = (paths.model.hybrid_attention_ratio, paths.model.hybrid_mlp_ratio)
-_HEADS = (paths.model.mamba_num_heads, paths.model.mamba_head_dim, paths.model.hidden_size)
+_MODEL, _PARALLEL = paths.model, paths.parallel
+
+_RATIOS = (_MODEL.hybrid_attention_ratio, _MODEL.hybrid_mlp_ratio)
+_HEADS = (_MODEL.mamba_num_heads, _MODEL.mamba_head_dim, _MODEL.hidden_size)
 
 
 def _sound_ratios(case: Case) -> bool:
@@ -30,11 +31,6 @@ def _whole_heads(case: Case) -> bool:
     return MAMBA not in (model.layer_kinds or "") or bool(whole)
 
 
-def _heads_in_groups(case: Case) -> bool:
-    model = case.config.model
-    return not _whole_heads(case) or (model.mamba_heads or 0) % model.mamba_num_groups == 0
-
-
 def _groups_over_ranks(case: Case) -> bool:
     model, ranks = case.config.model, case.config.parallel.tensor_model_parallel_size
     return model.mamba_heads is None or model.mamba_num_groups % ranks == 0
@@ -48,7 +44,7 @@ def _experts_where_named(case: Case) -> bool:
 HYBRID_RULES: tuple[Rule, ...] = (
     Rule(
         "hybrid_pattern_length",
-        (_PATTERN, paths.model.num_layers),
+        (_MODEL.hybrid_layer_pattern, _MODEL.num_layers),
         "`hybrid_layer_pattern` must have a letter for each of `num_layers`",
         "change one of the two, or leave `--num-layers` out",
         lambda c: (
@@ -65,14 +61,14 @@ HYBRID_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "hybrid_pattern_keeps_ratios",
-        (_PATTERN, *_RATIOS),
+        (_MODEL.hybrid_layer_pattern, *_RATIOS),
         "`hybrid_layer_pattern` must have as many layers of each kind as the ratios ask for",
         "leave the ratios out",
         _same_counts,
     ),
     Rule(
         "hybrid_experts",
-        (_PATTERN, paths.model.num_experts),
+        (_MODEL.hybrid_layer_pattern, _MODEL.num_experts),
         "layers of experts (E) must be in the pattern of a hybrid model with experts, and in no other",
         "name them in `--hybrid-layer-pattern`, and give `--num-experts`",
         _experts_where_named,
@@ -86,15 +82,17 @@ HYBRID_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "mamba_heads_in_groups",
-        (paths.model.mamba_num_groups, *_HEADS),
+        (_MODEL.mamba_num_groups, *_HEADS),
         "the heads of a Mamba-2 layer must be a multiple of `mamba_num_groups`",
         "change one of the two",
-        _heads_in_groups,
+        lambda c: (
+            not _whole_heads(c) or (c.config.model.mamba_heads or 0) % c.config.model.mamba_num_groups == 0
+        ),
         lambda c: f"there are {c.config.model.mamba_heads}",
     ),
     Rule(
         "mamba_groups_over_tensor_ranks",
-        (paths.model.mamba_num_groups, paths.parallel.tensor_model_parallel_size),
+        (_MODEL.mamba_num_groups, _PARALLEL.tensor_model_parallel_size),
         "`mamba_num_groups` must be a multiple of `tensor_model_parallel_size`",
         "use more groups or fewer tensor-parallel ranks",
         _groups_over_ranks,

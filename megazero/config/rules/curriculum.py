@@ -10,14 +10,11 @@ from megazero.config.pacing import MOST_CHANGES, Pacing, pieces
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.tree.curriculum import CurriculumConfig
 
-_SCHEDULE = paths.curriculum.seqlen_schedule
-_MIN = paths.curriculum.seqlen_min_difficulty
-_MAX = paths.curriculum.seqlen_max_difficulty
-_STEP = paths.curriculum.seqlen_difficulty_step
-_LEVELS = paths.curriculum.seqlen_difficulty
-_ENDS = paths.curriculum.seqlen_max_step
-_CUSTOM = paths.curriculum.seqlen_custom_schedule
-_LENGTH = paths.model.seq_length
+_CURRICULUM, _MODEL, _PARALLEL = paths.curriculum, paths.model, paths.parallel
+
+_MAX = _CURRICULUM.seqlen_max_difficulty
+_STEP = _CURRICULUM.seqlen_difficulty_step
+_LEVELS = _CURRICULUM.seqlen_difficulty
 
 
 def _settings(case: Case) -> CurriculumConfig:
@@ -59,7 +56,7 @@ def _divides(case: Case, pacing: Pacing) -> bool:
 CURRICULUM_RULES: tuple[Rule, ...] = (
     Rule(
         "seqlen_levels_fit",
-        (_LEVELS, _ENDS, _SCHEDULE),
+        (_LEVELS, _CURRICULUM.seqlen_max_step, _CURRICULUM.seqlen_schedule),
         "`seqlen_difficulty` and `seqlen_max_step` must grow, one level more than ends, with a "
         "`seqlen_schedule` of fixed_discrete",
         "name a last step for each level but the last",
@@ -67,34 +64,28 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "seqlen_ramp_grows",
-        (_MIN, _MAX, _LENGTH),
+        (_CURRICULUM.seqlen_min_difficulty, _MAX, _MODEL.seq_length),
         "`seqlen_min_difficulty` must be at most `seqlen_max_difficulty`, which is `seq_length` if unset",
         "let sequences grow",
         _grows,
     ),
     Rule(
         "seqlen_changes_countable",
-        (_STEP, _MIN, _MAX, _LENGTH),
+        (_STEP, _CURRICULUM.seqlen_min_difficulty, _MAX, _MODEL.seq_length),
         f"a `seqlen_schedule` must have at most {MOST_CHANGES} different lengths",
         "raise `--seqlen-difficulty-step`",
         lambda c: not _settings(c).too_many_changes(c.config.model.seq_length),
     ),
     Rule(
         "seqlen_within_sequences",
-        (_MAX, _LEVELS, _LENGTH),
+        (_MAX, _LEVELS, _MODEL.seq_length),
         "lengths of a `seqlen_schedule` must be at most `seq_length`",
         "end there, or raise `--seq-length`",
         _if_paced(lambda c, pacing: pacing.hardest <= c.config.model.seq_length),
     ),
     Rule(
         "seqlen_divides_over_ranks",
-        (
-            _STEP,
-            _LEVELS,
-            _MAX,
-            paths.parallel.tensor_model_parallel_size,
-            paths.parallel.context_parallel_size,
-        ),
+        (_STEP, _LEVELS, _MAX, _PARALLEL.tensor_model_parallel_size, _PARALLEL.context_parallel_size),
         "all lengths of a `seqlen_schedule` must divide evenly over the ranks that share a sequence",
         "set `--seqlen-difficulty-step`, and the first and last length, to multiples of that number",
         _if_paced(_divides),
@@ -102,7 +93,7 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "seqlen_custom_is_a_pacing",
-        (_CUSTOM,),
+        (_CURRICULUM.seqlen_custom_schedule,),
         "the function of `seqlen_custom_schedule` must be one from counts to lengths that never fall",
         "correct it",
         lambda c: _fault(c) is None,

@@ -1,10 +1,12 @@
-"""Rules about mixtures of experts: which layers have them, what is beside them, and which ranks hold them.
+"""Rules about mixtures of experts: which layers have them, which ranks hold them, and what they begin as.
 
 Like those of `routing.py`, they hold for a model without experts, whose settings about them have no effect
 (`notes.py`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from megazero.config.derive import expert_tensor_size
 from megazero.config.fields import paths
@@ -13,11 +15,10 @@ from megazero.config.rules.rule import Case, Rule
 from megazero.config.tree.experts import is_frequency
 from megazero.config.tree.model import ModelConfig
 
-_EXPERTS = paths.model.num_experts
-_PLACEMENT = (paths.model.moe_layer_freq, paths.model.expert_interval)
-_EXPERT_RANKS = paths.parallel.expert_model_parallel_size
-_EXPERT_TENSOR_RANKS = paths.parallel.expert_tensor_parallel_size
-_TENSOR_RANKS = paths.parallel.tensor_model_parallel_size
+_MODEL, _PARALLEL = paths.model, paths.parallel
+
+_PLACEMENT = (_MODEL.moe_layer_freq, _MODEL.expert_interval)
+_TENSOR_RANKS = _PARALLEL.tensor_model_parallel_size
 
 
 def _ranks_of_stage(case: Case) -> int | None:
@@ -51,7 +52,7 @@ def _dense_widths_divide(case: Case) -> bool:
 LAYOUT_RULES: tuple[Rule, ...] = (
     Rule(
         "experts_over_expert_ranks",
-        (_EXPERTS, _EXPERT_RANKS),
+        (_MODEL.num_experts, _PARALLEL.expert_model_parallel_size),
         "`num_experts` of every layer must be a multiple of `expert_model_parallel_size`",
         "change one of the two",
         lambda c: all(
@@ -61,7 +62,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "expert_ranks_fill_stages",
-        (_EXPERT_RANKS, _EXPERT_TENSOR_RANKS, _TENSOR_RANKS),
+        (_PARALLEL.expert_model_parallel_size, _PARALLEL.expert_tensor_parallel_size, _TENSOR_RANKS),
         "the ranks of a pipeline stage must be a multiple of `expert_model_parallel_size` x "
         "`expert_tensor_parallel_size`, which is the tensor-parallel size if it is not set",
         "lower one of the two, or start more ranks",
@@ -70,7 +71,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "expert_width_over_expert_tensor_ranks",
-        (paths.model.moe_ffn_hidden_size, _EXPERT_TENSOR_RANKS, _TENSOR_RANKS),
+        (_MODEL.moe_ffn_hidden_size, _PARALLEL.expert_tensor_parallel_size, _TENSOR_RANKS),
         "an expert's inner width must be a multiple of `expert_tensor_parallel_size`, which is the "
         "tensor-parallel size if it is not set",
         "set `--moe-ffn-hidden-size` to a multiple, or `--expert-tensor-parallel-size 1`",
@@ -82,7 +83,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "dense_width_over_tensor_ranks",
-        (paths.model.moe_shared_expert_intermediate_size, paths.model.mlp_type, _TENSOR_RANKS),
+        (_MODEL.moe_shared_expert_intermediate_size, _MODEL.mlp_type, _TENSOR_RANKS),
         "the inner width of shared experts, and of the MLP beside residual experts, must be a multiple of "
         "`tensor_model_parallel_size`",
         "choose a multiple",
@@ -107,14 +108,10 @@ def _places_counted(model: ModelConfig) -> bool:
     return not _pattern_fits(model) or len(model.num_experts) in (1, model.expert_places)
 
 
-def _places_clause(case: Case) -> str:
-    return f"layers with experts: {case.config.model.expert_places}"
-
-
 PLACEMENT_RULES: tuple[Rule, ...] = (
     Rule(
         "layer_pattern_is_whole",
-        (_PLACEMENT[0], paths.model.num_layers),
+        (_PLACEMENT[0], _MODEL.num_layers),
         "`moe_layer_freq` must be one number above 0, or a 0 or 1 for each layer",
         "correct it",
         with_experts(_pattern_fits),
@@ -122,20 +119,52 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "some_layer_has_experts",
-        (paths.model.num_layers, *_PLACEMENT),
+        (_MODEL.num_layers, *_PLACEMENT),
         "at least one layer must have experts with `num_experts`",
         "place them in some layer, or leave out `--num-experts`",
         with_experts(lambda model: not _pattern_fits(model) or model.expert_places > 0),
     ),
     Rule(
         "pyramid_has_all_layers",
-        (_EXPERTS, *_PLACEMENT),
+        (_MODEL.num_experts, *_PLACEMENT),
         "`num_experts` must be one number, or one for each layer with experts",
         "name as many, or place the experts otherwise (Megatron-DeepSpeed's default is "
         "`--expert-interval 2`)",
         with_experts(lambda model: model.expert_places == 0 or _places_counted(model)),
-        _places_clause,
+        lambda c: f"layers with experts: {c.config.model.expert_places}",
     ),
 )
 
 EXPERT_RULES: tuple[Rule, ...] = (*LAYOUT_RULES, *PLACEMENT_RULES)
+
+
+def _upcycled(holds: Callable[[ModelConfig], bool]) -> Callable[[Case], bool]:
+    """Make a predicate on any case of one on models that upcycle experts; it holds for all others."""
+    return lambda case: not case.config.checkpoint.moe_use_upcycling or with_experts(holds)(case)
+
+
+def _weights_sum_to_one(model: ModelConfig) -> bool:
+    if model.moe_router_score_function == "softmax":
+        return not model.moe_router_pre_softmax
+    return model.moe_router_topk > 1
+
+
+UPCYCLING_RULES: tuple[Rule, ...] = (
+    Rule(
+        "upcycled_weights_sum_to_one",
+        (_MODEL.moe_router_pre_softmax, _MODEL.moe_router_score_function, _MODEL.moe_router_topk),
+        "the weights of a token's experts must sum to one with `moe_use_upcycling`, so that copies of one "
+        "MLP compute what it does: `moe_router_pre_softmax` must be off with softmax scores, and "
+        "`moe_router_topk` above 1 with sigmoid scores",
+        "take the softmax after the choice, with `--moe-router-topk 2` or more",
+        _upcycled(_weights_sum_to_one),
+    ),
+    Rule(
+        "upcycled_experts_have_the_mlp_s_width",
+        (_MODEL.moe_ffn_hidden_size, _MODEL.ffn_hidden_size),
+        "`moe_ffn_hidden_size` must be the MLP's width with `moe_use_upcycling`",
+        "leave it out",
+        _upcycled(lambda model: model.expert_ffn_size == model.ffn_size),
+        lambda c: f"the MLP's width is {c.config.model.ffn_size}",
+    ),
+)

@@ -11,7 +11,15 @@ from megazero.config.stairs import BatchStairs
 from megazero.config.steps import BatchRamp
 from megazero.config.training_plan import Limits
 
-_HEAD_SHAPE = (paths.model.hidden_size, paths.model.num_attention_heads, paths.model.kv_channels)
+_BATCH, _CHECKPOINT, _MODEL, _PARALLEL, _TRAINING = (
+    paths.batch,
+    paths.checkpoint,
+    paths.model,
+    paths.parallel,
+    paths.training,
+)
+
+_HEAD_SHAPE = (_MODEL.hidden_size, _MODEL.num_attention_heads, _MODEL.kv_channels)
 _MOST_LAYOUTS = 8  # named in one message
 _LARGEST_AXIS = 4096  # ranks along one axis of a layout that is named
 
@@ -43,12 +51,8 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "padded_vocabulary_fits",
         (
-            paths.model.pad_vocab_size_to,
-            *(
-                paths.model.vocab_size,
-                paths.model.extra_vocab_size,
-                paths.parallel.tensor_model_parallel_size,
-            ),
+            _MODEL.pad_vocab_size_to,
+            *(_MODEL.vocab_size, _MODEL.extra_vocab_size, _PARALLEL.tensor_model_parallel_size),
         ),
         "`pad_vocab_size_to` must be a multiple of `tensor_model_parallel_size`, and at least the vocabulary",
         "raise it, or leave it out",
@@ -67,21 +71,14 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "query_groups_divide_heads",
-        (paths.model.num_query_groups, paths.model.num_attention_heads),
+        (_MODEL.num_query_groups, _MODEL.num_attention_heads),
         "`num_query_groups` must divide `num_attention_heads`",
         "choose a divisor of the number of heads",
         lambda c: c.config.model.num_attention_heads % c.config.model.kv_heads == 0,
     ),
     Rule(
         "rotary_dim_even",
-        (
-            *(
-                paths.model.position_embedding_type,
-                paths.model.rotary_percent,
-                paths.model.qk_pos_emb_head_dim,
-            ),
-            *_HEAD_SHAPE,
-        ),
+        (*(_MODEL.position_embedding_type, _MODEL.rotary_percent, _MODEL.qk_pos_emb_head_dim), *_HEAD_SHAPE),
         "the rotated part of a head must have an even number of channels, at least 2",
         "change the head width, `--rotary-percent`, or `--qk-pos-emb-head-dim` of latent attention",
         _rotary_dim_is_even,
@@ -90,8 +87,8 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "one_rotary_scaling",
         (
-            *(paths.model.use_rope_scaling, paths.model.rotary_seq_len_interpolation_factor),
-            *(paths.model.rope_type, paths.model.multi_latent_attention),
+            *(_MODEL.use_rope_scaling, _MODEL.rotary_seq_len_interpolation_factor),
+            *(_MODEL.rope_type, _MODEL.multi_latent_attention),
         ),
         "rotary positions must be scaled in one way",
         "leave out `--use-rope-scaling` or `--rotary-seq-len-interpolation-factor`; beside either, latent "
@@ -101,8 +98,8 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "rotary_limits_in_order",
         (
-            *(paths.model.rope_low_freq_factor, paths.model.rope_high_freq_factor),
-            *(paths.model.yarn_beta_slow, paths.model.yarn_beta_fast),
+            *(_MODEL.rope_low_freq_factor, _MODEL.rope_high_freq_factor),
+            *(_MODEL.yarn_beta_slow, _MODEL.yarn_beta_fast),
         ),
         "the limit of the slow channels must be below that of the fast ones",
         "give `--rope-high-freq-factor` above `--rope-low-freq-factor`, `--yarn-beta-fast` above "
@@ -114,14 +111,14 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "positions_cover_sequence",
-        (paths.model.max_position_embeddings, paths.model.seq_length),
+        (_MODEL.max_position_embeddings, _MODEL.seq_length),
         "`max_position_embeddings` must be at least `seq_length`",
         "raise it or leave it out",
         lambda c: c.config.model.positions >= c.config.model.seq_length,
     ),
     Rule(
         "scaling_reaches_extended_context",
-        (paths.checkpoint.extend_context, paths.model.seq_length, paths.model.position_embedding_type),
+        (_CHECKPOINT.extend_context, _MODEL.seq_length, _MODEL.position_embedding_type),
         "with `extend_context`, the scaling factor times the length of the first training must be at least "
         "`seq_length`",
         "raise `--rotary-scaling-factor` (YaRN) or `--rope-scaling-factor` (Llama 3)",
@@ -172,9 +169,9 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     Rule(
         "world_size_factors",
         (
-            paths.parallel.tensor_model_parallel_size,
-            paths.parallel.pipeline_model_parallel_size,
-            paths.parallel.context_parallel_size,
+            _PARALLEL.tensor_model_parallel_size,
+            _PARALLEL.pipeline_model_parallel_size,
+            _PARALLEL.context_parallel_size,
         ),
         "the world size must be a multiple of tensor x pipeline x context parallel size",
         "start another number of ranks (torchrun --nproc-per-node; with --check-config set WORLD_SIZE), "
@@ -184,26 +181,21 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "heads_over_tensor_ranks",
-        (paths.model.num_attention_heads, paths.parallel.tensor_model_parallel_size),
+        (_MODEL.num_attention_heads, _PARALLEL.tensor_model_parallel_size),
         "`num_attention_heads` must be a multiple of `tensor_model_parallel_size`",
         "change one of the two",
         lambda c: _over_ranks(c.config.model.num_attention_heads, c),
     ),
     Rule(
         "query_groups_over_tensor_ranks",
-        (paths.model.num_query_groups, paths.parallel.tensor_model_parallel_size),
+        (_MODEL.num_query_groups, _PARALLEL.tensor_model_parallel_size),
         "`num_query_groups` must be a multiple of `tensor_model_parallel_size`",
         "use more query groups or fewer tensor-parallel ranks",
         lambda c: _over_ranks(c.config.model.num_query_groups or 0, c),
     ),
     Rule(
         "ffn_over_tensor_ranks",
-        (
-            paths.model.ffn_hidden_size,
-            paths.model.hidden_size,
-            paths.model.activation,
-            paths.parallel.tensor_model_parallel_size,
-        ),
+        (_MODEL.ffn_hidden_size, _MODEL.hidden_size, _MODEL.activation, _PARALLEL.tensor_model_parallel_size),
         "the MLP's inner width must be a multiple of `tensor_model_parallel_size`",
         "set `--ffn-hidden-size` to a multiple",
         lambda c: c.config.model.ffn_size % c.config.parallel.tensor_model_parallel_size == 0,
@@ -250,8 +242,8 @@ def _unit_clause(case: Case) -> str:
     return f"{known}: a multiple of {_batch_unit(case)} is needed"
 
 
-_RAMP = (paths.batch.rampup_batch_size, paths.batch.global_batch_size)
-_STAIRS = (paths.batch.step_batch_size_schedule,)
+_RAMP = (_BATCH.rampup_batch_size, _BATCH.global_batch_size)
+_STAIRS = (_BATCH.step_batch_size_schedule,)
 
 
 def _stairs(case: Case) -> BatchStairs | None:
@@ -262,7 +254,7 @@ def _stairs(case: Case) -> BatchStairs | None:
 BATCH_RULES: tuple[Rule, ...] = (
     Rule(
         "global_batch_multiple",
-        (paths.batch.global_batch_size, paths.batch.micro_batch_size),
+        (_BATCH.global_batch_size, _BATCH.micro_batch_size),
         "`global_batch_size` must be a multiple of `micro_batch_size` x data-parallel size",
         "change one of the batch sizes or the number of ranks",
         lambda c: (c.config.batch.global_batch_size or _batch_unit(c)) % _batch_unit(c) == 0,
@@ -296,7 +288,7 @@ BATCH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "ramp_multiples",
-        (paths.batch.rampup_batch_size, paths.batch.micro_batch_size),
+        (_BATCH.rampup_batch_size, _BATCH.micro_batch_size),
         "start and increment of `rampup_batch_size` must be multiples of `micro_batch_size` x data-parallel "
         "size",
         "choose such multiples",
@@ -305,14 +297,14 @@ BATCH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "batch_steps_begin_and_rise",
-        (*_STAIRS, paths.model.seq_length),
+        (*_STAIRS, _MODEL.seq_length),
         "`step_batch_size_schedule` must begin at 0, and each next threshold be at least one sample later",
         "correct it",
         lambda c: (stairs := _stairs(c)) is None or stairs.rise,
     ),
     Rule(
         "batch_steps_end_at_global_batch",
-        (*_STAIRS, paths.batch.global_batch_size),
+        (*_STAIRS, _BATCH.global_batch_size),
         "`global_batch_size` must be the last size of `step_batch_size_schedule`",
         "leave `--global-batch-size` out",
         lambda c: (
@@ -322,7 +314,7 @@ BATCH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "batch_steps_multiples",
-        (*_STAIRS, paths.batch.micro_batch_size),
+        (*_STAIRS, _BATCH.micro_batch_size),
         "each size of `step_batch_size_schedule` must be a multiple of `micro_batch_size` x data-parallel "
         "size",
         "choose such multiples",
@@ -331,7 +323,7 @@ BATCH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "samples_fill_a_batch",
-        (paths.training.train_samples, paths.batch.micro_batch_size, *_RAMP),
+        (_TRAINING.train_samples, _BATCH.micro_batch_size, *_RAMP),
         "`train_samples` must suffice for one global batch",
         "train on more samples or lower the batch size",
         _samples_fill_a_batch,

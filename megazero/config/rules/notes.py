@@ -15,6 +15,8 @@ from megazero.config.rules.rule import display_name, value_at
 from megazero.config.tree.config import Config
 from megazero.config.tree.roles import Role
 
+_MODEL, _PARALLEL = paths.model, paths.parallel
+
 
 @dataclass(frozen=True)
 class Note:
@@ -56,7 +58,7 @@ def _idle_settings() -> Iterator[Note]:
 
 
 def _words(need: Need) -> str:
-    """What a need asks for: a setting by its name, or a value by its flag."""
+    """The words for a need: a setting by its name, or a value by its flag."""
     words = [
         f"`{FIELD_BY_PATH[condition.path].flag} {value}`" if condition.values else f"`{value}`"
         for condition in need.conditions
@@ -89,19 +91,19 @@ def _window_hides(config: Config) -> bool:
 NOTES: tuple[Note, ...] = (
     *_idle_settings(),
     Note(
-        (paths.model.rotary_base, paths.model.rotary_percent),
+        (_MODEL.rotary_base, _MODEL.rotary_percent),
         "rotary positions",
         lambda config: config.model.rotates,
         "nothing is rotated",
     ),
     Note(
-        (paths.parallel.microbatch_group_size_per_virtual_pipeline_stage,),
+        (_PARALLEL.microbatch_group_size_per_virtual_pipeline_stage,),
         "the interleaved schedule",
         lambda config: PipelineShape.of(config).kind == "interleaved",
         "micro-batches do not pass through chunks in groups",
     ),
     Note(
-        (paths.model.window_size,),
+        (_MODEL.window_size,),
         "a longer `seq_length`",
         _window_hides,
         "the window is as long as the sequence, so it hides nothing in training",
@@ -109,21 +111,21 @@ NOTES: tuple[Note, ...] = (
     Note(
         (
             *(spec.path for spec in fields_with(Role.EXPERTS) if spec.name != "num_experts"),
-            paths.parallel.expert_tensor_parallel_size,
-            paths.parallel.moe_token_dispatcher_type,
+            _PARALLEL.expert_tensor_parallel_size,
+            _PARALLEL.moe_token_dispatcher_type,
         ),
         "`num_experts`",
         lambda config: bool(config.model.num_experts),
         "no layer has experts",
     ),
     Note(
-        (paths.model.moe_expert_capacity_factor,),
+        (_MODEL.moe_expert_capacity_factor,),
         "a smaller `moe_min_capacity`",
         lambda config: not _floor_counts(config),
         "it gives an expert less than that, and the larger one counts",
     ),
     Note(
-        (paths.model.moe_aux_loss_coeff,),
+        (_MODEL.moe_aux_loss_coeff,),
         "a `moe_router_load_balancing_type`",
         lambda config: (
             not config.model.num_experts or config.model.moe_router_load_balancing_type != ("none",)

@@ -9,13 +9,12 @@ from megazero.config.fields import paths
 from megazero.config.rules.rule import MOST_INCREMENTS, Case, Rule
 from megazero.config.steps import BatchRamp
 
+_BATCH, _MODEL, _PARALLEL = paths.batch, paths.model, paths.parallel
+
 PARTITION_METHODS = ("uniform", "parameters", "cost", "measured")
-_VIRTUAL = (
-    paths.parallel.num_layers_per_virtual_pipeline_stage,
-    paths.parallel.num_virtual_stages_per_pipeline_rank,
-)
-_STAGES = paths.parallel.pipeline_model_parallel_size
-_GROUP = paths.parallel.microbatch_group_size_per_virtual_pipeline_stage
+_VIRTUAL = (_PARALLEL.num_layers_per_virtual_pipeline_stage, _PARALLEL.num_virtual_stages_per_pipeline_rank)
+_STAGES = _PARALLEL.pipeline_model_parallel_size
+_GROUP = _PARALLEL.microbatch_group_size_per_virtual_pipeline_stage
 
 
 def _shape(case: Case) -> PipelineShape:
@@ -101,7 +100,7 @@ def _regex_fault(pattern: str) -> str | None:
 PIPELINE_RULES: tuple[Rule, ...] = (
     Rule(
         "layers_fill_virtual_stages",
-        (paths.model.num_layers, _STAGES, _VIRTUAL[0]),
+        (_MODEL.num_layers, _STAGES, _VIRTUAL[0]),
         "`num_layers` must be a multiple of `pipeline_model_parallel_size` x "
         "`num_layers_per_virtual_pipeline_stage`",
         "choose another number of layers per virtual stage, or set `--num-virtual-stages-per-pipeline-rank` "
@@ -110,14 +109,14 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "virtual_stages_need_interleaving",
-        (*_VIRTUAL, paths.parallel.pipeline_schedule, _STAGES),
+        (*_VIRTUAL, _PARALLEL.pipeline_schedule, _STAGES),
         "virtual stages must go with `pipeline_schedule` auto or interleaved and at least 2 pipeline stages",
         "leave the virtual stages out (zb-v always has two chunks per stage) or change the schedule",
         _virtual_stages_run,
     ),
     Rule(
         "chunks_within_layers",
-        (paths.model.num_layers, _STAGES, paths.parallel.pipeline_schedule, *_VIRTUAL),
+        (_MODEL.num_layers, _STAGES, _PARALLEL.pipeline_schedule, *_VIRTUAL),
         "`num_layers` must be at least the number of model chunks (pipeline stages x chunks per stage)",
         "use fewer stages or fewer virtual stages",
         lambda c: _shape(c).chunks <= c.config.model.num_layers,
@@ -125,13 +124,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "interleaved_micro_batches",
-        (
-            paths.parallel.pipeline_schedule,
-            _STAGES,
-            _GROUP,
-            paths.batch.micro_batch_size,
-            paths.batch.global_batch_size,
-        ),
+        (_PARALLEL.pipeline_schedule, _STAGES, _GROUP, _BATCH.micro_batch_size, _BATCH.global_batch_size),
         "the number of micro-batches per step must be a multiple of `pipeline_model_parallel_size` with the "
         "interleaved schedule, or fill groups of `microbatch_group_size_per_virtual_pipeline_stage`, none of "
         "which has fewer of them than there are stages",
@@ -141,7 +134,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "partition_well_formed",
-        (paths.parallel.pipeline_partition,),
+        (_PARALLEL.pipeline_partition,),
         "`pipeline_partition` must be uniform, parameters, cost, measured, type:REGEX, or one number of "
         "layers for each model chunk",
         "correct it, or leave it out for an even partition",

@@ -8,11 +8,10 @@ from megazero.config.fields import FIELD_BY_PATH, paths
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.tree.model import ModelConfig
 
-_EXPERTS = paths.model.num_experts
-_TOPK = paths.model.moe_router_topk
-_GROUPS = (paths.model.moe_router_num_groups, paths.model.moe_router_group_topk)
-_SCORES = paths.model.moe_router_score_function
-_BALANCE = (paths.model.moe_router_load_balancing_type, paths.model.moe_aux_loss_coeff)
+_MODEL = paths.model
+
+_GROUPS = (_MODEL.moe_router_num_groups, _MODEL.moe_router_group_topk)
+_BALANCE = (_MODEL.moe_router_load_balancing_type, _MODEL.moe_aux_loss_coeff)
 
 
 def with_experts(holds: Callable[[ModelConfig], bool]) -> Callable[[Case], bool]:
@@ -58,7 +57,7 @@ def _balance_is_one(model: ModelConfig) -> bool:
 
 _BESIDE_ASSIGNMENT = (
     *(f"model.moe_router_{name}" for name in ("num_groups", "enable_expert_bias", "topk_scaling_factor")),
-    *(paths.model.moe_router_sampling, paths.model.moe_expert_capacity_factor, paths.model.moe_n_hash_layers),
+    *(_MODEL.moe_router_sampling, _MODEL.moe_expert_capacity_factor, _MODEL.moe_n_hash_layers),
 )
 
 
@@ -72,14 +71,14 @@ def _assigns_alone(model: ModelConfig) -> bool:
 ROUTING_RULES: tuple[Rule, ...] = (
     Rule(
         "topk_within_experts",
-        (_TOPK, _EXPERTS),
+        (_MODEL.moe_router_topk, _MODEL.num_experts),
         "`moe_router_topk` must be at most `num_experts` of every layer",
         "lower `--moe-router-topk` or add experts",
         with_experts(lambda model: all(model.moe_router_topk <= count for count in expert_counts(model))),
     ),
     Rule(
         "router_groups_divide_experts",
-        (_GROUPS[0], _EXPERTS),
+        (_GROUPS[0], _MODEL.num_experts),
         "`moe_router_num_groups` must divide `num_experts` of every layer",
         "choose a divisor",
         with_experts(_groups_divide),
@@ -93,7 +92,7 @@ ROUTING_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "group_choice_divides_topk",
-        (_GROUPS[1], _TOPK),
+        (_GROUPS[1], _MODEL.moe_router_topk),
         "`moe_router_group_topk` must divide `moe_router_topk`: a group's score is the sum of its best "
         "topk / group_topk experts",
         "choose a divisor",
@@ -101,7 +100,7 @@ ROUTING_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "topk_within_groups",
-        (_TOPK, *_GROUPS, _EXPERTS),
+        (_MODEL.moe_router_topk, *_GROUPS, _MODEL.num_experts),
         "`moe_router_topk` must be at most the number of experts in the `moe_router_group_topk` groups that "
         "a token chooses",
         "let it choose more groups, or fewer experts",
@@ -110,7 +109,7 @@ ROUTING_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "one_expert_needs_its_probability",
-        (_TOPK, paths.model.moe_router_pre_softmax, _SCORES),
+        (_MODEL.moe_router_topk, _MODEL.moe_router_pre_softmax, _MODEL.moe_router_score_function),
         "`moe_router_pre_softmax` must be on with softmax scores and `moe_router_topk` 1, or the weight of "
         "the only expert would always be 1",
         "add `--moe-router-pre-softmax`, which is what DeepSpeed does",
@@ -142,7 +141,7 @@ ROUTING_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "hash_layers_have_experts",
-        (paths.model.moe_n_hash_layers, paths.model.moe_layer_freq, paths.model.expert_interval, _EXPERTS),
+        (_MODEL.moe_n_hash_layers, _MODEL.moe_layer_freq, _MODEL.expert_interval, _MODEL.num_experts),
         "the first `moe_n_hash_layers` layers must have experts, one of them at least",
         "raise it, or leave it out",
         with_experts(lambda m: not m.moe_n_hash_layers or any(m.experts_by_layer[: m.moe_n_hash_layers])),

@@ -8,13 +8,12 @@ from megazero.config.pacing import MOST_CHANGES, pieces
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.tree.skipping import SkippingConfig
 
-_LAYERS = paths.skipping.random_ltd_layer_id
-_MIN = paths.skipping.random_ltd_min_value
-_MAX = paths.skipping.random_ltd_max_value
-_ROUNDED = paths.skipping.random_ltd_seq_per_step
-_COUNT = paths.skipping.random_ltd_layer_num
-_TOTAL = paths.skipping.random_ltd_total_layer_num
-_DEPTH, _LENGTH = paths.model.num_layers, paths.model.seq_length
+_MODEL, _PARALLEL, _SKIPPING = paths.model, paths.parallel, paths.skipping
+
+_MIN = _SKIPPING.random_ltd_min_value
+_MAX = _SKIPPING.random_ltd_max_value
+_ROUNDED = _SKIPPING.random_ltd_seq_per_step
+_TOTAL = _SKIPPING.random_ltd_total_layer_num
 
 
 def _settings(case: Case) -> SkippingConfig:
@@ -52,7 +51,7 @@ def _divides(case: Case) -> bool:
 SKIPPING_RULES: tuple[Rule, ...] = (
     Rule(
         "random_ltd_grows",
-        (_MIN, _MAX, _LENGTH),
+        (_MIN, _MAX, _MODEL.seq_length),
         "`random_ltd_min_value` must be at most `random_ltd_max_value`, which is `seq_length` if unset, and "
         "that at most `seq_length`",
         "let layers see more tokens, up to all of them",
@@ -65,14 +64,14 @@ SKIPPING_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "random_ltd_changes_countable",
-        (_ROUNDED, _MIN, _MAX, _LENGTH),
+        (_ROUNDED, _MIN, _MAX, _MODEL.seq_length),
         f"`random_ltd` must keep at most {MOST_CHANGES} different numbers of tokens",
         "raise `--random-ltd-seq-per-step`",
         lambda c: not _settings(c).too_many_changes(c.config.model.seq_length),
     ),
     Rule(
         "random_ltd_layers_exist",
-        (_LAYERS, _DEPTH),
+        (_SKIPPING.random_ltd_layer_id, _MODEL.num_layers),
         "`random_ltd_layer_id` must name layers from 0 to `num_layers` - 1, each once, and at least one; by "
         "default, these are all but the first and the last",
         "name some of the model's layers",
@@ -80,7 +79,7 @@ SKIPPING_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "random_ltd_counts_fit",
-        (_COUNT, _TOTAL, _LAYERS, _DEPTH),
+        (_SKIPPING.random_ltd_layer_num, _TOTAL, _SKIPPING.random_ltd_layer_id, _MODEL.num_layers),
         "`random_ltd_layer_num` must be the number of layers that drop tokens, and "
         "`random_ltd_total_layer_num` that of all",
         "correct or leave out the numbers",
@@ -88,13 +87,7 @@ SKIPPING_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "random_ltd_divides_over_ranks",
-        (
-            _ROUNDED,
-            _MIN,
-            _MAX,
-            paths.parallel.tensor_model_parallel_size,
-            paths.parallel.context_parallel_size,
-        ),
+        (_ROUNDED, _MIN, _MAX, _PARALLEL.tensor_model_parallel_size, _PARALLEL.context_parallel_size),
         "all numbers of tokens that `random_ltd` keeps must divide evenly over the ranks that share a "
         "sequence",
         "set `--random-ltd-seq-per-step`, and the first and last number, to multiples of that number",

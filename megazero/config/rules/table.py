@@ -7,24 +7,20 @@ from collections.abc import Iterator, Mapping, Set
 from megazero.config.fields import SECTIONS
 from megazero.config.heterogeneous.rules import HETEROGENEOUS_RULES
 from megazero.config.hybrid.rules import HYBRID_RULES
-from megazero.config.rules.attention import ATTENTION_RULES
+from megazero.config.rules.attention import ATTENTION_RULES, SPARSE_RULES
 from megazero.config.rules.context import CONTEXT_RULES
 from megazero.config.rules.curriculum import CURRICULUM_RULES
-from megazero.config.rules.data import DATA_RULES
+from megazero.config.rules.data import DATA_RULES, FINETUNING_RULES
 from megazero.config.rules.data_sampling import DATA_SAMPLING_RULES
-from megazero.config.rules.experts import EXPERT_RULES
-from megazero.config.rules.finetuning import FINETUNING_RULES
+from megazero.config.rules.experts import EXPERT_RULES, UPCYCLING_RULES
 from megazero.config.rules.model import BATCH_RULES, MODEL_RULES, PARALLEL_RULES
 from megazero.config.rules.needs import unmet_needs
-from megazero.config.rules.optimizers import OPTIMIZER_RULES
 from megazero.config.rules.pipeline import PIPELINE_RULES
 from megazero.config.rules.routing import ROUTING_RULES
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.rules.skipping import SKIPPING_RULES
 from megazero.config.rules.sound import Unsound, sound_part
-from megazero.config.rules.sparse import SPARSE_RULES
-from megazero.config.rules.training import LENGTH_RULES, PRECISION_RULES, SCHEDULE_RULES
-from megazero.config.rules.upcycling import UPCYCLING_RULES
+from megazero.config.rules.training import LENGTH_RULES, OPTIMIZER_RULES, PRECISION_RULES, SCHEDULE_RULES
 from megazero.config.rules.zero import OFFLOAD_RULES, ZERO_RULES
 from megazero.config.t5.rules import ENCODER_DECODER_RULES
 from megazero.config.tree.config import Config

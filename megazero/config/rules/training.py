@@ -1,4 +1,4 @@
-"""Rules about the length of the training, its schedules, precision and recompute."""
+"""Rules about the length of the training, its optimizer and schedules, precision and recompute."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ from megazero.config.steps import UNITS
 from megazero.config.training_plan import Evaluations, Limits, LrLengths
 from megazero.config.tree.model import ModelConfig
 
+_BATCH, _MODEL, _OPTIMIZER, _PRECISION, _RECOMPUTE, _TRAINING = (
+    paths.batch,
+    paths.model,
+    paths.optimizer,
+    paths.precision,
+    paths.recompute,
+    paths.training,
+)
+
 _LENGTHS = tuple(f"training.train_{unit}" for unit in UNITS)
 _LR_DECAY = tuple(f"optimizer.lr_decay_{unit}" for unit in UNITS)
 _LR_WARMUP = tuple(f"optimizer.lr_warmup_{unit}" for unit in UNITS)
 _LR_WSD = tuple(f"optimizer.lr_wsd_decay_{unit}" for unit in UNITS)
-_MODULES = (paths.recompute.modules, paths.model.num_experts, paths.model.moe_shared_expert_intermediate_size)
-_WEIGHT_DECAY_RANGE = (paths.optimizer.start_weight_decay, paths.optimizer.end_weight_decay)
+_MODULES = (_RECOMPUTE.modules, _MODEL.num_experts, _MODEL.moe_shared_expert_intermediate_size)
+_WEIGHT_DECAY_RANGE = (_OPTIMIZER.start_weight_decay, _OPTIMIZER.end_weight_decay)
 
 
 def _given(case: Case, paths: tuple[str, ...]) -> list[str]:
@@ -31,16 +40,6 @@ def _lr_units_agree(case: Case) -> bool:
     warmup = _units(case, _LR_WARMUP)
     decay = _units(case, (*_LR_DECAY, *_LR_WSD))
     return len(warmup | decay) <= 1 or (len(warmup) == 1 and decay == {"tokens"})
-
-
-def _decay_has_a_unit(case: Case) -> bool:
-    values, training = case.config.optimizer, case.config.training
-    return (
-        not values.lr_warmup_tokens
-        or values.lr_decay_tokens is not None
-        or values.lr_decay_style == "constant"
-        or (training.train_iters is None and training.train_samples is None)
-    )
 
 
 def _weight_decay_grows(case: Case) -> bool:
@@ -105,7 +104,7 @@ LENGTH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "tokens_countable",
-        (paths.training.eval_iters, paths.batch.global_batch_size),
+        (_TRAINING.eval_iters, _BATCH.global_batch_size),
         f"a step and an evaluation must each read at most {LARGEST} tokens, which 64 bits can count",
         "lower one of them",
         lambda c: _tokens_read(c) <= LARGEST,
@@ -123,26 +122,21 @@ def _decoupled_floor_fits(case: Case) -> bool:
 SCHEDULE_RULES: tuple[Rule, ...] = (
     Rule(
         "decoupled_min_lr_below_lr",
-        (
-            paths.optimizer.decoupled_min_lr,
-            paths.optimizer.decoupled_lr,
-            paths.optimizer.min_lr,
-            paths.optimizer.lr,
-        ),
+        (_OPTIMIZER.decoupled_min_lr, _OPTIMIZER.decoupled_lr, _OPTIMIZER.min_lr, _OPTIMIZER.lr),
         "`decoupled_min_lr` must be at most `decoupled_lr`, each the rest's where it is left out",
         "lower one or raise the other",
         _decoupled_floor_fits,
     ),
     Rule(
         "min_lr_below_lr",
-        (paths.optimizer.min_lr, paths.optimizer.lr),
+        (_OPTIMIZER.min_lr, _OPTIMIZER.lr),
         "`min_lr` must be at most `lr`",
         "lower `--min-lr`",
         lambda c: c.config.optimizer.min_lr <= c.config.optimizer.lr,
     ),
     Rule(
         "warmup_starts_below_lr",
-        (paths.optimizer.lr_warmup_init, paths.optimizer.lr, paths.optimizer.decoupled_lr),
+        (_OPTIMIZER.lr_warmup_init, _OPTIMIZER.lr, _OPTIMIZER.decoupled_lr),
         "`lr_warmup_init` must be at most `lr`, and at most `decoupled_lr` where that is set",
         "lower `--lr-warmup-init`",
         lambda c: (
@@ -159,12 +153,17 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "token_warmup_needs_token_decay",
-        (paths.optimizer.lr_warmup_tokens, paths.optimizer.lr_decay_tokens),
+        (_OPTIMIZER.lr_warmup_tokens, _OPTIMIZER.lr_decay_tokens),
         "`lr_decay_tokens` must be set with `lr_warmup_tokens` unless the training's length is in tokens "
         "alone",
         "set it: without it the decay would be counted in tokens here, but in Megatron-DeepSpeed in samples, "
         "from the first step on",
-        _decay_has_a_unit,
+        lambda c: (
+            not c.config.optimizer.lr_warmup_tokens
+            or c.config.optimizer.lr_decay_tokens is not None
+            or c.config.optimizer.lr_decay_style == "constant"
+            or (c.config.training.train_iters is None and c.config.training.train_samples is None)
+        ),
     ),
     Rule(
         "warmup_shorter_than_decay",
@@ -193,17 +192,44 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
     ),
 )
 
+OPTIMIZER_RULES: tuple[Rule, ...] = (
+    Rule(
+        "lamb_bounds_ordered",
+        (_OPTIMIZER.lamb_min_coeff, _OPTIMIZER.lamb_max_coeff),
+        "`lamb_min_coeff` must be at most `lamb_max_coeff`",
+        "lower `--lamb-min-coeff`",
+        lambda c: c.config.optimizer.lamb_min_coeff <= c.config.optimizer.lamb_max_coeff,
+    ),
+    Rule(
+        "muon_quintic_in_fives",
+        (_OPTIMIZER.muon_coefficient_type, _OPTIMIZER.muon_num_ns_steps),
+        "`muon_num_ns_steps` must be a multiple of 5 unless `muon_coefficient_type` is simple",
+        "set `--muon-num-ns-steps 5` or `--muon-coefficient-type simple`",
+        lambda c: (
+            c.config.optimizer.muon_coefficient_type == "simple"
+            or c.config.optimizer.muon_num_ns_steps % 5 == 0
+        ),
+    ),
+    Rule(
+        "onebit_lamb_factors_ordered",
+        (_OPTIMIZER.onebit_lamb_factor_min, _OPTIMIZER.onebit_lamb_factor_max),
+        "`onebit_lamb_factor_min` must be at most `onebit_lamb_factor_max`",
+        "lower `--onebit-lamb-factor-min`",
+        lambda c: c.config.optimizer.onebit_lamb_factor_min <= c.config.optimizer.onebit_lamb_factor_max,
+    ),
+)
+
 PRECISION_RULES: tuple[Rule, ...] = (
     Rule(
         "min_loss_scale_below_initial",
-        (paths.precision.min_loss_scale, paths.precision.initial_loss_scale),
+        (_PRECISION.min_loss_scale, _PRECISION.initial_loss_scale),
         "`min_loss_scale` must be at most `initial_loss_scale`",
         "lower the floor or raise the first scale",
         lambda c: c.config.precision.min_loss_scale <= c.config.precision.initial_loss_scale,
     ),
     Rule(
         "recompute_units_within_model",
-        (paths.recompute.num_layers, paths.recompute.method, paths.model.num_layers),
+        (_RECOMPUTE.num_layers, _RECOMPUTE.method, _MODEL.num_layers),
         "`recompute.num_layers` must be at most the number of layers, and at least 1 unless "
         "`recompute.method` is block",
         "change `--recompute-num-layers`",
@@ -214,12 +240,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "recompute_modules_are_there",
-        (
-            *_MODULES,
-            paths.model.multi_latent_attention,
-            paths.model.is_hybrid_model,
-            paths.model.norm_position,
-        ),
+        (*_MODULES, _MODEL.multi_latent_attention, _MODEL.is_hybrid_model, _MODEL.norm_position),
         "`recompute.modules` must be parts of the model: moe and moe_act of one with experts, shared_experts "
         "of one that has them, layernorm of one that normalizes the inputs of attention and MLP, mla_up_proj "
         "of one with latent attention, and in a hybrid model no whole halves and norms",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megazero.config.fields import paths
 from megazero.config.rules.rule import Case, Rule
 
-_SHARERS = paths.parallel.context_parallel_size
+_OFFLOAD, _PARALLEL, _PRECISION, _ZERO = paths.offload, paths.parallel, paths.precision, paths.zero
 
 
 def _replicas(case: Case) -> int | None:
@@ -34,7 +34,7 @@ def _codes_of_gathered_weights(case: Case) -> bool:
 ZERO_RULES: tuple[Rule, ...] = (
     Rule(
         "hpz_divides_data_parallel",
-        (paths.zero.hpz_partition_size, _SHARERS),
+        (_ZERO.hpz_partition_size, _PARALLEL.context_parallel_size),
         "`hpz_partition_size` must divide the number of data-parallel x context-parallel ranks",
         "set it to the number of these ranks on one node",
         lambda c: _divides(c, c.config.zero.hpz_partition_size),
@@ -42,7 +42,7 @@ ZERO_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "quantized_weights_need_masters",
-        (paths.zero.quantized_weights, paths.zero.stage, paths.zero.main_params_dtype, paths.precision.dtype),
+        (_ZERO.quantized_weights, _ZERO.stage, _ZERO.main_params_dtype, _PRECISION.dtype),
         "`quantized_weights` must be none at the ZeRO stages 1 and 2 unless `main_params_dtype` differs from "
         "`dtype`, since weights that are their own masters must stay exact",
         "add `--bf16`, choose stage 3 or leave it out",
@@ -50,7 +50,7 @@ ZERO_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "quantization_block_of_eights",
-        (paths.zero.quantization_block_size,),
+        (_ZERO.quantization_block_size,),
         "`quantization_block_size` must be a multiple of 8",
         "choose one such as 256",
         lambda c: c.config.zero.quantization_block_size % 8 == 0,
@@ -58,7 +58,7 @@ ZERO_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "one_size_of_nodes",
-        (paths.zero.node_size, paths.zero.hpz_partition_size),
+        (_ZERO.node_size, _ZERO.hpz_partition_size),
         "`node_size` must be that of `hpz_partition_size` if both are given",
         "leave one of them out",
         lambda c: (
@@ -68,7 +68,7 @@ ZERO_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "node_size_divides_data_parallel",
-        (paths.zero.node_size, _SHARERS),
+        (_ZERO.node_size, _PARALLEL.context_parallel_size),
         "`node_size` must divide the number of data-parallel x context-parallel ranks",
         "set it to the number of these ranks on one node",
         lambda c: _divides(c, c.config.zero.node_size),
@@ -79,7 +79,7 @@ ZERO_RULES: tuple[Rule, ...] = (
 OFFLOAD_RULES: tuple[Rule, ...] = (
     Rule(
         "offload_blocks_are_pages",
-        (paths.offload.block_size,),
+        (_OFFLOAD.block_size,),
         "`block_size` of `offload` must be a multiple of 4096, the unit of unbuffered reads and writes",
         "choose such a number, such as 1048576",
         lambda c: c.config.offload.block_size % 4096 == 0,

@@ -8,8 +8,10 @@ from megazero.config.fields import paths
 from megazero.config.rules.rule import Case, Rule, conditions, display_name, value_at
 from megazero.config.tree.optimizer import ELEMENTWISE_NAMES
 
-_LAYERS = (paths.model.num_layers, paths.model.t5_encoder_layers, paths.model.t5_decoder_layers)
-_LENGTHS = (paths.model.seq_length, paths.model.t5_decoder_seq_length)
+_MODEL, _PARALLEL = paths.model, paths.parallel
+
+_LAYERS = (_MODEL.num_layers, _MODEL.t5_encoder_layers, _MODEL.t5_decoder_layers)
+_LENGTHS = (_MODEL.seq_length, _MODEL.t5_decoder_seq_length)
 
 # Settings of other models and methods, each with the values that say nothing.
 _ALONE = conditions(
@@ -53,11 +55,6 @@ def _stacks_add_up(case: Case) -> bool:
     return model.family != "t5" or model.encoder_layers < model.num_layers == both
 
 
-def _kinds_of_distance(case: Case) -> bool:
-    model = case.config.model
-    return model.position_embedding_type != "relative" or model.tells_distances
-
-
 def _decoder_fits(case: Case) -> bool:
     model, multiple = case.config.model, sequence_multiple(case.config.parallel)
     length = model.decoder_length
@@ -67,7 +64,7 @@ def _decoder_fits(case: Case) -> bool:
 ENCODER_DECODER_RULES: tuple[Rule, ...] = (
     Rule(
         "t5_alone",
-        (paths.model.family, *(condition.path for condition in _ALONE)),
+        (_MODEL.family, *(condition.path for condition in _ALONE)),
         "a T5 must be trained without the settings of other models and methods",
         "leave them out",
         lambda c: not _others(c),
@@ -76,19 +73,14 @@ ENCODER_DECODER_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "stacks_add_up",
-        (paths.model.family, *_LAYERS),
+        (_MODEL.family, *_LAYERS),
         "`num_layers` must be the layers of a T5's encoder and decoder together",
         "give `--encoder-num-layers` and `--decoder-num-layers`, or `--num-layers` for the layers of each",
         _stacks_add_up,
     ),
     Rule(
         "decoder_fits",
-        (
-            paths.model.family,
-            *_LENGTHS,
-            paths.parallel.tensor_model_parallel_size,
-            paths.parallel.sequence_parallel,
-        ),
+        (_MODEL.family, *_LENGTHS, _PARALLEL.tensor_model_parallel_size, _PARALLEL.sequence_parallel),
         "`t5_decoder_seq_length` must be at most `seq_length`, and divide over the ranks that share a "
         "sequence",
         "raise `--encoder-seq-length` (shorter texts take no more time, as padding is left out), or change "
@@ -97,14 +89,10 @@ ENCODER_DECODER_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "relative_kinds",
-        (
-            paths.model.position_embedding_type,
-            paths.model.t5_relative_buckets,
-            paths.model.t5_relative_distance,
-        ),
+        (_MODEL.position_embedding_type, _MODEL.t5_relative_buckets, _MODEL.t5_relative_distance),
         "`t5_relative_buckets` must be at least 4, two for keys on either side, and `t5_relative_distance` "
         "more than half of that, which are single distances",
         "raise `--relative-attention-num-buckets` or `--relative-attention-max-distance`",
-        _kinds_of_distance,
+        lambda c: c.config.model.position_embedding_type != "relative" or c.config.model.tells_distances,
     ),
 )

@@ -1,4 +1,4 @@
-"""What settings are for: each says so where it is declared, and `config/fields.py` lists them by it."""
+"""Roles of settings: each says what it is for where it is declared; `config/fields.py` lists them by it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Role(enum.Flag):
-    """What a setting is for. Each has one of the first five: what a resume makes of another value."""
+    """The purpose of a setting. Each has one of the first five: what a resume makes of another value."""
 
     NONE = 0
     MODEL = enum.auto()  # the model is another one, and its checkpoint is refused
