@@ -31,6 +31,8 @@ Values = Mapping[str, Any]
 Convert = Callable[[Any, Values], Any]
 """Turns a key's value, beside those of all keys, into that of its field, or NOTHING."""
 Read = Callable[[object], Any]
+Auto = Callable[[Values], Any]
+"""Resolves "auto" from what flags, YAML or the caller give: path -> value."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ class KeyRow:
     only: Only | None = None
     script_refused: str | None = None
     when: str | None = None
-    auto: Callable[[Mapping[str, Any]], Any] | None = None
+    auto: Auto | None = None
     faults: Callable[[Any, Values], list[str]] | None = None
     there: There = There()
 
@@ -321,15 +323,15 @@ def if_enabled(section: Any, values: Values) -> Any:
     return NOTHING if NOTHING_ENABLED.holds(section) else section
 
 
-def left_to_flags(given: Mapping[str, Any]) -> Any:
+def left_to_flags(given: Values) -> Any:
     """The "auto" that means: whatever flags, YAML or the caller give."""
     return NOTHING
 
 
-def of_hidden_size(formula: Callable[[int], int]) -> Callable[[Mapping[str, Any]], Any]:
+def of_hidden_size(formula: Callable[[int], int]) -> Auto:
     """The "auto" of transformers that follows from the hidden size; left to flags if that is unknown."""
 
-    def resolve(given: Mapping[str, Any]) -> Any:
+    def resolve(given: Values) -> Any:
         hidden = given.get("model.hidden_size")
         return NOTHING if hidden is None else formula(hidden)
 
