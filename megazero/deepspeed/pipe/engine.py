@@ -28,7 +28,8 @@ from megazero.pipeline.actions import Op
     {
         "_feed": (
             PipelineFeed,
-            "data_iterator batch_fn training_dataloader set_dataloader set_dataiterator set_batch_fn",
+            "reads with_labels data_iterator batch_fn training_dataloader take set_dataloader "
+            "set_dataiterator set_batch_fn",
         ),
         "_place": (
             StagePlace,
