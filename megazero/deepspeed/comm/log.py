@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megazero.deepspeed.accelerator.choose import get_accelerator
+from megazero.deepspeed.reports.logging import log_dist
 from megazero.deepspeed.reports.timer import trim_mean
-from megazero.deepspeed.utils.logging import log_dist
 from megazero.errors import ConfigError
 from megazero.mpu.torch_group import joined_world
 from megazero.train.profiling.bandwidth import bus_factor
