@@ -261,9 +261,9 @@ def refused(remedy: str, taken: Only | None = None, default: Any = NOTHING, **ef
 def does(default: Any = NOTHING, **effect: Any) -> Any:
     """Declare a key with this default in DeepSpeed; the rest are attributes of `There` and `KeyRow`."""
     there = There(default, **{name: effect.pop(name) for name in _THERE if name in effect})
-    given = {"validate_default": False, "exclude": True} if default is NOTHING else {}
-    shown = None if default is NOTHING else default
-    return Field(shown, json_schema_extra={"there": there, "effect": effect}, **given)
+    hidden: dict[str, Any] = {"validate_default": False, "exclude": True} if default is NOTHING else {}
+    extra: Any = {"there": there, "effect": effect}
+    return Field(None if hidden else default, json_schema_extra=extra, **hidden)
 
 
 _THERE = ("absent", "getter", "attribute")

@@ -26,7 +26,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 @logged
-def broadcast(tensor: Tensor, src: int, group: AnyGroup = None, async_op: bool = False) -> Work | None:
+def broadcast(tensor: Tensor, src: int, group: AnyGroup = None, async_op: bool = False) -> Any:
     """Every rank's `tensor` becomes that of world rank `src`."""
     return dist.broadcast(tensor, src, process_group(group), async_op)
 
@@ -42,7 +42,7 @@ def broadcast_object_list(
 @logged
 def all_gather(
     tensor_list: list[Tensor], tensor: Tensor, group: AnyGroup = None, async_op: bool = False
-) -> Work | None:
+) -> Any:
     """``tensor_list[i]`` becomes the `tensor` of rank `i`."""
     return dist.all_gather(tensor_list, tensor, process_group(group), async_op)
 
@@ -56,7 +56,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: AnyGroup = None) 
 @logged
 def all_gather_into_tensor(
     output_tensor: Tensor, tensor: Tensor, group: AnyGroup = None, async_op: bool = False
-) -> Work | None:
+) -> Any:
     """`output_tensor` becomes the ranks' tensors, one after the other."""
     return _all_gather(output_tensor, tensor, group=process_group(group), async_op=async_op)
 
@@ -67,7 +67,7 @@ def allgather_fn(
     group: AnyGroup = None,
     async_op: bool = False,
     debug: object = None,
-) -> Work | None:
+) -> Any:
     """`all_gather_into_tensor` by its older name."""
     return all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
@@ -77,7 +77,7 @@ def all_gather_coalesced(
     input_tensors: Sequence[Tensor],
     group: AnyGroup = None,
     async_op: bool = False,
-) -> Work | None:
+) -> Any:
     """`all_gather_into_tensor` of each pair; asynchronous, the last call's handle is returned."""
     works = [
         all_gather_into_tensor(output, tensor, group, async_op=True)
@@ -89,7 +89,7 @@ def all_gather_coalesced(
 @logged
 def reduce_scatter(
     output: Tensor, input_list: list[Tensor], op: Op = SUM, group: AnyGroup = None, async_op: bool = False
-) -> Work | None:
+) -> Any:
     """`output` becomes the sum over the ranks of their ``input_list[rank]``."""
     return dist.reduce_scatter(output, input_list, op, process_group(group), async_op)
 
@@ -97,7 +97,7 @@ def reduce_scatter(
 @logged
 def reduce_scatter_tensor(
     output_tensor: Tensor, tensor: Tensor, op: Op = SUM, group: AnyGroup = None, async_op: bool = False
-) -> Work | None:
+) -> Any:
     """`output_tensor` becomes this rank's piece of the sum of all ranks' tensors."""
     return _reduce_scatter(output_tensor, tensor, op=op, group=process_group(group), async_op=async_op)
 
@@ -110,21 +110,19 @@ def reduce_scatter_fn(
     async_op: bool = False,
     prof: bool = False,
     debug: object = None,
-) -> Work | None:
+) -> Any:
     """`reduce_scatter_tensor` by its older name."""
     return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op, prof)
 
 
 @logged
-def all_reduce(tensor: Tensor, op: Op = SUM, group: AnyGroup = None, async_op: bool = False) -> Work | None:
+def all_reduce(tensor: Tensor, op: Op = SUM, group: AnyGroup = None, async_op: bool = False) -> Any:
     """Every rank's `tensor` becomes the sum of all."""
     return dist.all_reduce(tensor, op, process_group(group), async_op)
 
 
 @logged
-def inference_all_reduce(
-    tensor: Tensor, op: Op = SUM, group: AnyGroup = None, async_op: bool = False
-) -> Work | Tensor | None:
+def inference_all_reduce(tensor: Tensor, op: Op = SUM, group: AnyGroup = None, async_op: bool = False) -> Any:
     """`all_reduce`; a world of one gives the tensor back."""
     if dist.get_world_size(process_group(group)) == 1:
         return tensor
@@ -134,16 +132,14 @@ def inference_all_reduce(
 @logged
 def all_reduce_coalesced(
     tensors: Sequence[Tensor], op: Op = SUM, group: AnyGroup = None, async_op: bool = False
-) -> Work | None:
+) -> Any:
     """`all_reduce` of each tensor; asynchronous, the last call's handle is returned."""
     works = [dist.all_reduce(tensor, op, process_group(group), async_op=True) for tensor in tensors]
     return _last(works, async_op)
 
 
 @logged
-def reduce(
-    tensor: Tensor, dst: int, op: Op = SUM, group: AnyGroup = None, async_op: bool = False
-) -> Work | None:
+def reduce(tensor: Tensor, dst: int, op: Op = SUM, group: AnyGroup = None, async_op: bool = False) -> Any:
     """The `tensor` of world rank `dst` becomes the sum of all."""
     return dist.reduce(tensor, dst, op, process_group(group), async_op)
 
@@ -155,7 +151,7 @@ def gather(
     dst: int = 0,
     group: AnyGroup = None,
     async_op: bool = False,
-) -> Work | None:
+) -> Any:
     """``gather_list[i]`` of world rank `dst` becomes the `tensor` of rank `i`."""
     return dist.gather(tensor, gather_list, dst, process_group(group), async_op)
 
@@ -167,7 +163,7 @@ def scatter(
     src: int = 0,
     group: AnyGroup = None,
     async_op: bool = False,
-) -> Work | None:
+) -> Any:
     """Every rank's `tensor` becomes the one that world rank `src` has for it."""
     return dist.scatter(tensor, scatter_list, src, process_group(group), async_op)
 
@@ -180,7 +176,7 @@ def all_to_all_single(
     input_split_sizes: list[int] | None = None,
     group: AnyGroup = None,
     async_op: bool = False,
-) -> Work | None:
+) -> Any:
     """`output` becomes what each rank has for this one, one after the other."""
     sizes = output_split_sizes, input_split_sizes
     return dist.all_to_all_single(output, tensor, *sizes, process_group(group), async_op)
@@ -192,7 +188,7 @@ def all_to_all(
     input_tensor_list: list[Tensor],
     group: AnyGroup = None,
     async_op: bool = False,
-) -> Work | None:
+) -> Any:
     """``output_tensor_list[i]`` becomes what rank `i` has for this one."""
     return dist.all_to_all(output_tensor_list, input_tensor_list, process_group(group), async_op)
 
@@ -210,13 +206,13 @@ def recv(tensor: Tensor, src: int | None = None, group: AnyGroup = None, tag: in
 
 
 @logged
-def isend(tensor: Tensor, dst: int, group: AnyGroup = None, tag: int = 0) -> Work | None:
+def isend(tensor: Tensor, dst: int, group: AnyGroup = None, tag: int = 0) -> Any:
     """Start to send to world rank `dst`; returns a handle."""
     return dist.isend(tensor, dst, process_group(group), tag)
 
 
 @logged
-def irecv(tensor: Tensor, src: int | None = None, group: AnyGroup = None, tag: int = 0) -> Work | None:
+def irecv(tensor: Tensor, src: int | None = None, group: AnyGroup = None, tag: int = 0) -> Any:
     """Start to receive from world rank `src`; returns a handle."""
     return dist.irecv(tensor, src, process_group(group), tag)
 
@@ -252,9 +248,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Any]:
 
 
 @logged
-def barrier(
-    group: AnyGroup = None, async_op: bool = False, device_ids: list[int] | None = None
-) -> Work | None:
+def barrier(group: AnyGroup = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
     """Wait until every rank is here."""
     return dist.barrier(process_group(group), async_op, device_ids)
 

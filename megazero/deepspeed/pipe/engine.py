@@ -49,6 +49,7 @@ class PipelineEngine(DeepSpeedEngine):
     """
 
     pipeline_parallelism = True
+    module: PipelineStage
 
     _INSTRUCTION_MAP: Mapping[type[schedule.PipeInstruction], Op | str] = MappingProxyType(
         {
