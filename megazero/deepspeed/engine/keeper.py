@@ -24,11 +24,7 @@ from megazero.errors import ConfigError
 
 
 class Keeper:
-    """An engine's checkpoints and whole weights.
-
-    Args:
-        state: the state that the engine's parts share.
-    """
+    """An engine's checkpoints and whole weights."""
 
     def __init__(self, state: EngineState):
         self.state = state

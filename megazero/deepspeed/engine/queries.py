@@ -73,11 +73,7 @@ def with_queries(whole: type[T]) -> type[T]:
 
 
 class Queries:
-    """Queries of a script that take more than a look.
-
-    Args:
-        state: the state that the engine's parts share.
-    """
+    """Queries of a script that take more than a look."""
 
     def __init__(self, state: EngineState):
         self.state = state
