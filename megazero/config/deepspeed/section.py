@@ -259,7 +259,12 @@ def refused(remedy: str, taken: Only | None = None, default: Any = NOTHING, **ef
 
 
 def does(default: Any = NOTHING, **effect: Any) -> Any:
-    """Declare a key with this default in DeepSpeed; the rest are attributes of `There` and `KeyRow`."""
+    """Declare a key with this default in DeepSpeed; the rest are attributes of `There` and `KeyRow`.
+
+    ``seen`` stands for a getter and an attribute of the key's name.
+    """
+    if effect.pop("seen", False):
+        effect |= {"getter": True, "attribute": True}
     there = There(default, **{name: effect.pop(name) for name in _THERE if name in effect})
     hidden: dict[str, Any] = {"validate_default": False, "exclude": True} if default is NOTHING else {}
     extra: Any = {"there": there, "effect": effect}

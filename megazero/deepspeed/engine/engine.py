@@ -30,7 +30,7 @@ from megazero.deepspeed.zero.states import ZeroMemory
         "_state": (
             EngineState,
             "states settings context given lr_scheduler random_ltd_scheduler "
-            "global_steps global_samples micro_steps skipped_steps",
+            "global_steps global_samples micro_steps skipped_steps progress resume",
         ),
         "_passes": (
             Passes,
@@ -70,6 +70,9 @@ class DeepSpeedEngine(nn.Module):
         module: the model.
         optimizer: see `DeepSpeedOptimizer`; if the engine has none to train with, a `DeepSpeedZeRoOffload` at
             stage 3, and None otherwise.
+        monitor: takes a script's own values.
+        tput_timer: the samples per second so far.
+        timers: what forward, backward and step took, with `wall_clock_breakdown`, under DeepSpeed's names.
         loaded_checkpoint_dp_world_size, loaded_checkpoint_mp_world_size: None; a checkpoint loads on any
             layout.
 
@@ -88,6 +91,8 @@ class DeepSpeedEngine(nn.Module):
         self._passes, self._updates = Passes(state, self._accumulation), Updates(state, self._accumulation)
         self._batches, self._keeper, self._queries = Batches(state, self), Keeper(state), Queries(state)
         self._memory = ZeroMemory(states.parallel)
+        reporter = state.reporter
+        self.monitor, self.tput_timer, self.timers = reporter.monitor, reporter.throughput, reporter.clocks
         empty_state_dict(self.module)
 
     def __getattr__(self, name: str) -> Any:

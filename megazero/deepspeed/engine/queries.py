@@ -53,12 +53,6 @@ _PROPERTIES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "mp_world_size": (f"{_RANKS}.tp.size", "The number of ranks that each layer is sliced over."),
         "seq_dp_world_size": (f"{_RANKS}.replica.size", "The number of ranks that hold the same parameters."),
         "cur_scale": ("_state.states.cur_scale", "The loss scale."),
-        "monitor": ("_state.reporter.monitor", "Takes a script's own values."),
-        "tput_timer": ("_state.reporter.throughput", "The samples per second so far."),
-        "timers": (
-            "_state.reporter.clocks",
-            "Times of forward, backward and step, under DeepSpeed's names, with `wall_clock_breakdown`.",
-        ),
     }
 )
 

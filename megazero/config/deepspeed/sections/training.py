@@ -218,7 +218,7 @@ class Gradients(Section):
     )
     prescale_gradients: Bool = does(False, extra="prescale_gradients", accepted=_ROUNDING, attribute=True)
     gradient_predivide_factor: Amount = does(
-        1.0, extra="gradient_predivide_factor", accepted=_ROUNDING, getter=True, attribute=True
+        1.0, extra="gradient_predivide_factor", accepted=_ROUNDING, seen=True
     )
     sparse_gradients: Bool = refused("gradients of embeddings are dense; leave it out", only(False))
     gradient_allreduce_op: Text = refused(
