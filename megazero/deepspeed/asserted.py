@@ -26,11 +26,7 @@ class AssertedCheckpointError(CheckpointError, AssertionError):
 
 
 _KINDS: Mapping[type[MegazeroError], type[MegazeroError]] = MappingProxyType(
-    {
-        MegazeroError: AssertedError,
-        ConfigError: AssertedConfigError,
-        CheckpointError: AssertedCheckpointError,
-    }
+    {MegazeroError: AssertedError, ConfigError: AssertedConfigError, CheckpointError: AssertedCheckpointError}
 )
 
 

@@ -16,13 +16,7 @@ from megazero.deepspeed.accelerator.choose import get_accelerator
 from megazero.deepspeed.asserted import asserts
 from megazero.deepspeed.comm.adopt import find_context
 from megazero.deepspeed.config.settings import JsonSource, UserSettings, choose_source, read_settings
-from megazero.deepspeed.engine.arguments import (
-    Mesh,
-    check_local_rank,
-    mesh_of,
-    params_of,
-    readable,
-)
+from megazero.deepspeed.engine.arguments import Mesh, check_local_rank, mesh_of, params_of, readable
 from megazero.deepspeed.engine.assemble import Engine, assemble
 from megazero.deepspeed.engine.autocast import Autocast
 from megazero.deepspeed.engine.hybrid import SECTION as HYBRID
@@ -134,12 +128,7 @@ def _build(
 
 
 def _check(settings: UserSettings, context: ParallelContext) -> None:
-    """Refuse settings that an engine of one module cannot follow.
-
-    Raises:
-        ConfigError: there are pipeline stages, a second partition for which the ranks have no groups, or see
-            `Autocast.of`.
-    """
+    """Refuse settings that an engine of one module cannot follow."""
     if context.pp.size > 1:
         raise ConfigError(
             f"`pipeline parallel size` must be 1 for a model that is one module, but `mpu` says "

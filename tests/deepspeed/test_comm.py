@@ -8,8 +8,8 @@ import torch
 from megazero.deepspeed.comm import collectives, groups, world
 from megazero.deepspeed.comm.adopt import find_context, init_distributed
 from megazero.deepspeed.comm.log import LOG, CommsLogger, calc_bw_log
-from megazero.deepspeed.pipe.tensors import PartitionedTensor
 from megazero.deepspeed.sequence.layer import DistributedAttention
+from megazero.deepspeed.utils.tensors import PartitionedTensor
 from megazero.errors import ConfigError
 from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.thread_group import ThreadWorld

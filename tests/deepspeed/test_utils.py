@@ -16,10 +16,10 @@ from megazero.deepspeed.comm.groups import expert_ranks
 from megazero.deepspeed.legacy.indexed import MMapIndexedDatasetBuilder, make_builder, make_dataset
 from megazero.deepspeed.legacy.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 from megazero.deepspeed.models.linear import LoRAConfig, OptimizedLinear, init_lora
+from megazero.deepspeed.reports.logging import LoggerFactory, logger
 from megazero.deepspeed.reports.monitor import MonitorMaster, TensorBoardMonitor, get_monitor_config
 from megazero.deepspeed.reports.profiling import FlopsProfiler, get_model_profile
 from megazero.deepspeed.reports.timer import trim_mean
-from megazero.deepspeed.utils.logging import LoggerFactory, logger
 from megazero.errors import ConfigError
 from tests.tables import over_table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megazero.config.deepspeed.section import AUTO, say
+from megazero.config.deepspeed.section import AUTO, Values, say
 from megazero.config.deepspeed.sections.training import BatchSizes
 from megazero.config.flags import Setting
 from megazero.config.tree.precision import PrecisionConfig
@@ -14,7 +14,7 @@ _FLAG_COUNTS = ("optimizer.lr", "logging.tensorboard_dir")
 """Fields, besides the batch sizes, of which a flag takes precedence over the JSON."""
 
 
-def left_to_json(flags: Sequence[Setting], values: Mapping[str, Any]) -> list[Setting]:
+def left_to_json(flags: Sequence[Setting], values: Values) -> list[Setting]:
     """The flags that have no effect beside this JSON: `--loss-scale`, where the JSON has no static scale, and
     `--fp16`, where the JSON enables bf16.
 
@@ -78,10 +78,7 @@ def conflicts(flags: Sequence[Setting], settings: Sequence[Setting]) -> list[str
 
 
 def leave_batch_to_flags(
-    name: str,
-    values: dict[str, Any],
-    flags: Mapping[str, Setting],
-    data_parallel: int | None,
+    name: str, values: dict[str, Any], flags: Mapping[str, Setting], data_parallel: int | None
 ) -> list[str]:
     """Take those batch sizes out of a JSON's `values` that differ from flags, or do not go with these.
 

@@ -18,7 +18,7 @@ from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
 from megazero.config.deepspeed.beside import leave_batch_to_flags
 from megazero.config.deepspeed.extras import Extras, Named
 from megazero.config.deepspeed.load import load_json, plain_paths
-from megazero.config.deepspeed.section import AUTO, LARGEST, NOTHING, OR_NEVER, SECTION, KeyRow, say
+from megazero.config.deepspeed.section import AUTO, LARGEST, NOTHING, OR_NEVER, SECTION, KeyRow, Values, say
 from megazero.config.deepspeed.sections.optimizer import optimizer_faults, uncorrected
 from megazero.config.deepspeed.sections.training import BatchSizes
 from megazero.config.deepspeed.sections.zero import AT_STAGE_3
@@ -39,7 +39,7 @@ from megazero.errors import ConfigError
 
 _LONGEST_SHOWN = 80  # characters of a value in a message
 _DEEPEST = 32  # levels; DeepSpeed's own keys need eight
-_NOTHING_GIVEN: Mapping[str, Any] = MappingProxyType({})
+_NOTHING_GIVEN: Values = MappingProxyType({})
 _NO_FLAGS: Mapping[str, Setting] = MappingProxyType({})
 _NEEDED: Mapping[str, frozenset[str]] = MappingProxyType(
     {"optimizer": frozenset({"lr"}), "scheduler": frozenset({"total_num_steps", "warmup_num_steps"})}
@@ -105,10 +105,10 @@ class DeepSpeedSettings:
 
 
 def read_deepspeed(
-    source: str | os.PathLike[str] | Mapping[str, Any],
+    source: str | os.PathLike[str] | Values,
     *,
     data_parallel: int | None = None,
-    given: Mapping[str, Any] = _NOTHING_GIVEN,
+    given: Values = _NOTHING_GIVEN,
     flags: Mapping[str, Setting] = _NO_FLAGS,
 ) -> DeepSpeedSettings:
     """Read a JSON file, or its content as a mapping.
@@ -145,7 +145,7 @@ def read_deepspeed(
     return result
 
 
-def _as_deepspeed_takes(result: DeepSpeedSettings, document: Mapping[str, Any]) -> Mapping[str, Any]:
+def _as_deepspeed_takes(result: DeepSpeedSettings, document: Values) -> Values:
     """The document in the present spelling, where DeepSpeed takes an older one for the same."""
     changed = dict(document)
     if isinstance(stage := document.get("zero_optimization"), bool):  # how the first releases said stage 1
@@ -161,7 +161,7 @@ def _as_deepspeed_takes(result: DeepSpeedSettings, document: Mapping[str, Any]) 
     return changed
 
 
-def _named(section: Any, values: Mapping[str, Any], kind: str) -> Named | None:
+def _named(section: object, values: Values, kind: str) -> Named | None:
     """The class that a section names, with its arguments as they were read, or as they stand there."""
     if not isinstance(section, Mapping) or not isinstance(section.get("type"), str):
         return None
@@ -173,21 +173,19 @@ def _named(section: Any, values: Mapping[str, Any], kind: str) -> Named | None:
     return Named(section["type"], params)
 
 
-def _nested_deeply(document: Mapping[str, Any]) -> bool:
-    level: list[Any] = [document]
+def _nested_deeply(document: Values) -> bool:
+    level: list[object] = [document]
     for _ in range(_DEEPEST):
         holders = [holder for holder in level if isinstance(holder, Mapping | list | tuple)]
         level = [child for holder in holders for child in _children(holder)]
     return bool(level)
 
 
-def _children(holder: Mapping[str, Any] | Sequence[Any]) -> Iterator[Any]:
+def _children(holder: Values | Sequence[object]) -> Iterator[object]:
     return iter(holder.values() if isinstance(holder, Mapping) else holder)
 
 
-def _read_keys(
-    result: DeepSpeedSettings, document: Mapping[str, Any], given: Mapping[str, Any]
-) -> tuple[dict[str, Any], set[str]]:
+def _read_keys(result: DeepSpeedSettings, document: Values, given: Values) -> tuple[dict[str, Any], set[str]]:
     """The readable values by key path, and those of the paths that were resolved from "auto"."""
     values: dict[str, Any] = {}
     resolved: set[str] = set()
@@ -212,7 +210,7 @@ def _read_keys(
 
 
 def _leaves(
-    result: DeepSpeedSettings, node: Mapping[str, Any], unknown: Few, section: str = ""
+    result: DeepSpeedSettings, node: Values, unknown: Few, section: str = ""
 ) -> Iterator[tuple[str, Any]]:
     """Path and value of every key that has a row; other keys are unknown."""
     for key, value in node.items():
@@ -239,7 +237,7 @@ def _unknown(name: str, path: str) -> str:
     return f"{name}: {unknown_key(path)}"
 
 
-def _read_value(result: DeepSpeedSettings, row: KeyRow, value: Any, values: dict[str, Any]) -> None:
+def _read_value(result: DeepSpeedSettings, row: KeyRow, value: object, values: dict[str, Any]) -> None:
     readable = row.shape.read(value)
     if readable is NOTHING:
         must = f"{row.shape.says}{_limit(row, value)}" + (' or "auto"' if row.auto else "")
@@ -252,21 +250,21 @@ def _read_value(result: DeepSpeedSettings, row: KeyRow, value: Any, values: dict
     values[row.key] = readable
 
 
-def _refuse(result: DeepSpeedSettings, row: KeyRow, value: Any) -> None:
+def _refuse(result: DeepSpeedSettings, row: KeyRow, value: object) -> None:
     as_this = "" if row.shape is SECTION else f" as {_shown(value)}"
     into = result.script_problems if row.key.startswith(_SCRIPTS_ALONE) else result.problems
     into.append(f"{result.name}: `{row.key}` is not accepted{as_this}: {row.refused}.")
     result.broken.update(row.fields)
 
 
-def _limit(row: KeyRow, value: Any) -> str:
+def _limit(row: KeyRow, value: object) -> str:
     """The clause that asks for a number that fits 64 bits; empty where the value does."""
     if not isinstance(value, int | float) or abs(value) <= LARGEST:
         return ""
     return " of at most 64 bits" if "integer" in row.shape.says else ", that a float can hold"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A value in a message, cut short."""
     if isinstance(value, Mapping):
         return "an object"
@@ -279,7 +277,7 @@ def _shown(value: Any) -> str:
 def _apply(
     result: DeepSpeedSettings,
     row: KeyRow,
-    values: Mapping[str, Any],
+    values: Values,
     resolved: Set[str],
     extras: dict[str, Any],
 ) -> None:
@@ -320,7 +318,7 @@ def _apply(
         ignored.append(IgnoredKey(row.key, row.accepted))
 
 
-def _off(row: KeyRow, values: Mapping[str, Any]) -> str | None:
+def _off(row: KeyRow, values: Values) -> str | None:
     """The reason why a key does not count beside others; None if it counts."""
     stage = values.get("zero_optimization.stage")
     if row.key in AT_STAGE_3 and stage in (0, 1, 2):
@@ -335,7 +333,7 @@ def _off(row: KeyRow, values: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _set_fields(row: KeyRow, value: Any, values: Mapping[str, Any], source: str, into: list[Setting]) -> Any:
+def _set_fields(row: KeyRow, value: Any, values: Values, source: str, into: list[Setting]) -> Any:
     """Set the fields of a row; returns its converted value."""
     if row.convert is None:
         return value
@@ -347,9 +345,7 @@ def _set_fields(row: KeyRow, value: Any, values: Mapping[str, Any], source: str,
     return converted
 
 
-def _set_batch(
-    result: DeepSpeedSettings, values: Mapping[str, Any], given: Mapping[str, Any], data_parallel: int | None
-) -> None:
+def _set_batch(result: DeepSpeedSettings, values: Values, given: Values, data_parallel: int | None) -> None:
     """Resolve the batch sizes, with what flags and YAML give, and set them."""
     keys = [*BatchSizes.model_fields]
     paths = ("batch.global_batch_size", "batch.micro_batch_size")

@@ -31,6 +31,8 @@ Values = Mapping[str, Any]
 Convert = Callable[[Any, Values], Any]
 """Turns a key's value, beside those of all keys, into that of its field, or NOTHING."""
 Read = Callable[[object], Any]
+Auto = Callable[[Values], Any]
+"""Resolves "auto" from what flags, YAML or the caller give: path -> value."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ class KeyRow:
     only: Only | None = None
     script_refused: str | None = None
     when: str | None = None
-    auto: Callable[[Mapping[str, Any]], Any] | None = None
+    auto: Auto | None = None
     faults: Callable[[Any, Values], list[str]] | None = None
     there: There = There()
 
@@ -257,11 +259,16 @@ def refused(remedy: str, taken: Only | None = None, default: Any = NOTHING, **ef
 
 
 def does(default: Any = NOTHING, **effect: Any) -> Any:
-    """Declare a key with this default in DeepSpeed; the rest are attributes of `There` and `KeyRow`."""
+    """Declare a key with this default in DeepSpeed; the rest are attributes of `There` and `KeyRow`.
+
+    ``seen`` stands for a getter and an attribute of the key's name.
+    """
+    if effect.pop("seen", False):
+        effect |= {"getter": True, "attribute": True}
     there = There(default, **{name: effect.pop(name) for name in _THERE if name in effect})
-    given = {"validate_default": False, "exclude": True} if default is NOTHING else {}
-    shown = None if default is NOTHING else default
-    return Field(shown, json_schema_extra={"there": there, "effect": effect}, **given)
+    hidden: dict[str, Any] = {"validate_default": False, "exclude": True} if default is NOTHING else {}
+    extra: Any = {"there": there, "effect": effect}
+    return Field(None if hidden else default, json_schema_extra=extra, **hidden)
 
 
 _THERE = ("absent", "getter", "attribute")
@@ -321,15 +328,15 @@ def if_enabled(section: Any, values: Values) -> Any:
     return NOTHING if NOTHING_ENABLED.holds(section) else section
 
 
-def left_to_flags(given: Mapping[str, Any]) -> Any:
+def left_to_flags(given: Values) -> Any:
     """The "auto" that means: whatever flags, YAML or the caller give."""
     return NOTHING
 
 
-def of_hidden_size(formula: Callable[[int], int]) -> Callable[[Mapping[str, Any]], Any]:
+def of_hidden_size(formula: Callable[[int], int]) -> Auto:
     """The "auto" of transformers that follows from the hidden size; left to flags if that is unknown."""
 
-    def resolve(given: Mapping[str, Any]) -> Any:
+    def resolve(given: Values) -> Any:
         hidden = given.get("model.hidden_size")
         return NOTHING if hidden is None else formula(hidden)
 

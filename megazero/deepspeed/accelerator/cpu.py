@@ -9,7 +9,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,8 +22,23 @@ from megazero.errors import ConfigError
 from megazero.host_memory import available_memory
 
 
+def _always(value: Any, what: str) -> Any:
+    """A method that gives this value, whatever it is asked; the docstring is `what`."""
+
+    def answer(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        return value
+
+    answer.__doc__ = what
+    return answer
+
+
 class _Devices:
     """Names and numbers of devices."""
+
+    set_device = _always(None, "Make it this process's device.")
+    synchronize = _always(None, "Wait until the device has nothing to do.")
+    is_available = _always(True, "Whether there is such a device.")
+    communication_backend_version = _always(None, "The version of that library, if it says so.")
 
     _name = "cpu"
     _backend = "gloo"
@@ -40,9 +55,6 @@ class _Devices:
         """The device, also as a context in which tensors are made on it."""
         return torch.device(self._name)
 
-    def set_device(self, device_index: int) -> None:
-        """Make it this process's device."""
-
     def current_device(self) -> int:
         """The number of this process's device."""
         text = os.environ.get("LOCAL_RANK", "0")
@@ -58,13 +70,6 @@ class _Devices:
         nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
         return int(size) if size.isdigit() and int(size) else max(1, nodes)
 
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Wait until the device has nothing to do."""
-
-    def is_available(self) -> bool:
-        """Whether there is such a device."""
-        return True
-
     def on_accelerator(self, tensor: Tensor) -> bool:
         """Whether a tensor is on such a device."""
         return tensor.device.type == self._name
@@ -72,10 +77,6 @@ class _Devices:
     def communication_backend_name(self) -> str:
         """The library through which ranks of such devices talk."""
         return self._backend
-
-    def communication_backend_version(self) -> tuple[int, ...] | None:
-        """The version of that library, if it says so."""
-        return None
 
 
 class _RandomNumbers:
@@ -119,39 +120,17 @@ class _RandomNumbers:
 class _Streams:
     """Streams, events, graphs and the marks of a profiler: none on the CPU."""
 
+    stream = _always(nullcontext(), "The context of a stream.")
+    current_stream = _always(None, "The stream that work goes to.")
+    default_stream = _always(None, "The stream that is there from the start.")
+    create_graph = _always(None, "An empty graph of calls.")
+    capture_to_graph = _always(nullcontext(), "The context whose calls a graph captures.")
+    replay_graph = _always(None, "Make a graph's calls again.")
+    range_push = _always(None, "Begin a range in the profiler's picture.")
+    range_pop = _always(None, "End that range.")
+
     Stream: Any = None
     Event: Any = None
-
-    def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """The context of a stream."""
-        return nullcontext()
-
-    def current_stream(self, device_index: int | None = None) -> Any:
-        """The stream that work goes to."""
-        return None
-
-    def default_stream(self, device_index: int | None = None) -> Any:
-        """The stream that is there from the start."""
-        return None
-
-    def create_graph(self) -> Any:
-        """An empty graph of calls."""
-        return None
-
-    def capture_to_graph(
-        self, graph: Any, pool: Any = None, stream: Any = None
-    ) -> AbstractContextManager[Any]:
-        """The context whose calls a graph captures."""
-        return nullcontext()
-
-    def replay_graph(self, graph: Any) -> None:
-        """Make a graph's calls again."""
-
-    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
-        """Begin a range in the profiler's picture."""
-
-    def range_pop(self, domain: str | None = None) -> None:
-        """End that range."""
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
         """Call it as soon as the device is in use."""
@@ -167,10 +146,9 @@ class _Streams:
 class _Memory:
     """The device's memory in bytes; on the CPU this process's."""
 
-    _peak = 0
+    empty_cache = _always(None, "Give memory that no tensor uses back to the device.")
 
-    def empty_cache(self) -> None:
-        """Give memory that no tensor uses back to the device."""
+    _peak = 0
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Memory that tensors use; on the CPU that of the process."""
@@ -227,6 +205,11 @@ class _Memory:
 class _Types:
     """Types of tensors, and which of them the device computes with."""
 
+    is_bf16_supported = _always(True, "Whether the device computes with bf16.")
+    is_fp16_supported = _always(True, "Whether the device computes with fp16.")
+    is_triton_supported = _always(False, "Whether Triton compiles for the device.")
+    amp = _always(torch.amp, "The module with the device's `autocast`.")
+
     BFloat16Tensor: Any = torch.BFloat16Tensor
     ByteTensor: Any = torch.ByteTensor
     DoubleTensor: Any = torch.DoubleTensor
@@ -235,30 +218,16 @@ class _Types:
     IntTensor: Any = torch.IntTensor
     LongTensor: Any = torch.LongTensor
 
-    def is_bf16_supported(self) -> bool:
-        """Whether the device computes with bf16."""
-        return True
-
-    def is_fp16_supported(self) -> bool:
-        """Whether the device computes with fp16."""
-        return True
-
     def supported_dtypes(self) -> list[torch.dtype]:
         """The floating-point types that the device computes with."""
         half = [torch.float16] if self.is_fp16_supported() else []
         return [torch.float32, *half, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
-    def is_triton_supported(self) -> bool:
-        """Whether Triton compiles for the device."""
-        return False
-
-    def amp(self) -> Any:
-        """The module with the device's `autocast`."""
-        return torch.amp
-
 
 class _Surroundings:
     """Pinned memory, operators, compilers and environment variables."""
+
+    op_builder_dir = _always("deepspeed.ops.op_builder", "The module of the operators' builders.")
 
     _visible = ("CUDA_VISIBLE_DEVICES",)
     _compiler = "inductor"
@@ -270,10 +239,6 @@ class _Surroundings:
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether a tensor is in such memory."""
         return tensor.is_pinned()
-
-    def op_builder_dir(self) -> str:
-        """The module of the operators' builders."""
-        return "deepspeed.ops.op_builder"
 
     def get_op_builder(self, class_name: str) -> type[op_builder.OpBuilder]:
         """The builder of this name."""

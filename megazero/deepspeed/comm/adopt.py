@@ -243,11 +243,7 @@ def leave_at_exit() -> None:
 
 
 def _find_first_rank(environment: Mapping[str, str], launch: Launch) -> None:
-    """Set MASTER_ADDR and MASTER_PORT where a launcher of MPI leaves them out.
-
-    Raises:
-        ConfigError: the ranks are on several hosts, and nothing says which one has the first.
-    """
+    """Set MASTER_ADDR and MASTER_PORT where a launcher of MPI leaves them out."""
     if "MASTER_ADDR" not in environment:
         place = next((environment[name] for name in _MPI_HOSTS if name in environment), None)
         if place is None and environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(launch.world_size):

@@ -46,12 +46,7 @@ class TorchBackend:
     ) -> None:
         """Join the world; see the class."""
         init_distributed(
-            backend,
-            timeout=timeout,
-            init_method=init_method,
-            verbose=False,
-            rank=rank,
-            world_size=world_size,
+            backend, timeout=timeout, init_method=init_method, verbose=False, rank=rank, world_size=world_size
         )
 
     @property

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed import ReduceOp, Work
 
 from megazero.deepspeed.comm.log import logged
 from megazero.deepspeed.comm.world import AnyGroup, process_group
 from megazero.errors import ConfigError
 
+Op = ReduceOp | ReduceOp.RedOpType
 SUM = ReduceOp.SUM
 # torch 2.13 renamed the two single-tensor collectives and deprecated the older names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -87,11 +88,7 @@ def all_gather_coalesced(
 
 @logged
 def reduce_scatter(
-    output: Tensor,
-    input_list: list[Tensor],
-    op: Any = SUM,
-    group: AnyGroup = None,
-    async_op: bool = False,
+    output: Tensor, input_list: list[Tensor], op: Op = SUM, group: AnyGroup = None, async_op: bool = False
 ) -> Any:
     """`output` becomes the sum over the ranks of their ``input_list[rank]``."""
     return dist.reduce_scatter(output, input_list, op, process_group(group), async_op)
@@ -99,7 +96,7 @@ def reduce_scatter(
 
 @logged
 def reduce_scatter_tensor(
-    output_tensor: Tensor, tensor: Tensor, op: Any = SUM, group: AnyGroup = None, async_op: bool = False
+    output_tensor: Tensor, tensor: Tensor, op: Op = SUM, group: AnyGroup = None, async_op: bool = False
 ) -> Any:
     """`output_tensor` becomes this rank's piece of the sum of all ranks' tensors."""
     return _reduce_scatter(output_tensor, tensor, op=op, group=process_group(group), async_op=async_op)
@@ -108,7 +105,7 @@ def reduce_scatter_tensor(
 def reduce_scatter_fn(
     output_tensor: Tensor,
     tensor: Tensor,
-    op: Any = SUM,
+    op: Op = SUM,
     group: AnyGroup = None,
     async_op: bool = False,
     prof: bool = False,
@@ -119,15 +116,13 @@ def reduce_scatter_fn(
 
 
 @logged
-def all_reduce(tensor: Tensor, op: Any = SUM, group: AnyGroup = None, async_op: bool = False) -> Any:
+def all_reduce(tensor: Tensor, op: Op = SUM, group: AnyGroup = None, async_op: bool = False) -> Any:
     """Every rank's `tensor` becomes the sum of all."""
     return dist.all_reduce(tensor, op, process_group(group), async_op)
 
 
 @logged
-def inference_all_reduce(
-    tensor: Tensor, op: Any = SUM, group: AnyGroup = None, async_op: bool = False
-) -> Any:
+def inference_all_reduce(tensor: Tensor, op: Op = SUM, group: AnyGroup = None, async_op: bool = False) -> Any:
     """`all_reduce`; a world of one gives the tensor back."""
     if dist.get_world_size(process_group(group)) == 1:
         return tensor
@@ -136,7 +131,7 @@ def inference_all_reduce(
 
 @logged
 def all_reduce_coalesced(
-    tensors: Sequence[Tensor], op: Any = SUM, group: AnyGroup = None, async_op: bool = False
+    tensors: Sequence[Tensor], op: Op = SUM, group: AnyGroup = None, async_op: bool = False
 ) -> Any:
     """`all_reduce` of each tensor; asynchronous, the last call's handle is returned."""
     works = [dist.all_reduce(tensor, op, process_group(group), async_op=True) for tensor in tensors]
@@ -144,7 +139,7 @@ def all_reduce_coalesced(
 
 
 @logged
-def reduce(tensor: Tensor, dst: int, op: Any = SUM, group: AnyGroup = None, async_op: bool = False) -> Any:
+def reduce(tensor: Tensor, dst: int, op: Op = SUM, group: AnyGroup = None, async_op: bool = False) -> Any:
     """The `tensor` of world rank `dst` becomes the sum of all."""
     return dist.reduce(tensor, dst, op, process_group(group), async_op)
 
@@ -266,8 +261,9 @@ def monitored_barrier(
     dist.monitored_barrier(process_group(group), timeout, wait_all_ranks)
 
 
-def _last(works: list[Any], async_op: bool) -> Any:
+def _last(works: list[Work | None], async_op: bool) -> Work | None:
     """The last handle; if the call is not asynchronous, wait for all of them, and return None."""
-    for work in [] if async_op else works:
-        work.wait()
+    for work in works if not async_op else ():
+        if work is not None:
+            work.wait()
     return works[-1] if async_op and works else None

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from megazero.account.profilers.calls import bus_factor
 from megazero.deepspeed.accelerator.choose import get_accelerator
+from megazero.deepspeed.reports.logging import log_dist
 from megazero.deepspeed.reports.timer import trim_mean
-from megazero.deepspeed.utils.logging import log_dist
 from megazero.errors import ConfigError
 from megazero.mpu.torch_group import joined_world
 

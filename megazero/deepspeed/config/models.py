@@ -13,7 +13,7 @@ from megazero.config.deepspeed.section import AUTO, Section
 from megazero.config.deepspeed.sections.training import Bf16, Fp16
 from megazero.config.deepspeed.sections.zero import OffloadOptimizer, OffloadParam
 from megazero.deepspeed.asserted import AssertedConfigError
-from megazero.deepspeed.utils.logging import logger
+from megazero.deepspeed.reports.logging import logger
 
 
 class DeepSpeedConfigModel(BaseModel):

@@ -179,11 +179,7 @@ def _narrow_reduction(read: DeepSpeedSettings) -> tuple[str, ...]:
 
 
 def _seqlen(section: CurriculumConfig) -> Pacing | ScriptLengths | None:
-    """The sequence lengths of a curriculum; None if there is none.
-
-    Raises:
-        ConfigError: it does not say where it begins and ends, or it needs a flag.
-    """
+    """The sequence lengths of a curriculum; None if there is none."""
     if section.seqlen_schedule == "none":
         return None
     if section.seqlen_schedule == "custom":

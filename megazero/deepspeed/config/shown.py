@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from megazero.config.deepspeed.section import AUTO
+from megazero.config.deepspeed.sections.training import DTYPE_NAMES
 from megazero.config.deepspeed.table import MODELS, ROWS
 from megazero.deepspeed.config.sparse import sparse_section
 from megazero.deepspeed.reports.monitor import get_monitor_config
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
-        **{"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16},
-        **{"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16},
+        name: {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[short]
+        for name, short in DTYPE_NAMES.items()
     }
 )
 DEEPSPEED_OPTIMIZERS = (
@@ -67,7 +68,7 @@ def autocast_dtype(given: Mapping[str, Any]) -> torch.dtype | None:
     """The type of products that `torch_autocast` names; None if it is off or names none."""
     name = value_at(given, "torch_autocast.dtype")
     on = value_at(given, "torch_autocast.enabled", False)
-    return DTYPES[str(name).removeprefix("torch.")] if on and name is not None else None
+    return DTYPES[str(name)] if on and name is not None else None
 
 
 def sections_of(given: Mapping[str, Any]) -> dict[str, Any]:

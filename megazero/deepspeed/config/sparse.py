@@ -24,13 +24,7 @@ _BY_MODE: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             **_TWO_WAYS,
             "num_different_global_patterns": 1,
         },
-        "variable": {
-            **_SHARED,
-            "num_random_blocks": 0,
-            "local_window_blocks": (4,),
-            **_RUNS,
-            **_TWO_WAYS,
-        },
+        "variable": {**_SHARED, "num_random_blocks": 0, "local_window_blocks": (4,), **_RUNS, **_TWO_WAYS},
         "bigbird": {
             **_SHARED,
             "num_random_blocks": 0,

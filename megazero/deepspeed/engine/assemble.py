@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from megazero.deepspeed.config.settings import UserSettings
 from megazero.deepspeed.engine.arguments import check_groups
 from megazero.deepspeed.engine.report import Reporter
-from megazero.deepspeed.engine.state import Given
+from megazero.deepspeed.engine.state import EngineState, Given
 from megazero.deepspeed.engine.tenancy import Tenancy, end_tenancies
 from megazero.deepspeed.optimizers.loss_scale import build_deepspeed_scaler
 from megazero.deepspeed.optimizers.muon import MUON_OPTIMIZER, mark_matrices, matrix_groups
@@ -87,7 +87,8 @@ def assemble(
     schedule = None
     if not states.idle:
         schedule = build_schedule(given.lr_scheduler, settings.extras.scheduler, states, client)
-    engine = kind(model, states, settings, context, schedule, Reporter(settings, context, traffic), given)
+    reporter = Reporter(settings, context, traffic)
+    engine = kind(EngineState(model, states, settings, context, schedule, reporter, given))
     engine.stay(tenancy)
     return engine, engine.optimizer, engine.training_dataloader, schedule
 

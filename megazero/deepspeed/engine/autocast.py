@@ -5,23 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from megazero.config.deepspeed.sections.training import DTYPE_NAMES
 from megazero.deepspeed.config.settings import UserSettings
 from megazero.errors import ConfigError
 from megazero.train.parts.chunks import DTYPES
 
 SECTION = "torch_autocast"
 _KEYS = frozenset({"enabled", "dtype", "lower_precision_safe_modules"})
-_TYPES: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
-        **dict.fromkeys(("fp16", "half", "float16", "torch.float16"), "fp16"),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,7 @@ class Autocast:
             section = {}
         weights = settings.precision.dtype
         dtype = "bf16" if weights == "fp32" else weights
-        if section and _TYPES.get(str(section.get("dtype") or dtype)) != dtype:
+        if section and DTYPE_NAMES.get(str(section.get("dtype") or dtype)) != dtype:
             problems.append(
                 f"`{SECTION}.dtype` must be {dtype} with weights in {weights}, but is {section['dtype']}; "
                 "leave it out, or enable the section of that type, which for fp16 scales the loss"

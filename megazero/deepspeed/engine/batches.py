@@ -23,7 +23,6 @@ class Batches:
     """An engine's own training and evaluation step, and the loader that feeds them.
 
     Args:
-        state: the state that the engine's parts share.
         engine: runs forward, backward and step, which a class derived from it may override.
 
     Attributes:

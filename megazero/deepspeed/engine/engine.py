@@ -10,22 +10,18 @@ from typing import Any
 
 from torch import nn
 
-from megazero.deepspeed.config.settings import UserSettings
 from megazero.deepspeed.config.shown import value_at
 from megazero.deepspeed.engine.batches import Batches
 from megazero.deepspeed.engine.getters import ATTRIBUTES, GETTERS
 from megazero.deepspeed.engine.gradients import Accumulation, Passes
 from megazero.deepspeed.engine.keeper import Keeper
 from megazero.deepspeed.engine.queries import Queries, with_queries
-from megazero.deepspeed.engine.report import Reporter
-from megazero.deepspeed.engine.state import EngineState, Given
+from megazero.deepspeed.engine.state import EngineState
 from megazero.deepspeed.engine.tenancy import Tenancy
 from megazero.deepspeed.engine.updates import Updates
 from megazero.deepspeed.engine.weights import empty_state_dict
-from megazero.deepspeed.optimizers.optimizer import DeepSpeedOptimizer
 from megazero.deepspeed.utils.parts import made_of
 from megazero.deepspeed.zero.states import ZeroMemory
-from megazero.mpu.context import ParallelContext
 
 
 @with_queries
@@ -34,7 +30,7 @@ from megazero.mpu.context import ParallelContext
         "_state": (
             EngineState,
             "states settings context given lr_scheduler random_ltd_scheduler "
-            "global_steps global_samples micro_steps skipped_steps",
+            "global_steps global_samples micro_steps skipped_steps progress resume",
         ),
         "_passes": (
             Passes,
@@ -74,34 +70,30 @@ class DeepSpeedEngine(nn.Module):
         module: the model.
         optimizer: see `DeepSpeedOptimizer`; if the engine has none to train with, a `DeepSpeedZeRoOffload` at
             stage 3, and None otherwise.
+        monitor: takes a script's own values.
+        tput_timer: the samples per second so far.
+        timers: what forward, backward and step took, with `wall_clock_breakdown`, under DeepSpeed's names.
         loaded_checkpoint_dp_world_size, loaded_checkpoint_mp_world_size: None; a checkpoint loads on any
             layout.
 
-    Args: those of `EngineState`.
+    Args:
+        state: the state that its parts share.
     """
 
     pipeline_parallelism = False
 
-    def __init__(
-        self,
-        model: nn.Module,
-        states: DeepSpeedOptimizer,
-        settings: UserSettings,
-        context: ParallelContext,
-        lr_scheduler: Any,
-        reporter: Reporter,
-        given: Given,
-    ):
+    def __init__(self, state: EngineState):
         super().__init__()
-        self.module = model
+        self.module, states = state.module, state.states
         self.optimizer = states.offload if states.idle else states
         self.loaded_checkpoint_dp_world_size = self.loaded_checkpoint_mp_world_size = None
-        state = EngineState(model, states, settings, context, lr_scheduler, reporter, given)
         self._state, self._accumulation = state, Accumulation(state)
         self._passes, self._updates = Passes(state, self._accumulation), Updates(state, self._accumulation)
         self._batches, self._keeper, self._queries = Batches(state, self), Keeper(state), Queries(state)
         self._memory = ZeroMemory(states.parallel)
-        empty_state_dict(model)
+        reporter = state.reporter
+        self.monitor, self.tput_timer, self.timers = reporter.monitor, reporter.throughput, reporter.clocks
+        empty_state_dict(self.module)
 
     def __getattr__(self, name: str) -> Any:
         try:

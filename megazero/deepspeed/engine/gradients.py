@@ -24,9 +24,6 @@ class Accumulation:
 
     Each backward adds to them, whether the engine runs it or the script does with ``loss.backward()``.
 
-    Args:
-        state: the state that the engine's parts share.
-
     Attributes:
         script: notices the script's own backwards.
         shown: the gradients that the script sees; None if it sees none.
@@ -155,7 +152,6 @@ class Passes:
     """An engine's forward and backward.
 
     Args:
-        state: the state that the engine's parts share.
         accumulation: adds gradients up.
     """
 

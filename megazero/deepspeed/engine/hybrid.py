@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from megazero.deepspeed.zero.gathered import GatheredParameters
 from megazero.errors import ConfigError, DataError
 
 SECTION = "hybrid_engine"
-_DEFAULTS: Mapping[str, Any] = ROWS[SECTION].there.default
+_DEFAULTS: Mapping[str, Any] = MappingProxyType(ROWS[SECTION].there.default)
 
 
 class DeepSpeedHybridEngine(DeepSpeedEngine):

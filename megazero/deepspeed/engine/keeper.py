@@ -24,11 +24,7 @@ from megazero.errors import ConfigError
 
 
 class Keeper:
-    """An engine's checkpoints and whole weights.
-
-    Args:
-        state: the state that the engine's parts share.
-    """
+    """An engine's checkpoints and whole weights."""
 
     def __init__(self, state: EngineState):
         self.state = state
@@ -217,11 +213,7 @@ class Keeper:
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
-        """The whole weights on rank 0, None elsewhere; every rank calls this.
-
-        Raises:
-            ConfigError: the stage is not 3.
-        """
+        """The whole weights on rank 0, None elsewhere; every rank calls this."""
         if self.state.settings.zero.stage != 3:
             raise ConfigError(
                 f"`stage` must be 3 to gather sharded weights, but is {self.state.settings.zero.stage}; call "

@@ -29,17 +29,10 @@ _METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "_state.settings.zero.stage",
             "The stage of ZeRO: 0 shards nothing, 1 the optimizer, 2 also gradients, 3 also parameters.",
         ),
-        "get_data_parallel_rank": (
-            f"{_RANKS}.data.rank",
-            "This rank's number among those that samples are split over.",
-        ),
-        "get_model_parallel_rank": (
-            f"{_RANKS}.tp.rank",
-            "This rank's number among those that each layer is sliced over.",
-        ),
-        "get_tensor_parallel_rank": (
-            f"{_RANKS}.tp.rank",
-            "This rank's number among those that each layer is sliced over.",
+        "get_data_parallel_rank": (f"{_RANKS}.data.rank", "Number of this rank among replicas."),
+        **dict.fromkeys(
+            ("get_model_parallel_rank", "get_tensor_parallel_rank"),
+            (f"{_RANKS}.tp.rank", "Number of this rank among those that layers are sliced over."),
         ),
         "zero_gather_16bit_weights_on_model_save": (
             "_state.settings.extras.gather_16bit_weights_on_save",
@@ -50,12 +43,9 @@ _METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
 _PROPERTIES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "config": ("_state.given.config", "The JSON's content, as it was given."),
-        "client_optimizer": ("_state.given.optimizer", "The `optimizer` that `initialize` was given."),
-        "client_lr_scheduler": (
-            "_state.given.lr_scheduler",
-            "The `lr_scheduler` that `initialize` was given.",
-        ),
-        "mpu": ("_state.given.mpu", "The `mpu` that `initialize` was given."),
+        "client_optimizer": ("_state.given.optimizer", "The `optimizer` of `initialize`."),
+        "client_lr_scheduler": ("_state.given.lr_scheduler", "The `lr_scheduler` of `initialize`."),
+        "mpu": ("_state.given.mpu", "The `mpu` of `initialize`."),
         "device": (f"{_RANKS}.device", "The device that the module is on."),
         "global_rank": (f"{_RANKS}.rank", "This rank."),
         "world_size": (f"{_RANKS}.world_size", "Number of ranks."),
@@ -63,12 +53,6 @@ _PROPERTIES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "mp_world_size": (f"{_RANKS}.tp.size", "The number of ranks that each layer is sliced over."),
         "seq_dp_world_size": (f"{_RANKS}.replica.size", "The number of ranks that hold the same parameters."),
         "cur_scale": ("_state.states.cur_scale", "The loss scale."),
-        "monitor": ("_state.reporter.monitor", "Takes a script's own values."),
-        "tput_timer": ("_state.reporter.throughput", "The samples per second so far."),
-        "timers": (
-            "_state.reporter.clocks",
-            "What forward, backward and step took, with `wall_clock_breakdown`, under DeepSpeed's names.",
-        ),
     }
 )
 
@@ -83,11 +67,7 @@ def with_queries(whole: type[T]) -> type[T]:
 
 
 class Queries:
-    """Queries of a script that take more than a look.
-
-    Args:
-        state: the state that the engine's parts share.
-    """
+    """Queries of a script that take more than a look."""
 
     def __init__(self, state: EngineState):
         self.state = state

@@ -19,7 +19,6 @@ class Updates:
     """An engine's updates, at the last micro-batch of each accumulation.
 
     Args:
-        state: the state that the engine's parts share.
         accumulation: has the gradients.
     """
 

@@ -22,7 +22,7 @@ from megazero.errors import ConfigError, MegazeroError
 from megazero.optim.elementwise import Adam
 from megazero.optim.loss_scaler import LossScaler, ScalerState
 from megazero.optim.rule import UpdateRule
-from megazero.zero.optimizer import Optimizer
+from megazero.zero.optimizer import Optimizer, StepReport
 
 ParamGroups = Sequence[nn.Parameter] | Sequence[dict[str, Any]]
 
@@ -119,6 +119,12 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     """
 
     custom_loss_scaler = False
+    scaler: LossScaler
+    scaler_state: ScalerState
+    report: StepReport | None
+    steps: int
+    cur_scale: float
+    overflow: bool
 
     def __init__(
         self,

@@ -64,11 +64,7 @@ def make_engine(module: PipelineStage, source: JsonSource, given: Given, model_p
 
 
 def _pipeline_section(source: JsonSource) -> tuple[JsonSource, int, list[str]]:
-    """A configuration without its section ``pipeline``, the interval that this names, and a note on the rest.
-
-    Raises:
-        ConfigError: the interval is no number of layers.
-    """
+    """A configuration without its section ``pipeline``, the interval in that, and a note on the rest."""
     document = load_ds_config(source)
     section = document.get("pipeline")
     if not isinstance(section, Mapping):
@@ -86,12 +82,7 @@ def _pipeline_section(source: JsonSource) -> tuple[JsonSource, int, list[str]]:
 
 
 def _check(module: PipelineStage, settings: UserSettings) -> None:
-    """Refuse settings that a pipeline cannot follow.
-
-    Raises:
-        ConfigError: there are experts that ranks share, a second partition, a curriculum of lengths, or
-            layers to drop.
-    """
+    """Refuse settings that a pipeline cannot follow."""
     problems = []
     if agreed_ep_size(module) > 1:
         problems.append("`ep_size` must be 1 in a PipelineModule, but is more; give each rank all experts")

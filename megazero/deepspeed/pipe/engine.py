@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megazero.deepspeed.engine.data import RepeatingLoader, to_half
 from megazero.deepspeed.engine.engine import DeepSpeedEngine
+from megazero.deepspeed.engine.state import EngineState
 from megazero.deepspeed.pipe import schedule
 from megazero.deepspeed.pipe.chunk import StageBatch
 from megazero.deepspeed.pipe.feed import PipelineFeed, StagePlace
@@ -28,7 +29,8 @@ from megazero.pipeline.actions import Op
     {
         "_feed": (
             PipelineFeed,
-            "data_iterator batch_fn training_dataloader set_dataloader set_dataiterator set_batch_fn",
+            "reads with_labels data_iterator batch_fn training_dataloader take set_dataloader "
+            "set_dataiterator set_batch_fn",
         ),
         "_place": (
             StagePlace,
@@ -48,6 +50,7 @@ class PipelineEngine(DeepSpeedEngine):
     """
 
     pipeline_parallelism = True
+    module: PipelineStage
 
     _INSTRUCTION_MAP: Mapping[type[schedule.PipeInstruction], Op | str] = MappingProxyType(
         {
@@ -62,21 +65,21 @@ class PipelineEngine(DeepSpeedEngine):
         }
     )
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, state: EngineState):
+        super().__init__(state)
         self._place = StagePlace(self.module)
         reads = self._place.is_first_stage(), self._place.is_last_stage()
         self._feed = PipelineFeed(reads, with_labels=self.module.loss_fn is not None)
         self.has_attention_mask = False
         self.agg_train_loss: Tensor | None = None
         self.agg_additional_losses: dict[str, Tensor] | None = None
-        self._state.losses_are_means = True
-        if self._state.given.training_data is not None:
-            in_order = self._batches.deepspeed_io(self._state.given.training_data, route="eval")
+        state.losses_are_means = True
+        if state.given.training_data is not None:
+            in_order = self._batches.deepspeed_io(state.given.training_data, route="eval")
             self._feed.set_dataloader(RepeatingLoader(in_order))
-        parallel = self._state.states.parallel
+        parallel = state.states.parallel
         assert isinstance(parallel, PipelineParallel), "`make_engine` lays a stage out"
-        self._runner = StageRunner(self.module, parallel, self._state.settings.zero, self._compute)
+        self._runner = StageRunner(self.module, parallel, state.settings.zero, self._compute)
 
     @property
     def micro_batches(self) -> int:

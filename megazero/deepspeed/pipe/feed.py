@@ -75,6 +75,7 @@ class PipelineFeed:
         data_iterator: gives the micro-batches; None on stages between the first and the last.
         batch_fn: called with each of them first; None leaves them as they are.
         training_dataloader: what `data_iterator` iterates over, or None.
+        reads, with_labels: see below.
 
     Args:
         reads: whether this rank has the first stage, and whether the last.
@@ -82,20 +83,20 @@ class PipelineFeed:
     """
 
     def __init__(self, reads: tuple[bool, bool], *, with_labels: bool):
-        self._reads, self._with_labels = reads, with_labels
+        self.reads, self.with_labels = reads, with_labels
         self.data_iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = None
         self.training_dataloader: Any = None
 
     def set_dataloader(self, loader: Iterable[Any] | None) -> None:
         """Read from a loader, from its beginning, until it ends; `RepeatingLoader` never does."""
-        if any(self._reads):
+        if any(self.reads):
             self.training_dataloader = loader
             self.data_iterator = None if loader is None else iter(loader)
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Read from an iterator."""
-        if any(self._reads):
+        if any(self.reads):
             self.training_dataloader = None
             self.data_iterator = iterator
 
@@ -110,7 +111,7 @@ class PipelineFeed:
             DataEnded: the iterator ended.
             DataError: a micro-batch is not a pair of inputs and labels.
         """
-        if not any(self._reads):
+        if not any(self.reads):
             return [StageBatch(number) for number in range(count)]
         return [self._split(self._next(iterator, number, count), number) for number in range(count)]
 
@@ -136,14 +137,14 @@ class PipelineFeed:
         return batch if self.batch_fn is None else self.batch_fn(batch)
 
     def _split(self, batch: Any, number: int) -> StageBatch:
-        sizes = (2,) if self._with_labels else (1, 2)
+        sizes = (2,) if self.with_labels else (1, 2)
         if not isinstance(batch, (tuple, list)) or len(batch) not in sizes:
             many = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
             raise DataError(
                 f"a micro-batch must be a pair (inputs, labels), but is a {type(batch).__name__}{many}; put "
                 "several inputs into a tuple, or convert it with `engine.set_batch_fn`"
             )
-        first, last = self._reads
+        first, last = self.reads
         labels = batch[1] if len(batch) == 2 else None
         return StageBatch(number, _inputs(batch[0]) if first else None, labels if last else None)
 

@@ -12,10 +12,10 @@ from torch.nn.modules import module as torch_module
 from megazero.deepspeed.pipe.files import LayerFiles
 from megazero.deepspeed.pipe.grid import PipelineParallelGrid
 from megazero.deepspeed.pipe.specs import TiedLayerSpec, name_of, trained_parameters
-from megazero.deepspeed.pipe.split import split_layers
 from megazero.deepspeed.pipe.stage import StageLayers, recompute, weight_of
 from megazero.deepspeed.pipe.ties import TieGroup
 from megazero.deepspeed.pipe.topology import PipeDataParallelTopology, ProcessTopology
+from megazero.deepspeed.utils.split import split_layers
 from megazero.deepspeed.zero.gathered import GatheredParameters
 from megazero.deepspeed.zero.init import Init
 from megazero.deepspeed.zero.partition import partition_of

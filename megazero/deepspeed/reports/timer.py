@@ -10,7 +10,7 @@ from typing import Any
 from megazero.account.profilers.clock import clock_of
 from megazero.deepspeed.accelerator.choose import get_accelerator
 from megazero.deepspeed.accelerator.cpu import Accelerator
-from megazero.deepspeed.utils.logging import logger, print_dist
+from megazero.deepspeed.reports.logging import logger, print_dist
 from megazero.errors import ConfigError
 
 FORWARD_MICRO_TIMER = "fwd_microstep"

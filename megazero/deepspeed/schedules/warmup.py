@@ -85,11 +85,7 @@ class RateSchedule(ABC):
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def _each(self, value: PerGroup, name: str) -> list[float]:
-        """The value for each group.
-
-        Raises:
-            ScheduleError: the list has another length.
-        """
+        """The value for each group."""
         count = len(self.optimizer.param_groups)
         if not isinstance(value, list | tuple):
             return [value] * count  # type: ignore[list-item]

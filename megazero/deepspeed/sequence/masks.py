@@ -155,11 +155,7 @@ def gather_columns(x: Tensor, group: Group) -> Tensor:
 
 
 def _windows(function: Callable[..., Any]) -> Iterator[int]:
-    """The windows in a mask function of transformers that is causal, by document or not.
-
-    Raises:
-        ConfigError: it has other parts.
-    """
+    """The windows in a mask function of transformers that is causal, by document or not."""
     if not inspect.isfunction(function):
         raise _unknown(type(function).__name__)
     name = f"{function.__module__}.{function.__qualname__}"

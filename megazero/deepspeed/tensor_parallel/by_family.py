@@ -217,11 +217,7 @@ class FamilyPlan(FamilyCuts):
 
 
 def _check_activation(config: Any, path: str) -> None:
-    """Features of zeros after the last one must stay zero.
-
-    Raises:
-        ConfigError: the activation of zero is not zero.
-    """
+    """Features of zeros after the last one must stay zero."""
     for name in ("hidden_act", "hidden_activation", "activation_function", "activation", "dense_act_fn"):
         value = getattr(config, name, None)
         if isinstance(value, str) and ("sigmoid" in value or "softplus" in value):

@@ -57,11 +57,7 @@ class ColumnLinear(SlicedLinear):
     """
 
     def __init__(
-        self,
-        linear: nn.Module,
-        group: Group,
-        used: tuple[int, int] | None = None,
-        outputs: int | None = None,
+        self, linear: nn.Module, group: Group, used: tuple[int, int] | None = None, outputs: int | None = None
     ):
         super().__init__(linear, group)
         self.used, self.outputs = used, outputs

@@ -13,13 +13,7 @@ from megazero.deepspeed.tensor_parallel.by_rules import slice_by_rules
 from megazero.deepspeed.tensor_parallel.cutter import Cutter
 from megazero.deepspeed.tensor_parallel.families import family_of, read_families, unknown_family
 from megazero.deepspeed.tensor_parallel.layers import is_linear
-from megazero.deepspeed.tensor_parallel.rules import (
-    LayerSpec,
-    Rule,
-    injected_rules,
-    plan_rules,
-    spec_rules,
-)
+from megazero.deepspeed.tensor_parallel.rules import LayerSpec, Rule, injected_rules, plan_rules, spec_rules
 from megazero.errors import ConfigError
 
 

@@ -65,10 +65,7 @@ class OnDevice(TorchFunctionMode):
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.enabled:
             super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch does not annotate it

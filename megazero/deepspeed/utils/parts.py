@@ -52,7 +52,7 @@ def _shown(path: str, member: Any) -> Any:
     return property(read, None if fixed else write, doc=getattr(member, "__doc__", None))
 
 
-def asked(name: str, path: str, what: str) -> FunctionType:
+def asked(name: str, path: str, what: str) -> Any:
     """A method of no arguments that returns what a path leads to; the docstring is `what`."""
     read = attrgetter(path)
 

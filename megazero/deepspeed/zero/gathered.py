@@ -84,11 +84,7 @@ class GatheredParameters:
         return self._stack.__exit__(*error)
 
     def _is_open(self, param: nn.Parameter) -> bool:
-        """Whether a context around this one does all that this one would.
-
-        Raises:
-            MegazeroError: that one would not keep this one's changes.
-        """
+        """Whether a context around this one does all that this one would."""
         outer = param.__dict__.get("zero_open")
         if outer is None:
             return False
@@ -132,11 +128,7 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 
 
 def _tensors(params: Any) -> list[nn.Parameter]:
-    """The parameters among what `GatheredParameters` was given.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """The parameters among what `GatheredParameters` was given."""
     if isinstance(params, Tensor):
         return [params]  # type: ignore[list-item]  # buffers are left alone
     used_up = inspect.isgenerator(params) and inspect.getgeneratorstate(params) == inspect.GEN_CLOSED
@@ -157,11 +149,7 @@ def _tensors(params: Any) -> list[nn.Parameter]:
 
 @contextmanager
 def _unchanged(group: Group, params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Context in which nobody may change these whole parameters; each rank looks after a part of them.
-
-    Raises:
-        MegazeroError: somebody has.
-    """
+    """Context in which nobody may change these whole parameters; each rank looks after a part of them."""
     if not params:
         yield
         return

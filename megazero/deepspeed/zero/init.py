@@ -23,13 +23,7 @@ from torch.nn.modules.module import (
 from megazero.config.deepspeed.read import read_deepspeed
 from megazero.deepspeed.comm.adopt import find_context
 from megazero.deepspeed.config.settings import JsonSource
-from megazero.deepspeed.zero.partition import (
-    Builder,
-    Partition,
-    Shelf,
-    can_be_sharded,
-    partition_of,
-)
+from megazero.deepspeed.zero.partition import Builder, Partition, Shelf, can_be_sharded, partition_of
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.torch_group import adopted_group
@@ -192,11 +186,7 @@ class Init(Builder):
 
 
 def _settings(config: JsonSource | None) -> Mapping[str, Any]:
-    """The settings in a DeepSpeed JSON.
-
-    Raises:
-        ConfigError: it is refused.
-    """
+    """The settings in a DeepSpeed JSON."""
     if config is None:
         return {}
     read = read_deepspeed(config)
@@ -216,11 +206,7 @@ def _say_without_effect(**given: Any) -> None:
 
 
 def _one_group(data: Any, sequence: Any) -> Any:
-    """The group that was given under either name.
-
-    Raises:
-        ConfigError: both were given.
-    """
+    """The group that was given under either name."""
     if data is not None and sequence is not None:
         raise ConfigError(
             "`data_parallel_group` must be given alone, but `sequence_data_parallel_group` is given too; "
@@ -230,11 +216,7 @@ def _one_group(data: Any, sequence: Any) -> Any:
 
 
 def _shelf(context: ParallelContext, given: Any, remote: str | None, pin: bool) -> Shelf:
-    """Where slices are kept, and which ranks share a parameter.
-
-    Raises:
-        ConfigError: there is no such place.
-    """
+    """Where slices are kept, and which ranks share a parameter."""
     place = getattr(remote, "value", remote) or "none"
     if place not in ("none", "cpu", "nvme", context.device.type):
         raise ConfigError(

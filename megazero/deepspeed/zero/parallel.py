@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megazero.deepspeed.zero.leaf_modules import (
-    chooses,
-    get_z3_leaf_modules,
-)
+from megazero.deepspeed.zero.leaf_modules import chooses, get_z3_leaf_modules
 from megazero.deepspeed.zero.order import GatherOrder
 from megazero.deepspeed.zero.parameter import Home, ZeroParamStatus, mark
 from megazero.mpu.context import ParallelContext

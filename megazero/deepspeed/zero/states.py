@@ -206,11 +206,7 @@ def state_devices(model: Any, state: OffloadStateTypeEnum | str) -> set[torch.de
 
 
 def _kinds(include: Collection[OffloadStateTypeEnum | str] | None) -> set[str]:
-    """The kinds to move, by name; sums are where the gradients of DeepSpeed's two kinds are.
-
-    Raises:
-        ConfigError: there is no such kind.
-    """
+    """The kinds to move, by name; sums are where the gradients of DeepSpeed's two kinds are."""
     if isinstance(include, str):
         include = [include]
     wanted = {_known(kind, OffloadStateTypeEnum, "include") for kind in include or OffloadStateTypeEnum}

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megazero.deepspeed.pipe.split import partition_balanced, partition_uniform, split_layers
+from megazero.deepspeed.utils.split import partition_balanced, partition_uniform, split_layers
 from megazero.errors import ConfigError
 from tests.tables import over_table
 

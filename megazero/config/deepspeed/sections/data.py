@@ -102,7 +102,7 @@ def _cuts(metric: CurriculumMetric) -> bool:
     return metric.clustering_type == "single_cluster" and metric.name in LENGTHS
 
 
-def _metrics(given: Mapping[str, Any], values: Values) -> tuple[Any, ...]:
+def _metrics(given: Values, values: Values) -> tuple[Any, ...]:
     """The metrics to sample by, and the lengths of the one that cuts; NOTHING for what is not given."""
     metrics, _ = metrics_of(given)
     sampled = tuple(metric for metric in metrics if not _cuts(metric))
@@ -117,7 +117,7 @@ def _length_of(metric: CurriculumMetric, name: str) -> Any:
     return NOTHING if unread or value in (None, ()) else value
 
 
-def _faults(given: Mapping[str, Any], values: Values) -> list[str]:
+def _faults(given: Values, values: Values) -> list[str]:
     """The faults of metrics, as sentences without an end."""
     metrics, faults = metrics_of(given, f"{_METRICS}.")
     cuts = [metric.name for metric in metrics if _cuts(metric)]

@@ -42,34 +42,20 @@ class Printing(Section):
     heading = "Logging"
 
     steps_per_print: Annotated[Any, OR_NEVER] = does(
-        None,
-        extra="steps_per_print",
-        accepted="`--log-interval` says how often a line is printed",
-        getter=True,
-        attribute=True,
+        None, extra="steps_per_print", accepted="`--log-interval` says how often a line is printed", seen=True
     )
-    wall_clock_breakdown: Bool = sets(
-        "logging.wall_clock_breakdown", default=False, getter=True, attribute=True
-    )
+    wall_clock_breakdown: Bool = sets("logging.wall_clock_breakdown", default=False, seen=True)
     memory_breakdown: Bool = ignored(
-        "the set of metrics is fixed, and training is the same without it", False, getter=True, attribute=True
+        "the set of metrics is fixed, and training is the same without it", False, seen=True
     )
-    log_level: Text = ignored("all messages have one level", None, getter=True, attribute=True)
+    log_level: Text = ignored("all messages have one level", None, seen=True)
     profiling: Anything = ignored("DeepSpeed reads no section of this name")
     elastic_checkpoint: Anything = ignored("DeepSpeed reads no section of this name")
     dump_state: Bool = does(
-        False,
-        extra="dump_state",
-        accepted="`--check-config` prints the resolved settings",
-        getter=True,
-        attribute=True,
+        False, extra="dump_state", accepted="`--check-config` prints the resolved settings", seen=True
     )
     dataloader_drop_last: Bool = does(
-        False,
-        extra="dataloader_drop_last",
-        accepted="training always takes whole batches",
-        getter=True,
-        attribute=True,
+        False, extra="dataloader_drop_last", accepted="training always takes whole batches", seen=True
     )
 
 
@@ -295,8 +281,7 @@ class Checkpoint(Section):
         False,
         extra="checkpoint.use_node_local_storage",
         accepted="all ranks write to `--save`, which every node must see",
-        getter=True,
-        attribute=True,
+        seen=True,
     )
 
 

@@ -30,23 +30,24 @@ from megazero.config.deepspeed.section import (
     sets,
 )
 
-_DTYPES: Mapping[str, str] = MappingProxyType(
+DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
         **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
         **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
     }
 )
+"""A type as a JSON may spell it -> its short name."""
 _DTYPE: Mapping[str, Any] = MappingProxyType(
     {
-        "only": Only("fp32, fp16 or bf16", lambda value: value.lower() in _DTYPES),
+        "only": Only("fp32, fp16 or bf16", lambda value: value.lower() in DTYPE_NAMES),
         "refused": "choose fp32, fp16 or bf16",
     }
 )
 
 
 def _dtype(value: str, values: Values) -> str:
-    return _DTYPES[value.lower()]
+    return DTYPE_NAMES[value.lower()]
 
 
 def _enabled(own: str, other: str) -> Mapping[str, Any]:
@@ -57,7 +58,7 @@ def _enabled(own: str, other: str) -> Mapping[str, Any]:
             return own
         return NOTHING if values.get(f"{other}.enabled") in (True, AUTO) else "fp32"
 
-    def auto(given: Mapping[str, Any]) -> Any:
+    def auto(given: Values) -> Any:
         return True if given.get("precision.dtype") == own else NOTHING
 
     return {"convert": convert, "auto": auto}
@@ -80,7 +81,9 @@ def _as_enabled(name: str, values: Values) -> list[str]:
     """The fault of a type of the parameters that is not the one that is enabled."""
     kinds = [kind for kind in ("fp16", "bf16") if values.get(f"{kind}.enabled") is True]
     on, key = (kinds or ["fp32"])[0], "data_types.param_dtype"
-    return [] if _DTYPES[name.lower()] == on else [f"`{key}` must be {on}, which is enabled, but is {name}"]
+    return (
+        [] if DTYPE_NAMES[name.lower()] == on else [f"`{key}` must be {on}, which is enabled, but is {name}"]
+    )
 
 
 class BatchSizes(Section):
@@ -215,7 +218,7 @@ class Gradients(Section):
     )
     prescale_gradients: Bool = does(False, extra="prescale_gradients", accepted=_ROUNDING, attribute=True)
     gradient_predivide_factor: Amount = does(
-        1.0, extra="gradient_predivide_factor", accepted=_ROUNDING, getter=True, attribute=True
+        1.0, extra="gradient_predivide_factor", accepted=_ROUNDING, seen=True
     )
     sparse_gradients: Bool = refused("gradients of embeddings are dense; leave it out", only(False))
     gradient_allreduce_op: Text = refused(

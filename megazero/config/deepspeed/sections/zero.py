@@ -195,12 +195,9 @@ class BesideZero(Section):
         False,
         extra="zero_allow_untested_optimizer",
         accepted="every optimizer that flags offer is tested with every stage",
-        getter=True,
-        attribute=True,
+        seen=True,
     )
-    zero_force_ds_cpu_optimizer: Bool = ignored(
-        "every optimizer updates where its state is", True, getter=True, attribute=True
-    )
+    zero_force_ds_cpu_optimizer: Bool = ignored("every optimizer updates where its state is", True, seen=True)
 
 
 _BUFFERS = "buffers are as large as a bucket's state, and there are as many as are in use at a time"

@@ -2,6 +2,6 @@
 
 DeepSpeed's compression library by its names and JSON (ZeroQuant, Yao et al. 2022; XTC, Wu et al. 2022),
 which DeepSpeed 0.19 has dropped. Start with `compress.py`; `settings.py` reads the JSON section, `layers.py`
-has the layers, `quantize.py` and `prune.py` the formulas, and `teacher.py` takes a student's layers from its
+has the layers, `quantize.py` and `prune.py` the formulas, and `helper.py` takes a student's layers from its
 teacher.
 """

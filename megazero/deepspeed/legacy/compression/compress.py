@@ -95,11 +95,7 @@ def init_compression(
 
 
 def _layers_of(model: nn.Module, technique: Technique, group: LayerGroup) -> list[tuple[str, nn.Module]]:
-    """The layers of a group by name, in the model's order.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """The layers of a group by name, in the model's order."""
     chosen = [
         (name, module)
         for name, module in model.named_modules()
@@ -193,11 +189,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
 def _pairs(
     model: nn.Module, technique: Technique, group: LayerGroup
 ) -> list[tuple[nn.Module, list[nn.Module]]]:
-    """Each layer of a group, and those whose other side loses what it loses.
-
-    Raises:
-        ConfigError: a related name does not name one layer for each pruned one.
-    """
+    """Each layer of a group, and those whose other side loses what it loses."""
     layers = _layers_of(model, technique, group)
     if not group.related:
         return [(layer, []) for _, layer in layers]

@@ -44,10 +44,9 @@ class Pruning(nn.Module):
     def __init__(self, what: What, weight: Tensor, ratio: float, *, learned: bool, heads: int = 1):
         super().__init__()
         self.what, self.ratio, self.heads = what, ratio, heads
-        units = {
-            "sparse_pruning": weight.shape,
-            "head_pruning": torch.Size([heads]),
-        }.get(what, weight.shape[:1])
+        units = {"sparse_pruning": weight.shape, "head_pruning": torch.Size([heads])}.get(
+            what, weight.shape[:1]
+        )
         if learned:
             scores = torch.empty(units, dtype=weight.dtype, device=weight.device)
             bound = 1 / math.sqrt(scores[0].numel() if scores.dim() > 1 else len(scores))

@@ -84,11 +84,7 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def _tensors(path: Path) -> Generator[tuple[str, Tensor], None, None]:
-    """Name and value of each tensor in a file, read as `load_states` does.
-
-    Raises:
-        CheckpointError: the file names a class that is not known, or cannot be read.
-    """
+    """Name and value of each tensor in a file, read as `load_states` does."""
     with parsed(path, "weights"):
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:

@@ -181,11 +181,7 @@ class DeepSpeedInferenceConfig(_Section):
 
 
 def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys with deprecated spellings moved to their present places.
-
-    Raises:
-        ValueError: a key is given in both places.
-    """
+    """The keys with deprecated spellings moved to their present places."""
     moves = {
         "mp_size": ("tensor_parallel", "tp", "tp_size"),
         "mpu": ("tensor_parallel", "tp", "mpu"),

@@ -66,11 +66,7 @@ class InferenceEngine(nn.Module):
         return self.module(*inputs, **kwargs)
 
     def _generate(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's `generate`; all ranks that it is sliced over call this with the same prompts.
-
-        Raises:
-            DataError: a prompt is longer than `max_out_tokens`.
-        """
+        """The module's `generate`; all ranks that it is sliced over call this with the same prompts."""
         prompts = kwargs.get("input_ids", inputs[0] if inputs else None)
         if isinstance(prompts, Tensor) and prompts.shape[-1] > self._config.max_out_tokens:
             raise DataError(

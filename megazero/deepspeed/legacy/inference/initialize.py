@@ -93,11 +93,7 @@ def _policy(config: DeepSpeedInferenceConfig) -> SlicingPolicy:
 def _fill(
     model: nn.Module, config: DeepSpeedInferenceConfig, context: ParallelContext, device: torch.device
 ) -> None:
-    """Load the checkpoint, if there is one.
-
-    Raises:
-        ConfigError: weights are on the meta device, and no checkpoint is given.
-    """
+    """Load the checkpoint, if there is one."""
     checkpoint = config.checkpoint or config.checkpoint_config.checkpoint_dir
     if checkpoint is None:
         if any(param.is_meta for param in model.parameters()):

@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.mpu.rng import derive_key
-from megazero.ops.block_layouts import (
-    bigbird,
-    bslongformer,
-    dense,
-    fixed,
-    local_sliding_window,
-    variable,
-)
+from megazero.ops.block_layouts import bigbird, bslongformer, dense, fixed, local_sliding_window, variable
 
 _DIRECTIONS = ("unidirectional", "bidirectional")
 
@@ -117,10 +110,7 @@ class FixedSparsityConfig(_Configured):
                 f"`num_local_blocks` must be a multiple of `num_global_blocks` ({self.num_global_blocks}), "
                 f"but is {self.num_local_blocks}; change one of them"
             )
-        patterns, most = (
-            self.num_different_global_patterns,
-            self.num_local_blocks // self.num_global_blocks,
-        )
+        patterns, most = (self.num_different_global_patterns, self.num_local_blocks // self.num_global_blocks)
         if patterns > 1 and not self.different_layout_per_head:
             raise ValueError(
                 f"`different_layout_per_head` must be on with `num_different_global_patterns` {patterns}, "

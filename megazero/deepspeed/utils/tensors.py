@@ -18,8 +18,8 @@ from megazero.deepspeed.accelerator.choose import get_accelerator
 from megazero.deepspeed.accelerator.cpu import Accelerator
 from megazero.deepspeed.comm.collectives import all_gather_into_tensor, all_reduce
 from megazero.deepspeed.comm.world import AnyGroup, ReduceOp, get_rank, get_world_size
-from megazero.deepspeed.pipe.split import partition_uniform
-from megazero.deepspeed.utils.logging import print_dist
+from megazero.deepspeed.reports.logging import print_dist
+from megazero.deepspeed.utils.split import partition_uniform
 from megazero.errors import ConfigError
 from megazero.mpu.torch_group import joined_world
 
