@@ -79,6 +79,7 @@ def allowed_by_room() -> dict[str, set[str] | frozenset[str] | None]:
         "megazero.formats": set(),
         "megazero.formats.hf": of("checkpoint.hf"),
         "megazero.formats.megatron": of("checkpoint.megatron", "checkpoint.convert"),
+        "megazero.formats.pickles": of("checkpoint.megatron"),
         "megazero.commands": set(),
         "megazero.commands.launch": launch,
         "megazero.commands.training_words": TRAINING,

@@ -66,18 +66,18 @@ class Ledger(Listener):
         self._pieces: list[Piece] = []
 
     def start(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._pieces, self._depth, self._last = [], 0, self.clock.now()
 
     def mark(self, name: str) -> None:
-        """Whatever was done since the last mark, apart from waits, was `name`."""
+        """Charge the time since the last mark, without the waits in it, to `name`."""
         if self._last is not None:
             now = self.clock.now()
             self._pieces.append((name, self._last, now, 1))
             self._last = now
 
     def stop(self) -> list[Piece]:
-        """A step ends; return its pieces."""
+        """End the step; return its pieces."""
         self.mark(REST)
         self._last = None
         return self._pieces
@@ -98,7 +98,7 @@ def phase_of(action: Action) -> str:
 
 
 def add_up(pieces: Sequence[Piece], clock: Clock) -> Times:
-    """The seconds of each row. Waits come before the mark of the phase that they are taken out of."""
+    """Sum the seconds of each row; a wait comes before the mark of the phase that it is taken out of."""
     times: Counter[str | Wait] = Counter()
     waited = 0.0
     for name, begin, end, kind in pieces:

@@ -40,7 +40,7 @@ class Row:
     _stride: int = 1
 
     def add(self, waited: float, took: float | None, *, hidden: bool = False) -> None:
-        """Count a call. Which calls become samples depends on their number alone, as on other members."""
+        """Count a call. Samples are chosen by the number of calls alone, so members choose alike."""
         if self.calls % self._stride == 0:
             self.samples.append((waited, took))
             if len(self.samples) == _SAMPLES:

@@ -8,21 +8,28 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megazero.commands.outputs import output_folder
 from megazero.commands.training_words import positive, training_words
 from megazero.config.resolve import BrokenRules, parse_config
 from megazero.errors import ConfigError
+from megazero.pictures import new_figure
 from megazero.pipeline.render import chrome_trace, draw
+from megazero.pipeline.simulate import Timeline
 from megazero.plan.device import Device, known_devices
 from megazero.plan.layout import Layout
-from megazero.plan.pictures import draw_memory
 from megazero.plan.report import COLUMNS, Report, report_on
+from megazero.plan.stage import UPDATE, StagePlan
 from megazero.plan.tuning import Search
 from megazero.plan.words import shown, time_text
 from megazero.train.folders import read_folder
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 DOES_NOT_FIT = 3
+_GIB = 2**30
 _LIKE = 3
 
 
@@ -119,9 +126,9 @@ def write(report: Report, folder: Path) -> None:
         "plan.json": lambda path: path.write_text(f"{json.dumps(report.document(), indent=1)}\n"),
         "trace.json": lambda path: path.write_text(json.dumps(chrome_trace(timeline))),
         "timeline.svg": lambda path: draw(timeline, path),
-        "memory.svg": lambda path: draw_memory(
-            list(chosen.values()), timeline, report.device.allocator_bytes, path
-        ),
+        "memory.svg": lambda path: memory_figure(
+            list(chosen.values()), timeline, report.device.allocator_bytes
+        ).savefig(path, dpi=120),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -130,3 +137,34 @@ def write(report: Report, folder: Path) -> None:
     except OSError as error:
         raise ConfigError(f"`--output` must be a folder that can be written to, but: {error}") from error
     print(f"written: {', '.join(str(folder / name) for name in writers)}")
+
+
+def memory_figure(stages: Sequence[StagePlan], timeline: Timeline, room: int) -> Figure:
+    """Draw the bytes on the devices of some stages over a step, and a line for the room that there is."""
+    figure = new_figure(11, 4.5)
+    axes = figure.add_subplot()
+    for stage in stages:
+        times, sizes = _curve(stage, timeline)
+        (line,) = axes.plot(times, [size / _GIB for size in sizes], lw=1.2, label=f"stage {stage.stage}")
+        axes.axhline(stage.resting / _GIB, color=line.get_color(), lw=0.8, ls=":")
+    axes.axhline(room / _GIB, color="black", lw=1, ls="--", label="room for the allocator")
+    axes.set_xlim(0, timeline.makespan)
+    axes.set_ylim(0)
+    axes.set_xlabel("seconds; dotted: what is held between steps")
+    axes.set_ylabel("GiB on the device")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=len(stages) + 1, frameon=False)
+    return figure
+
+
+def _curve(stage: StagePlan, timeline: Timeline) -> tuple[list[float], list[int]]:
+    """Moments of a step in seconds, and the bytes on the device then."""
+    spans = {str(span.action): span for span in timeline.spans[stage.stage]}
+    times, sizes = [0.0], [stage.resting]
+    for name, most, left in stage.timeline:
+        if name in spans or name == UPDATE:
+            start, end = spans[name][1:] if name in spans else (timeline.makespan, timeline.makespan)
+            times += [start, (start + end) / 2, end]
+            sizes += [sizes[-1], stage.resting + most, stage.resting + left]
+    return times, sizes

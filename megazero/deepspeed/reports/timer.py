@@ -213,14 +213,14 @@ class ThroughputTimer:
         self.micro_step_count = 0
 
     def start(self) -> None:
-        """A micro-step begins."""
+        """Begin a micro-step."""
         if self.config.enabled:
             self.initialized = self.started = True
             if self.global_step_count >= self.start_step:
                 self.start_time = self._now()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """A micro-step ends, and with `global_step` a step does."""
+        """End a micro-step, and with `global_step` a step."""
         if not self.started:
             return
         self.started = False

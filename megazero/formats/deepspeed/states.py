@@ -146,7 +146,7 @@ def _take(
     states: Sequence[Mapping[str, Tensor]],
     cut: Cut,
 ) -> None:
-    """Add what vectors hold: one of masters and one of each kind of moments from every rank."""
+    """Cut the ranks' vectors of masters, and of each kind of moments, and add the parameters' pieces."""
     for name, joined in cut(masters):
         into[name, WEIGHT] = joined
     for kind in states[0]:

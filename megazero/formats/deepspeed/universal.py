@@ -56,6 +56,7 @@ def parameter_files(folder: Path, load: Open) -> Iterator[ParameterFile]:
 
 
 def parameter_file(path: Path, load: Open) -> ParameterFile:
+    """Read one file of a parameter."""
     content = load(path)
     # Stage 3 writes tensors alone, the others a dictionary around them.
     facts = content if isinstance(content, Mapping) and "param" in content else {"param": content}

@@ -13,8 +13,10 @@ from megazero.errors import CheckpointError
 from megazero.formats.megatron.hybrid import hybrid_arguments
 from megazero.formats.megatron.latent import latent_arguments
 from megazero.formats.megatron.masked import with_masked_head
-from megazero.formats.megatron.progress import SECTIONS
 from megazero.formats.megatron.settings import COPIED, EXPERTS, GATED, read_settings
+
+SECTIONS = ("optimizer", "batch", "training")
+"""The sections whose settings decide how a run goes on, besides the model; they have Megatron's names."""
 
 
 def arguments_of(

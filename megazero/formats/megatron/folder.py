@@ -173,13 +173,9 @@ def _rank_files(folder: Path, names: Iterable[str]) -> tuple[Path, ...]:
 
 def _megatron_ranks(folder: Path, names: Iterable[str]) -> Iterable[tuple[tuple[int, int, int], Path]]:
     for name in names:
-        match = _RANK_FOLDER.fullmatch(name)
-        if match and (path := _rank_file(folder / name)):
+        paths = (folder / name / file for file in _RANK_FILES)
+        if (match := _RANK_FOLDER.fullmatch(name)) and (path := next(filter(Path.is_file, paths), None)):
             yield (int(match[1]), int(match[2] or 0), int(match[3] or 0)), path
-
-
-def _rank_file(folder: Path) -> Path | None:
-    return next((folder / name for name in _RANK_FILES if (folder / name).is_file()), None)
 
 
 def _grid(folder: Path, places: Mapping[tuple[int, int], Path]) -> tuple[tuple[Path, ...], ...]:

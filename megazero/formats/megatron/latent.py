@@ -1,4 +1,7 @@
-"""Multi-head latent attention: Megatron's names of its tensors, and its arguments."""
+"""DeepSeek's additions: latent attention and blocks that predict further tokens, by Megatron's names.
+
+The block of depth 1 is ``mtp.layers.0``; in ours its layer has the number that follows the last one's.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 from megazero.config.fields import names_with
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.roles import Role
+from megazero.formats.megatron.dialects import BLOCK, renumbered
 
 UNSET = (None, False, "", ())
 """The values of an argument that was not given."""
@@ -93,3 +97,20 @@ def latent_arguments(model: ModelConfig) -> dict[str, Any]:
     named = {name: getattr(model, name) for name in (*_SAME, "multi_latent_attention")}
     yarn = {theirs: getattr(model, ours) for ours, theirs in _YARN}
     return {**named, **yarn, "rope_type": model.rope_type, "group_query_attention": False}
+
+
+def further_rows() -> Iterator[tuple[str, str, str, str, str | None]]:
+    """A block's tensors beside its layer: ours, its dims, theirs, its dims, the dim that ranks split."""
+    yield "join.weight", "e j", "eh_proj.weight", "e j", "e"
+
+
+def further_norms() -> Iterator[tuple[str, str]]:
+    """A block's norms beside its layer: ours, theirs."""
+    yield "word_norm", "enorm"
+    yield "hidden_norm", "hnorm"
+    yield "final_norm", "final_layernorm"
+
+
+def further_name(name: str, model: ModelConfig, inside: str = "") -> str:
+    """The name of a tensor of a further layer, numbered as ours is, where Megatron has it."""
+    return renumbered(name, lambda number: f"{BLOCK}{number - model.num_layers}.{inside}")

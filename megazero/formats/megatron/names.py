@@ -27,9 +27,15 @@ from megazero.checkpoint.naming import (
 from megazero.checkpoint.part import ROUTER, WEIGHT, Key
 from megazero.config.tree.model import ModelConfig
 from megazero.formats.megatron.dialects import BLOCK, EXPERT, HEAD, LAYER, WORD
-from megazero.formats.megatron.further import further_name, further_norms, further_rows
 from megazero.formats.megatron.hybrid import alone_in, in_layers, mixer_rules, with_both
-from megazero.formats.megatron.latent import latent_norms, latent_rows, with_latent
+from megazero.formats.megatron.latent import (
+    further_name,
+    further_norms,
+    further_rows,
+    latent_norms,
+    latent_rows,
+    with_latent,
+)
 from megazero.formats.megatron.masked import with_binary_head, with_masked_head, with_types
 
 VERSIONS = (0.0, 1.0, 2.0, 3.0)

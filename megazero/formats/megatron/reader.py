@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megazero.checkpoint.naming import Link
 from megazero.checkpoint.part import WEIGHT, Key, Part, Source
@@ -175,7 +174,7 @@ class MegatronReader:
                 continue
             theirs = piece.saved.tensors(self._stages)
             if sliced.letter is None:
-                theirs = (_mean(theirs) if self._average else theirs[0],)
+                theirs = (torch.stack([x.float() for x in theirs]).mean(0) if self._average else theirs[0],)
             boxes = sliced.boxes(link, len(theirs), theirs[0].shape[0])
             for tensor, box in zip(theirs, boxes, strict=True):
                 shared = box.overlap(part.box)
@@ -286,10 +285,6 @@ def _rows(inventory: Inventory) -> int:
             f"the checkpoint must hold {WORD} or its equivalent, but does not; copy all ranks"
         )
     return sum(shape[0] for shape in inventory[WORD].shapes)
-
-
-def _mean(copies: Iterable[Tensor]) -> Tensor:
-    return torch.stack([copy.float() for copy in copies]).mean(0)
 
 
 _: type[Source] = MegatronReader

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from megazero.errors import CheckpointError
 from megazero.formats.megatron.dialects import prefix_of_layer_file
-from megazero.formats.megatron.expert_files import experts_moved, one_by_one
 from megazero.formats.megatron.folder import Files, Form
 from megazero.formats.megatron.hybrid import kind_by_kind
 from megazero.formats.megatron.rank_optimizer import DISTRIBUTED, parameters_of, read_states
-from megazero.formats.megatron.weights import Lazy, Load, Weights
+from megazero.formats.megatron.weights import Lazy, Load, Weights, experts_moved, one_by_one
 from megazero.formats.megatron.zero_files import check_masters, read_zero
 from megazero.formats.pickles import Inert, PositionEmbedding, load_pickle
 

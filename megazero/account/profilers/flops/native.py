@@ -42,7 +42,7 @@ _DROPPED = 0.3  # the same, where experts drop tokens
 
 
 class FlopsProfile(Profiler):
-    """Counts in one step and times the next, since counting slows what it counts. Then it is gone.
+    """Counts the FLOPs of one step and times the next, as counting slows a step; after that it is off.
 
     Args:
         config: the run's configuration.
