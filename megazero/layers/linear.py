@@ -10,7 +10,6 @@ gradient.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megazero.config.tree.experts import ExpertsConfig
 from megazero.layers.collectives import gather_rows, reduce_from_slices, reduce_scatter_sequence
 from megazero.layers.inputs import Deferred
 from megazero.layers.placement import Placement
@@ -371,8 +369,3 @@ class ReplicatedLinear(nn.Module):
     def forward(self, x: Tensor, deferred: Deferred | None = None) -> Tensor:
         """The product plus the bias; `deferred` is as in `column_linear`."""
         return column_linear(x, self.weight, self.bias, SoloGroup(), False, deferred)
-
-
-def residual_std(config: ExpertsConfig) -> float:
-    """Initial standard deviation of layers that write to the residual stream (GPT-2, Radford et al. 2019)."""
-    return config.init_method_std / math.sqrt(config.residual_writers)

@@ -15,6 +15,7 @@ from megazero.config.tree.config import Config
 from megazero.layers.state_space.library import scan_remarks
 from megazero.mpu.agreement import agree
 from megazero.mpu.context import ParallelContext
+from megazero.spec.resolve import model_spec
 from megazero.train.build import build_model
 from megazero.train.guards.agreement import tokenizer_and_place
 from megazero.train.loop import Loop
@@ -23,7 +24,7 @@ from megazero.train.observe.host import measure_matmul_rate
 from megazero.train.observe.meters import Meters
 from megazero.train.observe.monitors import build_monitors
 from megazero.train.observe.monitors.base import Monitor
-from megazero.train.parts.attention import attention_remark
+from megazero.train.parts.attention import attention_remarks
 from megazero.train.parts.chunks import DTYPES
 from megazero.train.parts.families import TokenFlops
 from megazero.train.parts.vocabulary import Vocabulary
@@ -147,7 +148,8 @@ def assemble(
     meters = Meters(config, plan, engine, flops, rate, monitor.message, profiler)
     run = Run(resumed, feeds, meters, monitor)
     try:
-        chosen = (attention_remark(config, context.device), *scan_remarks(config.model, context.device))
+        scans = scan_remarks(model_spec(config.model), context.device)
+        chosen = (*attention_remarks(config, context.device), *scans)
         for remark in (*chosen, *task.remarks(run)):
             monitor.message(remark)
         if config.checkpoint.save and not config.training.skip_train:

@@ -28,6 +28,7 @@ from megazero.mpu.context import ParallelContext, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.param_spec import spec_of
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.spec.resolve import model_spec
 
 VOCAB = 101
 
@@ -152,7 +153,7 @@ def parameter_specs(model: ModelConfig, vocab_size: int = VOCAB) -> dict[str, tu
     """Names and whole shapes of the parameters of our model."""
     context = thread_context(ThreadWorld(1), ProcessGrid(), 0)
     placement = replace(Placement.of(context, torch.float32), device=torch.device("meta"))
-    gpt = GPT(Slice(model, (vocab_size, vocab_size), placement))
+    gpt = GPT(Slice(model_spec(model), (vocab_size, vocab_size), placement))
     return {spec_of(p).name: spec_of(p).shape for p in gpt.parameters()}
 
 
@@ -162,7 +163,7 @@ def logits_of(source: Source, model: ModelConfig, tokens: Tensor, tp: int = 1, p
 
     def work(rank: int) -> Tensor:
         context: ParallelContext = thread_context(world, ProcessGrid(tp=tp), rank)
-        gpt = GPT(Slice(model, (VOCAB, padded), Placement.of(context, torch.float32)))
+        gpt = GPT(Slice(model_spec(model), (VOCAB, padded), Placement.of(context, torch.float32)))
         with torch.no_grad():
             source.read([*parts_of_parameters(gpt.parameters(), context), *choice_biases(gpt, model)])
             logits = gather_features(gpt(Batch(tokens)), context.tp)
