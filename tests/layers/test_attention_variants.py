@@ -105,17 +105,15 @@ def test_slopes_by_hand():
 
 @over_table("tp", [1, 2, 3, 6])
 def test_slopes_are_a_slice_of_the_models(tp):
-    config = ModelConfig(**SHAPE, position_embedding_type="alibi")
     world = ThreadWorld(tp)
 
     def work(rank: int) -> torch.Tensor:
         context = thread_context(world, ProcessGrid(tp=tp), rank)
-        slopes = OwnSlopes.of(config, Placement.of(context, torch.float32))
+        slopes = OwnSlopes.of(6, Placement.of(context, torch.float32))
         assert slopes.on(torch.device("cpu")) is slopes.on(torch.device("cpu"))
         return slopes.on(torch.device("cpu")).by_head
 
     assert torch.cat(world.run(work)).tolist() == alibi_slopes(6)
-    assert OwnSlopes.of(ModelConfig(**SHAPE), Placement.of(solo_context(), torch.float32)) is None
 
 
 def test_slopes_made_for_a_generation_serve_a_training():

@@ -89,7 +89,9 @@ def test_a_pattern_of_mixers_attention_and_mlps():
 def test_layers_of_their_own_sizes():
     text = text_of((LayerShape(2, 40), LayerShape(0, 30), LayerShape(4, 0), LayerShape(0, 0)))
     sizes = spec(num_layers=4, heterogeneous_layers_config_encoded_json=text, qk_layernorm=True)
-    parts = [(layer.attention and layer.attention.groups, layer.mlp and layer.mlp.width) for layer in sizes.layers]
+    parts = [
+        (layer.attention and layer.attention.groups, layer.mlp and layer.mlp.width) for layer in sizes.layers
+    ]
     assert parts == [(2, 40), (None, 30), (4, None), (None, None)]
     assert sizes.layers[0].attention.k_norm == replace(NORM, features=6, scope="head")
 

@@ -22,12 +22,11 @@ from megazero.checkpoint.hf.state_space import (
     PATTERN,
     complete_mixers,
     mixer,
-    of_kinds,
     plain_mixers,
     shape,
 )
 from megazero.checkpoint.hf.windows import NO_WINDOWS
-from megazero.checkpoint.naming import TensorRule
+from megazero.checkpoint.naming import TensorRule, of_kinds
 from megazero.config.tree.model import ModelConfig
 
 _LAYER = "model.layers.{i/2}"

@@ -7,25 +7,14 @@ norm is the last one of the last layer.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megazero.checkpoint.hf import encoder
 from megazero.checkpoint.hf.architecture import pair
 from megazero.checkpoint.hf.encoder_classifier import multiple_choice, sequence_classification
-from megazero.config.tree.model import ModelConfig
-
-
-def _later(model: ModelConfig, number: int) -> bool:
-    return number > 0
-
 
 _BODY = (
     *encoder.EMBEDDING,
     *pair("layers.0.input_norm", "bert.embeddings.LayerNorm"),
-    *(
-        replace(rule, layer=_later)
-        for rule in pair("layers.{i}.input_norm", "bert.encoder.layer.{i-1}.output.LayerNorm")
-    ),
+    *pair("layers.{i}.input_norm", "bert.encoder.layer.{i-1}.output.LayerNorm"),
     *encoder.LINEAR,
     *pair("layers.{i}.mlp_norm", f"{encoder.LAYER}.attention.output.LayerNorm"),
     *pair("final_norm", "bert.encoder.layer.{last}.output.LayerNorm"),

@@ -50,6 +50,8 @@ from megazero.checkpoint.naming import TensorRule, with_experts, with_shared_exp
 from megazero.checkpoint.part import ROUTER
 from megazero.config.derive import experts_of
 from megazero.config.tree.model import ModelConfig
+from megazero.spec.model import LayerSpec
+from megazero.spec.parts import LatentAttentionSpec
 
 _BLOCK = f"{LAYER}.mlp"
 _DENSE, _SHARED, _WIDTH = "first_k_dense_replace", "n_shared_experts", "moe_intermediate_size"
@@ -61,11 +63,12 @@ _NORM_EPSILON = 1e-6
 def _attention(ours: str, dims: str, theirs: str, their_dims: str, small: bool | None = None) -> TensorRule:
     """A tensor of latent attention; `small` says whether queries are made of a small vector where it is."""
 
-    def present(model: ModelConfig) -> bool:
-        return small is None or small == (model.q_lora_rank is not None)
+    def present(layer: LayerSpec) -> bool:
+        part = layer.attention
+        return isinstance(part, LatentAttentionSpec) and small in (None, part.query_rank is not None)
 
     name = f"{LAYER}.self_attn.{theirs}.weight"
-    return TensorRule(f"layers.{{i}}.attention.{ours}.weight", dims, name, their_dims, when=present)
+    return TensorRule(f"layers.{{i}}.attention.{ours}.weight", dims, name, their_dims, layer=present)
 
 
 _LATENT = (

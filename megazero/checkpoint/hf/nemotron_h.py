@@ -38,11 +38,10 @@ from megazero.checkpoint.hf.state_space import (
     STEP_LIMITS,
     least_step,
     mixer,
-    of_kinds,
     shape,
 )
 from megazero.checkpoint.hf.windows import NO_WINDOWS
-from megazero.checkpoint.naming import TensorRule
+from megazero.checkpoint.naming import TensorRule, of_kinds
 from megazero.checkpoint.part import ROUTER
 
 _LAYER = "backbone.layers.{i}"

@@ -34,6 +34,8 @@ from megazero.checkpoint.hf.windows import WINDOW, WINDOWED_LAYERS, plain_layers
 from megazero.checkpoint.naming import Table, TensorRule, with_experts, with_shared_experts, without_experts
 from megazero.config.derive import experts_of
 from megazero.config.tree.model import ModelConfig
+from megazero.spec.model import LayerSpec
+from megazero.spec.resolve import model_spec
 
 _BLOCK = f"{LAYER}.mlp"
 _SHARED = f"{_BLOCK}.shared_expert"
@@ -41,15 +43,24 @@ _STEP, _DENSE = "decoder_sparse_step", "mlp_only_layers"
 
 _SHARED_RULES = (
     *shared_rules(_SHARED),
-    TensorRule("layers.{i}.mlp.shared_gate.weight", "u h", f"{_SHARED}_gate.weight", "u h"),
+    TensorRule("layers.{i}.mlp.shared_gate.weight", "1 h", f"{_SHARED}_gate.weight", "1 h"),
 )
 
 
-def _without_shared_experts(model: ModelConfig, number: int) -> bool:
-    return with_experts(model, number) and not with_shared_experts(model, number)
+def _without_shared_experts(layer: LayerSpec) -> bool:
+    return with_experts(layer) and not with_shared_experts(layer)
 
 
-BLANK = tuple(replace(rule, layer=_without_shared_experts) for rule in _SHARED_RULES)
+BLANK = tuple(
+    replace(
+        rule,
+        dims=rule.dims.replace("w", "1"),
+        their_dims=rule.their_dims.replace("w", "1"),
+        layer=_without_shared_experts,
+    )
+    for rule in _SHARED_RULES
+)
+"""One channel of zeros in the place of shared experts."""
 
 
 def shared_seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfig:
@@ -59,7 +70,7 @@ def shared_seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelC
     )
     if model.moe_shared_expert_intermediate_size != 1:
         return model
-    links = Table.of(BLANK, bare, vocab_size=1).links
+    links = Table.of(BLANK, model_spec(bare), vocab_size=1).links
     return bare if all(_is_zero(tensors.get(link.theirs), link.their_shape) for link in links) else model
 
 

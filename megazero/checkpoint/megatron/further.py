@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megazero.checkpoint.megatron.dialects import BLOCK, renumbered
-from megazero.config.tree.model import ModelConfig
 
 
 def further_rows() -> Iterator[tuple[str, str, str, str, str | None]]:
@@ -23,6 +22,6 @@ def further_norms() -> Iterator[tuple[str, str]]:
     yield "final_norm", "final_layernorm"
 
 
-def further_name(name: str, model: ModelConfig, inside: str = "") -> str:
-    """The name of a tensor of a further layer, numbered as ours is, where Megatron has it."""
-    return renumbered(name, lambda number: f"{BLOCK}{number - model.num_layers}.{inside}")
+def further_name(name: str, layers: int, inside: str = "") -> str:
+    """The name of a tensor of a further layer, numbered as ours is behind `layers`, where Megatron has it."""
+    return renumbered(name, lambda number: f"{BLOCK}{number - layers}.{inside}")

@@ -27,6 +27,7 @@ from megazero.checkpoint.naming import Link
 from megazero.checkpoint.part import WEIGHT, Key, Part, Source
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import CheckpointError, ConfigError
+from megazero.spec.resolve import model_spec
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,9 @@ class MegatronReader:
         self.model = settings.model.model_copy(update={"vocab_size": size})
         links = {
             name: (sliced.fitted(link, inventory[name].shapes) if name in inventory else sliced, link)
-            for name, (sliced, link) in links_of(rules(self.checkpoint_version), self.model, size).items()
+            for name, (sliced, link) in links_of(
+                rules(self.checkpoint_version), model_spec(self.model), size
+            ).items()
         }
         check(inventory, links, self._stages, average_replicas=self._average)
         pieces: dict[Key, list[_Piece]] = defaultdict(list)

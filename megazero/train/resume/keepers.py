@@ -27,6 +27,7 @@ from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import gather_values
 from megazero.optim.loss_scaler import ScalerState
+from megazero.spec.resolve import model_spec
 from megazero.train.resume.fit import check_tensors
 from megazero.train.resume.saved import RunFacts
 from megazero.train.step.engine import Engine
@@ -312,9 +313,9 @@ def load_state(
         counted = progress.updates, ScalerState(**dict(progress.scaler))
     wanted = {Share.PROGRESS: progress, Share.UPDATES: counted, Share.RANDOM: drawn}
     # The weights of new routers are the seed's, as the dense model has none.
-    seeded = router_names(config.model) if begins_experts else ()
+    seeded = router_names(model_spec(config.model)) if begins_experts else ()
     keepers = keepers_of(engine, {share for share, there in wanted.items() if there is not None}, seeded)
-    held: Source = Upcycled(reader, config.model) if begins_experts else reader
+    held: Source = Upcycled(reader, model_spec(config.model)) if begins_experts else reader
     updated, *others = keepers
     parts = updated.taken(held)
     source = ReplicaRows(held, parts, engine.optimizer.private_kinds)

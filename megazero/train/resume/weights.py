@@ -19,6 +19,7 @@ from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.sparse import SPARSE_FIELDS
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import gather_values
+from megazero.spec.resolve import model_spec
 from megazero.train.resume.fit import check_tensors
 from megazero.train.step.engine import Engine
 
@@ -43,7 +44,7 @@ def take_foreign_weights(
         return ()
     if config.checkpoint.moe_use_upcycling:
         upcycled = partial(_upcycled, path, config.model, vocab_size)
-        take_weights(engine, context, path, upcycled, own=router_names(config.model), spare=())
+        take_weights(engine, context, path, upcycled, own=router_names(model_spec(config.model)), spare=())
         return (f"began experts from the dense model {path}",)
     remarks = [f"took the weights from {path}"]
 
@@ -68,7 +69,7 @@ def origin_of(path: str | None) -> dict[str, Any] | None:
 @contextmanager
 def _upcycled(path: str, model: ModelConfig, vocab_size: int) -> Iterator[Source]:
     with HFReader.for_model(path, dense_model(model), vocab_size, SPARSE_FIELDS) as reader:
-        yield Upcycled(reader, model)
+        yield Upcycled(reader, model_spec(model))
 
 
 def take_weights(

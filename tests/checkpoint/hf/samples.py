@@ -115,7 +115,7 @@ class MemorySource:
 def random_weights(model: ModelConfig, vocab_size: int = VOCAB) -> MemorySource:
     """Of all tensors that the architecture has, also where initial weights are ones and zeros."""
     generator = torch.Generator().manual_seed(7)
-    table = Table.of(architecture_of(model).rules, model, vocab_size)
+    table = Table.of(architecture_of(model).rules, model_spec(model), vocab_size)
     return MemorySource(
         {
             key.name: (torch.randn(shape, generator=generator) * 0.1).bfloat16().float()
@@ -134,7 +134,7 @@ def their_tensors(model: ModelConfig, dtype: torch.dtype = torch.float32) -> dic
     """Random weights under their names, written out through the rules one by one."""
     source = random_weights(model)
     out = {}
-    for link in Table.of(architecture_of(model).rules, model, VOCAB).links:
+    for link in Table.of(architecture_of(model).rules, model_spec(model), VOCAB).links:
         theirs = torch.empty(link.their_shape)
         link.as_ours(theirs).copy_(source.tensors[link.key][link.box.slices])
         out[link.theirs] = theirs.to(dtype)

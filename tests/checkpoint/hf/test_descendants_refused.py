@@ -27,6 +27,7 @@ from megazero.checkpoint.part import ROUTER, WEIGHT, Key
 from megazero.commands.checkpoint.hf import describe_import, main_to_hf
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
+from megazero.spec.resolve import model_spec
 from tests.checkpoint.hf.descendants import SAMPLES
 from tests.checkpoint.hf.samples import LLAMA, VOCAB, MemorySource
 from tests.checkpoint.hf.test_writer import loaded
@@ -243,7 +244,7 @@ def test_a_window_of_all_positions_stays_where_it_has_a_base_of_its_own():
 
 def weights_of(model: ModelConfig, architecture: Architecture) -> MemorySource:
     generator = torch.Generator().manual_seed(7)
-    shapes = Table.of(architecture.rules, model, VOCAB).shapes
+    shapes = Table.of(architecture.rules, model_spec(model), VOCAB).shapes
     source = MemorySource({})
     source.tensors = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
     return source
