@@ -5,14 +5,18 @@ To add one, write a maker and give it a row; one with learned parameters is a mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megazero.layers.placement import Placement
+from megazero.mpu.param_spec import InitialValues, ParamSpec
 from megazero.ops.bias_gelu import bias_gelu
+from megazero.ops.chunks import compute_dtype
 from megazero.ops.gated import GatedUnit, gated
 from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu
@@ -65,6 +69,36 @@ def _halves(inner: Tensor) -> Tensor:
     return inner.unflatten(-1, (2, inner.shape[-1] // 2))
 
 
+class XIELU(nn.Module):
+    """xIELU (Huang & Schlag 2024, arXiv:2411.13010), whose two slopes are learned; Apertus has it.
+
+    p x^2 + x / 2 where x > 0, else n (exp(x) - 1 - x) + x / 2. Of the parameters p is the softplus of one, and
+    n 1/2 more than that of the other; both begin at 0.8.
+    """
+
+    def __init__(self, name: str, placement: Placement):
+        super().__init__()
+
+        def slope(which: str, at: float) -> nn.Parameter:
+            start = InitialValues("constant", value=math.log(math.expm1(at)))
+            partial = placement.tp.size > 1  # each rank has some of the inner channels
+            return placement.parameter(
+                ParamSpec(f"{name}.{which}", (1,), start, weight_decay=False, partial_grad=partial)
+            )
+
+        self.alpha_p, self.alpha_n = slope("alpha_p", 0.8), slope("alpha_n", 0.8 - _LINEAR)
+
+    def forward(self, inner: Tensor, included: Tensor | None = None) -> Tensor:
+        x = inner.to(compute_dtype(inner.dtype))
+        positive, negative = (F.softplus(slope.to(x.dtype)) for slope in (self.alpha_p, self.alpha_n))
+        # As in the authors' code, exp sees numbers below 0 alone, of which none overflows.
+        below = (torch.expm1(x.clamp(max=_BELOW)) - x) * (negative + _LINEAR)
+        return (torch.where(x > 0, positive * x * x, below) + _LINEAR * x).to(inner.dtype)
+
+
+_LINEAR, _BELOW = 0.5, -1e-6
+
+
 _MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
     {
         "gelu": _gelu,
@@ -74,6 +108,7 @@ _MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
         "quick_geglu": _gated,
         "relu": lambda *_: _relu,
         "squared_relu": lambda *_: _squared_relu,
+        "xielu": lambda _, name, placement: XIELU(name, placement),
     }
 )
 """The activations by name."""

@@ -8,7 +8,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megazero.config.tree.option import Probability, Section, option
 
-Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "quick_geglu", "squared_relu", "relu"]
+Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "quick_geglu", "squared_relu", "relu", "xielu"]
 _LOGITS = "family=gpt: the heads of other families have no such factor"
 Positions = Literal["learned_absolute", "rope", "yarn", "alibi", "relative", "none"]
 """The ways in which tokens learn their position."""
@@ -71,7 +71,7 @@ class TransformerConfig(Section):
         "gelu",
         "MLP nonlinearity; gelu is the tanh form of GPT-2, gelu_exact the erf form, and the default where "
         "linear layers have no biases; in swiglu, geglu (tanh form, T5 1.1) and quick_geglu "
-        "(x sigmoid(1.702 x)) half of the inner values gate the other half",
+        "(x sigmoid(1.702 x)) half of the inner values gate the other half; xielu has two learned slopes",
         switches={
             "--swiglu": "swiglu",
             "--gated-linear-unit": "geglu",
@@ -83,6 +83,7 @@ class TransformerConfig(Section):
         },
         yielding=("--no-bias-gelu-fusion",),
         implies={"--openai-gelu": ("bert_head_activation", "gelu")},
+        needs="xielu => num_experts=(): experts have no slopes of their own",
     )
     glu_linear_offset: float = option(
         0.0,
