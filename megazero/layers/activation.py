@@ -72,8 +72,8 @@ def _halves(inner: Tensor) -> Tensor:
 class XIELU(nn.Module):
     """xIELU (Huang & Schlag 2024, arXiv:2411.13010), whose two slopes are learned; Apertus has it.
 
-    p x^2 + x / 2 where x > 0, else n (exp(x) - 1 - x) + x / 2. Of the parameters p is the softplus of one, and
-    n 1/2 more than that of the other; both begin at 0.8.
+    p x^2 + x / 2 where x > 0, else n (exp(x) - 1 - x) + x / 2, with the softplus p of one parameter, and n of
+    the other, to which 1/2 is added; both begin at 0.8.
     """
 
     def __init__(self, name: str, placement: Placement):

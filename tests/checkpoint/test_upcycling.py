@@ -9,7 +9,7 @@ import torch
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.part import Key, Part
 from megazero.checkpoint.upcycling import Upcycled, dense_model, router_names
-from megazero.config.derive import EXPERT_FIELDS, experts_of
+from megazero.config.derive import EXPERT_FIELDS
 from megazero.config.tree.model import ModelConfig
 from megazero.spec.resolve import model_spec
 from tests.checkpoint.hf.samples import GPT2, LLAMA, MemorySource, random_weights
@@ -71,7 +71,7 @@ def test_every_part_is_that_of_the_dense_mlp_for_each_expert(name):
         if ".experts." in part.key.name:
             layer = int(part.key.name.split(".")[1])
             whole = dense.tensors[Key(part.key.name.replace(".experts.", "."))]
-            whole = whole.expand(experts_of(model, layer), *whole.shape)
+            whole = whole.expand(model.experts_at(layer), *whole.shape)
         else:
             whole = dense.tensors[part.key]
         assert torch.equal(part.tensor, whole[part.box.slices]), part.key

@@ -48,7 +48,6 @@ from megazero.checkpoint.hf.rope import plain_rope
 from megazero.checkpoint.hf.windows import NO_WINDOWS
 from megazero.checkpoint.naming import TensorRule, with_experts, with_shared_experts, without_experts
 from megazero.checkpoint.part import ROUTER
-from megazero.config.derive import experts_of
 from megazero.config.tree.model import ModelConfig
 from megazero.spec.model import LayerSpec
 from megazero.spec.parts import LatentAttentionSpec
@@ -154,7 +153,7 @@ def _complete_v2(config: Json) -> dict[str, Any]:
 
 def _first_with_experts(model: ModelConfig) -> int:
     numbers = range(model.num_layers)
-    return next((number for number in numbers if experts_of(model, number)), model.num_layers)
+    return next((number for number in numbers if model.experts_at(number)), model.num_layers)
 
 
 _LIMITS = (
@@ -178,7 +177,7 @@ _LIMITS = (
         f"`norm_epsilon` must be {_NORM_EPSILON}, as it always is in norms of small vectors there",
     ),
     Limit(
-        lambda m: all(experts_of(m, n) for n in range(_first_with_experts(m), m.num_layers)),
+        lambda m: all(m.experts_at(n) for n in range(_first_with_experts(m), m.num_layers)),
         "dense layers must come before all layers with experts",
     ),
     Limit(

@@ -32,7 +32,6 @@ from megazero.checkpoint.hf.llama import (
 from megazero.checkpoint.hf.rope import plain_rope
 from megazero.checkpoint.hf.windows import WINDOW, WINDOWED_LAYERS, plain_layers, with_layers
 from megazero.checkpoint.naming import Table, TensorRule, with_experts, with_shared_experts, without_experts
-from megazero.config.derive import experts_of
 from megazero.config.tree.model import ModelConfig
 from megazero.spec.model import LayerSpec
 from megazero.spec.resolve import model_spec
@@ -100,9 +99,9 @@ def plain(config: Json) -> dict[str, Any]:
 
 def sparse_step(model: ModelConfig) -> int:
     """The distance between layers with experts, if they are the last of so many each; else 1."""
-    first = next(number for number in range(model.num_layers) if experts_of(model, number))
+    first = next(number for number in range(model.num_layers) if model.experts_at(number))
     regular = all(
-        (experts_of(model, number) > 0) == ((number + 1) % (first + 1) == 0)
+        (model.experts_at(number) > 0) == ((number + 1) % (first + 1) == 0)
         for number in range(model.num_layers)
     )
     return first + 1 if regular else 1
@@ -112,7 +111,7 @@ def dense_layers(model: ModelConfig) -> list[int]:
     """The layers without experts, unless `sparse_step` says which they are."""
     if sparse_step(model) > 1:
         return []
-    return [number for number in range(model.num_layers) if not experts_of(model, number)]
+    return [number for number in range(model.num_layers) if not model.experts_at(number)]
 
 
 EXPERTS_SOMEWHERE = Limit(
