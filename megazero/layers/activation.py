@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -54,19 +55,25 @@ def _squared_relu(inner: Tensor, included: Tensor | None = None) -> Tensor:
 
 def _gelu(spec: ActivationSpec, name: str, placement: Placement) -> Activation:
     exact = spec.name == "gelu_exact"
-    return lambda inner, included=None: bias_gelu(inner, None, exact, included)
+
+    def activation(inner: Tensor, included: Tensor | None = None) -> Tensor:
+        return bias_gelu(inner, None, exact, included)
+
+    return activation
 
 
-def _gated(spec: ActivationSpec, name: str, placement: Placement) -> Activation:
-    unit = GatedUnit(spec.name, spec.offset, spec.clamp)
-    if unit == GatedUnit("swiglu"):
-        return lambda inner, included=None: swiglu(_halves(inner))
-    return lambda inner, included=None: gated(_halves(inner), unit)
+def _gated(kind: Literal["swiglu", "geglu", "quick_geglu"]) -> Maker:
+    def maker(spec: ActivationSpec, name: str, placement: Placement) -> Activation:
+        unit = GatedUnit(kind, spec.offset, spec.clamp)
+        plain = unit == GatedUnit("swiglu")
 
+        def activation(inner: Tensor, included: Tensor | None = None) -> Tensor:
+            halves = inner.unflatten(-1, (2, inner.shape[-1] // 2))
+            return swiglu(halves) if plain else gated(halves, unit)
 
-def _halves(inner: Tensor) -> Tensor:
-    """[..., 2 f] -> [..., 2, f]."""
-    return inner.unflatten(-1, (2, inner.shape[-1] // 2))
+        return activation
+
+    return maker
 
 
 class XIELU(nn.Module):
@@ -93,7 +100,8 @@ class XIELU(nn.Module):
         positive, negative = (F.softplus(slope.to(x.dtype)) for slope in (self.alpha_p, self.alpha_n))
         # As in the authors' code, exp sees numbers below 0 alone, of which none overflows.
         below = (torch.expm1(x.clamp(max=_BELOW)) - x) * (negative + _LINEAR)
-        return (torch.where(x > 0, positive * x * x, below) + _LINEAR * x).to(inner.dtype)
+        moved: Tensor = torch.where(x > 0, positive * x * x, below) + _LINEAR * x
+        return moved.to(inner.dtype)
 
 
 _LINEAR, _BELOW = 0.5, -1e-6
@@ -103,9 +111,9 @@ _MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
     {
         "gelu": _gelu,
         "gelu_exact": _gelu,
-        "swiglu": _gated,
-        "geglu": _gated,
-        "quick_geglu": _gated,
+        "swiglu": _gated("swiglu"),
+        "geglu": _gated("geglu"),
+        "quick_geglu": _gated("quick_geglu"),
         "relu": lambda *_: _relu,
         "squared_relu": lambda *_: _squared_relu,
         "xielu": lambda _, name, placement: XIELU(name, placement),

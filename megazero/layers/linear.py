@@ -261,7 +261,7 @@ class ColumnParallelLinear(nn.Module):
 
         detached: whether the caller makes the bias's gradient.
         """
-        bias = self.bias
+        bias: Tensor | None = self.bias
         if detached and bias is not None:
             bias = bias.detach()
         return self.product(x, self.weight, bias, self.tp, self.split, deferred)

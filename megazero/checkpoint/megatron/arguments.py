@@ -15,6 +15,7 @@ from megazero.checkpoint.megatron.settings import COPIED, EXPERTS, GATED, read_s
 from megazero.config.derive import FREE_MODEL_FIELDS, model_differences, padded_vocab_size
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
+from megazero.spec.resolve import model_spec
 
 
 def arguments_of(
@@ -62,7 +63,7 @@ def arguments_of(
         "no_save_rng": True,
         **_run(facts),
     }
-    family = {name: getattr(model, name) for name in _BERT} if with_masked_head(model) else {}
+    family = {name: getattr(model, name) for name in _BERT} if with_masked_head(model_spec(model)) else {}
     read = read_settings(arguments, family=family, core=True).model
     names = [name for name in ModelConfig.model_fields if name not in FREE_MODEL_FIELDS]
     if differing := model_differences(model, read, names):

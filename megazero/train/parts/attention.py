@@ -54,13 +54,12 @@ def attention_facts(
     first = attentions[0]
     if first.sight.sparse is not None or any(sight.sinks for sight in windows):
         mask = MaskKind.PATTERN
-    plain = isinstance(first, AttentionSpec)
     return AttentionFacts(
         device.type,
         dtype,
         mask,
         dropout=first.dropout > 0,
-        lse=plain and first.softmax != "vanilla",
+        lse=isinstance(first, AttentionSpec) and first.softmax != "vanilla",
         bias=_bias(spec, first),
         heads=head_kind(first.head_dim, first.value_dim),
     )
