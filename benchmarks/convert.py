@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megazero.spec.resolve import model_spec
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 WAYS = ("copy", "from-hf", "to-hf")
@@ -63,7 +65,7 @@ def make(family: str, megabytes: float, folder: Path) -> int:
     from megazero.train.parts.families import family_of
 
     model = model_of(family, megabytes)
-    links = Table.of(family_of(model).rules, model, VOCAB).links
+    links = Table.of(family_of(model).rules, model_spec(model), VOCAB).links
 
     def later(seed: int, shape: tuple[int, ...]) -> Later:
         def draw() -> torch.Tensor:

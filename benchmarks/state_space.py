@@ -31,6 +31,7 @@ from megazero.layers.state_space.convolution import causal_convolution
 from megazero.layers.state_space.mixer import Mamba2
 from megazero.layers.state_space.scan import selective_scan
 from megazero.mpu.context import solo_context
+from megazero.spec.resolve import model_spec
 
 CHUNKS = (32, 64, 128, 256)
 
@@ -38,7 +39,7 @@ CHUNKS = (32, 64, 128, 256)
 def contenders(config: ModelConfig) -> dict[str, Callable[[], None]]:
     """Steps by name, of one sample of the model's length."""
     context = solo_context()
-    mixer = Mamba2(0, config, Placement.of(context, torch.float32))
+    mixer = Mamba2(0, model_spec(config).layers[0].mixer, Placement.of(context, torch.float32))
     initialize(mixer, 1, context.place)
     s, g, p, n = config.seq_length, config.mamba_num_groups, config.mamba_head_dim, config.mamba_state_dim
     r = config.mamba_width // p // g

@@ -158,8 +158,8 @@ FAULTS = (
     Fault(
         "rotary angles are those of the first columns",
         "layers/rotary.py",
-        "rotary_of(self.config, self.spread.own_columns(positions))",
-        "rotary_of(self.config, positions[: len(self.spread.own_columns(positions))])",
+        "rotary_of(self.specs, self.spread.own_columns(positions))",
+        "rotary_of(self.specs, positions[: len(self.spread.own_columns(positions))])",
     ),
     Fault(
         "labels are those of the first columns",

@@ -13,6 +13,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from megazero.spec.resolve import model_spec
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
@@ -95,7 +97,7 @@ def model() -> GPT:
         attention_dropout=0.0,
     )
     placement = Placement.of(solo_context(), torch.float32)
-    made = GPT(Slice(config, (TOKENS, TOKENS), placement, RecomputeConfig()))
+    made = GPT(Slice(model_spec(config), (TOKENS, TOKENS), placement, RecomputeConfig()))
     initialize(made, 1, placement.place)
     return made
 

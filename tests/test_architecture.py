@@ -29,7 +29,7 @@ pytestmark = pytest.mark.fast
 LEVELS = {
     **dict.fromkeys(("door", "errors", "file_lock", "host_memory", "regular_file", "version"), -1),
     **dict.fromkeys(("config", "kernels", "loss", "pictures"), 0),
-    **dict.fromkeys(("mpu", "ops", "data"), 1),
+    **dict.fromkeys(("mpu", "ops", "data", "spec"), 1),
     **dict.fromkeys(("data_efficiency", "layers", "moe", "optim", "zero", "pipeline"), 2),
     **dict.fromkeys(("account", "models", "checkpoint", "formats"), 3),
     "train": 4,

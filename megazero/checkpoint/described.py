@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from megazero.checkpoint.naming import dim_sizes
 from megazero.checkpoint.part import WEIGHT, Key
-from megazero.config.derive import experts_of
-from megazero.config.fields import FIELDS
 from megazero.config.tree.experts import is_frequency
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
+from megazero.spec.experts import MoeSpec
+from megazero.spec.model import LayerSpec, ModelSpec
+from megazero.spec.parts import AttentionSpec, LatentAttentionSpec, MlpSpec
+from megazero.spec.resolve import model_spec
 
 _LAYER = re.compile(r"layers\.([0-9]+)\.")
 
@@ -49,8 +50,10 @@ def check_described(
     Raises:
         CheckpointError: it names more layers, a size that no tensor has room for, or more weights.
     """
+    shapes_of = model.layer_shapes
+    whole = model.num_layers if shapes_of is None else sum(bool(s.groups or s.width) for s in shapes_of)
     # Those that predict further tokens are among them, and those without any part are not.
-    if (number := model.further_layers.stop - model.num_layers + model.layers_of("*-ME")) > layers:
+    if (number := len(model.further_layers) + whole) > layers:
         raise _refusal(where, f"`num_layers` makes {number}, and they are of at most {layers}")
     pattern = model.moe_layer_freq or (1,)
     if not is_frequency(pattern) and len(pattern) != model.num_layers:
@@ -61,7 +64,8 @@ def check_described(
         marks = getattr(model, name) or (1,)
         if len(marks) not in (1, model.num_layers):
             raise _refusal(where, f"`{name}` is of {len(marks)} layers, and there are {model.num_layers}")
-    if model.layer_parts is not None and len(model.layer_parts) != model.num_layers:
+    parts = model.layer_kinds or shapes_of
+    if parts is not None and len(parts) != model.num_layers:
         raise _refusal(where, f"its pattern is of other than {model.num_layers} layers")
     if len(model.num_experts) not in (0, 1, model.expert_places):
         raise _refusal(
@@ -70,47 +74,63 @@ def check_described(
         )
     elements = [math.prod(shape) for shape in shapes]
     largest, total = max(elements, default=0), sum(elements)
-    sizes = dict(dim_sizes(model, vocab_size))
-    for letter in _unused(model):
-        del sizes[letter]
-    for spec in FIELDS:
-        if spec.dim and (size := sizes.get(spec.dim, 0)) > largest:
-            raise _refusal(where, f"`{spec.name}` makes {size}, and none has more than {largest} elements")
-    if (least := _least_elements(model, vocab_size)) > total:
+    spec = model_spec(model)
+    for setting, size in (*_ends(spec, vocab_size), *(s for layer in spec.layers for s in _sizes(layer))):
+        if size > largest:
+            raise _refusal(where, f"`{setting}` makes {size}, and none has more than {largest} elements")
+    if (least := _least_elements(spec, vocab_size)) > total:
         raise _refusal(where, f"it makes at least {least} weights, and they hold {total}")
 
 
-def _unused(model: ModelConfig) -> str:
-    """Letters of the dims that no tensor of the model need have."""
-    experts = model.expert_places if model.num_experts else 0
-    dense = model.layers_of("-E") > experts
-    unused = "" if model.position_embedding_type == "learned_absolute" else "p"
-    unused += "" if dense and model.layer_shapes is None else "f"
-    unused += "" if model.layers_of("*") else "gda"
-    return unused + ("" if model.num_experts else "m")
+Size = tuple[str, int]
+"""A setting, and the size of a dim that it makes, which some tensor must have."""
 
 
-def _least_elements(model: ModelConfig, vocab_size: int) -> int:
+def _ends(spec: ModelSpec, vocab_size: int) -> Iterator[Size]:
+    yield "vocab_size", vocab_size
+    yield "max_position_embeddings", spec.embedding.positions
+    yield "hidden_size", spec.stream.width
+    yield "num_classes", spec.head.classes or 0
+
+
+def _sizes(layer: LayerSpec) -> Iterator[Size]:
+    if (attention := layer.attention) is not None:
+        yield "num_query_groups", attention.groups
+        yield "kv_channels", attention.head_dim
+        yield "num_attention_heads", attention.heads * attention.value_dim
+    match layer.mlp:
+        case MlpSpec(width=width):
+            yield "ffn_hidden_size", width
+        case MoeSpec(experts=experts, expert=expert, shared=shared):
+            yield "num_experts", experts
+            yield "moe_ffn_hidden_size", expert.width
+            yield "moe_shared_expert_intermediate_size", 0 if shared is None else shared.width
+
+
+def _least_elements(spec: ModelSpec, vocab_size: int) -> int:
     """A lower bound of the number of weights: those of all matrices but routers."""
-    hidden, learned = model.hidden_size, model.position_embedding_type == "learned_absolute"
-    headed = model.untie_embeddings_and_output_weights and model.num_classes is None
-    rows = vocab_size * (2 if headed else 1)
-    rows += (model.positions if learned else 0) + (model.num_classes or 0)
-    summed = model.summed
-    mixers = 2 * model.head_dim * (model.layers_of("*") * model.num_attention_heads + summed.groups)
-    if model.multi_latent_attention:  # those that a hidden state goes through
-        queries = model.q_lora_rank or model.num_attention_heads * model.head_dim
-        values = model.num_attention_heads * model.v_head_dim
-        mixers = model.layers_of("*") * (queries + model.kv_lora_rank + values)
-    counts = [experts_of(model, layer) for layer in range(model.num_layers)] if model.num_experts else []
-    placed = sum(count > 0 for count in counts)
-    beside = placed if model.mlp_type == "residual" else 0  # MLPs of an expert's width
-    widths = summed.width - placed * model.ffn_size
-    widths += (sum(counts) + beside) * model.expert_ffn_size
-    widths += placed * (model.moe_shared_expert_intermediate_size or 0)
-    matrices = 3 if model.gated else 2
-    mixers += model.layers_of("M") * (model.mamba_rows + model.mamba_width) if model.is_hybrid_model else 0
-    return hidden * (rows + matrices * widths + mixers)
+    hidden, classes = spec.stream.width, spec.head.classes
+    rows = vocab_size * (1 if spec.head.tied or classes is not None else 2)
+    return hidden * (rows + spec.embedding.positions + (classes or 0) + sum(map(_least_rows, spec.layers)))
+
+
+def _least_rows(layer: LayerSpec) -> int:
+    """The rows that the matrices of a layer have together at least, of the hidden width."""
+    rows = 0
+    match layer.attention:
+        case LatentAttentionSpec(heads=heads, rank=rank, query_rank=narrow):  # those that see hidden states
+            rows += (narrow or heads * layer.attention.head_dim) + rank + heads * layer.attention.value_dim
+        case AttentionSpec(heads=heads, groups=groups, head_dim=width):
+            rows += 2 * width * (heads + groups)
+    if layer.mixer is not None:
+        rows += layer.mixer.rows + layer.mixer.width
+    match layer.mlp:
+        case MlpSpec(width=width):
+            rows += (3 if layer.mlp.activation.gated else 2) * width
+        case MoeSpec(experts=experts, expert=expert, shared=shared, dense=dense):
+            beside = sum(mlp.width for mlp in (shared, dense) if mlp is not None)
+            rows += (3 if expert.activation.gated else 2) * (experts * expert.width + beside)
+    return rows
 
 
 def _refusal(where: object, what: str) -> CheckpointError:

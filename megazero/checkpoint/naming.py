@@ -8,43 +8,20 @@ our tensors is several of theirs, several rules take different parts of it. Sinc
 can be split again without moving anything, their tensor *seen as ours* is a view, through which it is both
 read and written. The notation is that of einops (Rogozhnikov 2022).
 
-The letters, whose sizes `dim_sizes` gives:
+A number is the size of a dim; the sizes of letters are what the model's spec says (`_ends`, `_dims`):
 
-====  ===========================================
-v     vocabulary
-p     positions
-h     hidden
-g     groups of heads that share a key and a value
-s     slots of a group: its queries, key and value
-d     channels of a head
-a     channels of the values of all query heads
-k     channels of all keys
-r     width of what latent attention makes queries of
-l     width of the small vector of latent attention
-z     that and its rotated key, together
-y     channels of a head that it makes of the small vector
-q     query heads
-f     inner width of the MLP
-c     halves of a gated MLP: gate, up
-e     hidden, where a square matrix has it twice
-j     two vectors of hidden width, one after the other
-t     kinds of tokens
-o     answers of the binary head: in order, swapped
-n     classes of a classifier
-x     experts of a layer
-m     inner width of an expert
-w     inner width of the shared experts, together; 1 if there are none
-u     outputs of the shared experts' gate: one
-b     kinds of distance with a bias of their own
-P     positions before the first, which OPT's table has
-G     groups of heads of a state-space mixer
-H     heads of such a group
-W     channels of these heads
-R     outputs of the first projection for a group
-C     channels of its convolution for a group
-T     rows that it sees
-M     channels of all heads of the mixer
-====  ===========================================
+==========  =====================================================================================
+anywhere    h and e hidden, j two vectors of that width
+ends        v vocabulary, p positions, b kinds of distance, q query heads, n classes
+attention   q query heads, g groups of them, s slots of a group: its queries, key and value,
+            d channels of a head, a channels of all values, k channels of all keys
+latent      q, d and a, r width of what queries are made of, l width of the small vector,
+            z that and the rotated key, y channels of a head that are made of the small vector
+MLP         f inner width
+experts     x experts, m inner width of an expert, w that of the shared ones together
+mixer       G groups of heads, H heads of a group, W their channels, R outputs of the first
+            projection, C channels of the convolution (all of a group), M channels of all heads
+==========  =====================================================================================
 
 A name of theirs with ``{x}`` is one tensor for each expert, which holds that expert's slot of x. A dim of
 theirs that is always 1 is ``()``.
@@ -64,8 +41,9 @@ from torch import Tensor
 
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.part import WEIGHT, Key
-from megazero.config.derive import experts_of
-from megazero.config.tree.model import ModelConfig
+from megazero.spec.experts import MoeSpec
+from megazero.spec.model import LayerSpec, ModelSpec
+from megazero.spec.parts import AttentionSpec, LatentAttentionSpec, MixerSpec, MlpSpec
 
 Take = tuple[str, slice]
 """The part of one of our dims that theirs holds; negative bounds count from the end."""
@@ -74,44 +52,50 @@ Sizes = Mapping[str, int]
 """Letter -> size, for a model."""
 
 
-def always(model: ModelConfig) -> bool:
-    """Whether a tensor is present: in every model."""
+def always(spec: ModelSpec | LayerSpec) -> bool:
+    """Whether a tensor is present: always."""
     return True
 
 
-def every_layer(model: ModelConfig, number: int) -> bool:
-    """Whether a tensor is present: in every layer."""
-    return True
-
-
-def biased(model: ModelConfig) -> bool:
+def biased(spec: ModelSpec) -> bool:
     """Whether a tensor is present: where linear layers have biases."""
-    return model.add_bias_linear
+    return spec.stream.bias
 
 
-def with_experts(model: ModelConfig, number: int) -> bool:
-    """Whether a tensor is present: in layers with experts."""
-    return experts_of(model, number) > 0
-
-
-def with_shared_experts(model: ModelConfig, number: int) -> bool:
-    """Whether a tensor is present: in layers with experts, if some of them are shared."""
-    return model.moe_shared_expert_intermediate_size is not None and with_experts(model, number)
-
-
-def without_experts(model: ModelConfig, number: int) -> bool:
-    """Whether a tensor is present: in dense layers."""
-    return experts_of(model, number) == 0
-
-
-def qkv_biased(model: ModelConfig) -> bool:
-    """Whether a tensor is present: where queries, keys and values have biases."""
-    return model.qkv_bias
-
-
-def untied(model: ModelConfig) -> bool:
+def untied(spec: ModelSpec) -> bool:
     """Whether a tensor is present: where the output head has a weight of its own."""
-    return model.untie_embeddings_and_output_weights
+    return not spec.head.tied
+
+
+def with_experts(layer: LayerSpec) -> bool:
+    """Whether a tensor is present: in layers with experts."""
+    return layer.experts > 0
+
+
+def with_shared_experts(layer: LayerSpec) -> bool:
+    """Whether a tensor is present: in layers with experts, if some of them are shared."""
+    return isinstance(layer.mlp, MoeSpec) and layer.mlp.shared is not None
+
+
+def without_experts(layer: LayerSpec) -> bool:
+    """Whether a tensor is present: in layers with an MLP."""
+    return isinstance(layer.mlp, MlpSpec)
+
+
+def qkv_biased(spec: ModelSpec) -> bool:
+    """Whether a tensor is present: where queries, keys and values have biases."""
+    return any(isinstance(part, AttentionSpec) and part.qkv_bias for part in spec.attentions())
+
+
+def of_kinds(letters: str) -> Callable[[LayerSpec], bool]:
+    """Whether a tensor is present: in layers with a part of these letters, as a hybrid pattern has them."""
+
+    def present(layer: LayerSpec) -> bool:
+        mlp = "E" if layer.experts else "-" * (layer.mlp is not None)
+        parts = f"{'*' * (layer.attention is not None)}{'M' * (layer.mixer is not None)}{mlp}"
+        return any(letter in letters for letter in parts)
+
+    return present
 
 
 @dataclass(frozen=True)
@@ -122,13 +106,14 @@ class TensorRule:
         ours: global name, behind which ``/kind`` says which of its tensors, unless it is the weight (see
             `Key`); ``{i}`` stands for every layer's number.
         dims: our dims, a letter each.
-        theirs: their name; ``{i-1}`` stands for the number of the layer before, ``{last}`` for the last
+        theirs: their name; ``{i-1}`` stands for the number of the layer before (the
+            first one has no such tensor), ``{last}`` for the last
             one's, ``{j}`` for a decoder's layer's own after an encoder, ``{i/2}`` for that of a layer of
             theirs that two of ours are, ``{x}`` for every expert's.
         their_dims: their dims, with merged ones in parentheses.
         take: the part of ours that theirs holds, which may depend on the sizes; None for all.
         when: says whether a model has these tensors.
-        layer: says whether a layer, given the model and the layer's number, has them, as layers may differ.
+        layer: says whether a layer has them, as layers may differ.
     """
 
     ours: str
@@ -136,8 +121,8 @@ class TensorRule:
     theirs: str
     their_dims: str
     take: Take | Callable[[Sizes], Take] | None = None
-    when: Callable[[ModelConfig], bool] = always
-    layer: Callable[[ModelConfig, int], bool] = every_layer
+    when: Callable[[ModelSpec], bool] = always
+    layer: Callable[[LayerSpec], bool] = always
 
 
 @dataclass(frozen=True)
@@ -212,46 +197,37 @@ def cut(box: Box, dims: Sequence[int], limit: int) -> Iterator[Box]:
         yield from cut(Box(tuple(offset), tuple(shape)), dims[1:], limit)
 
 
-def dim_sizes(model: ModelConfig, vocab_size: int) -> Sizes:
-    """Letter -> size, for this model."""
-    groups, n = model.mamba_num_groups, model.mamba_state_dim
-    return MappingProxyType(
-        {
-            "v": vocab_size,
-            "p": model.positions,
-            "h": model.hidden_size,
-            "g": model.kv_heads,
-            "s": model.num_attention_heads // model.kv_heads + 2,
-            "d": model.head_dim,
-            "a": model.num_attention_heads * model.value_dim,
-            "k": model.kv_heads * model.head_dim,
-            "r": model.q_lora_rank or model.hidden_size,
-            "l": model.kv_lora_rank,
-            "z": model.kv_lora_rank + model.qk_pos_emb_head_dim,
-            "y": model.qk_head_dim + model.v_head_dim,
-            "q": model.num_attention_heads,
-            "f": model.ffn_size,
-            "c": 2,
-            "e": model.hidden_size,
-            "j": 2 * model.hidden_size,
-            "t": 2,
-            "o": 2,
-            "n": model.num_classes or 0,
-            "x": max(model.num_experts, default=0),
-            "m": model.expert_ffn_size,
-            "w": model.moe_shared_expert_intermediate_size or 1,
-            "u": 1,
-            "b": model.t5_relative_buckets,
-            "P": 2,
-            "G": groups,
-            "H": (model.mamba_heads or 0) // groups,
-            "W": model.mamba_width // groups,
-            "R": model.mamba_rows // groups,
-            "C": model.mamba_width // groups + 2 * n,
-            "T": 4,
-            "M": model.mamba_width,
-        }
-    )
+def _ends(spec: ModelSpec, vocab_size: int) -> Sizes:
+    """The sizes of dims beside the layers."""
+    hidden = spec.stream.width
+    return {
+        **{"h": hidden, "e": hidden, "j": 2 * hidden, "v": vocab_size, "p": spec.positions},
+        "b": 0 if spec.relative is None else spec.relative.kinds,
+        "q": max((attention.heads for attention in spec.attentions()), default=0),
+        "n": spec.head.classes or 0,
+    }
+
+
+def _dims(layer: LayerSpec) -> Sizes:
+    """The sizes of dims in a layer."""
+    hidden = layer.stream.width
+    sizes = {"h": hidden, "e": hidden, "j": 2 * hidden}
+    for part in (layer.attention, layer.mixer, layer.mlp):
+        match part:
+            case AttentionSpec(heads=n, groups=g, head_dim=d):
+                sizes |= {"q": n, "g": g, "s": n // g + 2, "d": d, "a": n * d, "k": g * d}
+            case LatentAttentionSpec(heads=n, rank=rank):
+                sizes |= {"q": n, "d": part.head_dim, "a": n * part.value_dim, "l": rank}
+                sizes |= {"r": part.query_rank or hidden, "z": rank + part.rotary_dim}
+                sizes["y"] = part.plain_dim + part.value_dim
+            case MixerSpec(groups=g, width=width):
+                sizes |= {"G": g, "H": part.heads // g, "W": width // g, "R": part.rows // g, "M": width}
+                sizes["C"] = width // g + 2 * part.state
+            case MlpSpec(width=width):
+                sizes["f"] = width
+            case MoeSpec(experts=experts, expert=expert, shared=shared):
+                sizes |= {"x": experts, "m": expert.width, "w": 0 if shared is None else shared.width}
+    return sizes
 
 
 @dataclass(frozen=True)
@@ -261,20 +237,27 @@ class Table:
     links: tuple[Link, ...]
 
     @classmethod
-    def of(cls, rules: Iterable[TensorRule], model: ModelConfig, vocab_size: int) -> Table:
-        """The rules for a model of this shape."""
-        sizes = dim_sizes(model, vocab_size)
-        present = [rule for rule in rules if rule.when(model)]
+    def of(
+        cls, rules: Iterable[TensorRule], spec: ModelSpec, vocab_size: int, *, behind: bool = False
+    ) -> Table:
+        """The rules for a model; with `behind`, those of layers alone, for the layers of further tokens."""
+        every, count = spec.every_layer, len(spec.layers)
+        numbers = range(count, len(every)) if behind else range(count)
+        ends, sides = (count - 1, spec.encoder_layers), _ends(spec, vocab_size)
+        sizes = {number: _dims(every[number]) for number in numbers}
         links = []
         # Layer after layer, so that a file holds whole ones.
-        for layered, run in groupby(present, lambda rule: "{i}" in rule.ours):
+        for layered, run in groupby((r for r in rules if r.when(spec)), lambda rule: "{i}" in rule.ours):
             block = list(run)
-            ends = model.num_layers - 1, model.encoder_layers
-            for number in range(model.num_layers) if layered else (None,):
-                here = [rule for rule in block if number is None or rule.layer(model, number)]
-                for rule in here:
-                    slots = range(sizes["x"]) if "{x}" in rule.theirs else (None,)
-                    links += [_link(rule, number, slot, ends, sizes) for slot in slots]
+            if not layered:
+                links += [] if behind else [_link(rule, None, None, ends, sides) for rule in block]
+                continue
+            for number in numbers:
+                for rule in block:
+                    if not rule.layer(every[number]) or (number == 0 and "{i-1}" in rule.theirs):
+                        continue
+                    slots = range(sizes[number]["x"]) if "{x}" in rule.theirs else (None,)
+                    links += [_link(rule, number, slot, ends, sizes[number]) for slot in slots]
         return cls(tuple(links))
 
     @cached_property
@@ -300,7 +283,7 @@ def _link(
     rule: TensorRule, number: int | None, slot: int | None, ends: tuple[int, int], sizes: Sizes
 ) -> Link:
     letters = rule.dims.split()
-    shape = tuple(sizes[letter] for letter in letters)
+    shape = tuple(int(letter) if letter.isdigit() else sizes[letter] for letter in letters)
     take = rule.take(sizes) if callable(rule.take) else rule.take
     takes: list[Take] = [] if take is None else [take]
     if slot is not None:

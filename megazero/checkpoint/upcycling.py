@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.part import WEIGHT, Key, Part, Source
-from megazero.config.derive import EXPERT_FIELDS, experts_of, moe_layers
+from megazero.config.derive import EXPERT_FIELDS
 from megazero.config.tree.model import ModelConfig
+from megazero.spec.model import ModelSpec
 
 _MATRICES = ("up", "down")
 _KINDS = ("weight", "bias")
@@ -27,32 +28,32 @@ def dense_model(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update=defaults)
 
 
-def router_names(model: ModelConfig) -> tuple[str, ...]:
+def router_names(spec: ModelSpec) -> tuple[str, ...]:
     """The weights that a dense model has nothing for."""
-    kinds = ("weight", "logit_bias") if model.moe_router_bias else ("weight",)
-    return tuple(f"layers.{layer}.mlp.router.{kind}" for layer in moe_layers(model) for kind in kinds)
+    kinds = ("weight", "logit_bias") if spec.router is not None and spec.router.bias else ("weight",)
+    return tuple(f"layers.{layer}.mlp.router.{kind}" for layer in spec.expert_layers for kind in kinds)
 
 
 class Upcycled:
     """The weights of a model with experts but those of its routers, as a `Source`.
 
     Args:
-        source: holds the weights of `dense_model(model)`; other kinds are left out.
-        model: the model with experts.
+        source: holds the weights of the `dense_model`; other kinds are left out.
+        spec: the model with experts.
 
     Attributes:
         shapes: the shapes of everything that it holds.
     """
 
-    def __init__(self, source: Source, model: ModelConfig):
+    def __init__(self, source: Source, spec: ModelSpec):
         self._source = source
         self._copied: dict[Key, Key] = {}
         shapes = {key: tuple(shape) for key, shape in source.shapes.items() if key.kind == WEIGHT}
-        for layer in moe_layers(model):
+        for layer in spec.expert_layers:
             for name in (f"{matrix}.{kind}" for matrix in _MATRICES for kind in _KINDS):
                 dense, expert = Key(f"layers.{layer}.mlp.{name}"), Key(f"layers.{layer}.mlp.experts.{name}")
                 if dense in shapes:
-                    shapes[expert] = (experts_of(model, layer), *shapes.pop(dense))
+                    shapes[expert] = (spec.every_layer[layer].experts, *shapes.pop(dense))
                     self._copied[expert] = dense
         self.shapes: Mapping[Key, tuple[int, ...]] = MappingProxyType(shapes)
 

@@ -89,17 +89,6 @@ def filled_model(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update=written)
 
 
-def experts_of(model: ModelConfig, layer: int) -> int:
-    """Number of experts of a layer (from 0); 0 for a dense one."""
-    return model.experts_at(layer)
-
-
-def moe_layers(model: ModelConfig) -> tuple[int, ...]:
-    """The layers that have experts, by number from 0, in order; those that predict further tokens too."""
-    layers = (*range(model.num_layers), *model.further_layers) if model.num_experts else ()
-    return tuple(layer for layer in layers if model.experts_at(layer))
-
-
 def balanced_by_micro_batch(model: ModelConfig) -> bool:
     """Whether what a token gets, or its loss, depends on which sequences share its micro-batch."""
     if not model.num_experts:

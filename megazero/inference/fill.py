@@ -121,9 +121,9 @@ class MaskFiller:
             ids = [*self._encode_around_masks(segment), self._ids["sep"]]
             tokens += ids
             types += [kind] * len(ids)
-        if len(tokens) > self.model.config.positions:
+        if len(tokens) > self.model.spec.positions:
             raise DataError(
-                f"`text` must have at most {self.model.config.positions} tokens, the model's positions, but "
+                f"`text` must have at most {self.model.spec.positions} tokens, the model's positions, but "
                 f"text {number} has {len(tokens)} with the special ones; shorten it"
             )
         return MaskedText(tokens, types)

@@ -164,11 +164,12 @@ def _check(
                 f"`prompts` must have tokens in [0, {model.vocab_size}), but those of prompt {i} range from "
                 f"{low} to {high}; was it made with another tokenizer?"
             )
-    positions = model.config.positions
+    positions = model.spec.positions
     # The last token drawn is never fed.
     needed = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens - 1
-    learned = model.config.position_embedding_type == "learned_absolute"
-    if (learned or model.config.is_sparse) and needed > positions:
+    learned = model.spec.embedding.positions > 0
+    sparse = any(attention.sight.sparse for attention in model.spec.attentions())
+    if (learned or sparse) and needed > positions:
         kind = "learned positions" if learned else "positions of the sparse attention's layout"
         raise ConfigError(
             f"`prompt length + max_new_tokens - 1` must be at most the {positions} {kind}, but is "

@@ -8,7 +8,6 @@ from typing import Generic, Literal
 import torch
 from torch import Tensor, nn
 
-from megazero.config.tree.model import ModelConfig
 from megazero.inference.cache import KeyValueCache
 from megazero.inference.shared_cache import SharedCache
 from megazero.layers.collectives import gather_features
@@ -21,6 +20,7 @@ from megazero.models.bert_batch import BertBatch
 from megazero.models.chunk import StagedChunk
 from megazero.mpu.group import Group, Transfer
 from megazero.mpu.solo_group import SoloGroup
+from megazero.spec.model import ModelSpec
 
 Cache = KeyValueCache | SharedCache
 
@@ -61,9 +61,9 @@ class StagedModel(Generic[M]):
         return next(iter(self.chunks.values()))
 
     @property
-    def config(self) -> ModelConfig:
-        """The model's shape."""
-        return self.any_part.config
+    def spec(self) -> ModelSpec:
+        """The model, layer by layer."""
+        return self.any_part.spec
 
     @property
     def placement(self) -> Placement:

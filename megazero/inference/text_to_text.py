@@ -142,8 +142,8 @@ def _check(model: StagedModel[PairBatch], sources: Sequence[Sequence[int]], max_
                 f"`sources` must have tokens in [0, {model.vocab_size}), but those of text {i} are "
                 f"{list(source)[:8]}; were they made with another tokenizer?"
             )
-    longest, positions = max(max_new_tokens, *map(len, sources)), model.config.positions
-    if model.config.position_embedding_type == "learned_absolute" and longest > positions:
+    longest, positions = max(max_new_tokens, *map(len, sources)), model.spec.positions
+    if model.spec.embedding.positions and longest > positions:
         raise ConfigError(
             f"texts and answers must be at most {positions} tokens long, the learned positions, but may be "
             f"{longest}; shorten the text or set fewer new tokens"

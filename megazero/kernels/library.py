@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 _Made = TypeVar("_Made")
@@ -64,17 +64,13 @@ class KernelLibrary:
             ctypes.ArgumentError, TypeError: the function does not take these arguments.
         """
         function = self._functions.get(name) or self._function(name)
-        values: list[Any] = []
         devices: set[int] = set()
-        for argument in arguments:
-            if isinstance(argument, Tensor):
-                values.append(_address(argument, devices))
-            elif argument is None or isinstance(argument, (int, float)):
-                values.append(argument)
-            elif isinstance(argument, torch.dtype):
-                values.append(DTYPE_CODES[argument])
-            else:
-                values.append(_array(argument, devices))
+        values = [
+            argument
+            if (kind := type(argument)) in _AS_THEY_ARE
+            else _CONVERTED.get(kind, _other)(argument, devices)
+            for argument in arguments
+        ]
         if len(devices) != 1:
             raise ValueError(f"the kernel `{name}` must get tensors of one device, but they are on {devices}")
         code = self._start(function, values, *devices)
@@ -188,3 +184,21 @@ def _array(members: Sequence[Any], devices: set[int]) -> ctypes.Array[Any]:
     values = [_address(x, devices) if isinstance(x, Tensor) else x or 0 for x in members]
     element = ctypes.c_double if float in set(map(type, values)) else ctypes.c_int64
     return (element * len(values))(*values)
+
+
+def _code(dtype: torch.dtype, devices: set[int]) -> int:
+    return DTYPE_CODES[dtype]
+
+
+def _other(argument: Any, devices: set[int]) -> Any:
+    """What a launch gets for an argument of a type that few have, such as a tensor's subclass."""
+    if isinstance(argument, Tensor):
+        return _address(argument, devices)
+    return argument if isinstance(argument, (int, float)) else _array(argument, devices)
+
+
+# A launch has ten arguments and more: their types are looked up rather than asked for one after the other.
+_AS_THEY_ARE = frozenset({type(None), int, float, bool})
+_CONVERTED: MappingProxyType[type, Callable[[Any, set[int]], Any]] = MappingProxyType(
+    {Tensor: _address, nn.Parameter: _address, torch.dtype: _code, list: _array, tuple: _array}
+)

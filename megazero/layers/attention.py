@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megazero.config.tree.model import ModelConfig
 from megazero.layers.computed_again import computed_again
 from megazero.layers.cores import core_of
 from megazero.layers.inputs import Attends, LayerInputs
-from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.norm import Norm
 from megazero.layers.patterns import OwnSlopes, pattern_of
 from megazero.layers.placement import Placement
@@ -20,6 +19,7 @@ from megazero.ops.attention import Softcap
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.included import Included
 from megazero.ops.rotary import apply_rotary
+from megazero.spec.parts import AttentionSpec, NormSpec
 
 
 class SelfAttention(nn.Module):
@@ -32,68 +32,57 @@ class SelfAttention(nn.Module):
     With an output gate there is a gate for each query head, behind the group's query heads.
 
     Args:
-        causal: whether a position attends only to itself and earlier ones.
         recompute: whether to drop the attention core's activations and compute them again in backward
             (selective recompute, Korthikanti et al. 2022).
     """
 
-    def __init__(
-        self, layer: int, config: ModelConfig, placement: Placement, *, causal: bool, recompute: bool = False
-    ):
+    def __init__(self, layer: int, spec: AttentionSpec, placement: Placement, *, recompute: bool = False):
         super().__init__()
-        pattern = pattern_of(config, layer, placement.tp, causal)
-        self.attends = Attends(layer, causal, config.attention_dropout, pattern, config.softmax_scale)
+        name, stream = f"layers.{layer}.attention", spec.stream
+        pattern = pattern_of(spec.sight, layer, placement.tp)
+        self.attends = Attends(layer, spec.sight.causal, spec.dropout, pattern, spec.scale)
         self.core = core_of(placement, layer)
-        self.slopes = OwnSlopes.of(config, placement)
-        cap = config.attn_logit_softcapping
-        self.softcap = None if cap is None else Softcap(cap)
-        self.softmax_type = config.softmax_type
-        self.softmax_offset = self._offset_of(layer, config, placement)
-        self.rotary = rotary_tables_at(config, layer)
-        self.interleaved = config.rotary_dim if config.rotary_interleaved else None
+        self.slopes = OwnSlopes.of(spec.heads, placement) if spec.alibi else None
+        self.softcap = None if spec.softcap is None else Softcap(spec.softcap)
+        self.softmax_type = spec.softmax
+        self.softmax_offset = self._offset_of(name, spec, placement)
+        self.rotary = rotary_tables_at(spec.rotary)
+        self.interleaved = spec.interleaved
         self.recompute = recompute
-        queries = config.num_attention_heads // config.kv_heads
-        self.heads = (queries, queries, 1, 1) if config.attention_output_gate else (queries, 1, 1)
-        self.q_norm = self._norm_of("q_norm", config.num_attention_heads, layer, config, placement)
-        self.k_norm = self._norm_of("k_norm", config.kv_heads, layer, config, placement)
+        queries = spec.heads // spec.groups
+        self.heads = (queries, queries, 1, 1) if spec.gated else (queries, 1, 1)
+
+        def norm(which: str, of: NormSpec | None) -> Norm | None:
+            return None if of is None else Norm(f"{name}.{which}", of, placement)
+
+        self.q_norm, self.k_norm = norm("q_norm", spec.q_norm), norm("k_norm", spec.k_norm)
         self.qkv = ColumnParallelLinear(
-            f"layers.{layer}.attention.qkv",
-            config.hidden_size,
-            (config.kv_heads, sum(self.heads), config.head_dim),
+            f"{name}.qkv",
+            stream.width,
+            (spec.groups, sum(self.heads), spec.head_dim),
             placement,
-            bias=config.qkv_bias,
-            std=config.init_method_std,
+            bias=spec.qkv_bias,
+            std=stream.std,
             matrices=Matrices(parts=self.heads, dim=1),
         )
         self.out = RowParallelLinear(
-            f"layers.{layer}.attention.out",
-            config.num_attention_heads * config.head_dim,
-            config.hidden_size,
+            f"{name}.out",
+            spec.heads * spec.head_dim,
+            stream.width,
             placement,
-            bias=config.add_bias_linear,
-            std=residual_std(config),
+            bias=stream.bias,
+            std=stream.out_std,
         )
-
-    def _offset_of(self, layer: int, config: ModelConfig, placement: Placement) -> nn.Parameter | None:
-        if config.softmax_type != "learnable":
-            return None
-        spec = ParamSpec(
-            f"layers.{layer}.attention.softmax_offset",
-            (config.num_attention_heads,),
-            InitialValues("normal", config.init_method_std),
-            (Cut(0, "tp"),),
-            weight_decay=False,
-        )
-        return placement.parameter(spec)
 
     @staticmethod
-    def _norm_of(name: str, heads: int, layer: int, config: ModelConfig, placement: Placement) -> Norm | None:
-        if not config.qk_layernorm:
+    def _offset_of(name: str, spec: AttentionSpec, placement: Placement) -> nn.Parameter | None:
+        if spec.softmax != "learnable":
             return None
-        scope, decayed = config.qk_layernorm_scope, config.apply_wd_to_qk_layernorm
-        features = config.head_dim * (heads if scope == "projection" else 1)
-        name = f"layers.{layer}.attention.{name}"
-        return Norm(name, config, placement, features, scope=scope, decayed=decayed)
+        drawn = InitialValues("normal", spec.stream.std)
+        cuts = (Cut(0, "tp"),)
+        return placement.parameter(
+            ParamSpec(f"{name}.softmax_offset", (spec.heads,), drawn, cuts, weight_decay=False)
+        )
 
     @property
     def last(self) -> RowParallelLinear:

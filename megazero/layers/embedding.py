@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from megazero.config.tree.model import ModelConfig
 from megazero.errors import DataError
 from megazero.layers.collectives import reduce_from_slices, reduce_scatter_sequence
 from megazero.layers.inputs import LayerInputs
@@ -15,19 +14,29 @@ from megazero.layers.placement import Placement
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.ops.dropout import dropout_mask_hidden
 from megazero.ops.embedding import embedding
+from megazero.spec.model import EmbeddingSpec, HeadSpec
+from megazero.spec.parts import StreamSpec
 
 
-def vocabulary_spec(name: str, vocab_size: int, padded_size: int, config: ModelConfig) -> ParamSpec:
+def vocabulary_spec(name: str, vocab: tuple[int, int], stream: StreamSpec) -> ParamSpec:
     """The spec of a [vocab, h] weight (embedding or output head), padded to divide over the ranks."""
-    normal = InitialValues("normal", config.init_method_std)
-    return ParamSpec(name, (vocab_size, config.hidden_size), normal, (Cut(0, "tp", padded_size),))
+    size, padded = vocab
+    normal = InitialValues("normal", stream.std)
+    return ParamSpec(name, (size, stream.width), normal, (Cut(0, "tp", padded),))
 
 
-def output_weight(config: ModelConfig, vocab: tuple[int, int], placement: Placement) -> nn.Parameter:
+def output_weight(head: HeadSpec, vocab: tuple[int, int], placement: Placement) -> nn.Parameter:
     """A weight for the output head of a stage that does not hold the embedding: its own, or a tied copy."""
-    spec = vocabulary_spec("head.weight", *vocab, config)
-    if not config.untie_embeddings_and_output_weights:
+    spec = vocabulary_spec("head.weight", vocab, head.stream)
+    if head.tied:
         spec = replace(spec, tied_with="embedding.word.weight", shared=True)
+    return placement.parameter(spec)
+
+
+def logit_bias(vocab: tuple[int, int], placement: Placement) -> nn.Parameter:
+    """A bias [v/tp] for the logits."""
+    cut = Cut(0, "tp", vocab[1])
+    spec = ParamSpec("head.bias", (vocab[0],), InitialValues("zeros"), (cut,), weight_decay=False)
     return placement.parameter(spec)
 
 
@@ -35,43 +44,29 @@ class Embedding(nn.Module):
     """tokens [b, s] -> hidden states [s, b, h] ([s/tp, b, h] under sequence parallelism).
 
     Args:
-        vocab_size: entries that tokens may name.
-        padded_size: rows allocated, a multiple of the tensor-parallel size.
-        token_types: kinds of tokens that have a vector of their own, such as BERT's two segments; 0 for none.
+        vocab: entries that tokens may name, and rows allocated, a multiple of the tensor-parallel size.
 
     Raises:
         DataError: (forward, on CPU) a token lies outside the vocabulary. On a GPU, which does not wait to
             look, its hidden states are NaN, or torch's kernel stops.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        vocab_size: int,
-        padded_size: int,
-        placement: Placement,
-        token_types: int = 0,
-    ):
+    def __init__(self, spec: EmbeddingSpec, vocab: tuple[int, int], placement: Placement):
         super().__init__()
-        self.config = config
-        self.placement = placement
-        self.vocab_size = vocab_size
-        self.word = placement.parameter(
-            vocabulary_spec("embedding.word.weight", vocab_size, padded_size, config)
-        )
-        learned = config.position_embedding_type == "learned_absolute"
-        self.position = self._table("position", config.positions) if learned else None
-        self.norm: Norm | None = None
-        if config.embed_layernorm:
-            self.norm = Norm("embedding.norm", config, placement)
-        self.token_type = self._table("token_type", token_types) if token_types else None
+        self.spec, self.placement, self.vocab_size = spec, placement, vocab[0]
+        self.word = placement.parameter(vocabulary_spec("embedding.word.weight", vocab, spec.stream))
+        self.position = self._table("position", spec.positions)
+        self.norm = None if spec.norm is None else Norm("embedding.norm", spec.norm, placement)
+        self.token_type = self._table("token_type", spec.token_types)
 
-    def _table(self, name: str, rows: int) -> nn.Parameter:
+    def _table(self, name: str, rows: int) -> nn.Parameter | None:
         """A table of `rows` vectors that every rank holds whole; a rank looks up its own positions."""
+        if not rows:
+            return None
         spec = ParamSpec(
             f"embedding.{name}.weight",
-            (rows, self.config.hidden_size),
-            InitialValues("normal", self.config.init_method_std),
+            (rows, self.spec.stream.width),
+            InitialValues("normal", self.spec.stream.std),
             partial_grad=self.placement.sequence_parallel,
         )
         return self.placement.parameter(spec)
@@ -82,8 +77,8 @@ class Embedding(nn.Module):
         """tokens [b, s], positions [b, s] or [s], and token_types [b, s] where there is a table; int64."""
         spread = inputs.rows.spread
         x = words_of(tokens.t(), self.word, self.vocab_size, self.placement)  # [s, b, h]
-        if self.config.embedding_multiplier != 1.0:
-            x = x * self.config.embedding_multiplier
+        if self.spec.factor != 1.0:
+            x = x * self.spec.factor
         if self.norm is not None:
             x = self.norm(x)
         if self.position is not None:
@@ -92,9 +87,9 @@ class Embedding(nn.Module):
         if self.token_type is not None:
             assert token_types is not None, "a table of token types needs the tokens' types"
             x = x + _every_row(spread.of_columns(token_types.t()), self.token_type)
-        if self.config.fp32_residual_connection:
+        if self.spec.stream.fp32:
             x = x.float()
-        drop = inputs.dropout(self.config.hidden_dropout, "hidden", "embedding")
+        drop = inputs.dropout(self.spec.stream.dropout, "hidden", "embedding")
         if drop is None:
             return x
         return x * dropout_mask_hidden(drop, *x.shape) / (1.0 - drop.p)

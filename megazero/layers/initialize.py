@@ -35,7 +35,7 @@ def initialize_parameters(params: Iterable[nn.Parameter], seed: int, place: Plac
         if parameter.is_meta:
             continue
         if spec.init.kind != "normal":
-            parameter.fill_(1.0 if spec.init.kind == "ones" else 0.0)
+            parameter.fill_(1.0 if spec.init.kind == "ones" else spec.init.value)
             continue
         parameter.zero_()
         present = spec.present(place)

@@ -6,32 +6,23 @@ Megatron-LM's and DeepSeek's: the channels of a rotated part are pairs of neighb
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from megazero.config.tree.model import ModelConfig
 from megazero.layers.collectives import gather_for_parts, share_for_parts
 from megazero.layers.computed_again import computed_again
 from megazero.layers.cores import core_of
 from megazero.layers.inputs import Attends, AttentionCore, LayerInputs
-from megazero.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, residual_std
+from megazero.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megazero.layers.norm import Norm
 from megazero.layers.patterns import pattern_of
 from megazero.layers.placement import Placement
 from megazero.layers.rotary import halves, rotary_tables_at
 from megazero.ops.attention import Softcap
 from megazero.ops.rotary import apply_rotary
-
-
-def latent_scale(config: ModelConfig) -> float:
-    """The factor of scores: 1 / sqrt(d), which YaRN multiplies by (0.1 mscale_all_dim ln factor + 1)^2."""
-    sharper = 1.0
-    if config.scales_by_yarn:
-        sharper += 0.1 * config.mscale_all_dim * math.log(config.rotary_scaling_factor)
-    return sharper**2 / math.sqrt(config.head_dim)
+from megazero.spec.parts import LatentAttentionSpec, NormSpec
 
 
 class LatentAttention(nn.Module):
@@ -43,7 +34,6 @@ class LatentAttention(nn.Module):
     Between generation steps only the small vector and the rotated key are kept: r + c numbers of a token.
 
     Args:
-        causal: whether a position attends only to itself and earlier ones.
         recompute: whether to drop the attention core's activations and compute them again in backward.
         made_again: whether to drop keys and values too, and make them again.
     """
@@ -51,75 +41,63 @@ class LatentAttention(nn.Module):
     def __init__(
         self,
         layer: int,
-        config: ModelConfig,
+        spec: LatentAttentionSpec,
         placement: Placement,
         *,
-        causal: bool,
         recompute: bool = False,
         made_again: bool = False,
     ):
         super().__init__()
-        pattern = pattern_of(config, layer, placement.tp, causal)
-        scale = latent_scale(config)
-        self.attends = Attends(layer, causal, config.attention_dropout, pattern, scale)
-        cap = config.attn_logit_softcapping
-        self.softcap = None if cap is None else Softcap(cap)
-        self.rotary = rotary_tables_at(config, layer)
+        pattern = pattern_of(spec.sight, layer, placement.tp)
+        self.attends = Attends(layer, spec.sight.causal, spec.dropout, pattern, spec.scale)
+        self.softcap = None if spec.softcap is None else Softcap(spec.softcap)
+        self.rotary = rotary_tables_at(spec.rotary)
         self.core = core_of(placement, layer)
-        self.config, self.placement = config, placement
+        self.spec, self.placement = spec, placement
         self.recompute, self.made_again = recompute, made_again
         self.name = f"layers.{layer}.attention"
-        heads, turned = config.num_attention_heads, config.qk_pos_emb_head_dim
-        narrow, width = config.q_lora_rank, config.hidden_size
+        heads, turned, stream = spec.heads, spec.rotary_dim, spec.stream
+        narrow, width = spec.query_rank, stream.width
         self.query_down: nn.Module | None = None
         self.query_norm: nn.Module | None = None
         if narrow is not None:
-            self.query_down, self.query_norm = self._down("query_down", narrow), self._norm("query", narrow)
+            self.query_down = self._down("query_down", narrow)
+            self.query_norm = self._norm("query_norm", spec.query_norm)
             width = narrow
-        self.query = self._up("query", width, (heads, config.qk_head_dim + turned))
-        rank = config.kv_lora_rank
-        self.latent_down, self.latent_norm = (
-            self._down("latent_down", rank + turned),
-            self._norm("latent", rank),
-        )
-        self.latent_up = self._up("latent_up", rank, (heads, config.qk_head_dim + config.v_head_dim))
+        self.query = self._up("query", width, (heads, spec.head_dim))
+        self.latent_down = self._down("latent_down", spec.rank + turned)
+        self.latent_norm = self._norm("latent_norm", spec.latent_norm)
+        self.latent_up = self._up("latent_up", spec.rank, (heads, spec.plain_dim + spec.value_dim))
         self.out = RowParallelLinear(
             f"{self.name}.out",
-            heads * config.v_head_dim,
-            config.hidden_size,
+            heads * spec.value_dim,
+            stream.width,
             placement,
-            bias=config.add_bias_linear,
-            std=residual_std(config),
+            bias=stream.bias,
+            std=stream.out_std,
         )
 
     def _down(self, name: str, width: int) -> ReplicatedLinear:
-        config = self.config
-        named = f"{self.name}.{name}"
-        std = config.init_method_std
-        return ReplicatedLinear(named, config.hidden_size, width, self.placement, std, between=True)
+        named, stream = f"{self.name}.{name}", self.spec.stream
+        return ReplicatedLinear(named, stream.width, width, self.placement, stream.std, between=True)
 
     def _up(self, name: str, width: int, shape: tuple[int, int]) -> ColumnParallelLinear:
-        named, std = f"{self.name}.{name}", self.config.init_method_std
+        named, std = f"{self.name}.{name}", self.spec.stream.std
         return ColumnParallelLinear(named, width, shape, self.placement, bias=False, std=std)
 
-    def _norm(self, name: str, width: int) -> nn.Module | None:
-        config = self.config
-        if not config.qk_layernorm:
-            return None
-        named = f"{self.name}.{name}_norm"
-        decayed = config.apply_wd_to_qk_layernorm and name == "query"  # as in Megatron-LM
-        return Norm(named, config, self.placement, width, decayed=decayed)
+    def _norm(self, name: str, of: NormSpec | None) -> nn.Module | None:
+        return None if of is None else Norm(f"{self.name}.{name}", of, self.placement)
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
-        config, deferred = self.config, inputs.deferred
+        spec, deferred = self.spec, inputs.deferred
         assert inputs.rows.rotary is not None, "a rule asks for rotary positions"
         tables = inputs.rows.rotary[self.rotary]
         small = x if self.query_down is None else _normed(self.query_norm, self.query_down(x, deferred))
         q = self.query(small, deferred).unflatten(-1, self.query.local_shape)  # [s, b, n/tp, d]
-        own, turned = q.split((config.qk_head_dim, config.qk_pos_emb_head_dim), -1)
+        own, turned = q.split((spec.plain_dim, spec.rotary_dim), -1)
         q = torch.cat((own, apply_rotary(halves(turned, turned.shape[-1]), *tables)), -1)
         down = self.latent_down(x, deferred)
-        latent, key = down.split((config.kv_lora_rank, config.qk_pos_emb_head_dim), -1)
+        latent, key = down.split((spec.rank, spec.rotary_dim), -1)
         latent = _normed(self.latent_norm, latent)
         shared = self._shared(key)
         key = apply_rotary(halves(shared, shared.shape[-1]).unsqueeze(2), *tables)  # [s, b, 1, c]
@@ -141,7 +119,7 @@ class LatentAttention(nn.Module):
         of all of them are applied to queries and to the context: n (2 r + c) products for each pair instead
         of n (d + c + e), and n r (d + e) for each row instead of for each that is kept.
         """
-        rank, own, value = self.config.kv_lora_rank, self.config.qk_head_dim, self.config.v_head_dim
+        rank, own, value = self.spec.rank, self.spec.plain_dim, self.spec.value_dim
         if len(q) * (2 * rank - own - value) >= rank * (own + value):
             attends = replace(self.attends, unpacked=self._keys_and_values)
             return core(q, latent, key, inputs, attends, self.softcap)
@@ -165,7 +143,7 @@ class LatentAttention(nn.Module):
         """Keys [t, b, n/tp, d] and values [t, b, n/tp, e] of small vectors [t, b, 1, r] and [t, b, 1, c]."""
         deferred = None if inputs is None else inputs.deferred
         made = self.latent_up(latent.squeeze(2), deferred).unflatten(-1, self.latent_up.local_shape)
-        own, value = made.split((self.config.qk_head_dim, self.config.v_head_dim), -1)
+        own, value = made.split((self.spec.plain_dim, self.spec.value_dim), -1)
         return torch.cat((own, key.expand(-1, -1, own.shape[2], -1)), -1), value
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs) -> Tensor:

@@ -10,7 +10,6 @@ gradient.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megazero.config.tree.experts import ExpertsConfig
 from megazero.layers.collectives import gather_rows, reduce_from_slices, reduce_scatter_sequence
 from megazero.layers.inputs import Deferred
 from megazero.layers.placement import Placement
@@ -246,7 +244,7 @@ class ColumnParallelLinear(nn.Module):
         matrices: Matrices | None = ONE_MATRIX,
     ):
         super().__init__()
-        self.placement = placement
+        self.placement, self.tp, self.split = placement, placement.tp, placement.sequence_parallel
         cuts = (Cut(shard_dim, "tp"),)
         normal, zeros = InitialValues("normal", std), InitialValues("zeros")
         self.weight = placement.parameter(
@@ -263,9 +261,10 @@ class ColumnParallelLinear(nn.Module):
 
         detached: whether the caller makes the bias's gradient.
         """
-        placement = self.placement
-        bias = self.bias.detach() if detached and self.bias is not None else self.bias
-        return self.product(x, self.weight, bias, placement.tp, placement.sequence_parallel, deferred)
+        bias: Tensor | None = self.bias
+        if detached and bias is not None:
+            bias = bias.detach()
+        return self.product(x, self.weight, bias, self.tp, self.split, deferred)
 
 
 class RowParallelLinear(nn.Module):
@@ -297,7 +296,7 @@ class RowParallelLinear(nn.Module):
         std: float = 0.02,
     ):
         super().__init__()
-        self.placement = placement
+        self.placement, self.tp, self.alone = placement, placement.tp, SoloGroup()
         normal, cuts = InitialValues("normal", std), (Cut(1, "tp"),)
         self.weight = placement.parameter(
             ParamSpec(f"{name}.weight", (features, width), normal, cuts, matrices=ONE_MATRIX)
@@ -321,14 +320,13 @@ class RowParallelLinear(nn.Module):
         Or the one that the product includes, whose gradient the caller has to make. `deferred` is as in
         `column_linear`.
         """
-        alone, bias = SoloGroup(), self.bias
-        if self.placement.tp.size == 1:
+        alone, bias, tp = self.alone, self.bias, self.tp
+        if tp.size == 1:
             if bias is None or not self.hands_bias or not makes_sums(x):
                 return self.product(x, self.weight, bias, alone, False, deferred), None
             return self.product(x, self.weight, bias.detach(), alone, False, deferred), Included(bias)
         # A slice of the inputs needs nothing from the other ranks until the sum.
         partial = self.product(x, self.weight, None, alone, False, deferred)
-        tp = self.placement.tp
         if self.placement.sequence_parallel:
             return reduce_scatter_sequence(partial, tp), self.bias_left
         return reduce_from_slices(partial, tp, given_away=True), self.bias_left
@@ -336,7 +334,7 @@ class RowParallelLinear(nn.Module):
     @property
     def bias_left(self) -> nn.Parameter | None:
         """The bias that the caller still has to add."""
-        return None if self.placement.tp.size == 1 else self.bias
+        return None if self.tp.size == 1 else self.bias
 
 
 class ReplicatedLinear(nn.Module):
@@ -371,8 +369,3 @@ class ReplicatedLinear(nn.Module):
     def forward(self, x: Tensor, deferred: Deferred | None = None) -> Tensor:
         """The product plus the bias; `deferred` is as in `column_linear`."""
         return column_linear(x, self.weight, self.bias, SoloGroup(), False, deferred)
-
-
-def residual_std(config: ExpertsConfig) -> float:
-    """Initial standard deviation of layers that write to the residual stream (GPT-2, Radford et al. 2019)."""
-    return config.init_method_std / math.sqrt(config.residual_writers)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megazero.config.tree.transformer import TransformerConfig
 from megazero.layers.collectives import reduce_from_slices, share_for_parts
 from megazero.layers.placement import Placement
 from megazero.mpu.group import Group
@@ -13,6 +12,7 @@ from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.layer_norm import add_layer_norm, layer_norm
 from megazero.ops.rms_norm import add_rms_norm, rms_norm
+from megazero.spec.parts import NormSpec
 
 
 class Norm(nn.Module):
@@ -20,41 +20,28 @@ class Norm(nn.Module):
 
     Args:
         name: global name.
-        config: the model, which says which kind.
+        spec: its kind, and h.
         placement: ranks, dtype and device.
-        features: h; by default the width of hidden states.
-        scope: for queries and keys, of which each tensor-parallel rank has some heads. ``head``: h are the
-            channels of one head, and all heads share the weights. ``projection``: h are those of all heads,
-            and a rank has its part of them.
-        decayed: whether its weight and bias decay.
     """
 
-    def __init__(
-        self,
-        name: str,
-        config: TransformerConfig,
-        placement: Placement,
-        features: int | None = None,
-        *,
-        scope: str | None = None,
-        decayed: bool = False,
-    ):
+    def __init__(self, name: str, spec: NormSpec, placement: Placement):
         super().__init__()
-        self.eps, self.centred = config.norm_epsilon, config.apply_layernorm_1p
-        self.scope = scope
+        self.eps, self.centred, self.scope = spec.eps, spec.centred, spec.scope
+        scope = spec.scope
         self.slices: Group | None = placement.tp if scope == "projection" and placement.tp.size > 1 else None
         cuts = (Cut(0, "tp"),) if scope == "projection" else ()
         partial = placement.tp.size > 1 if scope == "head" else placement.sequence_parallel and not cuts
-        shape = (features or config.hidden_size,)
 
         def vector(suffix: str, init: InitialValues) -> nn.Parameter:
-            spec = ParamSpec(f"{name}.{suffix}", shape, init, cuts, decayed, partial_grad=partial)
-            return placement.parameter(spec)
+            place = ParamSpec(
+                f"{name}.{suffix}", (spec.features,), init, cuts, spec.decays, partial_grad=partial
+            )
+            return placement.parameter(place)
 
         zeros = InitialValues("zeros")
         self.weight = vector("weight", zeros if self.centred else InitialValues("ones"))
-        self.by_mean = config.normalization == "LayerNorm"
-        self.bias = vector("bias", zeros) if self.by_mean and config.norm_bias else None
+        self.by_mean = spec.by_mean
+        self.bias = vector("bias", zeros) if spec.bias else None
 
     def forward(
         self,

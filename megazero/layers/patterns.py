@@ -1,4 +1,4 @@
-"""The keys that a layer's attention sees by their places, and its biases, as the configuration says."""
+"""The keys that a layer's attention sees by their places, and its biases, as its spec says."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ from dataclasses import dataclass
 
 import torch
 
-from megazero.config.tree.model import ModelConfig
 from megazero.layers.placement import Placement
 from megazero.layers.sparse_layouts import own_layout
 from megazero.mpu.group import Group
 from megazero.ops.attention import ALL, Pattern, Slopes
+from megazero.spec.parts import SightSpec
 
 
-def pattern_of(config: ModelConfig, layer: int, heads: Group, causal: bool) -> Pattern:
+def pattern_of(sight: SightSpec, layer: int, heads: Group) -> Pattern:
     """The keys that a token sees in a layer: all, a window and the first tokens beside it, or some blocks.
 
     (Child et al. 2019; Xiao et al. 2023.)
 
     Args:
-        config: the model's settings.
+        sight: what it sees.
         layer: the layer's number, from 0.
         heads: the ranks that the heads are sliced over.
-        causal: whether a position attends only to itself and earlier ones.
     """
-    window, layout = config.window_at(layer), own_layout(config, layer, heads, causal)
-    if window is None:
+    layout = None if sight.sparse is None else own_layout(sight.sparse, layer, heads, causal=sight.causal)
+    if sight.window is None:
         return ALL if layout is None else Pattern(layout=layout)
-    return Pattern(window, config.window_sink_tokens, layout=layout)
+    return Pattern(sight.window, sight.sinks, layout=layout)
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -54,11 +53,9 @@ class OwnSlopes:
     made: Slopes | None = None
 
     @classmethod
-    def of(cls, config: ModelConfig, placement: Placement) -> OwnSlopes | None:
-        """The slopes of a model at a placement; None without ALiBi."""
-        if config.position_embedding_type != "alibi":
-            return None
-        slopes = alibi_slopes(config.num_attention_heads)
+    def of(cls, heads: int, placement: Placement) -> OwnSlopes:
+        """The slopes of `heads` heads at a placement."""
+        slopes = alibi_slopes(heads)
         here, first = len(slopes) // placement.tp.size, placement.tp.rank
         return cls(tuple(slopes[first * here : (first + 1) * here]))
 

@@ -2,64 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megazero.config.tree.model import ModelConfig
 from megazero.layers.rows import Spread
 from megazero.ops.rotary import rotary_table
 from megazero.ops.rotary_frequencies import (
     UNSCALED,
     LinearScaling,
     Llama3Scaling,
-    RotaryScaling,
     YarnScaling,
     yarn_magnitude,
 )
+from megazero.ops.rotary_frequencies import RotaryScaling as Slowed
+from megazero.spec.parts import RotaryScaling, RotarySpec
 
 MOST_POSITIONS_IN_FP32 = 131_072
 """Models of more positions compute angles in fp64. Published weights of fewer know the error of fp32."""
 
 
-def rotary_scaling(config: ModelConfig) -> RotaryScaling:
-    """How a model slows its channels down."""
-    if config.scales_by_yarn:
-        factor = config.rotary_scaling_factor
-        return YarnScaling(
-            factor,
-            config.yarn_original_max_position_embeddings,
-            config.yarn_beta_fast,
-            config.yarn_beta_slow,
-            config.yarn_correction_range_round_to_int,
-            yarn_magnitude(factor, config.mscale, config.mscale_all_dim),
-        )
-    if config.use_rope_scaling:
-        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-        return Llama3Scaling(
-            config.rope_scaling_factor, low, high, config.rope_original_max_position_embeddings
-        )
-    divisor = config.rotary_seq_len_interpolation_factor
-    return UNSCALED if divisor is None else LinearScaling(divisor)
+def rotary_scaling(spec: RotaryScaling | None) -> Slowed:
+    """The way in which a model slows its channels down."""
+    if spec is None:
+        return UNSCALED
+    match spec.kind:
+        case "yarn":
+            magnitude = yarn_magnitude(spec.factor, *spec.sharper)
+            return YarnScaling(spec.factor, spec.original, spec.fast, spec.slow, spec.rounded, magnitude)
+        case "llama3":
+            return Llama3Scaling(spec.factor, spec.slow, spec.fast, spec.original)
+        case _:
+            return LinearScaling(spec.factor)
 
 
-def rotary_of(config: ModelConfig, positions: Tensor) -> tuple[Tensor, ...] | None:
-    """cos and sin of the angles at `positions`, int64 [s] or [s, b]; None if the model rotates nothing.
-
-    Where layers with a window have a base of their own, their cos and sin follow.
-    """
-    if not config.rotates:
-        return None
-    kinds = [(config.rotary_base, rotary_scaling(config))]
-    if config.window_rotary_base is not None:
-        kinds.append((config.window_rotary_base, UNSCALED))
-    exact = config.positions > MOST_POSITIONS_IN_FP32
+def rotary_of(specs: Sequence[RotarySpec], positions: Tensor) -> tuple[Tensor, ...] | None:
+    """cos and sin of each table at `positions`, int64 [s] or [s, b]; None if the model rotates nothing."""
     tables = (
-        rotary_table(positions, config.rotary_dim, base, scaling=scaling, exact=exact)
-        for base, scaling in kinds
+        rotary_table(
+            positions,
+            spec.channels,
+            spec.base,
+            scaling=rotary_scaling(spec.scaling),
+            exact=spec.positions > MOST_POSITIONS_IN_FP32,
+        )
+        for spec in specs
     )
-    return tuple(table for pair in tables for table in pair)
+    return tuple(table for pair in tables for table in pair) or None
 
 
 def halves(x: Tensor, rotated: int) -> Tensor:
@@ -68,12 +59,9 @@ def halves(x: Tensor, rotated: int) -> Tensor:
     return torch.cat(pairs if rotated == x.shape[-1] else (*pairs, x[..., rotated:]), -1)
 
 
-def rotary_tables_at(config: ModelConfig, layer: int) -> slice:
-    """The place of a layer's cos and sin in what `rotary_of` gives; empty if the layer rotates nothing."""
-    if not config.rotates_at(layer):
-        return slice(0, 0)
-    own = config.window_rotary_base is not None and config.window_at(layer) is not None
-    return slice(2, 4) if own else slice(0, 2)
+def rotary_tables_at(number: int | None) -> slice:
+    """The place of a table's cos and sin in what `rotary_of` gives; empty for None."""
+    return slice(0, 0) if number is None else slice(2 * number, 2 * number + 2)
 
 
 @dataclass(frozen=True)
@@ -81,12 +69,12 @@ class RotaryOfColumns:
     """Makes the tables of this rank's columns.
 
     Attributes:
-        config: the model.
+        specs: the tables.
         positions: int64 [s] or [s, b], those of all columns.
         spread: how columns lie on ranks.
     """
 
-    config: ModelConfig
+    specs: Sequence[RotarySpec]
     positions: Tensor
     spread: Spread
 
@@ -99,4 +87,4 @@ class RotaryOfColumns:
         positions = self.positions
         if columns is not None:
             positions = positions[columns] if positions.dim() == 1 else positions.gather(0, columns)
-        return rotary_of(self.config, self.spread.own_columns(positions))
+        return rotary_of(self.specs, self.spread.own_columns(positions))

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megazero.config.derive import experts_of
-from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.recompute import RecomputeConfig
 from megazero.layers.computed_again import computed_again, saved_as
 from megazero.layers.inputs import LayerInputs
@@ -19,6 +17,7 @@ from megazero.layers.sums import Sums
 from megazero.ops.bias_dropout_add import bias_dropout_add
 from megazero.ops.dropout import Dropout
 from megazero.ops.included import Included, settled
+from megazero.spec.model import LayerSpec
 
 Forward = Callable[[Tensor, LayerInputs], tuple[Tensor, Sums]]
 """The `forward` of a layer."""
@@ -43,7 +42,7 @@ class TransformerLayer(nn.Module):
     def __init__(
         self,
         layer: int,
-        config: ModelConfig,
+        spec: LayerSpec,
         placement: Placement,
         attention: nn.Module,
         mlp: nn.Module,
@@ -51,19 +50,18 @@ class TransformerLayer(nn.Module):
     ):
         super().__init__()
         recompute = recompute or RecomputeConfig()
-        self.norms_again = recompute.again("layernorm") and config.norm_position != "output"
-        self.mlp_again = recompute.again("moe" if experts_of(config, layer) else "mlp")
+        self.norms_again = recompute.again("layernorm") and spec.norms != "output"
+        self.mlp_again = recompute.again("moe" if spec.experts else "mlp")
         self.layer = layer
         self.placement = placement
-        self.dropout = config.hidden_dropout
-        self.residual_after_norm = config.apply_residual_connection_post_layernorm
-        self.parallel, self.one_norm = config.use_parallel_residual, config.share_parallel_norm
-        self.branch_scale = config.residual_multiplier
+        self.dropout, self.branch_scale = spec.stream.dropout, spec.stream.scale
+        self.residual_after_norm = spec.residual_after_norm
+        self.parallel, self.one_norm = spec.parallel, spec.one_norm
 
         def norm(name: str, position: str) -> Norm | None:
-            if config.norm_position not in (position, "both"):
+            if spec.norms not in (position, "both"):
                 return None
-            return Norm(f"layers.{layer}.{name}", config, placement)
+            return Norm(f"layers.{layer}.{name}", spec.norm, placement)
 
         self.input_norm = norm("input_norm", "input")
         self.attention = attention
@@ -148,7 +146,7 @@ class TransformerLayer(nn.Module):
         return scaled(out, bias, scale)
 
     def _dropout(self, inputs: LayerInputs, site: str) -> Dropout | None:
-        return inputs.layer_dropout(self.dropout, self.layer, site)
+        return None if self.dropout == 0.0 else inputs.layer_dropout(self.dropout, self.layer, site)
 
 
 def layers_of(blocks: Iterable[nn.Module]) -> list[TransformerLayer]:

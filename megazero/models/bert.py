@@ -12,10 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.account.flops import dense_flops, layer_flops, logits_flops
-from megazero.config.derive import moe_layers
 from megazero.config.tree.config import Config
-from megazero.config.tree.model import ModelConfig
-from megazero.layers.embedding import output_weight
+from megazero.layers.embedding import logit_bias, output_weight
 from megazero.layers.inputs import Deferred
 from megazero.layers.linear import ReplicatedLinear, column_linear
 from megazero.layers.norm import Norm
@@ -26,12 +24,11 @@ from megazero.models.chunk import HEAD, Block
 from megazero.models.hits import vocab_parallel_hits
 from megazero.models.language_model import MaskedLanguageModel
 from megazero.models.trunk import trunk_blocks
-from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
 from megazero.pipeline.chunk import ChunkResult
-
-TOKEN_TYPES = 2
+from megazero.spec.model import HeadSpec
+from megazero.spec.resolve import model_spec
 
 
 class BertHead(nn.Module):
@@ -44,23 +41,20 @@ class BertHead(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, vocab: tuple[int, int], placement: Placement, tied: nn.Parameter | None
+        self, spec: HeadSpec, vocab: tuple[int, int], placement: Placement, tied: nn.Parameter | None
     ):
         super().__init__()
         self.spread = placement.spread
         self.placement = whole = placement.without_sequence_parallelism()
-        self.exact = config.bert_head_activation == "gelu_exact"
-        size, std = config.hidden_size, config.init_method_std
-        self.norm = Norm("final_norm", config, whole)
+        self.exact = spec.exact_gelu
+        size, std = spec.stream.width, spec.stream.std
+        self.norm = Norm("final_norm", spec.norm, whole)
         self.dense = ReplicatedLinear("head.dense", size, size, whole, std)
-        self.dense_norm = Norm("head.norm", config, whole)
-        self.weight = output_weight(config, vocab, whole) if tied is None else tied
-        cut = Cut(0, "tp", vocab[1])
-        bias = ParamSpec("head.bias", (vocab[0],), InitialValues("zeros"), (cut,), weight_decay=False)
-        self.bias = whole.parameter(bias)
-        ordered = config.bert_binary_head
-        self.pooler = ReplicatedLinear("pooler", size, size, whole, std) if ordered else None
-        self.binary = ReplicatedLinear("binary_head", size, 2, whole, std) if ordered else None
+        self.dense_norm = Norm("head.norm", spec.norm, whole)
+        self.weight = output_weight(spec, vocab, whole) if tied is None else tied
+        self.bias = logit_bias(vocab, whole)
+        self.pooler = ReplicatedLinear("pooler", size, size, whole, std) if spec.binary else None
+        self.binary = ReplicatedLinear("binary_head", size, 2, whole, std) if spec.binary else None
 
     def forward(
         self, x: Tensor, batch: BertBatch, deferred: Deferred | None = None
@@ -90,16 +84,13 @@ def bert_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
     Only masked tokens reach the head, and the last layer computes no others beyond their queries, unless
     sequence parallelism gives a rank its share of all rows, or routers have to see them.
     """
-    model = config.model
-    every = config.parallel.sequence_parallel or bool(moe_layers(model))
+    spec = model_spec(config.model)
+    hidden, length, (*first, last) = spec.stream.width, spec.length, spec.layers
+    every = config.parallel.sequence_parallel or bool(spec.expert_layers)
     wanted = 1.0 if every else config.data.mask_prob
-
-    def layer(number: int) -> float:
-        share = wanted if number == model.num_layers - 1 else 1.0
-        return layer_flops(model, number, causal=False, queried=share)
-
-    head = config.data.mask_prob * (dense_flops(model) + logits_flops(model, padded_vocab))
-    return trunk_blocks(model, map(layer, range(model.num_layers)), Block(HEAD, BertHead.__name__, head))
+    layers = [*(layer_flops(layer, length) for layer in first), layer_flops(last, length, queried=wanted)]
+    head = config.data.mask_prob * (dense_flops(hidden) + logits_flops(hidden, padded_vocab))
+    return trunk_blocks(spec, layers, Block(HEAD, BertHead.__name__, head))
 
 
 class BERT(MaskedLanguageModel):
@@ -109,22 +100,16 @@ class BERT(MaskedLanguageModel):
     are in order (term ``sop``; Lan et al. 2020).
     """
 
-    causal = False
     head: BertHead | None
-
-    @classmethod
-    def token_types(cls, config: ModelConfig) -> int:
-        """Two segments, if the model knows them."""
-        return TOKEN_TYPES if config.has_token_types else 0
 
     def build_head(self, tied: nn.Parameter | None) -> BertHead:
         """Both heads."""
-        return BertHead(self.config, self.held.vocab, self.placement, tied)
+        return BertHead(self.spec.head, self.held.vocab, self.placement, tied)
 
     @property
     def own_terms(self) -> tuple[LossTerm, ...]:
         """The loss terms, the accuracies that are reported beside them, and the share of padding."""
-        names = ("lm", "sop") if self.config.bert_binary_head else ("lm",)
+        names = ("lm", "sop") if self.spec.head.binary else ("lm",)
         reported = (*(f"{name}_accuracy" for name in names), PADDING)
         return (*(LossTerm(name) for name in names), *(LossTerm(name, 0.0) for name in reported))
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.recompute import RecomputeConfig
 from megazero.layers.inputs import AttentionCore
 from megazero.layers.placement import Placement
@@ -18,6 +17,7 @@ from megazero.moe.router import Router
 from megazero.mpu.param_spec import spec_of
 from megazero.ops.cross_entropy import VocabularySlice, vocab_parallel_cross_entropy
 from megazero.pipeline.chunk import B_contra, Boundary, Chunk
+from megazero.spec.model import ModelSpec
 
 Part = int | str
 """A part of a model: a layer, by its number along the model, or another block, by its name."""
@@ -67,7 +67,7 @@ class Slice:
     """The part of a model that a chunk holds, and where.
 
     Attributes:
-        config: shape of the whole model.
+        spec: the whole model.
         vocab: number of vocabulary entries (without padding, with padding).
         placement: ranks, dtype and device.
         recompute: what backward recomputes.
@@ -76,7 +76,7 @@ class Slice:
         copied: names of the tied weights that other stages hold too.
     """
 
-    config: ModelConfig
+    spec: ModelSpec
     vocab: tuple[int, int]
     placement: Placement
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
@@ -91,7 +91,7 @@ class Slice:
     @property
     def layers(self) -> list[int]:
         """The numbers of the layers held here."""
-        return [number for number in range(self.config.num_layers) if self.holds(number)]
+        return [number for number in range(len(self.spec.layers)) if self.holds(number)]
 
 
 class ModelChunk(nn.Module, Chunk[B_contra]):
@@ -122,14 +122,14 @@ class StagedChunk(ModelChunk[B_contra]):
     def __init__(self, held: Slice):
         super().__init__()
         self.held = held
-        self.config, self.placement, self.recompute = held.config, held.placement, held.recompute
+        self.spec, self.placement, self.recompute = held.spec, held.placement, held.recompute
         self.vocab_size = held.vocab[0]
         self.keeping = InputKeeping.of(held.recompute, held.placement)
 
     @classmethod
-    def ties(cls, config: ModelConfig) -> tuple[Tie, ...]:
+    def ties(cls, spec: ModelSpec) -> tuple[Tie, ...]:
         """The weights that several blocks use: the embedding's, if the head shares it."""
-        return () if config.untie_embeddings_and_output_weights else (WORD_TIE,)
+        return (WORD_TIE,) if spec.head.tied else ()
 
     @abstractmethod
     def build_head(self, tied: nn.Parameter | None) -> nn.Module:
@@ -139,7 +139,7 @@ class StagedChunk(ModelChunk[B_contra]):
         """The head, if it is here; `word` is the embedding's weight, if that is."""
         if not self.held.holds(HEAD):
             return None
-        shared = WORD in (tie.weight for tie in self.ties(self.config))
+        shared = WORD in (tie.weight for tie in self.ties(self.spec))
         return self.build_head(self.held.tied.get(WORD, word if shared else None))
 
     def mark_copied(self) -> None:
@@ -152,7 +152,7 @@ class StagedChunk(ModelChunk[B_contra]):
     @property
     def hidden_dtype(self) -> torch.dtype:
         """The dtype of the hidden states between chunks."""
-        return torch.float32 if self.config.fp32_residual_connection else self.placement.dtype
+        return torch.float32 if self.spec.stream.fp32 else self.placement.dtype
 
     def gives(self, batch: B_contra) -> Boundary:
         """As `takes`: all boundaries of a micro-batch are alike."""

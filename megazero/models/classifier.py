@@ -10,14 +10,12 @@ from torch import Tensor, nn
 
 from megazero.account.flops import dense_flops, layer_flops
 from megazero.config.tree.config import Config
-from megazero.config.tree.model import ModelConfig
 from megazero.data.labelled.dataset import UNKNOWN_LABEL
 from megazero.layers.inputs import Deferred
 from megazero.layers.linear import ReplicatedLinear
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
 from megazero.loss import LossTerm
-from megazero.models.bert import TOKEN_TYPES
 from megazero.models.chunk import HEAD, Block, Tie
 from megazero.models.classifier_batch import LabelledBatch
 from megazero.models.trunk import Trunk, trunk_blocks
@@ -25,6 +23,8 @@ from megazero.mpu.rng import site_key
 from megazero.ops.counter_random import derive
 from megazero.ops.dropout import Dropout, dropout_mask_hidden
 from megazero.pipeline.chunk import ChunkResult
+from megazero.spec.model import HeadSpec, ModelSpec
+from megazero.spec.resolve import model_spec
 
 OWN = ("pooler.", "classifier.")
 """The beginnings of the names of parameters that a pretrained model need not have."""
@@ -41,16 +41,16 @@ class ClassifierHead(nn.Module):
     All sequence-parallel ranks take all of the rows, so nothing in here has partial gradients.
     """
 
-    def __init__(self, config: ModelConfig, placement: Placement, *, pooler: bool):
+    def __init__(self, spec: HeadSpec, placement: Placement, *, pooler: bool):
         super().__init__()
-        assert config.num_classes is not None, "a classifier has classes"
+        assert spec.classes is not None, "a classifier has classes"
         self.spread = placement.spread
         self.placement = whole = placement.without_sequence_parallelism()
-        self.dropout = config.hidden_dropout
-        size, std = config.hidden_size, config.init_method_std
-        self.norm = Norm("final_norm", config, whole)
+        self.dropout = spec.stream.dropout
+        size, std = spec.stream.width, spec.stream.std
+        self.norm = Norm("final_norm", spec.norm, whole)
         self.pooler = ReplicatedLinear("pooler", size, size, whole, std) if pooler else None
-        self.classifier = ReplicatedLinear("classifier", size, config.num_classes, whole, std)
+        self.classifier = ReplicatedLinear("classifier", size, spec.classes, whole, std)
 
     def forward(self, x: Tensor, batch: LabelledBatch, deferred: Deferred | None = None) -> Tensor:
         """Hidden states [s, b, h] ([s/tp, b, h] under sequence parallelism) -> scores [b, classes]."""
@@ -76,27 +76,29 @@ class Classifier(Trunk[LabelledBatch]):
     cross-entropy over the samples with a label (term ``task``).
     """
 
+    causal: ClassVar[bool]
     pooler: ClassVar[bool]
     own_terms = (LossTerm("task"), LossTerm("accuracy", 0.0))
     head: ClassifierHead | None
 
     @classmethod
-    def ties(cls, config: ModelConfig) -> tuple[Tie, ...]:
+    def ties(cls, spec: ModelSpec) -> tuple[Tie, ...]:
         """Nothing: the head has no weight of the vocabulary's size."""
         return ()
 
     def build_head(self, tied: nn.Parameter | None) -> ClassifierHead:
         """The pooler and the scores."""
-        return ClassifierHead(self.config, self.placement, pooler=self.pooler)
+        return ClassifierHead(self.spec.head, self.placement, pooler=self.pooler)
 
     @classmethod
     def blocks_of(cls, config: Config, padded_vocab: int) -> tuple[Block, ...]:
         """The blocks that such a classifier consists of; one token of each row reaches the head."""
-        model = config.model
-        layers = (layer_flops(model, number, causal=cls.causal) for number in range(model.num_layers))
-        assert model.num_classes is not None, "a classifier has classes"
-        head = 2 * model.hidden_size * model.num_classes + (dense_flops(model) if cls.pooler else 0.0)
-        return trunk_blocks(model, layers, Block(HEAD, ClassifierHead.__name__, head / model.seq_length))
+        spec = model_spec(config.model)
+        hidden, length, classes = spec.stream.width, spec.length, spec.head.classes
+        assert classes is not None, "a classifier has classes"
+        layers = (layer_flops(layer, length) for layer in spec.layers)
+        head = 2 * hidden * classes + (dense_flops(hidden) if cls.pooler else 0.0)
+        return trunk_blocks(spec, layers, Block(HEAD, ClassifierHead.__name__, head / length))
 
     def forward(
         self, batch: LabelledBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
@@ -133,11 +135,6 @@ class FirstTokenClassifier(Classifier):
 
     causal = False
     pooler = True
-
-    @classmethod
-    def token_types(cls, config: ModelConfig) -> int:
-        """Two segments, if the pretrained model knew them."""
-        return TOKEN_TYPES if config.has_token_types else 0
 
 
 class LastTokenClassifier(Classifier):

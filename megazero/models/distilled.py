@@ -63,7 +63,7 @@ class DistilledChunk(Chunk[Batch]):
         if self.teacher is not None:
             dtype = torch.promote_types(dtype, self.teacher.hidden_dtype)
         teacher = self._teaching()
-        return Boundary((rows, b, width + (0 if teacher is None else teacher.config.hidden_size)), dtype)
+        return Boundary((rows, b, width + (0 if teacher is None else teacher.spec.stream.width)), dtype)
 
     gives = takes
 
@@ -76,7 +76,7 @@ class DistilledChunk(Chunk[Batch]):
             return self.student.run(batch, hidden, deferred=deferred)
         mine = its = None
         if hidden is not None:
-            width = self.student.config.hidden_size
+            width = self.student.spec.stream.width
             mine = hidden[..., :width].to(self.student.hidden_dtype)
             its = hidden.detach()[..., width:].to(teacher.hidden_dtype)
         mine, sums = self.student.through(batch, mine, deferred=deferred)

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from megazero.account.flops import dense_flops, layer_flops, logits_flops
 from megazero.config.tree.config import Config
-from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.recompute import RecomputeConfig
 from megazero.layers.collectives import gather_for_parts, share_for_parts
-from megazero.layers.embedding import output_weight
+from megazero.layers.embedding import logit_bias, output_weight
 from megazero.layers.inputs import Deferred
 from megazero.layers.linear import column_linear
 from megazero.layers.norm import Norm
@@ -31,6 +30,8 @@ from megazero.moe.router import Router
 from megazero.ops.cross_entropy import VocabularySlice
 from megazero.ops.linear_cross_entropy import linear_cross_entropy
 from megazero.pipeline.chunk import ChunkResult
+from megazero.spec.model import HeadSpec, ModelSpec
+from megazero.spec.resolve import model_spec
 
 
 class Head(nn.Module):
@@ -41,7 +42,7 @@ class Head(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        spec: HeadSpec,
         vocab: tuple[int, int],
         placement: Placement,
         tied: nn.Parameter | None,
@@ -51,10 +52,10 @@ class Head(nn.Module):
         super().__init__()
         self.tiles = tiles
         self.placement, self.vocab_size = placement, vocab[0]
-        self.factor, self.bound = config.logits_multiplier, config.final_logit_softcapping
-        self.bias: nn.Parameter | None = None
-        self.norm = Norm("final_norm", config, placement)
-        self.weight = output_weight(config, vocab, placement) if tied is None else tied
+        self.factor, self.bound = spec.factor, spec.softcap
+        self.norm = Norm("final_norm", spec.norm, placement)
+        self.weight = output_weight(spec, vocab, placement) if tied is None else tied
+        self.bias = logit_bias(vocab, placement) if spec.bias else None
 
     def forward(
         self,
@@ -94,15 +95,13 @@ class Head(nn.Module):
 
 def gpt_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
     """The blocks that a GPT of this shape consists of: embedding, layers, head."""
-    model = config.model
-    layers = (layer_flops(model, number, causal=True) for number in range(model.num_layers))
-    logits = logits_flops(model, padded_vocab)
+    spec = model_spec(config.model)
+    hidden, length = spec.stream.width, spec.length
+    layers = (layer_flops(layer, length) for layer in spec.layers)
+    logits = logits_flops(hidden, padded_vocab)
     # A further token has a layer of its own, behind two square ones that join words and hidden states.
-    further = sum(
-        layer_flops(model, number, causal=True) + 2 * dense_flops(model) + logits
-        for number in model.further_layers
-    )
-    return trunk_blocks(model, layers, Block(HEAD, Head.__name__, logits + further))
+    further = sum(layer_flops(layer, length) + 2 * dense_flops(hidden) + logits for layer in spec.further)
+    return trunk_blocks(spec, layers, Block(HEAD, Head.__name__, logits + further))
 
 
 class GPT(LanguageModel):
@@ -111,32 +110,31 @@ class GPT(LanguageModel):
     (Radford et al. 2019; Touvron et al. 2023.)
     """
 
-    causal = True
     head: Head | None
 
     def __init__(self, held: Slice):
         super().__init__(held)
         self.further: nn.ModuleList | tuple[()] = ()
-        if self.head is not None and held.config.mtp_num_layers:
+        if self.head is not None and held.spec.further:
             word = held.tied.get(WORD) if self.embedding is None else self.embedding.word
-            if not held.config.untie_embeddings_and_output_weights:
+            if held.spec.head.tied:
                 word = self.head.weight
             self.further = further_tokens(held, word)
 
     @classmethod
-    def ties(cls, config: ModelConfig) -> tuple[Tie, ...]:
+    def ties(cls, spec: ModelSpec) -> tuple[Tie, ...]:
         """The embedding's weight, if the head shares it or further tokens are predicted there."""
-        return super().ties(config) or (WORD_TIE,) * bool(config.mtp_num_layers)
+        return super().ties(spec) or (WORD_TIE,) * bool(spec.further)
 
     @property
     def own_terms(self) -> tuple[LossTerm, ...]:
         """The loss of the next token, then those of further ones."""
-        return (LossTerm("lm"), *further_terms(self.config))
+        return (LossTerm("lm"), *further_terms(self.spec))
 
     def build_head(self, tied: nn.Parameter | None) -> Head:
         """The norm and the projection."""
-        own, tiles = self.config.untie_embeddings_and_output_weights, self.recompute.logits_tiles
-        return Head(self.config, self.held.vocab, self.placement, None if own else tied, tiles=tiles)
+        head, tiles = self.spec.head, self.recompute.logits_tiles
+        return Head(head, self.held.vocab, self.placement, tied if head.tied else None, tiles=tiles)
 
     def blocks(self) -> list[nn.Module]:
         """The blocks of this chunk, in order; those of further tokens follow the head."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable
 from functools import cached_property
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, nn
 
-from megazero.config.tree.model import ModelConfig
 from megazero.layers.embedding import Embedding
 from megazero.layers.inputs import AttentionCore, Deferred, LayerInputs
 from megazero.layers.recompute import recompute_units, run_layers
@@ -25,6 +24,8 @@ from megazero.moe.mlp import MoEMLP
 from megazero.moe.router import Router
 from megazero.ops.positions import Positions, position_tensor
 from megazero.pipeline.chunk import Boundary
+from megazero.spec.experts import MoeSpec
+from megazero.spec.model import ModelSpec
 
 _Columns = TypeVar("_Columns", Positions, Tensor, Tensor | None)
 
@@ -32,30 +33,24 @@ _Columns = TypeVar("_Columns", Positions, Tensor, Tensor | None)
 class Trunk(StagedChunk[M_contra]):
     """The part of a transformer below its head, or a contiguous piece of it.
 
-    A family derives from it, says whether attention is `causal`, how many `token_types` it knows, which
-    weights its `ties` are, and which loss terms of its `own_terms` its head adds to, and builds the head.
+    A family derives from it, says which weights its `ties` are, and which loss terms of its `own_terms` its
+    head adds to, and builds the head.
 
     Args:
         held: the part of the model that is here.
     """
 
-    causal: ClassVar[bool]
-
     def __init__(self, held: Slice):
         super().__init__(held)
         self.embedding: Embedding | None = None
         if held.holds(EMBEDDING):
-            kinds = self.token_types(held.config)
-            self.embedding = Embedding(held.config, *held.vocab, held.placement, kinds)
-        self.layers = nn.ModuleList(layer_of(number, held, causal=self.causal) for number in held.layers)
+            self.embedding = Embedding(held.spec.embedding, held.vocab, held.placement)
+        self.layers = nn.ModuleList(layer_of(number, held) for number in held.layers)
+        parts = (layer.mlp for layer in held.spec.layers)
+        self.reads_ids = any(isinstance(part, MoeSpec) and part.router.hashed for part in parts)
         self.units = recompute_units(len(self.layers), held.recompute)
         self.head = self.head_beside(None if self.embedding is None else self.embedding.word)
         self.mark_copied()
-
-    @classmethod
-    def token_types(cls, config: ModelConfig) -> int:
-        """Kinds of tokens that have a vector of their own; 0 for none."""
-        return 0
 
     @property
     @abstractmethod
@@ -69,14 +64,15 @@ class Trunk(StagedChunk[M_contra]):
     @property
     def terms(self) -> tuple[LossTerm, ...]:
         """The loss terms of the head, then those of the routers."""
-        return (*self.own_terms, *(terms_of(self.config) if self.config.num_experts else ()))
+        router = self.spec.router
+        return (*self.own_terms, *(() if router is None else terms_of(router)))
 
     def takes(self, batch: M_contra) -> Boundary:
         """Hidden states between chunks, of this rank's rows: [s/cp, b, h], or of s/cp/tp of them."""
         b, s = batch.tokens.shape
         spread = self.placement.spread
         rows = spread.count(s * spread.cp.size)
-        return Boundary((rows, b, self.config.hidden_size), self.hidden_dtype)
+        return Boundary((rows, b, self.spec.stream.width), self.hidden_dtype)
 
     def blocks(self) -> list[nn.Module]:
         """The blocks that this chunk runs, in order: embedding, layers, head."""
@@ -113,7 +109,7 @@ class Trunk(StagedChunk[M_contra]):
         if self.embedding is not None:
             hidden = self.embedding(batch.tokens, embedded, inputs, batch.places.token_types)
         assert hidden is not None, "a chunk without an embedding starts from hidden states"
-        if spread.parts.size > 1 or self.config.num_experts:
+        if spread.parts.size > 1 or self.spec.router is not None:
             # A rank has its share of the rows, whichever are wanted, and routers see whole sequences.
             wanted = None
         return run_layers(
@@ -130,15 +126,15 @@ class Trunk(StagedChunk[M_contra]):
         embedded = places.embedded
         if embedded is None:
             embedded = position_tensor(positions, batch.tokens.device)
-        rotary = RotaryOfColumns(self.config, _rows_first(embedded), spread)
+        rotary = RotaryOfColumns(self.spec.rotary, _rows_first(embedded), spread)
         rows = Rows(
             _rows_first(positions),
             places.documents,
             _rows_first(places.sample_keys),
             rotary(),
             spread,
-            rotary if self.config.rotates and spread.cp.size > 1 else None,
-            batch.tokens if self.config.moe_n_hash_layers else None,
+            rotary if self.spec.rotary and spread.cp.size > 1 else None,
+            batch.tokens if self.reads_ids else None,
         )
         return LayerInputs(rows, core, deferred, skipping=batch.skipping), embedded
 
@@ -158,11 +154,8 @@ def routers_of(layers: nn.ModuleList) -> list[Router]:
     return [part.router for part in layers.modules() if isinstance(part, MoEMLP)]
 
 
-def trunk_blocks(model: ModelConfig, layers: Iterable[float], head: Block) -> tuple[Block, ...]:
+def trunk_blocks(spec: ModelSpec, layers: Iterable[float], head: Block) -> tuple[Block, ...]:
     """The blocks of a model of embedding, layers and head, by the FLOPs of each layer."""
-    shapes = model.layer_shapes
-    stack = (
-        Block(n, kind_of(model, n), flops, (shapes and shapes[n], n < model.moe_n_hash_layers))
-        for n, flops in enumerate(layers)
-    )
+    both = enumerate(zip(spec.layers, layers, strict=True))
+    stack = (Block(number, kind_of(layer), flops, layer) for number, (layer, flops) in both)
     return (Block(EMBEDDING, Embedding.__name__, 0.0), *stack, head)

@@ -8,11 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megazero.config.tree.experts import ExpertsConfig
+from megazero.layers.activation import activation_of
 from megazero.layers.computed_again import saved_as
 from megazero.layers.inputs import Deferred
-from megazero.layers.linear import residual_std
-from megazero.layers.mlp import activated
 from megazero.layers.placement import Placement
 from megazero.mpu.matrices import Matrices
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
@@ -25,6 +23,7 @@ from megazero.ops.grouped_linear import (
     reads_sizes,
     sums_by_group,
 )
+from megazero.spec.parts import MlpSpec
 
 _Defer = Callable[[Tensor, Tensor], None]
 """Keeps the input of a product and the gradient of its output, from which the weight's follows later."""
@@ -98,38 +97,36 @@ class Experts(nn.Module):
     Args:
         layer: number of the layer.
         experts: E.
-        config: shape of the model.
+        spec: each of them.
         placement: ranks, dtype and device.
         again: whether backward computes their activations again.
     """
 
-    def __init__(
-        self, layer: int, experts: int, config: ExpertsConfig, placement: Placement, *, again: bool = False
-    ):
+    def __init__(self, layer: int, experts: int, spec: MlpSpec, placement: Placement, *, again: bool = False):
         super().__init__()
         self.again = again
-        self.config = config
         self.first_slice = placement.place.index("etp") == 0
-        width, hidden, name = config.expert_ffn_size, config.hidden_size, f"layers.{layer}.mlp.experts"
-        inner = (2, width) if config.gated else (width,)
+        stream, name = spec.stream, f"layers.{layer}.mlp.experts"
+        width, hidden, inner = spec.width, stream.width, spec.inner
+        self.activation = activation_of(spec.activation, f"{name}.activation", placement)
         ep, zeros = Cut(0, "ep"), InitialValues("zeros")
         cuts = (ep, Cut(len(inner), "etp"))
-        std = InitialValues("normal", config.init_method_std)
-        out_std = InitialValues("normal", residual_std(config))
+        std, out_std = InitialValues("normal", stream.std), InitialValues("normal", stream.out_std)
 
         def parameter(
             which: str, shape: tuple[int, ...], init: InitialValues, cuts: tuple[Cut, ...]
         ) -> nn.Parameter:
             decay = which.endswith("weight")
             matrices = Matrices(stacked=len(shape) - 2) if decay else None
-            spec = ParamSpec(f"{name}.{which}", shape, init, cuts, decay, matrices=matrices)
-            return placement.parameter(spec)
+            return placement.parameter(
+                ParamSpec(f"{name}.{which}", shape, init, cuts, decay, matrices=matrices)
+            )
 
         self.up = parameter("up.weight", (experts, *inner, hidden), std, cuts)
         self.down = parameter("down.weight", (experts, hidden, width), out_std, (ep, Cut(2, "etp")))
         self.up_bias: nn.Parameter | None = None
         self.down_bias: nn.Parameter | None = None
-        if config.add_bias_linear:
+        if stream.bias:
             self.up_bias = parameter("up.bias", (experts, *inner), zeros, cuts)
             self.down_bias = parameter("down.bias", (experts, hidden), zeros, (ep,))
 
@@ -153,8 +150,8 @@ class Experts(nn.Module):
             deferred: where backward leaves the gradients of the weights; None if it computes them.
         """
         inner = _linear(rows, self.up, self.up_bias, groups, deferred)
-        active = activated(inner, self.config)
-        with saved_as(self.again, active, lambda: activated(inner, self.config)):
+        active = self.activation(inner, None)
+        with saved_as(self.again, active, lambda: self.activation(inner, None)):
             return _linear(active, self.down, self._bias_once(), groups, deferred)
 
     def _bias_once(self) -> Tensor | None:

@@ -10,24 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megazero.config.tree.model import ModelConfig
-from megazero.config.tree.routing import RouterConfig
 from megazero.layers.rows import Rows
 from megazero.moe.router import Noise, Router
 from megazero.moe.tokens import Tokens
 from megazero.mpu.rng import site_key
 from megazero.ops.counter_random import derive, hash_uniform
-
-
-def is_hashed(config: ModelConfig, layer: int) -> bool:
-    """Whether a layer's tokens find their experts by their ids; layers of further tokens never do."""
-    return layer < min(config.moe_n_hash_layers, config.num_layers)
-
-
-def unbalanced(config: ModelConfig) -> ModelConfig:
-    """The model as a router by ids sees it, whose choice neither losses nor a bias can change."""
-    none = (0.0,) * len(config.moe_aux_loss_coeff)
-    return config.model_copy(update={"moe_aux_loss_coeff": none, "moe_router_enable_expert_bias": False})
+from megazero.spec.experts import RouterSpec
 
 
 def expert_table(layer: int, experts: int, choices: int, ids: int, device: torch.device) -> Tensor:
@@ -61,7 +49,7 @@ class HashedRouter(Router):
     """A router that looks up which experts a token has, and scores these.
 
     Args:
-        layer, weight, config, logit_bias: as for `Router`.
+        layer, weight, spec, logit_bias: as for `Router`.
         ids: number of ids that tokens may have.
     """
 
@@ -69,17 +57,17 @@ class HashedRouter(Router):
         self,
         layer: int,
         weight: nn.Parameter,
-        config: RouterConfig,
+        spec: RouterSpec,
         logit_bias: nn.Parameter | None,
         ids: int,
     ):
-        super().__init__(layer, weight, config, logit_bias)
+        super().__init__(layer, weight, spec, logit_bias)
         self.ids = ids
         self._table: Tensor | None = None
 
     def _choose(self, ranking: Tensor, noise: Noise) -> Tensor:
         if self._table is None or self._table.device != ranking.device:
             with torch.inference_mode(False):  # it outlives a generation, and a training may follow
-                k = self.config.moe_router_topk
-                self._table = expert_table(self.layer, self.experts, k, self.ids, ranking.device)
+                k, device = self.spec.topk, ranking.device
+                self._table = expert_table(self.layer, self.experts, k, self.ids, device)
         return self._table[ids_of(noise.tokens, noise.rows)]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.config.tree.model import ModelConfig
 from megazero.moe.router import Router
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import gather_values
@@ -18,23 +17,22 @@ from megazero.mpu.messages import gather_values
 class RouterLoads:
     """Keeps each router's load, and its bias if it has one, and moves them once a step.
 
-    The bias of an expert with fewer choices than the mean rises by `moe_router_bias_update_rate`, and the
+    The bias of an expert with fewer choices than the mean rises by `bias_rate`, and the
     bias of one with more falls by it (Wang et al. 2024, arXiv:2408.15664). Steps count whether or not the
     optimizer skips their update, and evaluation does not count.
 
     Args:
         routers: the routers of this stage, in order of layer.
-        config: the model.
         context: this rank's groups and device.
+        experts: whether the model has experts, on some stage.
     """
 
-    def __init__(self, routers: Sequence[Router], config: ModelConfig, context: ParallelContext):
+    def __init__(self, routers: Sequence[Router], context: ParallelContext, *, experts: bool):
         self.routers = tuple(routers)
-        self.config = config
-        self.context = context
+        self.context, self.experts = context, experts
         for router in self.routers:
             router.load = torch.full((router.experts,), 1.0 / router.experts, device=context.device)
-            if router.config.moe_router_enable_expert_bias:
+            if router.spec.expert_bias:
                 router.bias = torch.zeros(router.experts, device=context.device)
 
     def update(self, tallies: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -60,7 +58,7 @@ class RouterLoads:
             if router.bias is not None:
                 # E times the distance to the mean, so that equal loads give exactly 0.
                 missing = chosen.sum() - router.experts * chosen
-                router.bias.add_(missing.sign(), alpha=self.config.moe_router_bias_update_rate)
+                router.bias.add_(missing.sign(), alpha=router.spec.bias_rate)
         return dict(zip(names, parts, strict=True))
 
     def report(self, tokens: Mapping[str, Tensor]) -> list[dict[str, Any]] | None:
@@ -72,7 +70,7 @@ class RouterLoads:
         Returns:
             For each layer with experts, in order, its number as ``layer`` and the numbers as ``tokens``.
         """
-        if not self.config.num_experts:
+        if not self.experts:
             return None
         mine = [
             {"layer": router.layer, "tokens": [round(count) for count in tokens[name].tolist()]}

@@ -8,11 +8,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megazero.config.tree.routing import RoutingConfig
 from megazero.layers.collectives import reduce_from_slices
 from megazero.loss import LossTerm
 from megazero.moe.router import Routing
 from megazero.moe.tokens import Tokens
+from megazero.spec.experts import RouterSpec
 
 # Megatron's names of the kinds of balance losses -> our terms, and the divisors of their sums.
 _BALANCE = MappingProxyType(
@@ -25,16 +25,15 @@ _BALANCE = MappingProxyType(
 _Z, _ENTROPY, _DROPPED = "z", "router_entropy", "dropped_tokens"
 
 
-def terms_of(config: RoutingConfig) -> tuple[LossTerm, ...]:
+def terms_of(spec: RouterSpec) -> tuple[LossTerm, ...]:
     """The loss terms that routers of a model add to; those with coefficient 0 are only reported."""
     terms = [
-        LossTerm(_BALANCE[kind][0], coefficient, over=_BALANCE[kind][1])
-        for kind, coefficient in config.balance_losses.items()
+        LossTerm(_BALANCE[kind][0], coefficient, over=_BALANCE[kind][1]) for kind, coefficient in spec.balance
     ]
-    if config.moe_z_loss_coeff:
-        terms.append(LossTerm(_Z, config.moe_z_loss_coeff, over="tokens"))
+    if spec.z_loss:
+        terms.append(LossTerm(_Z, spec.z_loss, over="tokens"))
     terms.append(LossTerm(_ENTROPY, 0.0, over="tokens"))
-    if config.drops_tokens:
+    if spec.capacity.drops:
         terms.append(LossTerm(_DROPPED, 0.0, over="tokens"))
     return tuple(terms)
 
@@ -54,7 +53,7 @@ class RouterSums:
 
 
 def router_terms(
-    config: RoutingConfig,
+    spec: RouterSpec,
     choice: Routing,
     tokens: Tokens,
     kept: Tensor | None,
@@ -70,7 +69,7 @@ def router_terms(
     The z-loss is the sum of the squared logsumexp of the logits (ST-MoE, Zoph et al. 2022).
 
     Args:
-        config: the model.
+        spec: the model's routers.
         choice: the router's decision for this rank's share.
         tokens: this rank's share.
         kept: bool [n, k], the choices that have room; None for all.
@@ -84,14 +83,14 @@ def router_terms(
     counts = ones.new_zeros(sequences * experts).scatter_add_(0, cell, ones.reshape(-1))
     counts = counts.view(sequences, experts)
     own_tokens = counts.sum(0)
-    active, terms = config.balance_losses, {}
-    if active:
+    terms = {}
+    if spec.balance:
         blank = choice.probabilities.new_zeros(sequences, experts)
         spread = blank.index_add(0, tokens.sequence, tokens.masked(choice.probabilities))
         spread = reduce_from_slices(spread, tokens.sharers)
         tokens.sharers.all_reduce(counts).wait()
         lengths = tokens.lengths.clamp_min(1).float()
-        for kind in active:
+        for kind, _ in spec.balance:
             if kind == "seq_aux_loss":
                 value = switch_loss(counts, spread, lengths, k).sum()
             elif kind == "aux_loss":
@@ -101,11 +100,11 @@ def router_terms(
                 even = torch.full_like(spread[0], 1 / experts)
                 value = ((even if load is None else load) * spread.sum(0)).sum() * experts
             terms[_BALANCE[kind][0]] = _share(value, tokens.sharers.size // group.size)
-    if config.moe_z_loss_coeff:
+    if spec.z_loss:
         squares = tokens.masked(choice.logits.logsumexp(1).square())
         terms[_Z] = reduce_from_slices(squares.sum(), group)
     reported = {_ENTROPY: _entropy(choice, tokens)}
-    if config.drops_tokens:
+    if spec.capacity.drops:
         reported[_DROPPED] = ones.new_zeros(()) if kept is None else (ones * ~kept).sum() / k
     together = torch.stack(list(reported.values())) / layers
     group.all_reduce(together).wait()

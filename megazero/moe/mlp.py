@@ -6,10 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.config.derive import experts_of, moe_layers
-from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.recompute import RecomputeConfig
-from megazero.config.tree.routing import RoutingConfig
 from megazero.layers.computed_again import computed_again
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.mlp import MLP, MLPResult
@@ -18,7 +15,7 @@ from megazero.layers.sums import Sums
 from megazero.moe.capacity import capacity, factor_of, kept_choices
 from megazero.moe.dispatch import Dispatch, ExpertPlacement, all_gather_dispatch, all_to_all_dispatch
 from megazero.moe.experts import Experts
-from megazero.moe.hashed import HashedRouter, is_hashed, unbalanced
+from megazero.moe.hashed import HashedRouter
 from megazero.moe.losses import router_terms
 from megazero.moe.router import Router, router_bias, router_weight
 from megazero.moe.tokens import give_back, take_share
@@ -26,6 +23,8 @@ from megazero.mpu.group import Group
 from megazero.mpu.param_spec import InitialValues, ParamSpec
 from megazero.ops.grouped_linear import Groups
 from megazero.ops.included import Included
+from megazero.spec.experts import CapacitySpec, MoeSpec
+from megazero.spec.parts import StreamSpec
 
 
 class MoEMLP(nn.Module):
@@ -38,7 +37,7 @@ class MoEMLP(nn.Module):
 
     Args:
         layer: number of the layer.
-        config: shape of the model.
+        spec: the experts, and what is beside them.
         placement: ranks, dtype and device.
         recompute: what backward computes again; its tiles are those of the MLP that all tokens go through,
             as experts are not cut.
@@ -48,7 +47,7 @@ class MoEMLP(nn.Module):
     def __init__(
         self,
         layer: int,
-        config: ModelConfig,
+        spec: MoeSpec,
         placement: Placement,
         *,
         recompute: RecomputeConfig | None = None,
@@ -56,39 +55,36 @@ class MoEMLP(nn.Module):
     ):
         super().__init__()
         recompute = recompute or RecomputeConfig()
-        hashed = is_hashed(config, layer)
-        config = unbalanced(config) if hashed else config
         tiles, self.shared_again = recompute.mlp_tiles, recompute.again("shared_experts")
-        self.layer, self.config, self.placement = layer, config, placement
-        self.total = experts_of(config, layer)
-        self.routers = len(moe_layers(config))
+        self.layer, self.spec, self.placement, self.total = layer, spec, placement, spec.experts
         self.dispatch: Dispatch = (
             all_to_all_dispatch if placement.token_dispatcher == "alltoall" else all_gather_dispatch
         )
-        weight = router_weight(layer, self.total, config, placement)
-        bias = router_bias(layer, self.total, config, placement)
-        router = HashedRouter(layer, weight, config, bias, ids) if hashed else None
-        self.router = router or Router(layer, weight, config, bias)
-        self.experts = Experts(layer, self.total, config, placement, again=recompute.again("moe_act"))
+        stream, routing = spec.stream, spec.router
+        weight = router_weight(layer, self.total, stream, placement)
+        bias = router_bias(layer, self.total, placement) if routing.bias else None
+        router = HashedRouter(layer, weight, routing, bias, ids) if routing.hashed else None
+        self.router = router or Router(layer, weight, routing, bias)
+        self.experts = Experts(layer, self.total, spec.expert, placement, again=recompute.again("moe_act"))
         self.shared: MLP | None = None
         self.shared_gate: _TokenLinear | None = None
         self.dense: MLP | None = None
         self.coefficient: _TokenLinear | None = None
-        name, width = f"layers.{layer}.mlp", config.moe_shared_expert_intermediate_size
-        if width is not None:
-            self.shared = MLP(layer, config, placement, name=f"{name}.shared", width=width, tiles=tiles)
-            if config.moe_shared_expert_gate:
-                self.shared_gate = _TokenLinear(f"{name}.shared_gate", 1, config, placement, bias=False)
-        if config.mlp_type == "residual":
-            width = config.expert_ffn_size
-            self.dense = MLP(layer, config, placement, name=f"{name}.dense", width=width, tiles=tiles)
-            self.coefficient = _TokenLinear(f"{name}.coefficient", 2, config, placement, bias=True)
+        name = f"layers.{layer}.mlp"
+        if spec.shared is not None:
+            self.shared = MLP(f"{name}.shared", spec.shared, placement, tiles=tiles)
+            if spec.shared_gate:
+                self.shared_gate = _TokenLinear(f"{name}.shared_gate", 1, stream, placement, bias=False)
+        if spec.dense is not None:
+            self.dense = MLP(f"{name}.dense", spec.dense, placement, tiles=tiles)
+            self.coefficient = _TokenLinear(f"{name}.coefficient", 2, stream, placement, bias=True)
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> MLPResult:
         rows, tokens = take_share(x, inputs.rows)
         choice = self.router(rows, tokens, inputs)
-        kept = kept_choices(self.config, self.layer, choice, tokens, inputs)
-        sums = router_terms(self.config, choice, tokens, kept, self.router.load, self.routers)
+        spec = self.spec
+        kept = kept_choices(spec.router, self.layer, choice, tokens, inputs)
+        sums = router_terms(spec.router, choice, tokens, kept, self.router.load, spec.routers)
         if tokens.real is not None:
             real = tokens.real.unsqueeze(1).expand_as(choice.experts)
             kept = real if kept is None else kept & real
@@ -105,7 +101,7 @@ class MoEMLP(nn.Module):
             return outputs
 
         group, reads = groups["expert"], self.experts.reads_sizes
-        padded = pads(self.config, x.device, group, reads)
+        padded = pads(self.spec.router.capacity, x.device, group, reads)
         room = self._room(x.shape[1], inputs) if padded else None
         return ExpertPlacement(self.total, apply, group, groups["etp"].size, room, reads)
 
@@ -114,11 +110,11 @@ class MoEMLP(nn.Module):
 
         It is the same on all ranks, though their sequences may be trimmed to other lengths.
         """
-        config, factor = self.config, factor_of(self.config, inputs)
+        spec = self.spec.router
+        together, factor = spec.capacity.together, factor_of(spec.capacity, inputs)
         if factor is None:
             return None
-        together = config.moe_capacity_scope == "micro_batch"
-        room = capacity(config, config.seq_length * (b if together else 1), self.total, factor)
+        room = capacity(spec, self.spec.length * (b if together else 1), self.total, factor)
         return room if together else b * room
 
     def _with_dense(self, out: Tensor, x: Tensor, inputs: LayerInputs) -> Tensor:
@@ -134,13 +130,13 @@ class MoEMLP(nn.Module):
         return out
 
 
-def pads(config: RoutingConfig, device: torch.device, group: Group, reads: bool) -> bool:
+def pads(spec: CapacitySpec, device: torch.device, group: Group, reads: bool) -> bool:
     """Whether experts that have a capacity get blank rows up to it.
 
     It is so by the setting, and also where a GPU would be waited for because products read the sizes on the
     host; but what is sent to other ranks stays as small as it can be.
     """
-    return config.moe_pad_expert_input_to_capacity or (reads and device.type == "cuda" and group.size == 1)
+    return spec.padded or (reads and device.type == "cuda" and group.size == 1)
 
 
 def _biased(result: MLPResult) -> Tensor:
@@ -152,11 +148,11 @@ def _biased(result: MLPResult) -> Tensor:
 class _TokenLinear(nn.Module):
     """A product for each token, x [s, b, h] -> float32 [s, b, n]; each rank computes the rows that it has."""
 
-    def __init__(self, name: str, width: int, config: ModelConfig, placement: Placement, *, bias: bool):
+    def __init__(self, name: str, width: int, stream: StreamSpec, placement: Placement, *, bias: bool):
         super().__init__()
         partial = placement.sequence_parallel
-        normal, zeros = InitialValues("normal", config.init_method_std), InitialValues("zeros")
-        shape = (width, config.hidden_size)
+        normal, zeros = InitialValues("normal", stream.std), InitialValues("zeros")
+        shape = (width, stream.width)
         self.weight = placement.parameter(ParamSpec(f"{name}.weight", shape, normal, partial_grad=partial))
         self.bias = None
         if bias:

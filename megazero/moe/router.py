@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.config.tree.routing import RouterConfig
-from megazero.config.tree.transformer import TransformerConfig
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.placement import Placement
 from megazero.moe.forced import forced
@@ -20,6 +18,8 @@ from megazero.mpu.rng import site_key
 from megazero.ops.counter_random import derive, hash_uniform
 from megazero.ops.gate import Gating, gate
 from megazero.ops.top_k import top_k
+from megazero.spec.experts import RouterSpec
+from megazero.spec.parts import StreamSpec
 
 
 @dataclass(frozen=True)
@@ -44,23 +44,21 @@ def router_name(layer: int) -> str:
     return f"layers.{layer}.mlp.router"
 
 
-def router_weight(layer: int, experts: int, config: TransformerConfig, placement: Placement) -> nn.Parameter:
+def router_weight(layer: int, experts: int, stream: StreamSpec, placement: Placement) -> nn.Parameter:
     """The weight [E, h] of a layer's router."""
     return placement.parameter(
         ParamSpec(
             f"{router_name(layer)}.weight",
-            (experts, config.hidden_size),
-            InitialValues("normal", config.init_method_std),
+            (experts, stream.width),
+            InitialValues("normal", stream.std),
             # Each tensor-parallel rank routes its own tokens.
             partial_grad=placement.tp.size > 1,
         )
     )
 
 
-def router_bias(layer: int, experts: int, config: RouterConfig, placement: Placement) -> nn.Parameter | None:
-    """The bias [E] of the logits of a layer's router; None if they have none."""
-    if not config.moe_router_bias:
-        return None
+def router_bias(layer: int, experts: int, placement: Placement) -> nn.Parameter:
+    """The bias [E] of the logits of a layer's router."""
     name, zeros, partial = f"{router_name(layer)}.logit_bias", InitialValues("zeros"), placement.tp.size > 1
     return placement.parameter(ParamSpec(name, (experts,), zeros, weight_decay=False, partial_grad=partial))
 
@@ -80,17 +78,18 @@ class Router(nn.Module):
     Args:
         layer: number of the layer.
         weight: [E, h].
-        config: how experts are chosen and weighed.
+        spec: how experts are chosen and weighed.
         logit_bias: [E], added to the logits; None for none.
     """
 
     def __init__(
-        self, layer: int, weight: nn.Parameter, config: RouterConfig, logit_bias: nn.Parameter | None = None
+        self, layer: int, weight: nn.Parameter, spec: RouterSpec, logit_bias: nn.Parameter | None = None
     ):
         super().__init__()
         self.layer = layer
         self.experts = len(weight)
-        self.config = config
+        self.spec = spec
+        self.gating = _gating(spec)
         self.name = router_name(layer)
         self.weight = weight
         self.logit_bias = logit_bias
@@ -106,34 +105,31 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tokens, inputs: LayerInputs) -> Routing:
         """Choose for x [n, h]."""
-        config, noise = self.config, Noise(self.layer, tokens, inputs)
+        spec, noise = self.spec, Noise(self.layer, tokens, inputs)
         x, weight = x.float(), self.weight.float()
-        if config.moe_input_jitter_eps and noise.on:
-            eps = config.moe_input_jitter_eps
-            x = x * (1 + eps * (2 * noise.uniform("jitter", x.shape[1]) - 1))
+        if spec.jitter and noise.on:
+            x = x * (1 + spec.jitter * (2 * noise.uniform("jitter", x.shape[1]) - 1))
         logits = F.linear(x, weight, None if self.logit_bias is None else self.logit_bias.float())
-        if config.moe_router_force_load_balancing and noise.on:
+        if spec.forced and noise.on:
             logits = forced(logits, noise.uniform("forced", self.experts))
-        sigmoid = config.moe_router_score_function == "sigmoid"
         with torch.no_grad():
-            ranking = logits.sigmoid() if sigmoid else logits
-            if config.assigns and noise.on:
+            ranking = logits.sigmoid() if spec.sigmoid else logits
+            if spec.assigns and noise.on:
                 ranking = assignment(logits, tokens)
             chosen = self._choose(ranking, noise)
-        weights, probabilities = gate(logits, chosen, _gating(config))
-        if config.moe_router_topk_scaling_factor is not None:
-            weights = weights * config.moe_router_topk_scaling_factor
+        weights, probabilities = gate(logits, chosen, self.gating)
+        if spec.scaling is not None:
+            weights = weights * spec.scaling
         return Routing(chosen, weights, probabilities, logits)
 
     def _choose(self, ranking: Tensor, noise: Noise) -> Tensor:
         """The experts that rank highest in `ranking` [n, E]: int64 [n, k]."""
-        config = self.config
+        spec = self.spec
         if self.bias is not None:
             ranking = ranking + self.bias
-        if config.moe_router_num_groups is not None:
+        if spec.groups is not None:
             ranking = self._within_groups(ranking)
-        k = config.moe_router_topk
-        sampling = config.moe_router_sampling if noise.on else "none"
+        k, sampling = spec.topk, spec.sampling if noise.on else "none"
         if sampling == "first":
             ranking = ranking + noise.gumbel(self.experts)
         best = top_k(ranking, k)
@@ -145,11 +141,11 @@ class Router(nn.Module):
 
     def _within_groups(self, ranking: Tensor) -> Tensor:
         """`ranking` with -inf outside of the best groups; a group's score is the sum of its best experts."""
-        groups, kept = self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        groups, kept = self.spec.groups, self.spec.group_topk
         assert groups is not None
         assert kept is not None, "a rule has them set together"
         grouped = ranking.view(len(ranking), groups, -1)
-        best = grouped.sort(dim=2, descending=True).values[..., : self.config.moe_router_topk // kept].sum(2)
+        best = grouped.sort(dim=2, descending=True).values[..., : self.spec.topk // kept].sum(2)
         inside = torch.zeros_like(best, dtype=torch.bool).scatter(1, top_k(best, kept), True)
         return grouped.masked_fill(~inside.unsqueeze(2), -torch.inf).view_as(ranking)
 
@@ -179,9 +175,9 @@ def row_keys(sample_keys: Tensor, tokens: Tokens, *site: str | int) -> Tensor:
     return derive(derive(site_key(*site), sample_keys)[tokens.sequence], tokens.position)
 
 
-def _gating(config: RouterConfig) -> Gating:
-    if config.assigns:
-        return Gating.SIGMOID if config.moe_router_topk == 1 else Gating.SOFTMAX_BEFORE
-    if config.moe_router_score_function == "sigmoid":
+def _gating(spec: RouterSpec) -> Gating:
+    if spec.assigns:
+        return Gating.SIGMOID if spec.topk == 1 else Gating.SOFTMAX_BEFORE
+    if spec.sigmoid:
         return Gating.SIGMOID
-    return Gating.SOFTMAX_BEFORE if config.moe_router_pre_softmax else Gating.SOFTMAX_AFTER
+    return Gating.SOFTMAX_BEFORE if spec.pre_softmax else Gating.SOFTMAX_AFTER

@@ -30,11 +30,13 @@ class InitialValues:
         kind: how they are drawn.
         std: the standard deviation if they are normal.
         made: makes the values of float32 numbers that are; None for these themselves.
+        value: the value of all if they are constant.
     """
 
-    kind: Literal["normal", "zeros", "ones"]
+    kind: Literal["normal", "zeros", "ones", "constant"]
     std: float = 0.0
     made: Callable[[Tensor], Tensor] | None = None
+    value: float = 0.0
 
 
 @dataclass(frozen=True)

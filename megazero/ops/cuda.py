@@ -25,7 +25,7 @@ from megazero.kernels.build import (
     known_architectures,
 )
 from megazero.kernels.library import DTYPE_CODES, KernelLibrary, StillKernels
-from megazero.ops.dispatch import CUDA, META, Implementation, Requirements, where
+from megazero.ops.dispatch import CUDA, META, Implementation, Requirement, Requirements, where
 
 OLDEST_CAPABILITY = divmod(int(ARCHITECTURES[0].removeprefix("sm_")), 10)
 
@@ -108,10 +108,15 @@ STILL_KERNELS = StillKernels()
 
 
 def planned(
-    fn: Callable[..., Any], dtypes: frozenset[torch.dtype] = CUDA_DTYPES, **own: Any
+    fn: Callable[..., Any],
+    dtypes: frozenset[torch.dtype] = CUDA_DTYPES,
+    *further: Requirement,
+    **own: Any,
 ) -> Implementation[Any]:
     """The row for the meta device of what has a CUDA kernel: it makes what `fn` makes, and launches nothing.
 
     So a plan counts the memory of kernels, not that of references. `own` is as in `where`.
     """
-    return Implementation("planned", partial(fn, kernels=STILL_KERNELS), where(META, dtypes, **own))
+    return Implementation(
+        "planned", partial(fn, kernels=STILL_KERNELS), where(META, dtypes, **own).needing(*further)
+    )

@@ -23,6 +23,7 @@ from megazero.ops.dispatch import (
     CallFacts,
     Implementation,
     Operator,
+    Requirement,
     kinds_of_calls,
     where,
 )
@@ -49,6 +50,8 @@ class StepFacts:
 
 class ElementRule(Protocol):
     """An optimizer whose update of an element depends on that element alone.
+
+    One without `coefficients` has no kernels, and its formula moves elements on every device.
 
     Attributes:
         name: the name of its kernels.
@@ -187,18 +190,26 @@ class UpdateFacts(CallFacts):
     """The facts of a step.
 
     Attributes:
-        rule: the rule's name.
+        rule: the rule's name, or `FORMULA` for one without kernels.
     """
 
     rule: str
 
 
+FORMULA = "formula"
+_COMPILED = Requirement(lambda facts: facts.rule != FORMULA, "serves rules of csrc/update only")
+
+
+def _known_as(rule: ElementRule) -> str:
+    return FORMULA if type(rule).coefficients is ElementRule.coefficients else rule.name
+
+
 UPDATE: Operator[Callable[..., None]] = Operator(
     "update",
     (
-        Implementation("native_cpu", update_native_cpu, on_native_cpu(_FP32)),
-        Implementation("cuda", update_cuda, on_cuda_kernels(_FP32)),
-        planned(update_cuda, _FP32),
+        Implementation("native_cpu", update_native_cpu, on_native_cpu(_FP32).needing(_COMPILED)),
+        Implementation("cuda", update_cuda, on_cuda_kernels(_FP32).needing(_COMPILED)),
+        planned(update_cuda, _FP32, _COMPILED),
         Implementation("torch_fused", adam_fused, where(_DEVICES, FLOATS, rule="adam")),
         Implementation("chunks", update_chunks, where(_DEVICES, FLOATS)),
         Implementation("reference", update_reference),
@@ -208,14 +219,14 @@ UPDATE: Operator[Callable[..., None]] = Operator(
 )
 
 
-def heeds_signals(device: str, rule: str) -> bool:
+def heeds_signals(device: str, rule: ElementRule) -> bool:
     """Whether a step of such a rule on fp32 masters may have `signals` there."""
-    return UPDATE.choose(UpdateFacts(device, torch.float32, rule)).fn is update_cuda
+    return UPDATE.choose(UpdateFacts(device, torch.float32, _known_as(rule))).fn is update_cuda
 
 
 def update_step(call: UpdateCall) -> None:
     """One step in place on masters and states; weights are written beside."""
     if call.params:
-        chosen = UPDATE.choose(UpdateFacts.of(call.params[0], rule=call.rule.name))
+        chosen = UPDATE.choose(UpdateFacts.of(call.params[0], rule=_known_as(call.rule)))
         assert call.at.signals == NO_SIGNALS or chosen.fn is update_cuda, f"{chosen.name} knows no signals"
         chosen.fn(call)

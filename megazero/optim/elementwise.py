@@ -32,7 +32,7 @@ class Elementwise(UpdateRule, ElementRule):
     takes_signs: ClassVar[bool] = False
 
     def heeds_signals(self, device: str) -> bool:
-        return heeds_signals(device, self.name)
+        return heeds_signals(device, self)
 
     def step(self, pieces: Pieces, lr: float) -> None:
         """Update the pieces, those of one weight decay in one call of the kernel."""

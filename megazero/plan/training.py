@@ -9,6 +9,7 @@ from megazero.mpu.context import solo_context
 from megazero.optim.build import build_update_rule
 from megazero.plan.job import Job
 from megazero.plan.times import StepTimes
+from megazero.spec.resolve import model_spec
 from megazero.train.parts.chunks import parameter_counts
 from megazero.train.parts.families import family_of
 
@@ -41,7 +42,7 @@ class Model:
                 strict=True,
             )
         )
-        words = [tie for tie in family.models.ties(job.config.model) if tie.weight == WORD]
+        words = [tie for tie in family.models.ties(model_spec(job.config.model)) if tie.weight == WORD]
         tied = sum(len(tie.parts) - 1 for tie in words)
         parameters = int(sum(counts.values())) - tied * job.vocabulary.padded * job.config.model.hidden_size
         kinds = 1 + len(build_update_rule(job.config.optimizer).state_names)

@@ -19,6 +19,7 @@ from megazero.config.tree.config import Config
 from megazero.layers.state_space.library import scan_remarks
 from megazero.mpu.agreement import agree
 from megazero.mpu.context import ParallelContext
+from megazero.spec.resolve import model_spec
 from megazero.train.build import build_model
 from megazero.train.guards.agreement import tokenizer_and_place
 from megazero.train.loop import Loop
@@ -27,7 +28,7 @@ from megazero.train.observe.host import measure_matmul_rate
 from megazero.train.observe.meters import Meters
 from megazero.train.observe.monitors import build_monitors
 from megazero.train.observe.monitors.base import Monitor
-from megazero.train.parts.attention import attention_facts, attention_remark
+from megazero.train.parts.attention import attention_remarks
 from megazero.train.parts.chunks import DTYPES
 from megazero.train.parts.families import TokenFlops
 from megazero.train.parts.vocabulary import Vocabulary
@@ -143,7 +144,7 @@ def assemble(
         context.device,
     )
     task.check(resumed, feeds)
-    dtype, documents = DTYPES[config.precision.dtype], config.data.reset_attention_mask
+    dtype = DTYPES[config.precision.dtype]
     rate = measure_matmul_rate(dtype, context.device)
     monitor = build_monitors(config, context.rank == 0, state.progress, plan.end.iteration)
     flops = TokenFlops(config, vocabulary)
@@ -153,9 +154,9 @@ def assemble(
     meters = Meters(config, plan, engine, flops, rate, monitor.message, profiler)
     run = Run(resumed, feeds, meters, monitor)
     try:
-        facts = attention_facts(config.model, dtype, context.device, documents=documents)
-        monitor.message(attention_remark(facts, compiled=config.acceleration.compile))
-        for remark in (*scan_remarks(config.model, context.device), *task.remarks(run)):
+        scans = scan_remarks(model_spec(config.model), context.device)
+        chosen = (*attention_remarks(config, context.device), *scans)
+        for remark in (*chosen, *task.remarks(run)):
             monitor.message(remark)
         if config.checkpoint.save and not config.training.skip_train:
             seed = resumed.stream_seed

@@ -108,7 +108,11 @@ def build_engine(
             SkippingPlan.of(config.skipping, config.model.num_layers, config.training.seed, training_plan),
         ),
         LayerMemory(
-            RouterLoads([r for chunk in chunks.values() for r in chunk.routers()], config.model, context),
+            RouterLoads(
+                [router for chunk in chunks.values() for router in chunk.routers()],
+                context,
+                experts=bool(config.model.num_experts),
+            ),
             Fp8State(scalings, context.groups["stage"]),
         ),
         distillation,

@@ -18,6 +18,7 @@ from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.mpu.grid import ProcessGrid
 from megazero.optim.build import takes_signs
+from megazero.spec.resolve import model_spec
 from megazero.verify.sampling import SAMPLES, shrunk_metric
 
 _WIDTH_OF_HEAD = 4
@@ -244,7 +245,7 @@ def _experts(config: Config, tp: int, ep: int, etp: int) -> dict[str, Any]:
 
 def _model(config: Config, tp: int, pp: int, cp: int) -> dict[str, Any]:
     model = config.model
-    grouped = model.grouped
+    grouped = any(attention.groups != attention.heads for attention in model_spec(model).attentions())
     heads = 2 * tp if grouped else tp * (1 if tp > 1 else 2)
     if cp > 1:  # enough for ranks to exchange
         heads = max(heads, 2 * tp * cp)

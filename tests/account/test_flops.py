@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megazero.account.flops import attended_keys, attention_flops, layer_mlp_flops, logits_flops, mlp_flops
+from megazero.account.flops import attended_keys, attention_flops, logits_flops, mlp_flops
 from megazero.config.heterogeneous.shapes import LayerShape, text_of
 from megazero.config.tree.model import ModelConfig
 from megazero.layers.patterns import pattern_of
 from megazero.models.bert import bert_blocks
 from megazero.models.gpt import gpt_blocks
 from megazero.mpu.solo_group import SoloGroup
+from megazero.spec.resolve import model_spec
 from tests.config.samples import make_config
 from tests.tables import over_table
 
@@ -20,10 +23,17 @@ def model(**fields):
     return ModelConfig(**{**values, **fields})
 
 
+def attention(shape: ModelConfig, causal: bool):
+    """That of the first layer."""
+    spec = model_spec(shape).layers[0].attention
+    return replace(spec, sight=replace(spec.sight, causal=causal))
+
+
 def trained(shape: ModelConfig, vocab: int, *, causal: bool = True) -> float:
     """Forward and backward, of equal layers."""
-    layers = shape.num_layers * (attention_flops(shape, 0, causal=causal) + mlp_flops(shape))
-    return 3 * (layers + logits_flops(shape, vocab))
+    mlp = mlp_flops(model_spec(shape).layers[0].mlp)
+    layers = shape.num_layers * (attention_flops(attention(shape, causal), shape.seq_length) + mlp)
+    return 3 * (layers + logits_flops(shape.hidden_size, vocab))
 
 
 def test_blocks_of_a_gpt_are_an_embedding_its_layers_and_a_head():
@@ -145,7 +155,7 @@ def test_latent_attention_equals_what_torch_counts_in_the_products(narrow):
         key = torch.cat((up[..., :12], down[:, 20:].expand(heads, length, 8)), -1)
         context = (q @ key.transpose(1, 2)) @ up[..., 12:]
         (context.transpose(0, 1).reshape(length, heads * 10) @ weight(heads * 10, 64)).sum().backward()
-    assert counter.get_total_flops() == length * 3 * attention_flops(shape, 0, causal=False)
+    assert counter.get_total_flops() == length * 3 * attention_flops(attention(shape, False), length)
 
 
 def test_a_further_token_has_a_layer_a_join_and_the_head():
@@ -171,7 +181,7 @@ def test_a_further_token_has_a_layer_a_join_and_the_head():
 def test_a_layer_with_experts_by_hand(settings, channels, gates):
     """A token goes through two products of each inner channel that it meets, and one for each score."""
     shape = model(num_experts=4, moe_ffn_hidden_size=384, **settings)
-    assert layer_mlp_flops(shape, 0) == 2 * 2 * 512 * channels + 2 * 512 * gates
+    assert mlp_flops(model_spec(shape).layers[0].mlp) == 2 * 2 * 512 * channels + 2 * 512 * gates
 
 
 @over_table("causal", [True, False])
@@ -183,12 +193,13 @@ def test_attended_keys_are_those_of_the_mask(window, sinks, causal):
     """Up to half a key, as a triangle of s keys has s / 2 by this count and (s + 1) / 2 by the other."""
     window = (window[0], 0) if causal else window
     shape = model(family="gpt" if causal else "bert", window_size=window, window_sink_tokens=sinks)
-    pattern = pattern_of(shape, 0, SoloGroup(), causal)
+    sight = attention(shape, causal).sight
+    pattern = pattern_of(sight, 0, SoloGroup())
     mask = pattern.allowed(causal, range(512), range(512), torch.device("cpu"))
     if mask is None:
         mask = torch.ones(512, 512).tril()
     counted = mask.sum().item() / 512
-    found = attended_keys(shape, 0, causal=causal)
+    found = attended_keys(sight, 512)
     assert found == pytest.approx(counted, abs=0.51)
 
 

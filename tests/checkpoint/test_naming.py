@@ -11,6 +11,7 @@ from megazero.checkpoint.box import Box, gaps_or_overlaps
 from megazero.checkpoint.naming import Link, Table, TensorRule, cut, groups_of
 from megazero.checkpoint.part import Key
 from megazero.formats.hf.config_json import architecture_of
+from megazero.spec.resolve import model_spec
 from tests.formats.hf.samples import GPT2, LLAMA, MODELS, VOCAB, parameter_specs
 from tests.models.hf_weights import decoder_model
 from tests.tables import over_table
@@ -18,7 +19,7 @@ from tests.tables import over_table
 
 def table_of(name: str) -> Table:
     model = MODELS[name]
-    return Table.of(architecture_of(model).rules, model, VOCAB)
+    return Table.of(architecture_of(model).rules, model_spec(model), VOCAB)
 
 
 @over_table(
@@ -38,9 +39,11 @@ def test_patterns_are_groups_of_letters(text, groups):
 
 def test_a_fused_transposed_weight_is_seen_as_ours():
     """Ours [g, s, d, h] = [2, 3, 1, 2]; theirs [h, s g d] = [2, 6], written out."""
-    model = GPT2.model_copy(update={"num_attention_heads": 2, "hidden_size": 2, "kv_channels": 1})
-    (link,) = Table.of([TensorRule("qkv", "g s d h", "c_attn", "h (s g d)")], model, 5).links
-    assert link == Link(Key("qkv"), (2, 3, 1, 2), Box.whole((2, 3, 1, 2)), "c_attn", ((3,), (1, 0, 2)))
+    changes = {"num_layers": 1, "num_attention_heads": 2, "hidden_size": 2, "kv_channels": 1}
+    model = GPT2.model_copy(update=changes)
+    rule = TensorRule("{i}.qkv", "g s d h", "c_attn", "h (s g d)")
+    (link,) = Table.of([rule], model_spec(model), 5).links
+    assert link == Link(Key("0.qkv"), (2, 3, 1, 2), Box.whole((2, 3, 1, 2)), "c_attn", ((3,), (1, 0, 2)))
     # columns: query of head 0, of head 1, keys, values
     theirs = torch.tensor([[1, 2, 3, 4, 5, 6], [10, 20, 30, 40, 50, 60]])
     assert link.as_ours(theirs).tolist() == [
@@ -53,7 +56,9 @@ def test_a_fused_transposed_weight_is_seen_as_ours():
 def test_parts_of_a_fused_weight_are_several_of_theirs():
     """Two query heads for one key and value, twice: heads of width 1."""
     model = LLAMA.model_copy(update={"num_attention_heads": 4, "kv_channels": 1, "hidden_size": 3})
-    links = Table.of(architecture_of(LLAMA).rules, model, 5).by_key[Key("layers.1.attention.qkv.weight")]
+    links = Table.of(architecture_of(LLAMA).rules, model_spec(model), 5).by_key[
+        Key("layers.1.attention.qkv.weight")
+    ]
     assert [(link.theirs.split(".")[-2], link.box, link.their_shape) for link in links] == [
         ("q_proj", Box((0, 0, 0, 0), (2, 2, 1, 3)), (4, 3)),
         ("k_proj", Box((0, 2, 0, 0), (2, 1, 1, 3)), (2, 3)),
@@ -96,8 +101,9 @@ def test_tensors_come_layer_by_layer():
 )
 def test_rows_of_every_box_hold_it_and_are_seen_as_ours(take, their_dims):
     """Swept over all boxes of ours."""
-    model = LLAMA.model_copy(update={"kv_channels": 2, "hidden_size": 3, "num_attention_heads": 4})
-    (link,) = Table.of([TensorRule("w", "g s d h", "x", their_dims, take)], model, 5).links
+    changes = {"num_layers": 1, "kv_channels": 2, "hidden_size": 3, "num_attention_heads": 4}
+    model = LLAMA.model_copy(update=changes)
+    (link,) = Table.of([TensorRule("{i}", "g s d h", "x", their_dims, take)], model_spec(model), 5).links
     theirs = torch.arange(link.box.numel).view(link.their_shape)
     ours = link.as_ours(theirs)
     ranges = [[(a, b) for a in range(n) for b in range(a + 1, n + 1)] for n in link.box.shape]

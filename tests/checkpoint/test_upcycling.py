@@ -9,8 +9,9 @@ import torch
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.part import Key, Part
 from megazero.checkpoint.upcycling import Upcycled, dense_model, router_names
-from megazero.config.derive import EXPERT_FIELDS, experts_of
+from megazero.config.derive import EXPERT_FIELDS
 from megazero.config.tree.model import ModelConfig
+from megazero.spec.resolve import model_spec
 from tests.formats.hf.samples import GPT2, LLAMA, MemorySource, random_weights
 from tests.tables import over_table
 
@@ -34,7 +35,8 @@ def test_the_dense_model_has_no_setting_about_experts():
 def test_shapes_are_those_of_the_experts_and_the_routers_are_missing():
     model = MODELS["pyramid"]
     shapes = {
-        key.name: shape for key, shape in Upcycled(random_weights(dense_model(model)), model).shapes.items()
+        key.name: shape
+        for key, shape in Upcycled(random_weights(dense_model(model)), model_spec(model)).shapes.items()
     }
     assert {name: shape for name, shape in shapes.items() if ".mlp." in name} == {
         **{f"layers.{i}.mlp.up.weight": (74, 42) for i in (0, 2)},
@@ -46,7 +48,7 @@ def test_shapes_are_those_of_the_experts_and_the_routers_are_missing():
         **{f"layers.{i}.mlp.experts.down.weight": (n, 42, 74) for i, n in ((1, 2), (3, 5))},
         **{f"layers.{i}.mlp.experts.down.bias": (n, 42) for i, n in ((1, 2), (3, 5))},
     }
-    assert router_names(model) == ("layers.1.mlp.router.weight", "layers.3.mlp.router.weight")
+    assert router_names(model_spec(model)) == ("layers.1.mlp.router.weight", "layers.3.mlp.router.weight")
     assert shapes["layers.1.attention.qkv.weight"] == (6, 3, 7, 42)
 
 
@@ -55,7 +57,7 @@ def test_every_part_is_that_of_the_dense_mlp_for_each_expert(name):
     """Random boxes of all tensors, in memory of odd strides."""
     model, draw = MODELS[name], random.Random(4)
     dense = random_weights(dense_model(model))
-    source, parts = Upcycled(dense, model), []
+    source, parts = Upcycled(dense, model_spec(model)), []
     for key, shape in source.shapes.items():
         for _ in range(4):
             spans = [sorted(draw.sample(range(n + 1), 2)) for n in shape]
@@ -69,7 +71,7 @@ def test_every_part_is_that_of_the_dense_mlp_for_each_expert(name):
         if ".experts." in part.key.name:
             layer = int(part.key.name.split(".")[1])
             whole = dense.tensors[Key(part.key.name.replace(".experts.", "."))]
-            whole = whole.expand(experts_of(model, layer), *whole.shape)
+            whole = whole.expand(model.experts_at(layer), *whole.shape)
         else:
             whole = dense.tensors[part.key]
         assert torch.equal(part.tensor, whole[part.box.slices]), part.key
@@ -87,7 +89,7 @@ def test_what_experts_share_is_read_once():
     model = MODELS["gated"]
     source = Upcycled(
         Counting({key.name: tensor for key, tensor in random_weights(dense_model(model)).tensors.items()}),
-        model,
+        model_spec(model),
     )
     key = Key("layers.0.mlp.experts.up.weight")
     source.read([Part.whole(key, torch.empty(source.shapes[key]))])
@@ -99,4 +101,4 @@ def test_only_weights_are_taken():
     model: ModelConfig = MODELS["biases"]
     dense = random_weights(dense_model(model))
     dense.tensors[Key("layers.0.mlp.up.weight", "exp_avg")] = torch.ones(74, 42)
-    assert {key.kind for key in Upcycled(dense, model).shapes} == {"weight"}
+    assert {key.kind for key in Upcycled(dense, model_spec(model)).shapes} == {"weight"}

@@ -11,10 +11,8 @@ from pydantic import ValidationError
 from megazero.config.derive import (
     EXPERT_FIELDS,
     expert_tensor_size,
-    experts_of,
     filled_model,
     model_differences,
-    moe_layers,
 )
 from megazero.config.fields import names_with
 from megazero.config.resolve import Resolved, parse_config
@@ -23,6 +21,7 @@ from megazero.config.shown import shown_config
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.roles import Role
 from megazero.errors import ConfigError
+from megazero.spec.resolve import model_spec
 from tests.config.samples import BASE_FLAGS, make_config
 from tests.tables import over_table
 
@@ -53,8 +52,8 @@ def model(layers: int = 6, **settings: Any) -> ModelConfig:
 )
 def test_experts_of_six_layers(settings: dict[str, Any], experts: tuple[int, ...]) -> None:
     found = model(**settings)
-    assert tuple(experts_of(found, layer) for layer in range(6)) == experts
-    assert moe_layers(found) == tuple(layer for layer, count in enumerate(experts) if count)
+    assert tuple(found.experts_at(layer) for layer in range(6)) == experts
+    assert model_spec(found).expert_layers == tuple(layer for layer, count in enumerate(experts) if count)
     assert found.experts_by_layer == (experts if found.num_experts else ())
     placed = sum(found.expert_place(layer) is not None for layer in range(6))
     assert found.expert_places == placed
@@ -63,9 +62,9 @@ def test_experts_of_six_layers(settings: dict[str, Any], experts: tuple[int, ...
 def test_an_interval_that_does_not_divide_leaves_the_last_layers_dense() -> None:
     """DeepSpeed-MoE's student of 21 layers has ten with experts, as its list of ten says."""
     student = model(21, num_experts=(64,) * 8 + (128,) * 2, expert_interval=2)
-    assert moe_layers(student) == (1, 3, 5, 7, 9, 11, 13, 15, 17, 19)
-    assert experts_of(student, 15) == 64
-    assert experts_of(student, 17) == 128
+    assert model_spec(student).expert_layers == (1, 3, 5, 7, 9, 11, 13, 15, 17, 19)
+    assert student.experts_at(15) == 64
+    assert student.experts_at(17) == 128
 
 
 @over_table(
@@ -395,7 +394,7 @@ def test_a_file_of_the_shown_settings_means_the_same(tmp_path: Any) -> None:
     again = parse_config(["--config", str(file)], world_size=2)
     assert again.warnings == ()
     assert again.config.model == filled_model(config.model)
-    assert moe_layers(again.config.model) == (2, 3)
+    assert model_spec(again.config.model).expert_layers == (2, 3)
 
 
 @pytest.mark.parametrize("ranks", ["0", "-2"])

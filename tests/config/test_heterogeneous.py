@@ -55,9 +55,7 @@ def test_a_file_gives_the_depth_and_each_layers_sizes(tmp_path):
     model = resolved(PATH, str(tmp_path / "layers.json"))
     assert (model.num_layers, model.layer_shapes) == (5, SIZES)
     assert model.layer_parts == ("*-", "-", "*", "*-", "")
-    assert (model.layers_of("*"), model.layers_of("-E"), model.summed) == (3, 3, LayerShape(7, 808))
-    own = [(model.at_layer(n).kv_heads, model.at_layer(n).ffn_size) for n in (0, 3)]
-    assert own == [(1, 256), (2, 40)]
+    assert (model.layers_of("*"), model.layers_of("-E")) == (3, 3)
     # The file may go: the text is in the configuration, and in checkpoints.
     (tmp_path / "layers.json").unlink()
     assert model.heterogeneous_layers_config_path is None
@@ -73,11 +71,10 @@ def test_two_ways_to_say_the_same_are_the_same_model():
     wider = text_of((LayerShape(1, 264), *SIZES[1:]))
     assert [field for field, *_ in model_differences(said, resolved(TEXT, wider), [field])] == [field]
     alike = ModelConfig(**SHAPE, num_layers=5)
-    assert (alike.layer_shapes, alike.layer_parts, alike.layers_of("*"), alike.grouped) == (
+    assert (alike.layer_shapes, alike.layer_parts, alike.layers_of("*")) == (
         None,
         None,
         5,
-        False,
     )
 
 

@@ -23,6 +23,7 @@ KINDS = {
     },
     "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
     "one": {"softmax_type": "off-by-one", "window_size": (6, 0)},
+    "xielu": {"activation": "xielu", "window_size": (6, 0)},
 }
 # Each has all keys of its row behind it, so these are other shapes than a decoder's.
 ENCODERS = {
@@ -57,6 +58,8 @@ def check(records: list[Record], layout: Layout, kind: str) -> None:
         pytest.param("alibi", Layout(tp=4, sequence_parallel=True, dropout=0.1), marks=pytest.mark.fast),
         ("alibi", Layout(tp=2, method="random-ltd", sequence_parallel=True, shape="llama")),
         ("sink", Layout(tp=2, sequence_parallel=True, recompute="full", untied=True)),
+        ("xielu", Layout(tp=2, sequence_parallel=True, dropout=0.2)),
+        ("xielu", Layout(tp=2, pp=2, dp=2, zero=3, schedule="zb-h1")),
         ("sink", Layout(pp=2, tp=2, schedule="zb-v", layers=4, recompute="selective")),
         pytest.param("all", Layout(tp=2, dp=2, zero=3), marks=pytest.mark.fast),
         ("all", Layout(tp=2, dp=2, zero=1, sequence_parallel=True, method="random-ltd", dropout=0.2)),

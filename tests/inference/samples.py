@@ -15,6 +15,7 @@ from megazero.models.gpt import GPT
 from megazero.mpu.context import ParallelContext, solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.spec.resolve import model_spec
 
 VOCAB = (53, 64)  # entries, entries after padding
 
@@ -52,7 +53,7 @@ def build(config: ModelConfig, context: ParallelContext | None = None, *, sequen
     """The model of seed 7 on this rank; the same weights on every layout."""
     context = context or solo_context()
     placement = Placement.of(context, torch.float32, sequence_parallel=sequence_parallel)
-    model = GPT(Slice(config, VOCAB, placement))
+    model = GPT(Slice(model_spec(config), VOCAB, placement))
     initialize(model, 7, context.place)
     return model
 

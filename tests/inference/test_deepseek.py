@@ -16,6 +16,7 @@ from megazero.models.gpt import GPT
 from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.spec.resolve import model_spec
 from tests.inference.samples import LLAMA, PROMPTS, VOCAB, build, on_threads
 from tests.inference.test_generate import NEW, slowly
 
@@ -55,7 +56,7 @@ def test_stages_and_sharers_give_the_same_tokens():
         context = thread_context(world, ProcessGrid(pp=2, cp=2), rank)
         placement = Placement.of(thread_context(ThreadWorld(1), ProcessGrid(), 0), torch.float32)
         parts = ((EMBEDDING, 0), (1, HEAD))[context.pp.rank]
-        chunk = GPT(Slice(V3, VOCAB, placement, parts=parts))
+        chunk = GPT(Slice(model_spec(V3), VOCAB, placement, parts=parts))
         initialize(chunk, 7, placement.place)
         staged = StagedModel({context.pp.rank: chunk}, stage_of, context.pp, context.groups["cp"])
         return generate(staged, PROMPTS, max_new_tokens=NEW, sampling=GREEDY)

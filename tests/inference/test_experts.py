@@ -15,6 +15,7 @@ from megazero.models.gpt import GPT
 from megazero.mpu.context import ParallelContext, solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.spec.resolve import model_spec
 from tests.inference.samples import GPT2, LLAMA_FOUR_GROUPS, PROMPTS, VOCAB
 
 GREEDY = Sampling(greedy=True)
@@ -34,7 +35,7 @@ CONFIGS = {
 
 
 def build(name: str, context: ParallelContext, **options) -> GPT:
-    model = GPT(Slice(CONFIGS[name], VOCAB, Placement.of(context, torch.float32, **options)))
+    model = GPT(Slice(model_spec(CONFIGS[name]), VOCAB, Placement.of(context, torch.float32, **options)))
     initialize(model, 7, context.place)
     for router in model.routers():
         if CONFIGS[name].moe_router_enable_expert_bias:

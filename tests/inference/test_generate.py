@@ -18,6 +18,7 @@ from megazero.models.gpt import GPT
 from megazero.models.targets import Targets
 from megazero.mpu.context import ParallelContext, make_context
 from megazero.mpu.grid import ProcessGrid
+from megazero.spec.resolve import model_spec
 from tests.inference.samples import GPT2, LLAMA, LLAMA_FOUR_GROUPS, PROMPTS, VOCAB, build, on_threads
 from tests.layouts.variants import VARIANTS as LAYERS
 from tests.tables import over_table
@@ -269,7 +270,7 @@ def test_recompute_settings_do_not_matter():
     plain = build(GPT2)
     expected = generate(plain, PROMPTS, max_new_tokens=NEW, sampling=DRAWN)
     for granularity in ("selective", "full"):
-        model = GPT(Slice(GPT2, VOCAB, plain.placement, RecomputeConfig(granularity=granularity)))
+        model = GPT(Slice(model_spec(GPT2), VOCAB, plain.placement, RecomputeConfig(granularity=granularity)))
         model.load_state_dict(plain.state_dict())
         assert generate(model, PROMPTS, max_new_tokens=NEW, sampling=DRAWN) == expected
 

@@ -19,6 +19,7 @@ from megazero.layers.placement import Placement
 from megazero.models.chunk import Slice
 from megazero.models.gpt import GPT
 from megazero.mpu.context import solo_context
+from megazero.spec.resolve import model_spec
 from tests.inference.samples import LLAMA
 
 BYTES = build_tokenizer(TokenizerSpec("ByteLevelTokenizer"))
@@ -26,7 +27,7 @@ PROMPTS = ["def f(", "", "naïve", "x"]
 
 
 def byte_model(vocab: int = 257) -> GPT:
-    model = GPT(Slice(LLAMA, (vocab, 384), Placement.of(solo_context(), torch.float32)))
+    model = GPT(Slice(model_spec(LLAMA), (vocab, 384), Placement.of(solo_context(), torch.float32)))
     initialize(model, 3, model.placement.place)
     return model
 
@@ -89,7 +90,7 @@ def test_a_batch_size_below_one_is_refused():
 
 def test_a_model_with_learned_positions_says_when_the_text_is_too_long():
     config = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=6)
-    model = GPT(Slice(config, (257, 384), Placement.of(solo_context(), torch.float32)))
+    model = GPT(Slice(model_spec(config), (257, 384), Placement.of(solo_context(), torch.float32)))
     initialize(model, 3, model.placement.place)
     with pytest.raises(ConfigError, match="at most the 6 learned positions, but is 8"):
         TextGenerator(model, BYTES).complete(["abcde"], max_new_tokens=4)

@@ -7,9 +7,11 @@ from megazero.layers.attention import SelfAttention
 from megazero.layers.mlp import MLP
 from megazero.layers.placement import Placement
 from megazero.layers.transformer import TransformerLayer
+from megazero.spec.resolve import model_spec
 
 
 def causal_layer(i: int, config: ModelConfig, placement: Placement, *, selective: bool = False):
     """A GPT's layer."""
-    attention = SelfAttention(i, config, placement, causal=True, recompute=selective)
-    return TransformerLayer(i, config, placement, attention, MLP(i, config, placement))
+    layer = model_spec(config).layers[i]
+    attention = SelfAttention(i, layer.attention, placement, recompute=selective)
+    return TransformerLayer(i, layer, placement, attention, MLP(f"layers.{i}.mlp", layer.mlp, placement))

@@ -23,6 +23,7 @@ from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops.attention import Documents, Pattern, Slopes, attention
 from megazero.ops.attention.softmax_offset import with_softmax_offset
+from megazero.spec.resolve import model_spec
 from tests.ops.lse import attention_with_lse
 from tests.tables import over_table
 
@@ -34,7 +35,7 @@ def seen(config: ModelConfig, documents: torch.Tensor | None = None, length: int
     """Which embedded tokens each row of the first layer's attention depends on, by its gradients."""
     context = solo_context()
     kind = GPT if config.family == "gpt" else BERT
-    model = kind(Slice(config, (29, 29), Placement.of(context, torch.float64)))
+    model = kind(Slice(model_spec(config), (29, 29), Placement.of(context, torch.float64)))
     initialize(model, 3, context.place)
     x = torch.randn(length, 1, config.hidden_size, dtype=torch.float64, requires_grad=True)
     inputs = LayerInputs(Rows(range(length), None if documents is None else Documents(documents)))
@@ -88,10 +89,10 @@ def test_which_layers_have_a_window():
     assert windows(window_size=(-1, 0)) == windows() == ()
     config = ModelConfig(**SHAPE, window_size=(3, 0), window_attn_skip_freq=2, window_sink_tokens=2)
     assert (
-        pattern_of(config, 0, SoloGroup(), True).window,
-        pattern_of(config, 0, SoloGroup(), True).sinks,
+        pattern_of(model_spec(config).layers[0].attention.sight, 0, SoloGroup()).window,
+        pattern_of(model_spec(config).layers[0].attention.sight, 0, SoloGroup()).sinks,
     ) == ((3, 0), 2)
-    assert pattern_of(config, 1, SoloGroup(), True).idle
+    assert pattern_of(model_spec(config).layers[1].attention.sight, 1, SoloGroup()).idle
 
 
 def test_slopes_by_hand():
@@ -104,23 +105,21 @@ def test_slopes_by_hand():
 
 @over_table("tp", [1, 2, 3, 6])
 def test_slopes_are_a_slice_of_the_models(tp):
-    config = ModelConfig(**SHAPE, position_embedding_type="alibi")
     world = ThreadWorld(tp)
 
     def work(rank: int) -> torch.Tensor:
         context = thread_context(world, ProcessGrid(tp=tp), rank)
-        slopes = OwnSlopes.of(config, Placement.of(context, torch.float32))
+        slopes = OwnSlopes.of(6, Placement.of(context, torch.float32))
         assert slopes.on(torch.device("cpu")) is slopes.on(torch.device("cpu"))
         return slopes.on(torch.device("cpu")).by_head
 
     assert torch.cat(world.run(work)).tolist() == alibi_slopes(6)
-    assert OwnSlopes.of(ModelConfig(**SHAPE), Placement.of(solo_context(), torch.float32)) is None
 
 
 def test_slopes_made_for_a_generation_serve_a_training():
     """Tensors that are made in inference mode cannot be saved for backward."""
     config = ModelConfig(**SHAPE, position_embedding_type="alibi", hidden_dropout=0.0, attention_dropout=0.0)
-    model = GPT(Slice(config, (29, 29), Placement.of(solo_context(), torch.float32)))
+    model = GPT(Slice(model_spec(config), (29, 29), Placement.of(solo_context(), torch.float32)))
     initialize(model, 3, solo_context().place)
     tokens = torch.arange(14).view(2, 7)
     with torch.inference_mode():

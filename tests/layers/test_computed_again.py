@@ -13,6 +13,7 @@ from megazero.layers.rows import Rows
 from megazero.models.chunk import Slice
 from megazero.models.layer import layer_of
 from megazero.mpu.context import solo_context
+from megazero.spec.resolve import model_spec
 from tests.layers.live_bytes import LiveBytes
 from tests.tables import over_table
 
@@ -43,7 +44,7 @@ def passes(config: ModelConfig, *modules: Module) -> tuple[int, list[torch.Tenso
     """The bytes that a layer keeps between forward and backward, and all gradients."""
     chosen = RecomputeConfig(granularity="selective" if modules else "none", modules=modules)
     context = solo_context()
-    layer = layer_of(0, Slice(config, (8, 8), Placement.of(context, torch.float32), chosen), causal=True)
+    layer = layer_of(0, Slice(model_spec(config), (8, 8), Placement.of(context, torch.float32), chosen))
     initialize(layer, 3, context.place)
     x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1)).requires_grad_()
     with LiveBytes() as live:

@@ -18,6 +18,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec, spec_of
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.traffic import TrafficLog, recording_context
+from megazero.spec.resolve import model_spec
 
 
 def small(**changes) -> ModelConfig:
@@ -26,7 +27,7 @@ def small(**changes) -> ModelConfig:
 
 
 def test_norms_begin_as_the_identity_and_biases_at_zero():
-    model = GPT(Slice(small(), (13, 16), Placement.of(solo_context(), torch.float32)))
+    model = GPT(Slice(model_spec(small()), (13, 16), Placement.of(solo_context(), torch.float32)))
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 7.0)
     initialize(model, 3, solo_context().place)
@@ -37,7 +38,7 @@ def test_norms_begin_as_the_identity_and_biases_at_zero():
 
 
 def gathered(context, config: ModelConfig, seed: int, padded: int) -> dict[str, str]:
-    model = GPT(Slice(config, (13, padded), Placement.of(context, torch.float32)))
+    model = GPT(Slice(model_spec(config), (13, padded), Placement.of(context, torch.float32)))
     initialize(model, seed, context.place)
     whole = {spec_of(p).name: spec_of(p).unshard(p.detach(), context.groups) for p in model.parameters()}
     return {k: hashlib.sha256(v.contiguous().numpy().tobytes()).hexdigest() for k, v in whole.items()}
@@ -80,7 +81,7 @@ def test_weights_are_normal_with_the_wanted_deviation():
 
 
 def test_padding_rows_are_zero_and_stay_out_of_sight():
-    model = GPT(Slice(small(), (13, 32), Placement.of(solo_context(), torch.float32)))
+    model = GPT(Slice(model_spec(small()), (13, 32), Placement.of(solo_context(), torch.float32)))
     initialize(model, 1, model.placement.place)
     assert torch.equal(model.embedding.word[13:], torch.zeros(19, 16))
     assert model.embedding.word[:13].abs().min() > 0
@@ -90,7 +91,11 @@ def test_a_rank_of_a_thousand_constructs_on_meta():
     log = TrafficLog()
     context = recording_context(ProcessGrid(dp=128, tp=8), 1023, log)
     config = small(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048)
-    model = GPT(Slice(config, (50257, 51200), Placement.of(context, torch.bfloat16, sequence_parallel=True)))
+    model = GPT(
+        Slice(
+            model_spec(config), (50257, 51200), Placement.of(context, torch.bfloat16, sequence_parallel=True)
+        )
+    )
     initialize(model, 1, context.place)
     mine = sum(p.numel() for p in model.parameters())
     assert all(p.is_meta for p in model.parameters())
@@ -133,7 +138,7 @@ def test_slices_cut_over_two_axes_are_those_of_the_whole():
 
 
 def test_parameters_may_be_initialized_in_any_parts():
-    held = Slice(small(), (13, 16), Placement.of(solo_context(), torch.float32))
+    held = Slice(model_spec(small()), (13, 16), Placement.of(solo_context(), torch.float32))
     whole, parts = GPT(held), GPT(held)
     initialize(whole, 5, whole.placement.place)
     for param in reversed(list(parts.parameters())):

@@ -12,7 +12,7 @@ from megazero.inference.shared_cache import SharedCache
 from megazero.layers.context.cached import SharedCacheCore
 from megazero.layers.cores import CachedCore, LocalCore
 from megazero.layers.inputs import AttentionCore, LayerInputs
-from megazero.layers.latent import LatentAttention, latent_scale
+from megazero.layers.latent import LatentAttention
 from megazero.layers.placement import Placement
 from megazero.layers.rotary import rotary_of
 from megazero.layers.rows import Rows
@@ -20,6 +20,7 @@ from megazero.mpu.context import ParallelContext, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.param_spec import spec_of
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.spec.resolve import model_spec
 from tests.tables import over_table
 
 S, B, H = 11, 2, 24
@@ -119,7 +120,7 @@ NAMES = {
 def ours(config: ModelConfig, module: torch.nn.Module, context: ParallelContext, sp: bool) -> LatentAttention:
     """Our attention with the same weights, each as it is: no channel is moved."""
     placement = Placement.of(context, torch.float64, sequence_parallel=sp)
-    built = LatentAttention(0, config, placement, causal=True)
+    built = LatentAttention(0, model_spec(config).layers[0].attention, placement)
     weights = {NAMES[name]: value for name, value in module.state_dict().items()}
     with torch.no_grad():
         for name, parameter in built.named_parameters():
@@ -140,7 +141,7 @@ def expected(config: ModelConfig, module: torch.nn.Module, rotary: torch.nn.Modu
 
 
 def inputs_of(config: ModelConfig, start: int, stop: int, core: AttentionCore | None = None) -> LayerInputs:
-    tables = rotary_of(config, torch.arange(start, stop))
+    tables = rotary_of(model_spec(config).rotary, torch.arange(start, stop))
     return LayerInputs(Rows(range(start, stop), rotary=tables), core)
 
 
@@ -186,7 +187,7 @@ def test_it_equals_transformers(name, tp, sp):
         return out.detach(), mine.grad, grads
 
     results = world.run(work)
-    tables = rotary_of(config, torch.arange(2))[0].dtype
+    tables = rotary_of(model_spec(config).rotary, torch.arange(2))[0].dtype
     close = {"rtol": 1e-5, "atol": 1e-5} if tables == torch.float32 else {}
     for what, reference in ((0, wanted.detach()), (1, given.grad)):
         whole = torch.cat([result[what] for result in results]) if sp else results[0][what]
@@ -199,9 +200,9 @@ def test_it_equals_transformers(name, tp, sp):
 
 def test_yarn_sharpens_the_scores():
     """1 / sqrt(d), times the square of 0.1 mscale_all_dim ln(factor) + 1; nothing without YaRN."""
-    assert latent_scale(model()) == pytest.approx(10**-0.5)
+    assert model_spec(model()).layers[0].attention.scale == pytest.approx(10**-0.5)
     yarn = model(rope_type="yarn", rotary_scaling_factor=40.0, mscale_all_dim=0.707)
-    assert latent_scale(yarn) == pytest.approx(10**-0.5 * 1.2608042**2)
+    assert model_spec(yarn).layers[0].attention.scale == pytest.approx(10**-0.5 * 1.2608042**2)
 
 
 @over_table(("first", "rank"), [(1, 10), (4, 10), (8, 40), (8, 4)])
@@ -251,7 +252,7 @@ def test_ranks_may_share_the_cache():
 
 
 def _filled(config: ModelConfig, context: ParallelContext) -> LatentAttention:
-    built = LatentAttention(0, config, Placement.of(context, torch.float64), causal=True)
+    built = LatentAttention(0, model_spec(config).layers[0].attention, Placement.of(context, torch.float64))
     dice = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in built.parameters():

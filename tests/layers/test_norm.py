@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.param_spec import spec_of
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops.layer_norm import LAYER_NORM
+from megazero.spec.resolve import model_spec
 
 KINDS = pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 
@@ -41,7 +44,11 @@ def filled(norm: Norm, whole: dict[str, torch.Tensor], place) -> Norm:
 @KINDS
 def test_a_weight_is_stored_less_one(kind):
     """In bf16 1 + 2^-9 is 1: the sum is made in fp32, and whatever kernel runs gets weight and bias alike."""
-    norm = Norm("n", config(kind, apply_layernorm_1p=True), Placement.of(solo_context(), torch.bfloat16))
+    norm = Norm(
+        "n",
+        model_spec(config(kind, apply_layernorm_1p=True)).norm,
+        Placement.of(solo_context(), torch.bfloat16),
+    )
     assert {spec_of(p).init.kind for p in norm.parameters()} == {"zeros"}
     draw = torch.Generator().manual_seed(3)
     small = {"weight": torch.full((24,), 2.0**-9), "bias": torch.full((24,), 0.25)}
@@ -68,11 +75,11 @@ def test_heads_on_ranks_are_normalized_as_on_one(kind, scope):
     draw = torch.Generator().manual_seed(7)
     whole = {name: torch.randn(features, generator=draw) for name in ("weight", "bias")}
     x, grad = (torch.randn(5, 2, heads, width, generator=draw) for _ in range(2))
-    given = config(kind)
+    given = replace(model_spec(config(kind)).norm, features=features, scope=scope)
 
     def work(context):
         placement = Placement.of(context, torch.float32)
-        norm = filled(Norm("n", given, placement, features, scope=scope), whole, context.place)
+        norm = filled(Norm("n", given, placement), whole, context.place)
         own = slice(
             context.tp.rank * heads // context.tp.size, (context.tp.rank + 1) * heads // context.tp.size
         )
@@ -102,10 +109,13 @@ def test_norms_of_heads_decay_as_megatron_lm_has_it():
     context = solo_context()
     decays = {"qk_layernorm": True, "apply_wd_to_qk_layernorm": True}
     latent = {"multi_latent_attention": True, "position_embedding_type": "rope", "q_lora_rank": 8}
-    plain = SelfAttention(0, config("LayerNorm", **decays), Placement.of(context, torch.float32), causal=True)
-    small = LatentAttention(
-        0, config("LayerNorm", **decays, **latent), Placement.of(context, torch.float32), causal=True
-    )
+    placement = Placement.of(context, torch.float32)
+
+    def attention(**settings):
+        return model_spec(config("LayerNorm", **settings)).layers[0].attention
+
+    plain = SelfAttention(0, attention(**decays), placement)
+    small = LatentAttention(0, attention(**decays, **latent), placement)
     found = {s.name: s.weight_decay for m in (plain, small) for s in map(spec_of, m.parameters())}
     assert {name: found[name] for name in found if "_norm." in name} == {
         **{f"layers.0.attention.{n}_norm.{kind}": True for n in "qk" for kind in ("weight", "bias")},

@@ -16,6 +16,7 @@ from megazero.layers.rows import Rows
 from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.spec.resolve import model_spec
 from tests.layers.samples import causal_layer
 from tests.tables import over_table
 
@@ -46,7 +47,7 @@ def gradients(context, recompute: RecomputeConfig, sequence_parallel: bool, spli
     """All gradients of one pass, and how many weights came back from weight halves."""
     placement = Placement.of(context, torch.float32, sequence_parallel=sequence_parallel)
     selective = recompute.granularity == "selective"
-    embedding = Embedding(CONFIG, 12, 12, placement)
+    embedding = Embedding(model_spec(CONFIG).embedding, (12, 12), placement)
     layers = nn.ModuleList(
         causal_layer(i, CONFIG, placement, selective=selective) for i in range(CONFIG.num_layers)
     )

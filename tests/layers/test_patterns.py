@@ -13,6 +13,8 @@ from megazero.models.batch import Batch
 from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops.attention import attention
+from megazero.spec.parts import SightSpec
+from megazero.spec.resolve import model_spec
 from tests.inference.samples import build
 from tests.tables import over_table
 
@@ -49,10 +51,14 @@ def model(mode: str = "fixed", **changes) -> ModelConfig:
     return ModelConfig(**settings)
 
 
+def sight(config: ModelConfig) -> SightSpec:
+    return model_spec(config).layers[0].attention.sight
+
+
 def shares(config: ModelConfig, layer: int, ranks: int) -> list[torch.Tensor]:
     """The layouts of each of the tensor-parallel ranks."""
     world, members = ThreadWorld(ranks), tuple(range(ranks))
-    found = [pattern_of(config, layer, world.group("tp", r, members), True).layout for r in members]
+    found = [pattern_of(sight(config), layer, world.group("tp", r, members)).layout for r in members]
     return [layout.blocks for layout in found if layout is not None]
 
 
@@ -60,7 +66,7 @@ def shares(config: ModelConfig, layer: int, ranks: int) -> list[torch.Tensor]:
 @over_table("mode", MODES)
 def test_a_rank_has_its_heads_of_the_whole_list(mode, ranks):
     """Patterns rotate over all heads, and random blocks are drawn by a head's number among all."""
-    whole = layout_of(model(mode), 1, True).expand(4, -1, -1)
+    whole = layout_of(sight(model(mode)).sparse, 1, causal=True).expand(4, -1, -1)
     found = [blocks.expand(4 // ranks, -1, -1) for blocks in shares(model(mode), 1, ranks)]
     assert torch.equal(torch.cat(found), whole)
 
@@ -72,12 +78,12 @@ def digest(layout: torch.Tensor) -> str:
 def test_random_blocks_are_a_function_of_seed_layer_and_head():
     """A run that goes on, on any ranks and in another version, must draw these again."""
     config = model("bigbird, by head")
-    assert digest(layout_of(config, 0, True)) == "97d5ade7c83eac7e"
+    assert digest(layout_of(sight(config).sparse, 0, causal=True)) == "97d5ade7c83eac7e"
     others = [
-        layout_of(config, 1, True),
-        layout_of(config.model_copy(update={"sparse_seed": 1}), 0, True),
+        layout_of(sight(config).sparse, 1, causal=True),
+        layout_of(sight(config.model_copy(update={"sparse_seed": 1})).sparse, 0, causal=True),
     ]
-    layouts = [layout_of(config, 0, True), *others]
+    layouts = [layout_of(sight(config).sparse, 0, causal=True), *others]
     assert len({digest(layout) for layout in layouts}) == 3
     assert len({digest(head.clone()) for head in layouts[0]}) == 4
 
@@ -160,14 +166,17 @@ def test_a_key_acts_where_it_is_taken(mode):
         changes = {"sparse_global_block_end_indices": ()} if mode == "variable" else {}
         config = model(mode, family="bert", **changes)
         changed = config.model_copy(update={key: value})
-        differs = not torch.equal(layout_of(config, 0, False), layout_of(changed, 0, False))
+        differs = not torch.equal(
+            layout_of(sight(config).sparse, 0, causal=False),
+            layout_of(sight(changed).sparse, 0, causal=False),
+        )
         assert differs == (key in ACTS[mode]), key
 
 
 def expected(config: ModelConfig, layer: int, q, k, v):
     """Attention by the formula, over the tokens of the blocks that the layer sees."""
     length = len(q)
-    seen = layout_of(config, layer, True).repeat_interleave(config.sparse_block, 1)
+    seen = layout_of(sight(config).sparse, layer, causal=True).repeat_interleave(config.sparse_block, 1)
     seen = seen.repeat_interleave(config.sparse_block, 2)[:, :length, :length].tril()
     scores = torch.einsum("sbnd,tbnd->bnst", q, k) / q.shape[-1] ** 0.5
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
@@ -180,7 +189,7 @@ def test_results_and_gradients_are_those_of_the_formula(mode, length):
     """Also where the sequence ends within a block."""
     torch.manual_seed(0)
     config = model(mode)
-    pattern = pattern_of(config, 1, SoloGroup(), True)
+    pattern = pattern_of(sight(config), 1, SoloGroup())
     inputs = [torch.randn(length, 2, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     weight = torch.randn(length, 2, 32, dtype=torch.float64)
 
@@ -195,10 +204,12 @@ def test_results_and_gradients_are_those_of_the_formula(mode, length):
 def test_packed_documents_are_seen_by_blocks_of_their_row():
     torch.manual_seed(0)
     config = model("bslongformer")
-    pattern = pattern_of(config, 0, SoloGroup(), True)
+    pattern = pattern_of(sight(config), 0, SoloGroup())
     q, k, v = (torch.randn(24, 2, 4, 8, dtype=torch.float64) for _ in range(3))
     ids = torch.tensor([[0] * 7 + [1] * 17, [0] * 16 + [1] * 5 + [-1] * 3])
-    seen = layout_of(config, 0, True).repeat_interleave(2, 1).repeat_interleave(2, 2).tril()
+    seen = (
+        layout_of(sight(config).sparse, 0, causal=True).repeat_interleave(2, 1).repeat_interleave(2, 2).tril()
+    )
     seen = seen & (ids.unsqueeze(2) == ids.unsqueeze(1)).unsqueeze(1)
     scores = torch.einsum("sbnd,tbnd->bnst", q, k) / 8**0.5
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
@@ -213,10 +224,14 @@ def test_blocks_of_any_size_with_padding(mode, block):
     """Both ways, in fp32, where the sequence ends within a block and samples before it."""
     torch.manual_seed(0)
     config = model(mode, family="bert", seq_length=12 * block, sparse_block=block)
-    pattern, length = pattern_of(config, 0, SoloGroup(), False), 5 * block - 3
+    pattern, length = pattern_of(sight(config), 0, SoloGroup()), 5 * block - 3
     inputs = [torch.randn(length, 2, 4, 8, requires_grad=True) for _ in range(3)]
     kept = torch.arange(length) < torch.tensor([[length], [3 * block + 1]])
-    seen = layout_of(config, 0, False).repeat_interleave(block, 1).repeat_interleave(block, 2)
+    seen = (
+        layout_of(sight(config).sparse, 0, causal=False)
+        .repeat_interleave(block, 1)
+        .repeat_interleave(block, 2)
+    )
     seen = seen[:, :length, :length] & (kept.unsqueeze(2) == kept.unsqueeze(1)).unsqueeze(1)
     scores = torch.einsum("sbnd,tbnd->bnst", *inputs[:2]) / 8**0.5
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)

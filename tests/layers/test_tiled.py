@@ -21,6 +21,7 @@ from megazero.layers.tiled import tile_size, tiled
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops.product_sum import Blas
+from megazero.spec.resolve import model_spec
 from megazero.train import build
 from megazero.verify.record import Record, record_training
 from tests.layouts.layout import Layout
@@ -34,7 +35,9 @@ def mlp(tiles: int, dtype=torch.float64, **changes) -> tuple[MLP, LayerInputs]:
     config = ModelConfig(
         num_layers=1, hidden_size=H, num_attention_heads=2, seq_length=S, ffn_hidden_size=F, **given
     )
-    module = MLP(0, config, Placement.of(solo_context(), dtype), tiles=tiles)
+    module = MLP(
+        "layers.0.mlp", model_spec(config).layers[0].mlp, Placement.of(solo_context(), dtype), tiles=tiles
+    )
     g = torch.Generator().manual_seed(1)
     for parameter in module.parameters():
         nn.init.normal_(parameter, generator=g)

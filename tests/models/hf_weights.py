@@ -16,6 +16,7 @@ from megazero.config.tree.model import ModelConfig
 from megazero.formats.hf.config_json import architecture_of
 from megazero.mpu.group import Group
 from megazero.mpu.param_spec import spec_of
+from megazero.spec.resolve import model_spec
 
 Weights = dict[str, Tensor]
 
@@ -39,7 +40,7 @@ def to_theirs(weights: Weights, config: ModelConfig, vocab_size: int) -> Weights
     """As the state of transformers' model, by the tables that convert checkpoints; a tied head too."""
     architecture = architecture_of(config)
     out = {}
-    for link in Table.of(architecture.rules, config, vocab_size).links:
+    for link in Table.of(architecture.rules, model_spec(config), vocab_size).links:
         out[link.theirs] = torch.empty(link.their_shape)
         link.as_ours(out[link.theirs]).copy_(weights[link.key.name][link.box.slices])
     for copy, original in architecture.copies:

@@ -24,6 +24,7 @@ from megazero.ops import attention as front
 from megazero.ops.counter_random import normal
 from megazero.ops.dispatch import everything
 from megazero.ops.native import available
+from megazero.spec.resolve import model_spec
 from tests.models.bert_samples import VOCABULARY, samples, widened
 from tests.models.hf_weights import global_gradients, global_weights
 from tests.models.plain_bert import PlainBert
@@ -58,7 +59,7 @@ VARIANTS = {
 def build(context: ParallelContext, dtype: torch.dtype = torch.float32, sp: bool = False, **changes) -> BERT:
     """Random everywhere, also where initial weights are ones and zeros, or a swap of two would not show."""
     placement = Placement.of(context, dtype, sequence_parallel=sp)
-    model = BERT(Slice(SHAPE.model_copy(update=changes), (VOCABULARY, 64), placement))
+    model = BERT(Slice(model_spec(SHAPE.model_copy(update=changes)), (VOCABULARY, 64), placement))
     initialize(model, 11, context.place)
     for parameter in model.parameters():
         spec = spec_of(parameter)
@@ -248,12 +249,12 @@ def test_the_parameters_of_the_345m_are_as_many_as_published():
         family="bert", num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=512
     )
     placement = Placement.of(solo_context(), torch.float32)
-    model = BERT(Slice(shape, (30522, 30592), replace(placement, device=torch.device("meta"))))
+    model = BERT(Slice(model_spec(shape), (30522, 30592), replace(placement, device=torch.device("meta"))))
     assert sum(p.numel() for p in model.parameters()) == 336_297_858
 
 
 def test_initial_values_and_weight_decay_of_what_bert_adds():
-    model = BERT(Slice(SHAPE, (VOCABULARY, 64), Placement.of(solo_context(), torch.float32)))
+    model = BERT(Slice(model_spec(SHAPE), (VOCABULARY, 64), Placement.of(solo_context(), torch.float32)))
     found = {spec_of(p).name: spec_of(p) for p in model.parameters()}
     wide, ones, zeros = ("normal", 0.15, True), ("ones", 0.0, False), ("zeros", 0.0, False)
     expected = {

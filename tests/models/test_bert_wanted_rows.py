@@ -15,6 +15,7 @@ from megazero.models.bert import BERT
 from megazero.models.bert_batch import BertBatch, BertCollate, random_samples
 from megazero.models.chunk import Slice
 from megazero.mpu.context import solo_context
+from megazero.spec.resolve import model_spec
 from tests.tables import over_table
 
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ def bert(recompute: RecomputeConfig = PLAIN, **settings) -> BERT:
     config = ModelConfig(**SHAPE, **settings)
     context = solo_context()
     placement = Placement.of(context, torch.float64)
-    model = BERT(Slice(config, (VOCAB, VOCAB), placement, recompute))
+    model = BERT(Slice(model_spec(config), (VOCAB, VOCAB), placement, recompute))
     initialize(model, 1, context.place)
     with torch.no_grad():  # otherwise a bias that is left out would not be missed
         for number, parameter in enumerate(model.parameters()):

@@ -16,6 +16,7 @@ from megazero.models.chunk import Slice
 from megazero.models.gpt import GPT
 from megazero.mpu.context import solo_context
 from megazero.mpu.param_spec import spec_of
+from megazero.spec.resolve import model_spec
 
 COMMON = {
     **{"position_embedding_type": "rope", "multi_latent_attention": True, "qk_layernorm": True},
@@ -41,7 +42,7 @@ FURTHER = V3.model_copy(update={"mtp_num_layers": 1})
 
 def shapes(config: ModelConfig) -> list[tuple[int, ...]]:
     placement = replace(Placement.of(solo_context(), torch.bfloat16), device=torch.device("meta"))
-    model = GPT(Slice(config, (config.vocab_size, config.vocab_size), placement))
+    model = GPT(Slice(model_spec(config), (config.vocab_size, config.vocab_size), placement))
     return [spec_of(parameter).shape for parameter in model.parameters()]
 
 

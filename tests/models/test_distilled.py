@@ -15,6 +15,7 @@ from megazero.models.chunk import EMBEDDING, HEAD, Part, Slice
 from megazero.models.distilled import DistilledChunk
 from megazero.models.gpt import GPT
 from megazero.mpu.context import solo_context
+from megazero.spec.resolve import model_spec
 from megazero.train.parts.chunks import placement_of
 from tests.layouts.layout import SEQUENCE, VOCABULARY, Layout
 
@@ -25,7 +26,7 @@ def build(layout: Layout, seed: int, parts: tuple[Part, ...] | None = None, **sh
     config, context = layout.config(), solo_context()
     model = config.model.model_copy(update=shape)
     placement = placement_of(config.parallel, config.precision.dtype, context, torch.device("cpu"))
-    gpt = GPT(Slice(model, (VOCABULARY, 64), placement, config.recompute, parts))
+    gpt = GPT(Slice(model_spec(model), (VOCABULARY, 64), placement, config.recompute, parts))
     initialize(gpt, seed, context.place)
     return gpt
 

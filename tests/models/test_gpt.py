@@ -17,6 +17,7 @@ from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.param_spec import spec_of
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.spec.resolve import model_spec
 from tests.tables import over_table
 from tests.zero.models import make_gpt
 
@@ -54,7 +55,7 @@ def test_foreign_tokens_of_a_batch_made_by_hand_are_refused(tp, sequence_paralle
         placement = Placement.of(
             thread_context(world, grid, rank), torch.float32, sequence_parallel=sequence_parallel
         )
-        model = GPT(Slice(CONFIG, (13, 16), placement))
+        model = GPT(Slice(model_spec(CONFIG), (13, 16), placement))
         with pytest.raises(DataError) as raised:
             model.hidden(Batch(tokens))
         return str(raised.value)
@@ -100,7 +101,7 @@ def test_the_sum_is_over_what_counts():
 def test_the_residual_stream_is_fp32_where_asked_for(wide, expected):
     """Whatever the layers compute in; in 20 steps of half precision, no loss would show it."""
     config = CONFIG.model_copy(update={"fp32_residual_connection": wide})
-    model = GPT(Slice(config, (13, 16), Placement.of(solo_context(), torch.bfloat16)))
+    model = GPT(Slice(model_spec(config), (13, 16), Placement.of(solo_context(), torch.bfloat16)))
     entering = []
     model.layers[0].register_forward_pre_hook(lambda _, given: entering.append(given[0].dtype))
     left = model.hidden(Batch.from_arrays(arrays(), CPU, 13))
@@ -111,7 +112,11 @@ def test_initial_values_and_weight_decay_of_every_parameter():
     """GPT-2: 0.02, at the ends of the residual branches 0.02 / sqrt(2 L); norms and biases do not decay."""
     shape = ModelConfig(num_layers=8, hidden_size=8, num_attention_heads=2, seq_length=8)
     model = GPT(
-        Slice(shape, (13, 16), Placement.of(solo_context(), sequence_parallel=False, dtype=torch.float32))
+        Slice(
+            model_spec(shape),
+            (13, 16),
+            Placement.of(solo_context(), sequence_parallel=False, dtype=torch.float32),
+        )
     )
     wide, narrow = ("normal", 0.02, True), ("normal", 0.005, True)
     ones, zeros = ("ones", 0.0, False), ("zeros", 0.0, False)

@@ -21,6 +21,7 @@ from megazero.mpu.param_spec import spec_of
 from megazero.mpu.rng import derive_key
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops.counter_random import normal
+from megazero.spec.resolve import model_spec
 from tests.models.hf_weights import (
     bloom_model,
     global_gradients,
@@ -112,7 +113,7 @@ TOKENS = torch.randint(VOCAB[0], (3, 30), generator=torch.Generator().manual_see
 @torch.no_grad()
 def build(config: ModelConfig, context: ParallelContext) -> GPT:
     """Random everywhere, also where initial weights are ones and zeros, or a swap of two would not show."""
-    model = GPT(Slice(config, VOCAB, Placement.of(context, torch.float32)))
+    model = GPT(Slice(model_spec(config), VOCAB, Placement.of(context, torch.float32)))
     initialize(model, 11, context.place)
     for parameter in model.parameters():
         spec = spec_of(parameter)

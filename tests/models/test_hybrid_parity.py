@@ -22,6 +22,7 @@ from megazero.mpu.param_spec import spec_of
 from megazero.mpu.rng import derive_key
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops.counter_random import normal
+from megazero.spec.resolve import model_spec
 from tests.models.hf_weights import Weights, global_gradients, global_weights
 
 pytest.importorskip("transformers")
@@ -139,7 +140,7 @@ def as_theirs(weights: Weights, config: ModelConfig) -> Weights:
 
 def build(config: ModelConfig, context: ParallelContext) -> GPT:
     """Initial weights, and other numbers where those are ones."""
-    model = GPT(Slice(config, VOCAB, Placement.of(context, torch.float32)))
+    model = GPT(Slice(model_spec(config), VOCAB, Placement.of(context, torch.float32)))
     initialize(model, 3, context.place)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -24,6 +24,7 @@ from megazero.models.gpt import GPT
 from megazero.mpu.context import solo_context
 from megazero.mpu.param_spec import spec_of
 from megazero.ops.attention import Documents
+from megazero.spec.resolve import model_spec
 from tests.tables import over_table
 
 VOCAB = (29, 32)
@@ -45,7 +46,7 @@ ARRAYS = {
 
 def gpt(config: ModelConfig, **recompute: Any) -> GPT:
     placement = Placement.of(solo_context(), torch.float64)
-    model = GPT(Slice(config, VOCAB, placement, RecomputeConfig(**recompute)))
+    model = GPT(Slice(model_spec(config), VOCAB, placement, RecomputeConfig(**recompute)))
     initialize(model, 5, solo_context().place)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -65,7 +66,11 @@ def plainly(model: GPT, arrays: dict[str, np.ndarray], depths: int) -> dict[str,
     ids = arrays.get("document_ids", np.zeros(tokens.shape, dtype=np.int32))
     w = {spec_of(p).name: p.detach() for p in model.parameters()}
     b, s = tokens.shape
-    rows = Rows(range(s), Documents(torch.from_numpy(ids)), rotary=rotary_of(SHAPE, torch.arange(s)))
+    rows = Rows(
+        range(s),
+        Documents(torch.from_numpy(ids)),
+        rotary=rotary_of(model_spec(SHAPE).rotary, torch.arange(s)),
+    )
     collate = TextCollate(VOCAB[0], CPU)
     hidden = rms(model.hidden(collate(arrays, (0, 1))), w["final_norm.weight"])
     means = {}
@@ -143,16 +148,16 @@ def test_more_depths_than_a_text_has_tokens_count_nothing():
 
 def test_the_last_stage_has_a_copy_of_the_embedding():
     placement = Placement.of(solo_context(), torch.float32)
-    own = GPT(Slice(SHAPE, VOCAB, placement, parts=(1, HEAD)))
+    own = GPT(Slice(model_spec(SHAPE), VOCAB, placement, parts=(1, HEAD)))
     specs = {spec_of(p).name: spec_of(p) for p in own.parameters()}
     assert specs["further.word.weight"].tied_with == "embedding.word.weight"
     assert specs["head.weight"].tied_with is None
     tied = SHAPE.model_copy(update={"untie_embeddings_and_output_weights": False})
-    shared = GPT(Slice(tied, VOCAB, placement, parts=(1, HEAD)))
+    shared = GPT(Slice(model_spec(tied), VOCAB, placement, parts=(1, HEAD)))
     assert shared.head is not None
     assert all(block.word is shared.head.weight for block in shared.further)
-    assert [tie.parts for tie in GPT.ties(SHAPE)] == [("embedding", "head")]
-    assert GPT.ties(SHAPE.model_copy(update={"mtp_num_layers": None})) == ()
+    assert [tie.parts for tie in GPT.ties(model_spec(SHAPE))] == [("embedding", "head")]
+    assert GPT.ties(model_spec(SHAPE.model_copy(update={"mtp_num_layers": None}))) == ()
 
 
 def test_a_layer_behind_the_last_is_like_it():

@@ -21,6 +21,7 @@ from megazero.mpu.group import Group
 from megazero.mpu.rng import sample_keys
 from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.spec.resolve import model_spec, router_spec
 
 SEED = 7
 
@@ -102,8 +103,10 @@ def route(
     table = torch.as_tensor(table, dtype=torch.float32)
     n, experts = table.shape
     model = config(hidden_size=experts, num_experts=(experts,), **settings)
-    weight = router_weight(layer, experts, model, Placement.of(solo_context(), torch.float32))
-    router = Router(layer, weight, model)
+    weight = router_weight(
+        layer, experts, model_spec(model).stream, Placement.of(solo_context(), torch.float32)
+    )
+    router = Router(layer, weight, router_spec(model))
     with torch.no_grad():
         router.weight.copy_(torch.eye(experts))
     if bias is not None:

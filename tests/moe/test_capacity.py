@@ -11,6 +11,7 @@ import torch
 
 from megazero.moe.capacity import capacities, capacity, factor_of, kept_choices
 from megazero.moe.router import Routing
+from megazero.spec.resolve import router_spec
 from tests.moe.samples import choice, config, inputs, laid_out, on_ranks, randn, tokens
 from tests.tables import over_table
 
@@ -23,7 +24,7 @@ def kept(experts, lengths, weights=None, *, columns=None, samples=(1, 2, 3), tot
     model = config(**{"moe_expert_capacity_factor": 1.0, **TWO, "num_experts": (total,), **settings})
     model = model.model_copy(update={"moe_router_topk": given.experts.shape[1]})
     used = inputs(samples[: len(lengths)] if samples else ())
-    found = kept_choices(model, layer, given, tokens(lengths, columns), used)
+    found = kept_choices(router_spec(model), layer, given, tokens(lengths, columns), used)
     return found.squeeze(1).tolist() if given.experts.shape[1] == 1 else found.tolist()
 
 
@@ -179,10 +180,16 @@ def test_capacity_rounds_up_and_knows_no_error_of_floats():
     for factor, k, experts in (("1.1", 1, 1), ("1.1", 2, 4), ("1.05", 2, 8), ("0.7", 3, 16), ("2.3", 8, 64)):
         lengths = torch.arange(3000)
         model = config(num_experts=(experts,), moe_router_topk=k)
-        found = capacities(model, lengths, experts, float(factor)).tolist()
+        found = capacities(router_spec(model), lengths, experts, float(factor)).tolist()
         assert found == [math.ceil(Fraction(factor) * n * k / experts) for n in range(3000)]
     wide = config(num_experts=(64,), moe_router_topk=8, moe_min_capacity=4)
-    assert capacities(wide, torch.tensor([0, 1, 32, 33, 4096]), 64, 1.0).tolist() == [4, 4, 4, 5, 512]
+    assert capacities(router_spec(wide), torch.tensor([0, 1, 32, 33, 4096]), 64, 1.0).tolist() == [
+        4,
+        4,
+        4,
+        5,
+        512,
+    ]
 
 
 def test_which_factor_counts():
@@ -190,13 +197,16 @@ def test_which_factor_counts():
     generation = replace(evaluation, core=object())
 
     def factors(**settings) -> list[float | None]:
-        return [factor_of(config(**settings), given) for given in (training, evaluation, generation)]
+        return [
+            factor_of(router_spec(config(**settings)).capacity, given)
+            for given in (training, evaluation, generation)
+        ]
 
     assert factors(moe_expert_capacity_factor=1.5) == [1.5, 1.5, None]
     assert factors(moe_expert_capacity_factor=1.5, moe_eval_capacity_factor=2.0) == [1.5, 2.0, None]
     assert factors() == [None] * 3
     none = config()
-    assert kept_choices(none, 0, choice([0, 0]), tokens([2]), inputs((1,))) is None
+    assert kept_choices(router_spec(none), 0, choice([0, 0]), tokens([2]), inputs((1,))) is None
     evaluated = {"moe_expert_capacity_factor": 0.5, "moe_eval_capacity_factor": 1.5}
     assert sum(kept([0] * 4, [4], **evaluated)) == 1
     assert sum(kept([0] * 4, [4], samples=(), **evaluated)) == 3
@@ -215,7 +225,7 @@ def test_ranks_that_share_the_tokens_agree(policy, scope, ranks):
     def work(context):
         own = tokens(lengths, columns, context.tp)
         part = Routing(own.own(chosen), own.own(weights), torch.ones(own.count, 4), torch.ones(own.count, 4))
-        return kept_choices(model, 3, part, own, inputs((1, 5, 2)))
+        return kept_choices(router_spec(model), 3, part, own, inputs((1, 5, 2)))
 
     (whole,) = on_ranks(work)
     assert torch.equal(torch.cat(on_ranks(work, ranks, tp=ranks)), whole)
@@ -229,5 +239,5 @@ def test_the_room_of_a_length_that_the_host_knows(least):
         for experts in (4, 7):
             for factor in (0.5, 1.0, 1.25, 1.1):
                 model = config(moe_router_topk=topk, moe_min_capacity=least)
-                found = [capacity(model, length, experts, factor) for length in lengths.tolist()]
-                assert found == capacities(model, lengths, experts, factor).tolist()
+                found = [capacity(router_spec(model), length, experts, factor) for length in lengths.tolist()]
+                assert found == capacities(router_spec(model), lengths, experts, factor).tolist()

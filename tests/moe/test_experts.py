@@ -14,6 +14,7 @@ from megazero.layers.placement import Placement
 from megazero.moe.experts import Experts
 from megazero.mpu.context import solo_context
 from megazero.ops.grouped_linear import Groups
+from megazero.spec.resolve import model_spec
 from tests.moe.samples import built, config, on_ranks, randn
 from tests.tables import over_table
 
@@ -27,7 +28,8 @@ def grouped(sizes: list[int]) -> Groups:
 
 
 def model(activation: str = "gelu", *, bias: bool = True):
-    return config(activation=activation, add_bias_linear=bias, moe_ffn_hidden_size=12, init_method_std=0.4)
+    settings = {"add_bias_linear": bias, "moe_ffn_hidden_size": 12, "init_method_std": 0.4}
+    return model_spec(config(activation=activation, **settings)).layers[1].mlp.expert
 
 
 def experts_of(context, activation: str = "gelu", *, bias: bool = True, dtype=torch.float64) -> Experts:
@@ -100,7 +102,10 @@ def test_names_shapes_and_spread():
 def test_no_two_experts_start_equal():
     """Copies of one expert, as DeepSpeed makes them, would get equal gradients for equal rows."""
     wide = config(num_experts=(16,), moe_ffn_hidden_size=12)
-    layers = [Experts(i, 16, wide, Placement.of(solo_context(), torch.float32)) for i in (0, 1)]
+    layers = [
+        Experts(i, 16, model_spec(wide).layers[i].mlp.expert, Placement.of(solo_context(), torch.float32))
+        for i in (0, 1)
+    ]
     blocks = [block for own in layers for block in built(own, Placement.of(solo_context(), torch.float32)).up]
     for one, other in combinations(blocks, 2):
         correlation = torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]

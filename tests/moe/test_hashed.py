@@ -12,10 +12,11 @@ from megazero.errors import ConfigError
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.placement import Placement
 from megazero.layers.rows import Rows
-from megazero.moe.hashed import HashedRouter, expert_table, is_hashed, unbalanced
+from megazero.moe.hashed import HashedRouter, expert_table
 from megazero.moe.loads import RouterLoads
 from megazero.moe.router import router_weight
 from megazero.mpu.context import solo_context
+from megazero.spec.resolve import model_spec, router_spec
 from tests.moe.samples import config, tokens
 from tests.tables import over_table
 
@@ -60,8 +61,8 @@ def test_the_table_is_that_of_the_layer_and_of_no_layout():
 
 def test_scores_weigh_what_the_table_names():
     model = config(hidden_size=4, num_experts=(4,), moe_router_score_function="sigmoid", moe_n_hash_layers=1)
-    weight = router_weight(0, 4, model, Placement.of(solo_context(), torch.float32))
-    router = HashedRouter(0, weight, model, None, 10)
+    weight = router_weight(0, 4, model_spec(model).stream, Placement.of(solo_context(), torch.float32))
+    router = HashedRouter(0, weight, router_spec(model), None, 10)
     with torch.no_grad():
         weight.copy_(torch.eye(4))
     logits = torch.tensor([[5.0, 0.0, 0.0, 0.0], [0.0, 5.0, 1.0, 0.0], [5.0, 0.0, 0.0, 0.0]])
@@ -74,14 +75,14 @@ def test_scores_weigh_what_the_table_names():
 
 
 def test_which_layers_have_a_table():
-    model = config(num_layers=3, num_experts=(4,), moe_n_hash_layers=9)
-    assert [is_hashed(model, layer) for layer in range(5)] == [True, True, True, False, False]
+    model = config(num_layers=3, num_experts=(4,), moe_n_hash_layers=9, mtp_num_layers=2)
+    assert [layer.mlp.router.hashed for layer in model_spec(model).every_layer] == [True] * 3 + [False] * 2
     settings = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     model = config(num_layers=3, num_experts=(4,), moe_n_hash_layers=1, moe_aux_loss_coeff=(0.1,), **settings)
-    weight = router_weight(0, 4, model, Placement.of(solo_context(), torch.float32))
-    router = HashedRouter(0, weight, unbalanced(model), None, 10)
-    RouterLoads([router], model, solo_context())
-    assert (router.bias, router.config.balance_losses) == (None, {})
+    weight = router_weight(0, 4, model_spec(model).stream, Placement.of(solo_context(), torch.float32))
+    router = HashedRouter(0, weight, model_spec(model).layers[0].mlp.router, None, 10)
+    RouterLoads([router], solo_context(), experts=True)
+    assert (router.bias, router.spec.balance) == (None, ())
 
 
 @over_table(

@@ -15,6 +15,7 @@ from megazero.moe.loads import RouterLoads
 from megazero.moe.router import Router, router_weight
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.spec.resolve import model_spec, router_spec
 from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
@@ -28,7 +29,9 @@ BIASED = config(
 
 def routers(context, layers: int = 2) -> list[Router]:
     placement = Placement.of(context, torch.float32)
-    return [Router(layer, router_weight(layer, 4, BIASED, placement), BIASED) for layer in range(layers)]
+    stream = model_spec(BIASED).stream
+    weights = [router_weight(layer, 4, stream, placement) for layer in range(layers)]
+    return [Router(layer, weight, router_spec(BIASED)) for layer, weight in enumerate(weights)]
 
 
 def tallies(*counts: list[float]) -> dict[str, Tensor]:
@@ -40,7 +43,7 @@ def tallies(*counts: list[float]) -> dict[str, Tensor]:
 
 def test_biases_move_towards_equal_loads():
     own = routers(solo_context())
-    loads = RouterLoads(own, BIASED, solo_context())
+    loads = RouterLoads(own, solo_context(), experts=True)
     assert [each.load.tolist() for each in own] == [[0.25] * 4] * 2
     assert [each.bias.tolist() for each in own] == [[0.0] * 4] * 2
     told = loads.update(tallies([4, 0, 2, 2], [0, 0, 0, 8]))
@@ -64,15 +67,15 @@ def test_biases_move_towards_equal_loads():
 
 
 def test_without_a_bias_there_are_loads_alone():
-    weight = router_weight(1, 4, config(), Placement.of(solo_context(), torch.float32))
-    plain = [Router(1, weight, config())]
-    loads = RouterLoads(plain, config(), solo_context())
+    weight = router_weight(1, 4, model_spec(config()).stream, Placement.of(solo_context(), torch.float32))
+    plain = [Router(1, weight, router_spec(config()))]
+    loads = RouterLoads(plain, solo_context(), experts=True)
     loads.update({"layers.1.mlp.router.tokens": torch.tensor([3.0, 1, 0, 0])})
     assert plain[0].bias is None
     assert {name: each.tolist() for name, each in loads.state().items()} == {
         "layers.1.mlp.router.load": [0.75, 0.25, 0, 0]
     }
-    assert RouterLoads([], config(), solo_context()).update({}) == {}
+    assert RouterLoads([], solo_context(), experts=True).update({}) == {}
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 1}, {"tp": 2}, {"tp": 4}, {"pp": 2}], ids=str)
@@ -81,7 +84,7 @@ def test_counts_are_of_all_ranks_of_a_stage(sizes):
 
     def work(context):
         own = routers(context, 1)
-        loads = RouterLoads(own, BIASED, context)
+        loads = RouterLoads(own, context, experts=True)
         loads.update(tallies([float(context.place.rank), 0, 1, 0]))
         return own[0].load.tolist(), own[0].bias.tolist()
 

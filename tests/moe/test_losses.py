@@ -12,6 +12,7 @@ from torch import Tensor
 from megazero.loss import LossTerm
 from megazero.moe.losses import RouterSums, router_terms, terms_of
 from megazero.moe.router import Routing
+from megazero.spec.resolve import router_spec
 from tests.moe.samples import config, laid_out, on_ranks, randn, tokens
 
 # Two sequences, of three tokens and of one: their probabilities, and the experts they chose.
@@ -35,7 +36,7 @@ def table(columns: int | None = None, blank: tuple[float, float] = (0.9, 0.1)) -
 
 def sums(columns: int | None = None, load: Tensor | None = None, layers: int = 1, **own) -> RouterSums:
     model = config(**{**TOP1, **ALL_KINDS, **own})
-    return router_terms(model, table(columns), tokens([3, 1], columns), None, load, layers)
+    return router_terms(router_spec(model), table(columns), tokens([3, 1], columns), None, load, layers)
 
 
 def test_balance_losses_by_hand():
@@ -60,7 +61,7 @@ def test_even_loads_give_one_and_one_expert_for_all_gives_their_number():
     pointed = torch.tensor([[1.0, 0, 0, 0]]).expand(8, 4)
     for p, e, expected in ((even, chosen, 1.0), (pointed, torch.zeros_like(chosen), 4.0)):
         found = router_terms(
-            config(**{**TOP1, **ALL_KINDS, "num_experts": (4,)}),
+            router_spec(config(**{**TOP1, **ALL_KINDS, "num_experts": (4,)})),
             Routing(e, torch.ones(8, 1), p, p),
             tokens([4, 4]),
             None,
@@ -75,7 +76,7 @@ def test_a_choice_of_two_counts_half_for_each():
     p = torch.tensor([[0.5, 0.3, 0.2]])
     one = Routing(torch.tensor([[0, 1]]), torch.ones(1, 2), p, p.log())
     model = config(num_experts=(3,), **ALL_KINDS)
-    found = router_terms(model, one, tokens([1]), None, None, 1)
+    found = router_terms(router_spec(model), one, tokens([1]), None, None, 1)
     assert found.terms["seq_load_balancing"].item() == pytest.approx(1.2)
     assert found.terms["load_balancing"].item() == pytest.approx(1.2)
     assert found.tokens.tolist() == [1, 1, 0]
@@ -97,10 +98,10 @@ def test_the_share_of_dropped_choices_by_hand():
     own = tokens([3, 1])  # in the order of columns: the rows of padding are those of the second sequence
     rows = [0, 3, 1, 0, 2, 0]
     one = Routing(chosen[rows], torch.ones(6, 2), p[0].expand(6, 3), p[0].expand(6, 3))
-    found = router_terms(model, one, own, kept[rows], None, 1)
+    found = router_terms(router_spec(model), one, own, kept[rows], None, 1)
     assert found.terms["dropped_tokens"].item() == pytest.approx(5 / 2), "five choices of two for each token"
     assert found.tokens.tolist() == [2, 3, 3], "choices count before any is dropped"
-    none = router_terms(model, one, own, None, None, 2)
+    none = router_terms(router_spec(model), one, own, None, None, 2)
     assert none.terms["dropped_tokens"].item() == 0
 
 
@@ -120,7 +121,9 @@ def test_sequences_add_up():
         rows = [number + 2 * i for i in range(count)]
         one = table()
         part = Routing(*(getattr(one, f)[rows] for f in ("experts", "weights", "probabilities", "logits")))
-        parts.append(router_terms(config(**TOP1, **ALL_KINDS), part, tokens([count]), None, None, 1))
+        parts.append(
+            router_terms(router_spec(config(**TOP1, **ALL_KINDS)), part, tokens([count]), None, None, 1)
+        )
     for name in (*NAMES[1:], "z", "router_entropy"):
         assert sum(p.terms[name].item() for p in parts) == pytest.approx(whole.terms[name].item())
     assert parts[0].terms["load_balancing"].item() == pytest.approx(1.0)
@@ -137,7 +140,7 @@ def test_gradients_are_the_derivatives(columns):
 
     def trained(logits: Tensor) -> tuple[Tensor, ...]:
         one = Routing(chosen, torch.ones(chosen.shape), logits.softmax(1), logits)
-        terms = router_terms(model, one, own, None, load, 2).terms
+        terms = router_terms(router_spec(model), one, own, None, load, 2).terms
         return tuple(terms[name] for name in (*NAMES, "z"))
 
     logits = randn(9, own.count, 5).requires_grad_()
@@ -153,7 +156,12 @@ def test_the_gradient_of_the_balance_loss_by_hand():
     one = table()
     leaf = one.probabilities.clone().requires_grad_()
     found = router_terms(
-        config(**TOP1, **ALL_KINDS), replace(one, probabilities=leaf), tokens([3, 1]), None, None, 1
+        router_spec(config(**TOP1, **ALL_KINDS)),
+        replace(one, probabilities=leaf),
+        tokens([3, 1]),
+        None,
+        None,
+        1,
     )
     (grad,) = torch.autograd.grad(found.terms["seq_load_balancing"], leaf)
     first, second, blank = [4 / 9, 2 / 9], [0.0, 2.0], [0.0, 0.0]
@@ -173,7 +181,9 @@ def test_shares_of_the_tokens_give_the_whole_sums_and_their_own_rows_gradients(r
         own = tokens([8, 5], columns, context.tp)
         leaf = own.own(p).clone().requires_grad_()
         one = Routing(own.own(chosen), torch.ones(own.count, k), leaf, leaf.log())
-        found = router_terms(config(**ALL_KINDS), one, own, None, torch.tensor([0.4, 0.3, 0.2, 0.1]), 1)
+        found = router_terms(
+            router_spec(config(**ALL_KINDS)), one, own, None, torch.tensor([0.4, 0.3, 0.2, 0.1]), 1
+        )
         total = sum(found.terms[name] * (i + 1) for i, name in enumerate((*NAMES, "z")))
         (grad,) = torch.autograd.grad(total, leaf)
         return {name: value.item() for name, value in found.terms.items()}, found.tokens, grad
@@ -188,7 +198,7 @@ def test_shares_of_the_tokens_give_the_whole_sums_and_their_own_rows_gradients(r
 
 
 def test_terms_and_what_they_are_divided_by():
-    assert terms_of(config(moe_expert_capacity_factor=1.0, **ALL_KINDS)) == (
+    assert terms_of(router_spec(config(moe_expert_capacity_factor=1.0, **ALL_KINDS))) == (
         LossTerm("load_balancing", 0.1, over="micro_batches"),
         LossTerm("seq_load_balancing", 0.2, over="sequences"),
         LossTerm("global_load_balancing", 0.3, over="tokens"),
@@ -197,5 +207,7 @@ def test_terms_and_what_they_are_divided_by():
         LossTerm("dropped_tokens", 0.0, over="tokens"),
     )
     quiet = config(moe_router_load_balancing_type=("seq_aux_loss",), moe_aux_loss_coeff=(0.0,))
-    assert terms_of(quiet) == (LossTerm("router_entropy", 0.0, over="tokens"),)
-    assert router_terms(quiet, table(), tokens([3, 1]), None, None, 1).terms.keys() == {"router_entropy"}
+    assert terms_of(router_spec(quiet)) == (LossTerm("router_entropy", 0.0, over="tokens"),)
+    assert router_terms(router_spec(quiet), table(), tokens([3, 1]), None, None, 1).terms.keys() == {
+        "router_entropy"
+    }

@@ -16,6 +16,7 @@ from megazero.moe.mlp import MoEMLP
 from megazero.mpu.context import solo_context
 from megazero.mpu.rng import sample_keys
 from megazero.ops.attention import Documents
+from megazero.spec.resolve import model_spec
 from tests.moe.samples import SEED, built, config, on_ranks, randn
 from tests.tables import over_table
 
@@ -52,7 +53,7 @@ def mixture(context=None, *, split: bool = False, dispatcher: str = "alltoall", 
     placement = Placement.of(
         context or solo_context(), torch.float32, sequence_parallel=split, token_dispatcher=dispatcher
     )
-    return built(MoEMLP(1, config(**{**SHAPE, **settings}), placement), placement)
+    return built(MoEMLP(1, model_spec(config(**{**SHAPE, **settings})).layers[1].mlp, placement), placement)
 
 
 def dense(w: dict[str, Tensor], name: str, x: Tensor, activation: str, e: int | None = None) -> Tensor:
@@ -147,7 +148,7 @@ def test_padding_is_neither_routed_nor_counted(kind):
         mlp.experts.register_forward_pre_hook(lambda _, given: rows.extend(given[1].read()))
         out, _, sums = mlp(leaf, inputs(ids=ids, s=columns))
         mask = (ids[:, :S] >= 0).t().unsqueeze(-1)
-        trained = [sums.terms[term.name] * term.coefficient for term in terms_of(mlp.config)]
+        trained = [sums.terms[term.name] * term.coefficient for term in terms_of(mlp.spec.router)]
         ((out[:S] * to * mask).sum() + sum(trained)).backward()
         grads = {each.spec.name: each.grad for each in mlp.parameters()}
         if not mlp.config.moe_pad_expert_input_to_capacity:
@@ -176,7 +177,7 @@ def step(context, x: Tensor, to: Tensor | None, *, split: bool = False, **settin
     leaf = (own_rows(x, context.tp) if split else x)[:, columns].clone().requires_grad_()
     keys = torch.from_numpy(sample_keys(SEED, range(x.shape[1])))[columns]
     out, _, sums = mlp(leaf, LayerInputs(Rows(range(S), keys=keys, spread=mlp.placement.spread)))
-    trained = sum(sums.terms[t.name] * t.coefficient for t in terms_of(mlp.config) if t.trained)
+    trained = sum(sums.terms[t.name] * t.coefficient for t in terms_of(mlp.spec.router) if t.trained)
     if to is not None:
         given = (own_rows(to, context.tp) if split else to)[:, columns]
         trained = trained + (out * given).sum()
@@ -188,7 +189,7 @@ def step(context, x: Tensor, to: Tensor | None, *, split: bool = False, **settin
             context.tp.all_reduce(grad).wait()
         context.groups[each.spec.replicas].all_reduce(grad).wait()
         grads[each.spec.name] = each.spec.unshard(grad, context.groups)
-    names = [term.name for term in terms_of(mlp.config) if term.name != "load_balancing"]
+    names = [term.name for term in terms_of(mlp.spec.router) if term.name != "load_balancing"]
     values = torch.stack([sums.terms[name].detach() for name in names])
     part.all_reduce(values).wait()
     return {"terms": values, **grads}
@@ -243,7 +244,7 @@ def test_the_terms_reach_the_router_when_the_experts_cannot():
         mlp.router.load = torch.tensor([0.4, 0.3, 0.2, 0.1])
         out, _, sums = mlp(x_of().requires_grad_(), inputs())
         assert out.abs().max() == 0
-        (term,) = (each for each in terms_of(mlp.config) if each.trained)
+        (term,) = (each for each in terms_of(mlp.spec.router) if each.trained)
         (grad,) = torch.autograd.grad(sums.terms[term.name], mlp.router.weight)
         assert grad.abs().max() > 0.01, kind
 

@@ -14,6 +14,7 @@ from megazero.moe.router import Noise, Router, router_weight
 from megazero.moe.tokens import Tokens
 from megazero.mpu.context import solo_context
 from megazero.mpu.solo_group import SoloGroup
+from megazero.spec.resolve import model_spec, router_spec
 from tests.moe.samples import config, inputs, randn, route, tokens
 from tests.tables import over_table
 
@@ -161,7 +162,7 @@ def test_gradients_of_the_weights_are_those_of_the_formula(settings):
 
 def test_logits_are_a_product_in_fp32_whatever_the_model_computes_in():
     placement = Placement.of(solo_context(), torch.bfloat16)
-    router = Router(0, router_weight(0, 4, config(), placement), config())
+    router = Router(0, router_weight(0, 4, model_spec(config()).stream, placement), router_spec(config()))
     with torch.no_grad():
         router.weight.copy_(randn(3, 4, 8))
     x = randn(4, 6, 8).bfloat16()

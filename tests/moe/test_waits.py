@@ -21,6 +21,7 @@ from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops import grouped_linear
 from megazero.ops.attention import Documents
 from megazero.ops.dispatch import everything
+from megazero.spec.resolve import model_spec, router_spec
 from tests.moe.samples import SEED, built, config, randn
 from tests.tables import over_table
 
@@ -67,7 +68,7 @@ def layer(dtype=torch.bfloat16, count=4, **settings) -> MoEMLP:
     settings = {"num_experts": (count,), "moe_ffn_hidden_size": 16, "hidden_size": H, **settings}
     settings = {"init_method_std": 0.4, "activation": "squared_relu", "moe_layer_freq": (1, 1), **settings}
     placement = Placement.of(solo_context(), dtype)
-    return built(MoEMLP(1, config(**settings), placement), placement)
+    return built(MoEMLP(1, model_spec(config(**settings)).layers[1].mlp, placement), placement)
 
 
 def inputs(padded: bool) -> LayerInputs:
@@ -129,7 +130,7 @@ def test_sizes_that_are_read_are_found():
 def test_a_capacity_is_filled_up_where_sizes_would_be_waited_for(setting, device, ranks, reads, padded):
     model = config(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=setting)
     group = ThreadWorld(ranks, 20.0).group("expert", 0, tuple(range(ranks)))
-    assert pads(model, torch.device(device), group, reads) == padded
+    assert pads(router_spec(model).capacity, torch.device(device), group, reads) == padded
 
 
 class Launches(TorchDispatchMode):

@@ -42,6 +42,7 @@ from megazero.ops.attention.reference import attention_reference
 from megazero.ops.attention.varlen import attention_varlen, varlen_arguments, varlen_knows
 from megazero.ops.dispatch import FLOATS, everything
 from megazero.ops.dropout import AttentionDropout
+from megazero.spec.resolve import model_spec
 from tests.kernels.harness import watched
 from tests.ops.lse import attention_with_lse
 from tests.tables import over_table
@@ -243,7 +244,8 @@ def two_layers(name: str, function, monkeypatch, dropout: float) -> Made:
         hidden_size=16, num_layers=2, num_attention_heads=2, seq_length=40, attention_dropout=dropout
     )
     placement = Placement.of(solo_context(), torch.float32)
-    layers = [SelfAttention(number, config, placement, causal=True) for number in range(2)]
+    specs = [layer.attention for layer in model_spec(config).layers]
+    layers = [SelfAttention(number, spec, placement) for number, spec in enumerate(specs)]
     inputs = LayerInputs(Rows(range(40), documents(), torch.tensor([3, 4]) if dropout else None))
     with Made() as made:
         x = torch.randn(40, 2, 16, requires_grad=True)

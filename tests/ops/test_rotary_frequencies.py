@@ -17,6 +17,7 @@ from megazero.ops.rotary_frequencies import (
     rotary_frequencies,
     yarn_magnitude,
 )
+from megazero.spec.resolve import model_spec
 from tests.models.hf_weights import rope_scaling
 from tests.tables import over_table
 
@@ -94,8 +95,9 @@ def test_transformers_has_the_same_frequencies(kind):
         hidden_size=256, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=described
     )
     expected, magnitude = ROPE_INIT_FUNCTIONS[described["rope_type"]](theirs, CPU)
-    scaling = rotary_scaling(config)
-    ours = rotary_frequencies(config.rotary_dim, 5e5, torch.float32, CPU, scaling)
+    (spec,) = model_spec(config).rotary
+    scaling = rotary_scaling(spec.scaling)
+    ours = rotary_frequencies(spec.channels, 5e5, torch.float32, CPU, scaling)
     torch.testing.assert_close(ours, expected, rtol=2e-7, atol=0)
     assert scaling.magnitude == pytest.approx(magnitude, rel=1e-12)
 
@@ -104,7 +106,7 @@ def test_transformers_has_the_same_frequencies(kind):
 def test_angles_far_out_are_exact(at):
     """In fp32 they are wrong by 0.009, 0.07 and up to 1.1 rad."""
     config = shape(position_embedding_type="rope", max_position_embeddings=2**25)
-    cos, sin = rotary_of(config, torch.tensor([at]))
+    cos, sin = rotary_of(model_spec(config).rotary, torch.tensor([at]))
     angles = [math.remainder(at * 5e5 ** (-i / 64), 2 * math.pi) for i in range(64)]
     off = torch.atan2(sin.double(), cos.double()).flatten() - torch.tensor(angles, dtype=torch.float64)
     # The wrap from pi to -pi is no difference.
@@ -118,5 +120,5 @@ def test_models_as_short_as_published_ones_compute_angles_as_those_do():
     )
     positions = torch.tensor([131_000])
     expected = (positions * (1.0 / 5e5 ** (torch.arange(0, 128, 2).float() / 128))).cos()
-    assert torch.equal(rotary_of(short, positions)[0].flatten(), expected)
-    assert (rotary_of(long, positions)[0].flatten() - expected).abs().max() > 1e-4
+    assert torch.equal(rotary_of(model_spec(short).rotary, positions)[0].flatten(), expected)
+    assert (rotary_of(model_spec(long).rotary, positions)[0].flatten() - expected).abs().max() > 1e-4

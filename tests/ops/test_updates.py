@@ -285,3 +285,32 @@ def test_a_kernel_takes_the_names_states_and_coefficients_of_a_rule() -> None:
         with pytest.raises(ValueError, match="no rule has this name"):
             KERNELS.update(name, around, address(param), [address(param)] * states, [1.0] * numbers)
     assert torch.equal(param, torch.ones(3))
+
+
+class Means(Elementwise):
+    """A rule of three states that nobody has compiled: it moves by the mean of three running means."""
+
+    name = "means"
+    state_names = ("fast", "slow", "slowest")
+
+    def move(self, at: StepFacts, p: Tensor, g: Tensor, /, *states: Tensor) -> None:
+        for share, mean in zip((0.5, 0.1, 0.01), states, strict=True):
+            mean.lerp_(g, share)
+        p.sub_(sum(states) / 3, alpha=at.lr)
+
+
+@over_table("device", ["cpu", "cuda", "meta"])
+def test_a_rule_without_kernels_moves_by_its_formula(device):
+    rule = Means()
+    assert not rule.heeds_signals(device)
+    p, g, *states = torch.randn(5, 33, dtype=F32, generator=torch.Generator().manual_seed(1)).to(
+        "meta" if device == "meta" else "cpu"
+    )
+    own = [each.clone() for each in (p, *states)]
+    out = torch.empty(33, dtype=BF16, device=p.device)
+    step(rule, StepFacts(1, 0.1, 0.0), p, g.bfloat16(), *states, out=out)
+    if device == "meta":
+        return
+    rule.move(StepFacts(1, 0.1, 0.0), own[0], g.bfloat16().float(), *own[1:])
+    assert all(torch.equal(a, b) for a, b in zip((p, *states), own, strict=True))
+    assert torch.equal(out, p.bfloat16())

@@ -197,6 +197,10 @@ class Model:
             inner = GATES[kind](gate) * (value + self.flags.get("glu-linear-offset", 0.0))
         elif kind == "squared_relu":
             inner = inner.relu() ** 2
+        elif kind == "xielu":
+            p, n = (F.softplus(w[f"{name}.activation.alpha_{which}"].to(inner.dtype)) for which in "pn")
+            below = (n + 0.5) * (torch.expm1(inner.clamp(max=0.0)) - inner)
+            inner = torch.where(inner > 0, p * inner**2, below) + 0.5 * inner
         else:
             inner = F.gelu(inner, approximate={"gelu": "tanh", "gelu_exact": "none"}[kind])
         return _linear(w, f"{name}.down", inner)

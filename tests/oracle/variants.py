@@ -47,6 +47,7 @@ VARIANTS: Mapping[str, Mapping[str, Mapping[str, object]]] = MappingProxyType(
 ACTIVATIONS: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {
         "geglu": {"activation": "geglu"},
+        "xielu": {"activation": "xielu"},
         "gpt-oss": {
             **{"activation": "quick_geglu", "glu-linear-offset": 1.0},
             "activation-func-clamp-value": 0.6,

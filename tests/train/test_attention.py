@@ -7,8 +7,9 @@ import torch
 
 from megazero.ops import native
 from megazero.ops.attention import BiasKind, HeadKind, MaskKind
+from megazero.spec.resolve import model_spec
 from megazero.train import process
-from megazero.train.parts.attention import attention_facts, attention_remark, shapes_vary
+from megazero.train.parts.attention import attention_facts, attention_remarks, shapes_vary
 from megazero.train.parts.chunks import DTYPES
 from tests.config.samples import make_config
 from tests.tables import over_table
@@ -35,7 +36,7 @@ def test_shapes_vary_where_columns_or_tokens_are_left_out(changes, varies):
 
 def facts_of(config, device):
     dtype, documents = DTYPES[config.precision.dtype], config.data.reset_attention_mask
-    return attention_facts(config.model, dtype, device, documents=documents)
+    return attention_facts(model_spec(config.model), dtype, device, documents=documents)
 
 
 def test_the_kind_of_mask_is_that_of_the_run_on_its_device():
@@ -70,17 +71,18 @@ def test_windows_biases_and_offsets_are_facts():
 
 @pytest.mark.skipif(not native.available(), reason="the compiled kernels are not built")
 def test_the_remark_names_the_implementation():
-    said = attention_remark(facts_of(make_config(), CPU), compiled=False)
-    assert said == "attention: native_cpu on cpu (float32, causal, dropout)"
-    plain = facts_of(make_config({"model.attention_dropout": 0.0}), CPU)
-    assert attention_remark(plain, compiled=True) == "attention: sdpa on cpu (float32, causal)"
+    assert list(attention_remarks(make_config(), CPU)) == [
+        "attention: native_cpu on cpu (float32, causal, dropout)"
+    ]
+    plain = make_config({"model.attention_dropout": 0.0, "acceleration.compile": True})
+    assert list(attention_remarks(plain, CPU)) == ["attention: sdpa on cpu (float32, causal)"]
 
 
 def test_the_remark_says_if_all_pairs_are_held(monkeypatch):
     monkeypatch.setattr("megazero.ops.cuda._BACKEND", type("Backend", (), {"library": None})())
-    assert attention_remark(facts_of(make_config(), GPU), compiled=False) == (
+    assert list(attention_remarks(make_config(), GPU)) == [
         "attention: composed on cuda (float32, causal, dropout), which holds a tensor of all pairs"
-    )
+    ]
 
 
 @pytest.mark.parametrize(("family", "left"), [("gpt", True), ("bert", False)])

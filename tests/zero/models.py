@@ -15,6 +15,7 @@ from megazero.models.chunk import Slice
 from megazero.models.gpt import GPT
 from megazero.models.targets import Targets
 from megazero.mpu.context import solo_context
+from megazero.spec.resolve import model_spec
 from megazero.zero.unit import Unit
 
 WIDTH = 4
@@ -110,7 +111,7 @@ def make_gpt(recompute: str = "none") -> GPT:
         init_method_std=0.1,
     )
     placement = Placement.of(solo_context(), torch.float32)
-    model = GPT(Slice(config, (13, 16), placement, RecomputeConfig(granularity=recompute)))
+    model = GPT(Slice(model_spec(config), (13, 16), placement, RecomputeConfig(granularity=recompute)))
     initialize(model, 5, placement.place)
     return model
 

@@ -14,6 +14,7 @@ from megazero.layers.placement import Placement
 from megazero.layers.rows import Rows
 from megazero.moe.mlp import MoEMLP
 from megazero.mpu.malloc import keep_freed_memory
+from megazero.spec.resolve import model_spec
 
 
 def build(shape: LayerShape, rank: int, world_size: int, dispatcher: str = "alltoall"):
@@ -35,7 +36,7 @@ def build(shape: LayerShape, rank: int, world_size: int, dispatcher: str = "allt
         moe_aux_loss_coeff=(0.01,),
     )
     placement = Placement.of(context, shape.torch_dtype, token_dispatcher=dispatcher)
-    layer = MoEMLP(0, config, placement)
+    layer = MoEMLP(0, model_spec(config).layers[0].mlp, placement)
     initialize(layer, 0, context.place)
     keys = torch.arange(shape.micro_batch) + rank
     inputs = LayerInputs(Rows(range(shape.sequence), keys=keys.to(shape.device)))

@@ -6,7 +6,7 @@ The names are Megatron-LM's; such models are made by Puzzle (Bercovich et al. 20
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
@@ -15,7 +15,6 @@ from megazero.config.tree.option import of_model
 from megazero.config.tree.roles import Role
 from megazero.config.tree.transformer import TransformerConfig
 
-_Model = TypeVar("_Model", bound="HeterogeneousConfig")
 _PATH, _TEXT = "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"
 
 
@@ -74,12 +73,3 @@ class HeterogeneousConfig(TransformerConfig):
         """The sizes of each layer as a text, by which two models are compared."""
         shapes = self.layer_shapes
         return None if shapes is None else text_of(shapes)
-
-    def at_layer(self: _Model, layer: int) -> _Model:
-        """The model as one layer (from 0) sees it, with that one's numbers of heads and inner width."""
-        shapes = self.layer_shapes
-        if shapes is None:
-            return self
-        groups, width = shapes[layer].groups, shapes[layer].width
-        own = {"num_query_groups": groups, "ffn_hidden_size": width}
-        return self.model_copy(update={name: size for name, size in own.items() if size})

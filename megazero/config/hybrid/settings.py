@@ -12,7 +12,6 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveInt, model
 
 from megazero.config.condition import config, here
 from megazero.config.heterogeneous.settings import HeterogeneousConfig
-from megazero.config.heterogeneous.shapes import LayerShape
 from megazero.config.tree.option import of_model
 from megazero.config.tree.roles import Role
 
@@ -137,28 +136,10 @@ class HybridConfig(HeterogeneousConfig):
             return None if self.layer_kinds is None else tuple(self.layer_kinds)
         return tuple(ATTENTION * (shape.groups > 0) + DENSE * (shape.width > 0) for shape in shapes)
 
-    def parts_at(self, layer: int) -> str:
-        """The letters of one layer's parts, with `-` also for experts where layers have two parts."""
-        parts = self.layer_parts
-        return ATTENTION + DENSE if parts is None else parts[layer]
-
     def layers_of(self, letters: str) -> int:
         """The number of layers with one of these letters; of all where each is attention and an MLP."""
         parts = self.layer_parts
         return self.num_layers if parts is None else sum(bool({*part} & {*letters}) for part in parts)
-
-    @property
-    def summed(self) -> LayerShape:
-        """Key/value heads of all layers together, and inner widths of all MLPs, were there no experts."""
-        shapes = self.layer_shapes
-        if shapes is None:
-            return LayerShape(self.layers_of("*") * self.kv_heads, self.layers_of("-E") * self.ffn_size)
-        return LayerShape(sum(shape.groups for shape in shapes), sum(shape.width for shape in shapes))
-
-    @property
-    def grouped(self) -> bool:
-        """Whether query heads share keys and values, in some layer."""
-        return self.summed.groups != self.layers_of("*") * self.num_attention_heads
 
     @property
     def mamba_heads(self) -> int | None:
@@ -171,12 +152,6 @@ class HybridConfig(HeterogeneousConfig):
     def mamba_width(self) -> int:
         """Channels of all heads of a Mamba-2 layer."""
         return (self.mamba_heads or 0) * self.mamba_head_dim
-
-    @property
-    def mamba_rows(self) -> int:
-        """Outputs of its first projection: gates, inputs, what groups write and read by, and steps."""
-        heads, written = self.mamba_heads or 0, self.mamba_num_groups * self.mamba_state_dim
-        return 2 * (self.mamba_width + written) + heads
 
     @property
     def residual_writers(self) -> int:

@@ -10,7 +10,7 @@ from megazero.config.condition import config, here, when
 from megazero.config.tree.option import Probability, Section, of_model, of_training
 from megazero.config.tree.roles import Role
 
-Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "quick_geglu", "squared_relu", "relu"]
+Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "quick_geglu", "squared_relu", "relu", "xielu"]
 _GATED = here.activation.among("swiglu", "geglu", "quick_geglu")
 _LOGITS = (here.family == "gpt").because("the heads of other families have no such factor")
 Positions = Literal["learned_absolute", "rope", "yarn", "alibi", "relative", "none"]
@@ -103,7 +103,7 @@ class TransformerConfig(Section):
         "gelu",
         "MLP nonlinearity; gelu is the tanh form of GPT-2, gelu_exact the erf form, and the default where "
         "linear layers have no biases; in swiglu, geglu (tanh form, T5 1.1) and quick_geglu "
-        "(x sigmoid(1.702 x)) half of the inner values gate the other half",
+        "(x sigmoid(1.702 x)) half of the inner values gate the other half; xielu has two learned slopes",
         Role.NOT_OF_MAMBA,
         switches={
             "--swiglu": "swiglu",
@@ -116,6 +116,7 @@ class TransformerConfig(Section):
         },
         yielding=("--no-bias-gelu-fusion",),
         implies={"--openai-gelu": ("bert_head_activation", "gelu")},
+        needs=when("xielu", here.num_experts == ()).because("experts have no slopes of their own"),
     )
     glu_linear_offset: float = of_model(
         0.0, "added to the values that are gated; gpt-oss has 1", Role.VARIANT, needs=_GATED

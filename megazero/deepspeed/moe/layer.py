@@ -10,7 +10,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from megazero.config.tree.routing import RoutingConfig
 from megazero.deepspeed.moe.copies import ExpertCopies, plain_output
 from megazero.errors import ConfigError
 from megazero.layers.inputs import LayerInputs
@@ -25,6 +24,7 @@ from megazero.mpu.group import Group
 from megazero.mpu.solo_group import SoloGroup
 from megazero.ops.counter_random import derive
 from megazero.ops.grouped_linear import Groups
+from megazero.spec.experts import CapacitySpec, RouterSpec
 
 JITTER = 1e-2
 """How far `noisy_gate_policy` Jitter moves the router's input, as a share of it."""
@@ -129,19 +129,26 @@ class MoE(nn.Module):
         }
         if top2_2nd_expert_sampling:
             sampling[2] = "second"
-        self.config = RoutingConfig(
-            moe_router_topk=k,
-            moe_router_pre_softmax=True,
-            moe_router_sampling=sampling.get(k, "none"),
-            moe_input_jitter_eps=JITTER if noisy_gate_policy == "Jitter" else 0.0,
-            moe_expert_capacity_factor=capacity_factor if drop_tokens else None,
-            moe_eval_capacity_factor=eval_capacity_factor if drop_tokens else None,
-            moe_min_capacity=min_capacity,
-            moe_token_drop_policy={1: "random" if use_rts else "position", 2: "position"}.get(k, "probs"),
-            moe_capacity_scope="micro_batch",
+        policies: dict[int, Literal["probs", "position", "random"]] = {
+            1: "random" if use_rts else "position",
+            2: "position",
+        }
+        capacity = CapacitySpec(
+            capacity_factor if drop_tokens else None,
+            eval_capacity_factor if drop_tokens else None,
+            min_capacity,
+            policies.get(k, "probs"),
+            together=True,
+        )
+        self.spec = RouterSpec(
+            k,
+            pre_softmax=True,
+            sampling=sampling.get(k, "none"),
+            jitter=JITTER if noisy_gate_policy == "Jitter" else 0.0,
+            capacity=capacity,
         )
         gate = nn.Linear(hidden_size, num_experts, bias=False)
-        router = Router(0, gate.get_parameter("weight"), self.config)
+        router = Router(0, gate.get_parameter("weight"), self.spec)
         experts = ExpertCopies(expert, num_experts)
         self.deepspeed_moe = _Parts(gate=_Parts(wg=router), experts=_Parts(deepspeed_experts=experts))
         self.register_load_state_dict_pre_hook(_rename)  # type: ignore[no-untyped-call]  # torch's
@@ -200,7 +207,7 @@ class MoE(nn.Module):
         inputs = LayerInputs(Rows(range(tokens.count), keys=self._noise_key(rows.device)))
         with torch.autocast(rows.device.type, enabled=False):
             choice = self.router(rows, tokens, inputs)
-        kept = kept_choices(self.config, 0, choice, tokens, inputs)
+        kept = kept_choices(self.spec, 0, choice, tokens, inputs)
         if tokens.real is not None:
             real = tokens.real.unsqueeze(1).expand_as(choice.experts)
             kept = real if kept is None else kept & real
@@ -226,10 +233,9 @@ class MoE(nn.Module):
         """The key of this forward's random numbers, int64 [1]; None in evaluation."""
         if not self.training:
             return None
-        config = self.config
-        drops = config.moe_expert_capacity_factor is not None
-        random = config.moe_token_drop_policy == "random" and drops
-        if not (random or config.moe_input_jitter_eps or config.moe_router_sampling != "none"):
+        spec, capacity = self.spec, self.spec.capacity
+        random = capacity.policy == "random" and capacity.factor is not None
+        if not (random or spec.jitter or spec.sampling != "none"):
             return torch.zeros(1, dtype=torch.int64, device=device)
         drawn = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu")
         return derive(drawn, torch.tensor([self.data_rank])).to(device)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from megazero.checkpoint.naming import TensorRule
+from megazero.checkpoint.naming import TensorRule, of_kinds
 from megazero.config.tree.model import ModelConfig
 from megazero.formats.hf.architecture import PLAIN_HEADS, FieldPair, Json, Limit, layers_of
 from megazero.formats.hf.llama import LLAMA, UNBIASED_SETTINGS, rules_with, with_defaults, without
@@ -24,7 +24,6 @@ from megazero.formats.hf.state_space import (
     PATTERN,
     complete_mixers,
     mixer,
-    of_kinds,
     plain_mixers,
     shape,
 )

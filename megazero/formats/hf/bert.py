@@ -8,25 +8,14 @@ Megatron's, transformers' MegatronBert, norms precede each half.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from megazero.config.tree.model import ModelConfig
 from megazero.formats.hf import encoder
 from megazero.formats.hf.architecture import pair
 from megazero.formats.hf.encoder_classifier import multiple_choice, sequence_classification
 
-
-def _later(model: ModelConfig, number: int) -> bool:
-    return number > 0
-
-
 _BODY = (
     *encoder.EMBEDDING,
     *pair("layers.0.input_norm", "bert.embeddings.LayerNorm"),
-    *(
-        replace(rule, layer=_later)
-        for rule in pair("layers.{i}.input_norm", "bert.encoder.layer.{i-1}.output.LayerNorm")
-    ),
+    *pair("layers.{i}.input_norm", "bert.encoder.layer.{i-1}.output.LayerNorm"),
     *encoder.LINEAR,
     *pair("layers.{i}.mlp_norm", f"{encoder.LAYER}.attention.output.LayerNorm"),
     *pair("final_norm", "bert.encoder.layer.{last}.output.LayerNorm"),

@@ -13,7 +13,6 @@ from typing import Any
 
 from megazero.checkpoint.naming import TensorRule, with_experts, with_shared_experts, without_experts
 from megazero.checkpoint.part import ROUTER
-from megazero.config.derive import experts_of
 from megazero.config.tree.model import ModelConfig
 from megazero.formats.hf.architecture import (
     COMMON_LIMITS,
@@ -50,6 +49,8 @@ from megazero.formats.hf.llama import (
 from megazero.formats.hf.qwen2_moe import EXPERTS_SOMEWHERE
 from megazero.formats.hf.rope import plain_rope
 from megazero.formats.hf.windows import NO_WINDOWS
+from megazero.spec.model import LayerSpec
+from megazero.spec.parts import LatentAttentionSpec
 
 _BLOCK = f"{LAYER}.mlp"
 _DENSE, _SHARED, _WIDTH = "first_k_dense_replace", "n_shared_experts", "moe_intermediate_size"
@@ -61,11 +62,12 @@ _NORM_EPSILON = 1e-6
 def _attention(ours: str, dims: str, theirs: str, their_dims: str, small: bool | None = None) -> TensorRule:
     """A tensor of latent attention; `small` says whether queries are made of a small vector where it is."""
 
-    def present(model: ModelConfig) -> bool:
-        return small is None or small == (model.q_lora_rank is not None)
+    def present(layer: LayerSpec) -> bool:
+        part = layer.attention
+        return isinstance(part, LatentAttentionSpec) and small in (None, part.query_rank is not None)
 
     name = f"{LAYER}.self_attn.{theirs}.weight"
-    return TensorRule(f"layers.{{i}}.attention.{ours}.weight", dims, name, their_dims, when=present)
+    return TensorRule(f"layers.{{i}}.attention.{ours}.weight", dims, name, their_dims, layer=present)
 
 
 _LATENT = (
@@ -151,7 +153,7 @@ def _complete_v2(config: Json) -> dict[str, Any]:
 
 def _first_with_experts(model: ModelConfig) -> int:
     numbers = range(model.num_layers)
-    return next((number for number in numbers if experts_of(model, number)), model.num_layers)
+    return next((number for number in numbers if model.experts_at(number)), model.num_layers)
 
 
 _LIMITS = (
@@ -175,7 +177,7 @@ _LIMITS = (
         f"`norm_epsilon` must be {_NORM_EPSILON}, as it always is in norms of small vectors there",
     ),
     Limit(
-        lambda m: all(experts_of(m, n) for n in range(_first_with_experts(m), m.num_layers)),
+        lambda m: all(m.experts_at(n) for n in range(_first_with_experts(m), m.num_layers)),
         "dense layers must come before all layers with experts",
     ),
     Limit(

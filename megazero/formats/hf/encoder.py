@@ -21,6 +21,7 @@ from megazero.formats.hf.architecture import (
     separate,
 )
 from megazero.formats.hf.windows import PLAIN_ATTENTION
+from megazero.spec.model import ModelSpec
 
 WORDS = "bert.embeddings.word_embeddings.weight"
 LAYER = "bert.encoder.layer.{i}"
@@ -32,18 +33,18 @@ _BINARY = "cls.seq_relationship"
 _GELUS = (("gelu", "gelu_exact"), ("gelu_new", "gelu"), ("gelu_pytorch_tanh", "gelu"))
 
 
-def _with_types(model: ModelConfig) -> bool:
-    return model.has_token_types
+def _with_types(spec: ModelSpec) -> bool:
+    return spec.embedding.token_types > 0
 
 
-def _without_types(model: ModelConfig) -> bool:
-    return not model.has_token_types
+def _without_types(spec: ModelSpec) -> bool:
+    return not _with_types(spec)
 
 
 EMBEDDING = (
     TensorRule("embedding.word.weight", "v h", WORDS, "v h"),
     TensorRule("embedding.position.weight", "p h", "bert.embeddings.position_embeddings.weight", "p h"),
-    TensorRule("embedding.token_type.weight", "t h", _TYPES, "t h", when=_with_types),
+    TensorRule("embedding.token_type.weight", "2 h", _TYPES, "2 h", when=_with_types),
 )
 LINEAR = (
     *separate(f"{LAYER}.attention.self", "query", "key", "value"),
@@ -60,9 +61,9 @@ MASKED_HEAD = (
     # transformers 5 adds this copy to the logits, and ties it to the other one only if the weight is tied.
     TensorRule("head.bias", "v", f"{_HEAD}.bias", "v", when=untied),
 )
-BINARY_HEAD = (*POOLER, *pair("binary_head", _BINARY, "o h"))
+BINARY_HEAD = (*POOLER, *pair("binary_head", _BINARY, "2 h"))
 CLASSIFIER = pair("classifier", "classifier", "n h")
-BLANK = (TensorRule("embedding.token_type.weight", "t h", _TYPES, "t h", when=_without_types),)
+BLANK = (TensorRule("embedding.token_type.weight", "2 h", _TYPES, "2 h", when=_without_types),)
 COPIES = ((f"{_HEAD}.weight", WORDS), (f"{_HEAD}.bias", _BIAS))
 IGNORED = (r"bert\.embeddings\.(position_ids|token_type_ids)",)
 RENAMED = ((r"(.*LayerNorm)\.gamma", r"\1.weight"), (r"(.*LayerNorm)\.beta", r"\1.bias"))

@@ -111,8 +111,8 @@ def expert_rules(block: str, gate: str, up: str, down: str) -> tuple[TensorRule,
     expert = f"{block}.experts.{{x}}"
     rules = (
         router,
-        TensorRule(_UP, "x c m h", f"{expert}.{gate}.weight", "(x c m) h", GATE),
-        TensorRule(_UP, "x c m h", f"{expert}.{up}.weight", "(x c m) h", UP),
+        TensorRule(_UP, "x 2 m h", f"{expert}.{gate}.weight", "(x 2 m) h", GATE),
+        TensorRule(_UP, "x 2 m h", f"{expert}.{up}.weight", "(x 2 m) h", UP),
         TensorRule(_DOWN, "x h m", f"{expert}.{down}.weight", "(x h) m"),
     )
     return tuple(replace(rule, layer=with_experts) for rule in rules)
@@ -121,7 +121,7 @@ def expert_rules(block: str, gate: str, up: str, down: str) -> tuple[TensorRule,
 def stacked_rules(block: str) -> tuple[TensorRule, ...]:
     """The same matrices of all experts in one tensor, first the gates and then the values of each."""
     rules = (
-        TensorRule(_UP, "x c m h", f"{block}.experts.gate_up_proj", "x (c m) h"),
+        TensorRule(_UP, "x 2 m h", f"{block}.experts.gate_up_proj", "x (2 m) h"),
         TensorRule(_DOWN, "x h m", f"{block}.experts.down_proj", "x h m"),
     )
     return tuple(replace(rule, layer=with_experts) for rule in rules)
@@ -131,7 +131,7 @@ def shared_rules(block: str) -> tuple[TensorRule, ...]:
     """The matrices of the shared experts, whose names begin with `block`."""
     ours = f"{_OURS}.shared"
     return (
-        TensorRule(f"{ours}.up.weight", "c w h", f"{block}.gate_proj.weight", "(c w) h", GATE),
-        TensorRule(f"{ours}.up.weight", "c w h", f"{block}.up_proj.weight", "(c w) h", UP),
+        TensorRule(f"{ours}.up.weight", "2 w h", f"{block}.gate_proj.weight", "(2 w) h", GATE),
+        TensorRule(f"{ours}.up.weight", "2 w h", f"{block}.up_proj.weight", "(2 w) h", UP),
         TensorRule(f"{ours}.down.weight", "h w", f"{block}.down_proj.weight", "h w"),
     )

@@ -60,10 +60,10 @@ GPT_OSS = replace(
                 TensorRule(f"{_OURS}.router.weight", "x h", f"{_THEIRS}.router.weight", "x h"),
                 TensorRule(f"{_OURS}.router.logit_bias", "x", f"{_THEIRS}.router.bias", "x"),
                 TensorRule(
-                    f"{_OURS}.experts.up.weight", "x c m h", f"{_THEIRS}.experts.gate_up_proj", "x h (m c)"
+                    f"{_OURS}.experts.up.weight", "x 2 m h", f"{_THEIRS}.experts.gate_up_proj", "x h (m 2)"
                 ),
                 TensorRule(
-                    f"{_OURS}.experts.up.bias", "x c m", f"{_THEIRS}.experts.gate_up_proj_bias", "x (m c)"
+                    f"{_OURS}.experts.up.bias", "x 2 m", f"{_THEIRS}.experts.gate_up_proj_bias", "x (m 2)"
                 ),
                 TensorRule(f"{_OURS}.experts.down.weight", "x h m", f"{_THEIRS}.experts.down_proj", "x m h"),
                 TensorRule(f"{_OURS}.experts.down.bias", "x h", f"{_THEIRS}.experts.down_proj_bias", "x h"),

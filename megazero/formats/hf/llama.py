@@ -24,7 +24,7 @@ from megazero.formats.hf.windows import NO_WINDOWS
 _WORDS = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 LAYER = "model.layers.{i}"
-GATE, UP = ("c", slice(0, 1)), ("c", slice(1, 2))
+GATE, UP = ("2", slice(0, 1)), ("2", slice(1, 2))
 
 _EMBEDDING = (TensorRule("embedding.word.weight", "v h", _WORDS, "v h"),)
 _ATTENTION = (
@@ -46,8 +46,8 @@ MLP = (
         rule
         for name, take in (("gate_proj", GATE), ("up_proj", UP))
         for rule in (
-            TensorRule("layers.{i}.mlp.up.weight", "c f h", f"{LAYER}.mlp.{name}.weight", "(c f) h", take),
-            TensorRule("layers.{i}.mlp.up.bias", "c f", f"{LAYER}.mlp.{name}.bias", "(c f)", take, biased),
+            TensorRule("layers.{i}.mlp.up.weight", "2 f h", f"{LAYER}.mlp.{name}.weight", "(2 f) h", take),
+            TensorRule("layers.{i}.mlp.up.bias", "2 f", f"{LAYER}.mlp.{name}.bias", "(2 f)", take, biased),
         )
     ),
     *pair("layers.{i}.mlp.down", f"{LAYER}.mlp.down_proj", "h f"),

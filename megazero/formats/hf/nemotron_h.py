@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from megazero.checkpoint.naming import TensorRule
+from megazero.checkpoint.naming import TensorRule, of_kinds
 from megazero.checkpoint.part import ROUTER
 from megazero.formats.hf.architecture import (
     GELUS,
@@ -40,7 +40,6 @@ from megazero.formats.hf.state_space import (
     STEP_LIMITS,
     least_step,
     mixer,
-    of_kinds,
     shape,
 )
 from megazero.formats.hf.windows import NO_WINDOWS

@@ -67,7 +67,7 @@ OPT = Architecture(
     copies=((_HEAD, _WORDS),),
     ignored=(),
     fused=((_POSITIONS, (_BEFORE, _OURS)),),
-    blank=(TensorRule("embedding.position.before", "P h", _BEFORE, "P h"),),
+    blank=(TensorRule("embedding.position.before", "2 h", _BEFORE, "2 h"),),
     settings=(
         FieldPair("num_hidden_layers", "num_layers", 12),
         FieldPair("hidden_size", "hidden_size", 768),

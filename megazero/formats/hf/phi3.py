@@ -41,7 +41,7 @@ PHI3 = replace(
     model_type="phi3",
     rules=rules_with(
         (
-            TensorRule("layers.{i}.mlp.up.weight", "c f h", f"{LAYER}.mlp.gate_up_proj.weight", "(c f) h"),
+            TensorRule("layers.{i}.mlp.up.weight", "2 f h", f"{LAYER}.mlp.gate_up_proj.weight", "(2 f) h"),
             TensorRule("layers.{i}.mlp.down.weight", "h f", f"{LAYER}.mlp.down_proj.weight", "h f"),
         )
     ),

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from megazero.checkpoint.naming import Table, TensorRule, with_experts, with_shared_experts, without_experts
-from megazero.config.derive import experts_of
 from megazero.config.tree.model import ModelConfig
 from megazero.formats.hf.architecture import PLAIN_HEADS, FieldPair, Json, Limit, TensorLike, layers_of
 from megazero.formats.hf.experts import (
@@ -34,6 +33,8 @@ from megazero.formats.hf.llama import (
 )
 from megazero.formats.hf.rope import plain_rope
 from megazero.formats.hf.windows import WINDOW, WINDOWED_LAYERS, plain_layers, with_layers
+from megazero.spec.model import LayerSpec
+from megazero.spec.resolve import model_spec
 
 _BLOCK = f"{LAYER}.mlp"
 _SHARED = f"{_BLOCK}.shared_expert"
@@ -41,15 +42,24 @@ _STEP, _DENSE = "decoder_sparse_step", "mlp_only_layers"
 
 _SHARED_RULES = (
     *shared_rules(_SHARED),
-    TensorRule("layers.{i}.mlp.shared_gate.weight", "u h", f"{_SHARED}_gate.weight", "u h"),
+    TensorRule("layers.{i}.mlp.shared_gate.weight", "1 h", f"{_SHARED}_gate.weight", "1 h"),
 )
 
 
-def _without_shared_experts(model: ModelConfig, number: int) -> bool:
-    return with_experts(model, number) and not with_shared_experts(model, number)
+def _without_shared_experts(layer: LayerSpec) -> bool:
+    return with_experts(layer) and not with_shared_experts(layer)
 
 
-BLANK = tuple(replace(rule, layer=_without_shared_experts) for rule in _SHARED_RULES)
+BLANK = tuple(
+    replace(
+        rule,
+        dims=rule.dims.replace("w", "1"),
+        their_dims=rule.their_dims.replace("w", "1"),
+        layer=_without_shared_experts,
+    )
+    for rule in _SHARED_RULES
+)
+"""One channel of zeros in the place of shared experts."""
 
 
 def shared_seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfig:
@@ -59,7 +69,7 @@ def shared_seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelC
     )
     if model.moe_shared_expert_intermediate_size != 1:
         return model
-    links = Table.of(BLANK, bare, vocab_size=1).links
+    links = Table.of(BLANK, model_spec(bare), vocab_size=1).links
     return bare if all(_is_zero(tensors.get(link.theirs), link.their_shape) for link in links) else model
 
 
@@ -89,9 +99,9 @@ def plain(config: Json) -> dict[str, Any]:
 
 def sparse_step(model: ModelConfig) -> int:
     """The distance between layers with experts, if they are the last of so many each; else 1."""
-    first = next(number for number in range(model.num_layers) if experts_of(model, number))
+    first = next(number for number in range(model.num_layers) if model.experts_at(number))
     regular = all(
-        (experts_of(model, number) > 0) == ((number + 1) % (first + 1) == 0)
+        (model.experts_at(number) > 0) == ((number + 1) % (first + 1) == 0)
         for number in range(model.num_layers)
     )
     return first + 1 if regular else 1
@@ -101,7 +111,7 @@ def dense_layers(model: ModelConfig) -> list[int]:
     """The layers without experts, unless `sparse_step` says which they are."""
     if sparse_step(model) > 1:
         return []
-    return [number for number in range(model.num_layers) if not experts_of(model, number)]
+    return [number for number in range(model.num_layers) if not model.experts_at(number)]
 
 
 EXPERTS_SOMEWHERE = Limit(

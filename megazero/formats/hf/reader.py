@@ -14,11 +14,11 @@ from torch import Tensor
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.naming import Link, Table, TensorRule, cut
 from megazero.checkpoint.part import Key, Part, Source
-from megazero.config.derive import experts_of
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 from megazero.formats.hf.config_json import CONFIG, Description, differences
 from megazero.formats.hf.folder import FLOATS, Stored, TensorFolder, named
+from megazero.spec.resolve import model_spec
 
 CHUNK = 1 << 18
 """The number of elements read at a time: few enough to be transposed within the cache."""
@@ -138,13 +138,12 @@ class HFReader(Source):
 
     def _check_experts(self, rules: Iterable[TensorRule], tensors: int) -> None:
         """Refuse more experts than there are tensors, before a table of them is made."""
-        model = self.description.model
-        experts = sum(experts_of(model, layer) for layer in range(model.num_layers))
+        experts = sum(layer.experts for layer in model_spec(self.description.model).layers)
         if any("{x}" in rule.theirs for rule in rules) and experts > tensors:
             raise self._misfit(f"{experts} experts cannot be in {tensors} tensors")
 
     def _table(self, rules: Iterable[TensorRule]) -> Table:
-        return Table.of(rules, self.description.model, self.description.vocab_size)
+        return Table.of(rules, model_spec(self.description.model), self.description.vocab_size)
 
     def _named_as_today(self) -> tuple[dict[str, Stored], tuple[str, ...]]:
         """The stored tensors by their names in the architecture, and remarks on what is ignored there."""

@@ -11,8 +11,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from megazero.checkpoint.naming import Sizes, Take, TensorRule
-from megazero.config.tree.model import ModelConfig
+from megazero.checkpoint.naming import Sizes, Take, TensorRule, of_kinds
 from megazero.formats.hf.architecture import COMMON_LIMITS, FieldPair, Json, Limit
 
 Fused = tuple[tuple[str, tuple[str, ...]], ...]
@@ -35,15 +34,6 @@ EXPANDED_LIMITS = (
         "a mixer's channels must be a multiple of the hidden size",
     ),
 )
-
-
-def of_kinds(letters: str) -> Callable[[ModelConfig, int], bool]:
-    """Whether a tensor is present: in layers of these letters."""
-
-    def present(model: ModelConfig, number: int) -> bool:
-        return (model.layer_kinds or "")[number] in letters
-
-    return present
 
 
 def _bounds(dim: str, sizes: Sizes) -> tuple[int, ...]:
@@ -71,7 +61,7 @@ def mixer(theirs: str) -> tuple[tuple[TensorRule, ...], Fused]:
     fused: list[tuple[str, tuple[str, ...]]] = []
     for ours, dims, name, their_dims in (
         ("input.weight", "G R h", "in_proj.weight", "(G R) h"),
-        ("conv.weight", "G C T", "conv1d.weight", "(G C) () T"),
+        ("conv.weight", "G C 4", "conv1d.weight", "(G C) () 4"),
         ("conv.bias", "G C", "conv1d.bias", "(G C)"),
     ):
         parts = []

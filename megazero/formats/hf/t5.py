@@ -22,29 +22,31 @@ from megazero.formats.hf.architecture import (
     TensorLike,
     separate,
 )
+from megazero.spec.model import LayerSpec, ModelSpec
+from megazero.spec.parts import MlpSpec
 
 _OURS = "layers.{i}"
 _TIED, _SCALED, _HEAD = "tie_word_embeddings", "scale_decoder_outputs", "lm_head.weight"
-_FIRST, _SECOND = ("c", slice(0, 1)), ("c", slice(1, 2))
+_FIRST, _SECOND = ("2", slice(0, 1)), ("2", slice(1, 2))
 
 
-def _encodes(model: ModelConfig, number: int) -> bool:
-    return number < model.encoder_layers
+def _encodes(layer: LayerSpec) -> bool:
+    return layer.cross is None
 
 
-def _decodes(model: ModelConfig, number: int) -> bool:
-    return number >= model.encoder_layers
+def _decodes(layer: LayerSpec) -> bool:
+    return layer.cross is not None
 
 
-def _is_gated(model: ModelConfig) -> bool:
-    return model.gated
+def _is_gated(spec: ModelSpec) -> bool:
+    return any(isinstance(layer.mlp, MlpSpec) and layer.mlp.activation.gated for layer in spec.layers)
 
 
-def _is_plain(model: ModelConfig) -> bool:
-    return not model.gated
+def _is_plain(spec: ModelSpec) -> bool:
+    return not _is_gated(spec)
 
 
-def _layer(theirs: str, mlp: int, layer: Callable[[ModelConfig, int], bool]) -> tuple[TensorRule, ...]:
+def _layer(theirs: str, mlp: int, layer: Callable[[LayerSpec], bool]) -> tuple[TensorRule, ...]:
     """The rules of a layer of either stack, whose MLP is part number `mlp` of it."""
     attention, dense = f"{theirs}.0.SelfAttention", f"{theirs}.{mlp}.DenseReluDense"
     up = f"{_OURS}.mlp.up.weight"
@@ -54,8 +56,8 @@ def _layer(theirs: str, mlp: int, layer: Callable[[ModelConfig, int], bool]) -> 
         TensorRule(f"{_OURS}.attention.out.weight", "h a", f"{attention}.o.weight", "h a", layer=layer),
         TensorRule(f"{_OURS}.mlp_norm.weight", "h", f"{theirs}.{mlp}.layer_norm.weight", "h", layer=layer),
         TensorRule(up, "f h", f"{dense}.wi.weight", "f h", when=_is_plain, layer=layer),
-        TensorRule(up, "c f h", f"{dense}.wi_0.weight", "(c f) h", _FIRST, _is_gated, layer),
-        TensorRule(up, "c f h", f"{dense}.wi_1.weight", "(c f) h", _SECOND, _is_gated, layer),
+        TensorRule(up, "2 f h", f"{dense}.wi_0.weight", "(2 f) h", _FIRST, _is_gated, layer),
+        TensorRule(up, "2 f h", f"{dense}.wi_1.weight", "(2 f) h", _SECOND, _is_gated, layer),
         TensorRule(f"{_OURS}.mlp.down.weight", "h f", f"{dense}.wo.weight", "h f", layer=layer),
     )
 
@@ -67,8 +69,8 @@ def _cross(theirs: str) -> tuple[TensorRule, ...]:
         TensorRule(
             f"{_OURS}.cross.query.weight", "q d h", f"{attention}.q.weight", "(q d) h", layer=_decodes
         ),
-        TensorRule(both, "g c d h", f"{attention}.k.weight", "(g c d) h", _FIRST, layer=_decodes),
-        TensorRule(both, "g c d h", f"{attention}.v.weight", "(g c d) h", _SECOND, layer=_decodes),
+        TensorRule(both, "g 2 d h", f"{attention}.k.weight", "(g 2 d) h", _FIRST, layer=_decodes),
+        TensorRule(both, "g 2 d h", f"{attention}.v.weight", "(g 2 d) h", _SECOND, layer=_decodes),
         TensorRule(f"{_OURS}.cross.out.weight", "h a", f"{attention}.o.weight", "h a", layer=_decodes),
     )
 

@@ -26,6 +26,7 @@ from megazero.errors import CheckpointError
 from megazero.formats.hf.architecture import GENERATING
 from megazero.formats.hf.config_json import CONFIG, NO_TOKENS, TokenIds, architecture_of, config_of
 from megazero.formats.hf.folder import INDEX, SINGLE
+from megazero.spec.resolve import model_spec
 
 SHARD_BYTES = 5 << 30
 CHUNK = 1 << 18
@@ -156,10 +157,11 @@ def write_hf(
     if max_shard_bytes < 1:
         raise CheckpointError(f"`max_shard_bytes` must be positive, but is {max_shard_bytes}")
     architecture = architecture_of(model, extras.architecture)
-    table = Table.of(architecture.rules, model, vocab_size)
+    spec = model_spec(model)
+    table = Table.of(architecture.rules, spec, vocab_size)
     check_source(source, table)
     fused = {part: whole for whole, parts in architecture.fused_in(model.num_layers) for part in parts}
-    blank = Table.of(architecture.blank, model, vocab_size)
+    blank = Table.of(architecture.blank, spec, vocab_size)
     links = Rows.joined((*table.links, *blank.links), fused, dtype)
     config = config_of(architecture, model, vocab_size, extras.tokens, NAMES[dtype], extras.labels)
     export = _Export(source, plan_shards(links, max_shard_bytes))

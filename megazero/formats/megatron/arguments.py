@@ -14,6 +14,7 @@ from megazero.formats.megatron.hybrid import hybrid_arguments
 from megazero.formats.megatron.latent import latent_arguments
 from megazero.formats.megatron.masked import with_masked_head
 from megazero.formats.megatron.settings import COPIED, EXPERTS, GATED, read_settings
+from megazero.spec.resolve import model_spec
 
 SECTIONS = ("optimizer", "batch", "training")
 """The sections whose settings decide how a run goes on, besides the model; they have Megatron's names."""
@@ -64,7 +65,7 @@ def arguments_of(
         "no_save_rng": True,
         **_run(facts),
     }
-    family = {name: getattr(model, name) for name in _BERT} if with_masked_head(model) else {}
+    family = {name: getattr(model, name) for name in _BERT} if with_masked_head(model_spec(model)) else {}
     read = read_settings(arguments, family=family, core=True).model
     names = [name for name in ModelConfig.model_fields if name not in FREE_MODEL_FIELDS]
     if differing := model_differences(model, read, names):

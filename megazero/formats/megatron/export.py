@@ -25,7 +25,6 @@ from megazero.checkpoint.part import WEIGHT, Key, Part
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.tensor_file import Later, narrowed
 from megazero.checkpoint.writer import SHARD_BYTES
-from megazero.config.derive import experts_of
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 from megazero.formats.megatron.arguments import arguments_of, optimizer_of, schedule_of
@@ -36,6 +35,8 @@ from megazero.formats.megatron.latent import with_latent
 from megazero.formats.megatron.masked import with_masked_head
 from megazero.formats.megatron.names import Sliced, links_of, rules
 from megazero.formats.megatron.rank_optimizer import MOMENTS
+from megazero.spec.model import ModelSpec
+from megazero.spec.resolve import model_spec
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _LAYER = re.compile(r"decoder\.layers\.\d+\.(.*)")
@@ -88,7 +89,7 @@ def export_megatron(
     model = ModelConfig.model_validate(sections["model"])
     size = int(facts["vocab_size"])
     check_saved_model(model, size, reader.shapes, reader.folder / STATE)
-    arguments = arguments_of(model, size, facts, options.dtype)
+    spec, arguments = model_spec(model), arguments_of(model, size, facts, options.dtype)
     arguments["no_save_optim"] = not options.with_optimizer
     beside = {**optimizer_of(facts), **schedule_of(facts)} if options.with_optimizer else {}
     iteration = reader.manifest.iteration
@@ -99,15 +100,15 @@ def export_megatron(
         "args": arguments,
         "checkpoint_version": 3.0,
         "iteration": iteration,
-        "content_metadata": _content(model, options),
+        "content_metadata": _content(spec, options),
         **beside,
     }
-    parts = list(_parts(reader, model, size, arguments["padded_vocab_size"], options))
+    parts = list(_parts(reader, spec, size, arguments["padded_vocab_size"], options))
 
     def fill(aside: Path) -> dict[str, int]:
         _write_common(disk, aside, common)
         with reader:
-            return write_arrays(disk, aside, parts, _states(model, size), options.file_bytes)
+            return write_arrays(disk, aside, parts, _states(spec, size), options.file_bytes)
 
     try:
         sizes = appear(disk, folder, fill)
@@ -129,25 +130,24 @@ def _write_common(disk: Disk, folder: Path, common: Mapping[str, Any]) -> None:
             file.sync()
 
 
-def _content(model: ModelConfig, options: ExportOptions) -> dict[str, Any]:
+def _content(spec: ModelSpec, options: ExportOptions) -> dict[str, Any]:
     """How Megatron is to name what it looks for."""
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if options.with_optimizer:
         content["distrib_optim_sharding_type"] = "fully_reshardable"
-    return {**content, "non_homogeneous_layers": not _alike(model)}
+    return {**content, "non_homogeneous_layers": not _alike(spec)}
 
 
-def _alike(model: ModelConfig) -> bool:
+def _alike(spec: ModelSpec) -> bool:
     """Whether all layers have the same tensors, so that Megatron stacks them."""
-    alike = len({experts_of(model, number) for number in range(model.num_layers)}) == 1
-    return alike and with_both(model)
+    return len({layer.experts for layer in spec.layers}) == 1 and all(map(with_both, spec.layers))
 
 
 def _parts(
-    reader: CheckpointReader, model: ModelConfig, size: int, rows: int, options: ExportOptions
+    reader: CheckpointReader, spec: ModelSpec, size: int, rows: int, options: ExportOptions
 ) -> Iterator[ArrayPart]:
-    for name, (sliced, link) in links_of(rules(3.0), model, size).items():
-        place = _place(name, model)
+    for name, (sliced, link) in links_of(rules(3.0), spec, size).items():
+        place = _place(name, spec)
         if link.key.kind != WEIGHT:
             if link.key in reader.shapes:  # a router of converted weights has no bias yet
                 yield _part(reader, place, link, link.key, sliced, rows, torch.float32, ("",))
@@ -164,11 +164,11 @@ def _parts(
             yield _part(reader, place, link, key, sliced, rows, torch.float32, prefix)
 
 
-def _states(model: ModelConfig, size: int) -> Iterator[str]:
+def _states(spec: ModelSpec, size: int) -> Iterator[str]:
     """The names of the states that modules of Core have besides tensors; only 8-bit products have some."""
     yield "output_layer._extra_state/shard_0_1"
-    for name in links_of(rules(3.0), model, size):
-        place = _place(name, model)
+    for name in links_of(rules(3.0), spec, size):
+        place = _place(name, spec)
         for called in place.names:
             module, _, suffix = called.removesuffix(".z").rpartition(".")
             where = ".".join(map(str, place.at or (0,))), ".".join(map(str, place.stacked or (1,)))
@@ -188,30 +188,30 @@ class _Where:
     stacked: tuple[int, ...] = ()
 
 
-def _place(name: str, model: ModelConfig) -> _Where:
+def _place(name: str, spec: ModelSpec) -> _Where:
     number = layer_of(name)
     further = _FURTHER.match(name)
     at: tuple[int, ...] = ()
     stacked: tuple[int, ...] = ()
     if number is not None or further is not None:
-        layer = model.num_layers if number is None else number
-        experts = experts_of(model, layer)
+        layer = spec.every_layer[len(spec.layers) if number is None else number]
+        experts = layer.experts
         if further is not None:  # a block of its own, which is stacked with no other
             block, plain = further[1], name[further.end(1) :]
-        elif _alike(model):
-            at, stacked, block, plain = (layer,), (model.num_layers,), "decoder.layers.", _rest(name)
+        elif _alike(spec):
+            at, stacked, block, plain = (number or 0,), (len(spec.layers),), "decoder.layers.", _rest(name)
         else:
             block, plain = f"decoder.layers.{number}.", _rest(name)
         if match := EXPERT.fullmatch(name):
             at, stacked = (*at, int(match[2])), (*stacked, experts)
             plain = f"mlp.experts.experts.{match[3]}"
-        names = set(_called(plain, experts, latent=with_latent(model)))
+        names = set(_called(plain, experts, latent=with_latent(layer)))
         others = tuple(f"{block}{called}" for called in sorted(names))
     else:
         others = (name,)
-        if not with_both(model):
+        if not all(map(with_both, spec.layers)):
             others = (name.replace("decoder.final_layernorm.", "decoder.final_norm."),)
-    if with_masked_head(model):
+    if with_masked_head(spec):
         others = tuple(re.sub(r"^decoder\.", "encoder.", called) for called in others)
     return _Where(others, at, stacked)
 

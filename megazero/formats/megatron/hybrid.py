@@ -14,13 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
-from megazero.checkpoint.naming import TensorRule
+from megazero.checkpoint.naming import TensorRule, of_kinds
 from megazero.config.fields import names_with
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.roles import Role
 from megazero.formats.hf.state_space import mixer
 from megazero.formats.megatron.latent import UNSET
 from megazero.formats.megatron.weights import Weights
+from megazero.spec.model import LayerSpec
 
 _SAID = ("hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio")
 _SIZES = names_with(Role.MAMBA)
@@ -34,24 +35,15 @@ _KIND = re.compile(r", (\w+)$")
 _FUSED = re.compile(r"(.*\.mixer\.)(in_proj\.weight|conv1d\.(?:weight|bias))")
 
 
-def in_layers(letters: str) -> Callable[[ModelConfig, int], bool]:
-    """Whether a tensor is present: in layers with a part of one of these letters."""
-
-    def present(model: ModelConfig, number: int) -> bool:
-        return bool({*model.parts_at(number)} & {*letters})
-
-    return present
-
-
-def alone_in(letters: str) -> Callable[[ModelConfig, int], bool]:
+def alone_in(letters: str) -> Callable[[LayerSpec], bool]:
     """Whether a tensor is present: in layers that are one such part and nothing else."""
-    present = in_layers(letters)
-    return lambda model, number: model.is_hybrid_model and present(model, number)
+    present = of_kinds(letters)
+    return lambda layer: layer.sides == 1 and present(layer)
 
 
-def with_both(model: ModelConfig) -> bool:
-    """Whether a tensor is present: where each layer is attention and an MLP."""
-    return not model.is_hybrid_model
+def with_both(layer: LayerSpec) -> bool:
+    """Whether a tensor is present: in layers of attention and an MLP."""
+    return layer.sides > 1
 
 
 def mixer_rules(theirs: str) -> Iterator[tuple[TensorRule, str]]:
@@ -59,7 +51,7 @@ def mixer_rules(theirs: str) -> Iterator[tuple[TensorRule, str]]:
     for rule in mixer(theirs)[0]:
         name = _KIND.sub(lambda match: f".{_LETTERS[match[1]]}", rule.theirs)
         yield (
-            TensorRule(rule.ours, rule.dims, name, rule.their_dims, rule.take, layer=in_layers("M")),
+            TensorRule(rule.ours, rule.dims, name, rule.their_dims, rule.take, layer=of_kinds("M")),
             "G" if "G" in rule.dims else "M",
         )
 

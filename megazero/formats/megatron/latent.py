@@ -12,6 +12,8 @@ from megazero.config.fields import names_with
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.roles import Role
 from megazero.formats.megatron.dialects import BLOCK, renumbered
+from megazero.spec.model import LayerSpec
+from megazero.spec.parts import LatentAttentionSpec
 
 UNSET = (None, False, "", ())
 """The values of an argument that was not given."""
@@ -26,21 +28,22 @@ _YARN = (
 _SCALING = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
 _IGNORED = ("softmax_scale", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
 
-Row = tuple[str, str, str, str, str | None, Callable[[ModelConfig], bool]]
-"""Our tensor, its dims, theirs, its dims, the dim that ranks split, and whether a model has it."""
+Row = tuple[str, str, str, str, str | None, Callable[[LayerSpec], bool]]
+"""Our tensor, its dims, theirs, its dims, the dim that ranks split, and whether a layer has it."""
 
 
-def with_latent(model: ModelConfig) -> bool:
+def with_latent(layer: LayerSpec) -> bool:
     """Whether a tensor is present: in latent attention."""
-    return model.multi_latent_attention
+    return isinstance(layer.attention, LatentAttentionSpec)
 
 
-def _small_queries(model: ModelConfig) -> bool:
-    return with_latent(model) and model.q_lora_rank is not None
+def _small_queries(layer: LayerSpec) -> bool:
+    part = layer.attention
+    return isinstance(part, LatentAttentionSpec) and part.query_rank is not None
 
 
-def _plain_queries(model: ModelConfig) -> bool:
-    return with_latent(model) and model.q_lora_rank is None
+def _plain_queries(layer: LayerSpec) -> bool:
+    return with_latent(layer) and not _small_queries(layer)
 
 
 def latent_rows() -> Iterator[Row]:
@@ -52,10 +55,10 @@ def latent_rows() -> Iterator[Row]:
     yield "latent_up", "q y l", "linear_kv_up_proj", "(q y) l", "q", with_latent
 
 
-def latent_norms() -> Iterator[tuple[str, str, str, Callable[[ModelConfig], bool]]]:
-    """The norms of small vectors: ours, theirs, the dim, and whether a model has it."""
-    yield "query_norm", "q_layernorm", "r", lambda m: m.qk_layernorm and _small_queries(m)
-    yield "latent_norm", "kv_layernorm", "l", lambda m: m.qk_layernorm and with_latent(m)
+def latent_norms() -> Iterator[tuple[str, str, str]]:
+    """The norms of small vectors: ours, theirs, the dim."""
+    yield "query_norm", "q_layernorm", "r"
+    yield "latent_norm", "kv_layernorm", "l"
 
 
 def latent_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,6 +114,6 @@ def further_norms() -> Iterator[tuple[str, str]]:
     yield "final_norm", "final_layernorm"
 
 
-def further_name(name: str, model: ModelConfig, inside: str = "") -> str:
-    """The name of a tensor of a further layer, numbered as ours is, where Megatron has it."""
-    return renumbered(name, lambda number: f"{BLOCK}{number - model.num_layers}.{inside}")
+def further_name(name: str, layers: int, inside: str = "") -> str:
+    """The name of a tensor of a further layer, numbered as ours is behind `layers`, where Megatron has it."""
+    return renumbered(name, lambda number: f"{BLOCK}{number - layers}.{inside}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megazero.config.tree.model import ModelConfig
+from megazero.spec.model import ModelSpec
 
 _FAMILY = "bert"
 _MASKED_HEAD = "lm_head.dense.weight"
@@ -34,16 +34,16 @@ def family_settings(names: Collection[str], arguments: Mapping[str, Any]) -> dic
     }
 
 
-def with_masked_head(model: ModelConfig) -> bool:
+def with_masked_head(spec: ModelSpec) -> bool:
     """Whether a tensor is present: in a BERT."""
-    return model.family == _FAMILY
+    return spec.family == _FAMILY
 
 
-def with_binary_head(model: ModelConfig) -> bool:
+def with_binary_head(spec: ModelSpec) -> bool:
     """Whether a tensor is present: in a BERT that tells whether two segments are in order."""
-    return with_masked_head(model) and model.bert_binary_head
+    return with_masked_head(spec) and spec.head.binary
 
 
-def with_types(model: ModelConfig) -> bool:
+def with_types(spec: ModelSpec) -> bool:
     """Whether a tensor is present: in a BERT with token types."""
-    return with_masked_head(model) and model.has_token_types
+    return spec.embedding.token_types > 0

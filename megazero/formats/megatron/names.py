@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 
 from megazero.checkpoint.box import Box
@@ -18,6 +17,7 @@ from megazero.checkpoint.naming import (
     TensorRule,
     always,
     biased,
+    of_kinds,
     qkv_biased,
     untied,
     with_experts,
@@ -25,18 +25,19 @@ from megazero.checkpoint.naming import (
     without_experts,
 )
 from megazero.checkpoint.part import ROUTER, WEIGHT, Key
-from megazero.config.tree.model import ModelConfig
 from megazero.formats.megatron.dialects import BLOCK, EXPERT, HEAD, LAYER, WORD
-from megazero.formats.megatron.hybrid import alone_in, in_layers, mixer_rules, with_both
+from megazero.formats.megatron.hybrid import alone_in, mixer_rules, with_both
 from megazero.formats.megatron.latent import (
     further_name,
     further_norms,
     further_rows,
     latent_norms,
     latent_rows,
-    with_latent,
 )
 from megazero.formats.megatron.masked import with_binary_head, with_masked_head, with_types
+from megazero.spec.experts import MoeSpec
+from megazero.spec.model import LayerSpec, ModelSpec
+from megazero.spec.parts import AttentionSpec
 
 VERSIONS = (0.0, 1.0, 2.0, 3.0)
 _IN_LAYER = re.compile(rf"^(?:{LAYER}|{re.escape(BLOCK)}\d+\.)")
@@ -85,99 +86,79 @@ class Sliced:
         return replace(link, box=box).their_shape
 
 
-def _with_layer_norm(model: ModelConfig) -> bool:
-    return model.normalization == "LayerNorm"
+Present = Callable[[LayerSpec], bool]
+"""Whether a layer has a tensor."""
 
 
-def _gated(model: ModelConfig) -> bool:
-    return model.gated
+def _with_layer_norm(spec: ModelSpec) -> bool:
+    return spec.norm.by_mean
 
 
-def _plain(model: ModelConfig) -> bool:
-    return not _gated(model)
+def _with_normed_words(spec: ModelSpec) -> bool:
+    return spec.embedding.norm is not None
 
 
-def _gated_biased(model: ModelConfig) -> bool:
-    return _gated(model) and model.add_bias_linear
+def _with_positions(spec: ModelSpec) -> bool:
+    return spec.embedding.positions > 0
 
 
-def _plain_biased(model: ModelConfig) -> bool:
-    return _plain(model) and model.add_bias_linear
+def _gated(layer: LayerSpec) -> bool:
+    mlp = layer.mlp.expert if isinstance(layer.mlp, MoeSpec) else layer.mlp
+    return mlp is not None and mlp.activation.gated
 
 
-def _with_normed_words(model: ModelConfig) -> bool:
-    return model.embed_layernorm
+def _plain(layer: LayerSpec) -> bool:
+    return not _gated(layer)
 
 
-def _with_offset(model: ModelConfig) -> bool:
-    return model.softmax_type == "learnable"
+def _with_offset(layer: LayerSpec) -> bool:
+    return isinstance(layer.attention, AttentionSpec) and layer.attention.softmax == "learnable"
 
 
-def _with_normed_heads(model: ModelConfig) -> bool:
-    return model.qk_layernorm and not with_latent(model)
+def _with_norm(name: str) -> Present:
+    """Whether the attention of a layer has a norm of this name."""
+    return lambda layer: getattr(layer.attention, name, None) is not None
 
 
-def _common(model: ModelConfig) -> bool:
-    return not with_latent(model)
+def _common(layer: LayerSpec) -> bool:
+    return isinstance(layer.attention, AttentionSpec)
 
 
-def _common_biased(model: ModelConfig) -> bool:
-    return qkv_biased(model) and not with_latent(model)
+def _with_shared_gate(layer: LayerSpec) -> bool:
+    return isinstance(layer.mlp, MoeSpec) and layer.mlp.shared_gate
 
 
-def _with_positions(model: ModelConfig) -> bool:
-    return model.position_embedding_type == "learned_absolute"
+def _balanced_by_bias(spec: ModelSpec) -> bool:
+    return spec.router is not None and spec.router.expert_bias
 
 
-def _with_shared_gate(model: ModelConfig) -> bool:
-    return model.moe_shared_expert_gate
-
-
-def _balanced_by_bias(model: ModelConfig) -> bool:
-    return model.moe_router_enable_expert_bias
+def _both(first: Present, second: Present) -> Present:
+    return lambda layer: first(layer) and second(layer)
 
 
 def _mlp_rows() -> Iterator[Sliced]:
     """Three kinds of MLP: a dense layer's, a layer's experts, and those that all tokens go through."""
-    core, conditions = "decoder.layers.{i}.mlp", (_gated, _gated_biased, _plain, _plain_biased)
+    core = "decoder.layers.{i}.mlp"
     kinds = (
         ("mlp", "", "f", core, without_experts),
         ("mlp.experts", "x ", "m", f"{core}.experts.local_experts.{{x}}", with_experts),
         ("mlp.shared", "", "w", f"{core}.shared_experts", with_shared_experts),
     )
     for ours, expert, letter, theirs, layer in kinds:
-        merged = f"({expert}c {letter})", f"({expert}{letter})"
+        merged = f"({expert}2 {letter})", f"({expert}{letter})"
         tables = (
-            *(("up", "weight", f"{expert}c {letter} h", "linear_fc1.weight", f"{merged[0]} h", letter, 0),),
-            *(("up", "bias", f"{expert}c {letter}", "linear_fc1.bias", merged[0], letter, 1),),
-            *(("up", "weight", f"{expert}{letter} h", "linear_fc1.weight", f"{merged[1]} h", letter, 2),),
-            *(("up", "bias", f"{expert}{letter}", "linear_fc1.bias", merged[1], letter, 3),),
-            *(
-                (
-                    "down",
-                    "weight",
-                    f"{expert}h {letter}",
-                    "linear_fc2.weight",
-                    f"({expert}h) {letter}",
-                    letter,
-                    None,
-                ),
-            ),
-            *(("down", "bias", f"{expert}h", "linear_fc2.bias", f"({expert}h)", None, None),),
+            ("up", f"{expert}2 {letter} h", "linear_fc1", f"{merged[0]} h", _gated),
+            ("up", f"{expert}{letter} h", "linear_fc1", f"{merged[1]} h", _plain),
+            ("down", f"{expert}h {letter}", "linear_fc2", f"({expert}h) {letter}", always),
         )
-        for which, suffix, dims, name, their_dims, cut, condition in tables:
-            when = biased if suffix == "bias" and condition is None else always
-            when = when if condition is None else conditions[condition]
-            rule = TensorRule(
-                f"layers.{{i}}.{ours}.{which}.{suffix}",
-                dims,
-                f"{theirs}.{name}",
-                their_dims,
-                None,
-                when,
-                layer,
-            )
-            yield Sliced(rule, cut)
+        for which, dims, called, their_dims, form in tables:
+            present = _both(layer, form)
+            name = f"layers.{{i}}.{ours}.{which}", f"{theirs}.{called}"
+            rule = TensorRule(f"{name[0]}.weight", dims, f"{name[1]}.weight", their_dims, layer=present)
+            yield Sliced(rule, letter)
+            rows = dims.rpartition(" ")[0], their_dims.rpartition(" ")[0]
+            rule = TensorRule(f"{name[0]}.bias", rows[0], f"{name[1]}.bias", rows[1], None, biased, present)
+            yield Sliced(rule, letter if which == "up" else None)
     router = f"{core}.router"
     yield Sliced(
         TensorRule("layers.{i}.mlp.router.weight", "x h", f"{router}.weight", "x h", layer=with_experts)
@@ -195,17 +176,17 @@ def _mlp_rows() -> Iterator[Sliced]:
         kind=ROUTER,
     )
     gate = "layers.{i}.mlp.shared_gate.weight", f"{core}.shared_experts.gate_weight"
-    yield Sliced(TensorRule(gate[0], "u h", gate[1], "u h", None, _with_shared_gate, with_shared_experts))
+    yield Sliced(TensorRule(gate[0], "1 h", gate[1], "1 h", layer=_with_shared_gate))
 
 
 def _latent_rows(norm: Callable[..., tuple[Sliced, Sliced]]) -> Iterator[Sliced]:
     ours, theirs = "layers.{i}.attention", "decoder.layers.{i}.self_attention"
-    for name, dims, called, their_dims, letter, when in latent_rows():
-        rule = TensorRule(f"{ours}.{name}.weight", dims, f"{theirs}.{called}.weight", their_dims, when=when)
+    for name, dims, called, their_dims, letter, layer in latent_rows():
+        rule = TensorRule(f"{ours}.{name}.weight", dims, f"{theirs}.{called}.weight", their_dims, layer=layer)
         # Transformer Engine's projections down are whole on each rank, those of Core's own layers are split.
         yield Sliced(rule, letter, either=None if letter else dims[0])
-    for name, called, dim, when in latent_norms():
-        yield from norm(f"{ours}.{name}", f"{theirs}.{called}", when, dim)
+    for name, called, dim in latent_norms():
+        yield from norm(f"{ours}.{name}", f"{theirs}.{called}", dim=dim, layer=_with_norm(name))
 
 
 def _hybrid_rows(norm: Callable[..., tuple[Sliced, Sliced]]) -> Iterator[Sliced]:
@@ -243,16 +224,25 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
         theirs: str,
         their_dims: str | None = None,
         letter: str | None = None,
-        when: Callable[[ModelConfig], bool] = always,
+        when: Callable[[ModelSpec], bool] = always,
+        layer: Present = always,
     ) -> Sliced:
-        return Sliced(TensorRule(ours, dims, theirs, their_dims or dims, when=when), letter)
+        return Sliced(TensorRule(ours, dims, theirs, their_dims or dims, None, when, layer), letter)
 
     def norm(
-        ours: str, theirs: str, when: Callable[[ModelConfig], bool] = always, dim: str = "h"
+        ours: str,
+        theirs: str,
+        when: Callable[[ModelSpec], bool] = always,
+        *,
+        dim: str = "h",
+        layer: Present = always,
     ) -> tuple[Sliced, Sliced]:
+        def biased(spec: ModelSpec) -> bool:
+            return when(spec) and _with_layer_norm(spec)
+
         return (
-            row(f"{ours}.weight", dim, f"{theirs}.weight", when=when),
-            row(f"{ours}.bias", dim, f"{theirs}.bias", when=lambda m: when(m) and _with_layer_norm(m)),
+            row(f"{ours}.weight", dim, f"{theirs}.weight", when=when, layer=layer),
+            row(f"{ours}.bias", dim, f"{theirs}.bias", when=biased, layer=layer),
         )
 
     ours, core = "layers.{i}", "decoder.layers.{i}"
@@ -262,7 +252,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
         row("embedding.word.weight", "v h", WORD, "v h", "v"),
         *norm("embedding.norm", "embedding.word_embeddings.norm", _with_normed_words),
         row("embedding.position.weight", "p h", "embedding.position_embeddings.weight", when=_with_positions),
-        row("embedding.token_type.weight", "t h", "embedding.tokentype_embeddings.weight", when=with_types),
+        row("embedding.token_type.weight", "2 h", "embedding.tokentype_embeddings.weight", when=with_types),
         *norm(f"{ours}.input_norm", f"{core}.input_layernorm"),
         *(
             row(
@@ -272,15 +262,22 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
                 qkv + h,
                 "g",
                 when,
+                _common,
             )
-            for kind, h, when in (("weight", " h", _common), ("bias", "", _common_biased))
+            for kind, h, when in (("weight", " h", always), ("bias", "", qkv_biased))
         ),
         *_latent_rows(norm),
         row(f"{ours}.attention.out.weight", "h a", f"{attention}.linear_proj.weight", "h a", "a"),
         row(f"{ours}.attention.out.bias", "h", f"{attention}.linear_proj.bias", "h", when=biased),
-        row(f"{ours}.attention.softmax_offset", "q", f"{softmax}.softmax_offset", "q", "q", _with_offset),
-        *norm(f"{ours}.attention.q_norm", f"{attention}.q_layernorm", _with_normed_heads, "d"),
-        *norm(f"{ours}.attention.k_norm", f"{attention}.k_layernorm", _with_normed_heads, "d"),
+        row(
+            f"{ours}.attention.softmax_offset",
+            "q",
+            f"{softmax}.softmax_offset",
+            letter="q",
+            layer=_with_offset,
+        ),
+        *norm(f"{ours}.attention.q_norm", f"{attention}.q_layernorm", dim="d", layer=_with_norm("q_norm")),
+        *norm(f"{ours}.attention.k_norm", f"{attention}.k_layernorm", dim="d", layer=_with_norm("k_norm")),
         *norm(f"{ours}.mlp_norm", f"{core}.pre_mlp_layernorm"),
         *_mlp_rows(),
         *norm("final_norm", "decoder.final_layernorm"),
@@ -291,7 +288,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
                 ("head.dense", "h e", "lm_head.dense", with_masked_head),
                 ("head.norm", "h", "lm_head.layer_norm", with_masked_head),
                 ("pooler", "h e", "pooler.dense", with_binary_head),
-                ("binary_head", "o h", "binary_head", with_binary_head),
+                ("binary_head", "2 h", "binary_head", with_binary_head),
             )
             for kind in ("weight", "bias")
         ),
@@ -308,48 +305,33 @@ def _of_parts(sliced: Sliced) -> Sliced:
     present = _PRESENT.get(sliced.rule.ours.removeprefix("layers.{i}.").partition(".")[0])
     if present is None:
         return sliced
-    layer = sliced.rule.layer
-    return replace(
-        sliced, rule=replace(sliced.rule, layer=lambda m, number: present(m, number) and layer(m, number))
-    )
+    return replace(sliced, rule=replace(sliced.rule, layer=_both(present, sliced.rule.layer)))
 
 
-_PRESENT: Mapping[str, Callable[[ModelConfig, int], bool]] = MappingProxyType(
+_PRESENT: Mapping[str, Present] = MappingProxyType(
     {
-        **dict.fromkeys(("attention", "input_norm"), in_layers("*")),
-        "mlp": in_layers("-E"),
-        "mlp_norm": lambda model, _: with_both(model),
+        **dict.fromkeys(("attention", "input_norm"), of_kinds("*")),
+        "mlp": of_kinds("-E"),
+        "mlp_norm": with_both,
     }
 )
 """Part of a layer -> whether a layer has it."""
 
 
-def links_of(
-    table: Iterable[Sliced], model: ModelConfig, vocab_size: int
-) -> Mapping[str, tuple[Sliced, Link]]:
-    """Core's name -> its rule and which part of ours it is, for a model of this shape."""
-    table = tuple(table)
-    layered = [sliced for sliced in table if "{i}" in sliced.rule.ours]
-    longer = model.model_copy(update={"num_layers": model.num_layers + (model.mtp_num_layers or 0)})
+def links_of(table: Iterable[Sliced], spec: ModelSpec, vocab_size: int) -> Mapping[str, tuple[Sliced, Link]]:
+    """Core's name -> its rule and which part of ours it is, for a model."""
+    table, layers = tuple(table), len(spec.layers)
     parts = (
-        (table, model, lambda name: name),
-        (_behind(_further(), model), longer, lambda name: further_name(name, model)),
-        (_behind(layered, model), longer, lambda name: further_name(name, model, "transformer_layer.")),
+        (table, False, lambda name: name),
+        (_further(), True, lambda name: further_name(name, layers)),
+        (table, True, lambda name: further_name(name, layers, "transformer_layer.")),
     )
     return {
         named(name): (sliced, replace(link, key=Key(link.key.name, sliced.kind)))
-        for part, shaped, named in parts
+        for part, behind, named in parts
         for sliced in part
-        for name, link in Table.of([sliced.rule], shaped, vocab_size).by_theirs.items()
+        for name, link in Table.of([sliced.rule], spec, vocab_size, behind=behind).by_theirs.items()
     }
-
-
-def _behind(table: Iterable[Sliced], model: ModelConfig) -> Iterator[Sliced]:
-    """The rules for the layers behind the model's last one, as which these are."""
-    for sliced in table:
-        layer = sliced.rule.layer
-        behind = partial(lambda layer, _, number: number >= model.num_layers and layer(model, number), layer)
-        yield replace(sliced, rule=replace(sliced.rule, layer=behind))
 
 
 _WHOLE = frozenset(sliced.rule.theirs for sliced in (*rules(3.0), *_further()) if sliced.letter is None)

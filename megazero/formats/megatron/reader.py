@@ -26,6 +26,7 @@ from megazero.formats.megatron.settings import read_settings
 from megazero.formats.megatron.stages import Header, Opened, Stages
 from megazero.formats.megatron.tokenizer import entries, tokenizer_said
 from megazero.formats.megatron.universal import UniversalStages
+from megazero.spec.resolve import model_spec
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,9 @@ class MegatronReader:
         self.model = settings.model.model_copy(update={"vocab_size": size})
         links = {
             name: (sliced.fitted(link, inventory[name].shapes) if name in inventory else sliced, link)
-            for name, (sliced, link) in links_of(rules(self.checkpoint_version), self.model, size).items()
+            for name, (sliced, link) in links_of(
+                rules(self.checkpoint_version), model_spec(self.model), size
+            ).items()
         }
         check(inventory, links, self._stages, average_replicas=self._average)
         pieces: dict[Key, list[_Piece]] = defaultdict(list)

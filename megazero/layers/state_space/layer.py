@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megazero.config.tree.model import ModelConfig
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
 from megazero.layers.sums import Sums
 from megazero.layers.transformer import TransformerLayer, scaled
 from megazero.ops.bias_dropout_add import bias_dropout_add
+from megazero.spec.model import LayerSpec
 
 
 class SingleLayer(TransformerLayer):
@@ -24,18 +24,18 @@ class SingleLayer(TransformerLayer):
     def __init__(
         self,
         layer: int,
-        config: ModelConfig,
+        spec: LayerSpec,
         placement: Placement,
         *,
         mixer: nn.Module | None = None,
         mlp: nn.Module | None = None,
     ):
         nn.Module.__init__(self)
-        self.layer, self.placement, self.dropout = layer, placement, config.hidden_dropout
-        self.branch_scale = config.residual_multiplier
+        self.layer, self.placement = layer, placement
+        self.dropout, self.branch_scale = spec.stream.dropout, spec.stream.scale
         assert mixer is None or mlp is None, "a layer is one of the two"
         empty = mixer is None and mlp is None
-        self.input_norm = None if empty else Norm(f"layers.{layer}.input_norm", config, placement)
+        self.input_norm = None if empty else Norm(f"layers.{layer}.input_norm", spec.norm, placement)
         self.place = "mlp_out" if mixer is None else "attention_out"
         if mixer is not None:
             self.mixer = mixer

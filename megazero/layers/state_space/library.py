@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from megazero.config.tree.model import ModelConfig
 from megazero.layers.state_space.scan import selective_scan
+from megazero.spec.model import ModelSpec
 
 _MODULE = "mamba_ssm.ops.triton.ssd_combined"
 _CHUNK = 128
@@ -21,9 +21,9 @@ def cuda_scan() -> Callable[..., tuple[Tensor, Tensor]]:
     return selective_scan if importlib.util.find_spec("mamba_ssm") is None else library_scan
 
 
-def scan_remarks(model: ModelConfig, device: torch.device) -> Iterator[str]:
+def scan_remarks(model: ModelSpec, device: torch.device) -> Iterator[str]:
     """A sentence that names the implementation of the scan, for a model that has one."""
-    if model.mamba_heads is not None:
+    if any(layer.mixer is not None for layer in model.layers):
         library = device.type == "cuda" and cuda_scan() is library_scan
         name = "mamba-ssm" if library else "products of matrices"
         yield f"state-space scan: {name} on {device.type}"

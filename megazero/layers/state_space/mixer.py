@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.config.tree.model import ModelConfig
 from megazero.layers.computed_again import computed_again
 from megazero.layers.inputs import LayerInputs
-from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.placement import Placement
 from megazero.layers.state_space.convolution import WIDTH, causal_convolution
 from megazero.layers.state_space.initial import LOG_RATES, STEPS, TAPS
@@ -16,6 +15,7 @@ from megazero.layers.state_space.library import cuda_scan
 from megazero.layers.state_space.scan import selective_scan
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.ops.chunks import compute_dtype
+from megazero.spec.parts import MixerSpec
 
 _ONES = InitialValues("ones")
 
@@ -34,31 +34,31 @@ class Mamba2(nn.Module):
         recompute: whether to drop what is between the projections and compute it again in backward.
     """
 
-    def __init__(self, layer: int, config: ModelConfig, placement: Placement, *, recompute: bool = False):
+    def __init__(self, layer: int, spec: MixerSpec, placement: Placement, *, recompute: bool = False):
         super().__init__()
-        assert config.mamba_heads is not None, "the pattern has such a layer"
-        self.layer, self.recompute, self.eps = layer, recompute, config.norm_epsilon
-        self.min_step = config.mamba_min_step
+        self.layer, self.recompute, self.eps, self.min_step = layer, recompute, spec.eps, spec.min_step
         self.cuda_scan = cuda_scan()
-        name, groups, n = f"layers.{layer}.mamba", config.mamba_num_groups, config.mamba_state_dim
-        heads = config.mamba_heads // groups
-        width = heads * config.mamba_head_dim
-        self.head_dim, self.parts = config.mamba_head_dim, (width, width + 2 * n, heads)
+        name, groups, n = f"layers.{layer}.mamba", spec.groups, spec.state
+        heads = spec.heads // groups
+        width = heads * spec.head_dim
+        self.head_dim, self.parts = spec.head_dim, (width, width + 2 * n, heads)
         self.mixed = (width, n, n)
         self.input = ColumnParallelLinear(
             f"{name}.input",
-            config.hidden_size,
+            spec.stream.width,
             (groups, sum(self.parts)),
             placement,
             bias=False,
-            std=config.init_method_std,
+            std=spec.stream.std,
             matrices=None,  # of unlike kinds, which Megatron-LM keeps from Muon too
         )
 
         def parameter(what: str, init: InitialValues, *shape: int) -> nn.Parameter:
             decays = what == "conv.weight"
-            spec = ParamSpec(f"{name}.{what}", (groups, *shape), init, (Cut(0, "tp"),), weight_decay=decays)
-            return placement.parameter(spec)
+            cuts = (Cut(0, "tp"),)
+            return placement.parameter(
+                ParamSpec(f"{name}.{what}", (groups, *shape), init, cuts, weight_decay=decays)
+            )
 
         self.conv_weight = parameter("conv.weight", TAPS, width + 2 * n, WIDTH)
         self.conv_bias = parameter("conv.bias", TAPS, width + 2 * n)
@@ -68,11 +68,11 @@ class Mamba2(nn.Module):
         self.norm_weight = parameter("norm.weight", _ONES, width)
         self.output = RowParallelLinear(
             f"{name}.output",
-            config.mamba_heads * config.mamba_head_dim,
-            config.hidden_size,
+            spec.width,
+            spec.stream.width,
             placement,
             bias=False,
-            std=residual_std(config),
+            std=spec.stream.out_std,
         )
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:

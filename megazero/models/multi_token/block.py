@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megazero.config.tree.model import ModelConfig
 from megazero.layers.embedding import vocabulary_spec, words_of
 from megazero.layers.inputs import NOTHING_SKIPPED, LayerInputs
 from megazero.layers.linear import ReplicatedLinear
@@ -22,6 +21,7 @@ from megazero.loss import LossTerm
 from megazero.models.chunk import Slice
 from megazero.models.layer import layer_of
 from megazero.ops.dropout import dropout_mask_hidden
+from megazero.spec.model import ModelSpec
 
 
 class FurtherToken(nn.Module):
@@ -37,17 +37,17 @@ class FurtherToken(nn.Module):
 
     def __init__(self, depth: int, held: Slice, word: nn.Parameter):
         super().__init__()
-        config, placement, number = held.config, held.placement, held.config.further_layers[depth - 1]
-        self.config, self.placement, self.vocab_size = config, placement, held.vocab[0]
+        spec, placement, number = held.spec, held.placement, len(held.spec.layers) + depth - 1
+        self.spec, self.placement, self.vocab_size = spec, placement, held.vocab[0]
         self.depth, self.word = depth, word
-        name, width = f"layers.{number}", config.hidden_size
-        self.word_norm = Norm(f"{name}.word_norm", config, placement)
-        self.hidden_norm = Norm(f"{name}.hidden_norm", config, placement)
+        name, width = f"layers.{number}", spec.stream.width
+        self.word_norm = Norm(f"{name}.word_norm", spec.norm, placement)
+        self.hidden_norm = Norm(f"{name}.hidden_norm", spec.norm, placement)
         self.join = ReplicatedLinear(
-            f"{name}.join", 2 * width, width, placement, config.init_method_std, between=True
+            f"{name}.join", 2 * width, width, placement, spec.stream.std, between=True
         )
-        self.layer = layer_of(number, held, causal=True)
-        self.norm = Norm(f"{name}.final_norm", config, placement)
+        self.layer = layer_of(number, held)
+        self.norm = Norm(f"{name}.final_norm", spec.norm, placement)
         self.units = recompute_units(1, held.recompute)
         self.keeping = InputKeeping.of(held.recompute, placement)
 
@@ -55,14 +55,14 @@ class FurtherToken(nn.Module):
         dtype = self.placement.dtype
         inputs = replace(inputs, skipping=NOTHING_SKIPPED)
         words = words_of(tokens.t(), self.word, self.vocab_size, self.placement)
-        if self.config.embedding_multiplier != 1.0:
-            words = words * self.config.embedding_multiplier
-        drop = inputs.dropout(self.config.hidden_dropout, "hidden", "embedding", self.depth)
+        if self.spec.embedding.factor != 1.0:
+            words = words * self.spec.embedding.factor
+        drop = inputs.dropout(self.spec.stream.dropout, "hidden", "embedding", self.depth)
         if drop is not None:
             words = words * dropout_mask_hidden(drop, *words.shape) / (1.0 - drop.p)
         both = torch.cat((self.word_norm(words), self.hidden_norm(hidden)), -1)
         x = self.join(both.to(dtype), inputs.deferred)
-        if self.config.fp32_residual_connection:
+        if self.spec.stream.fp32:
             x = x.float()
         x, sums = run_layers([self.layer], x, inputs, self.units, self.keeping)
         return self.norm(x).to(dtype), sums
@@ -75,9 +75,9 @@ def further_tokens(held: Slice, word: nn.Parameter | None) -> nn.ModuleList:
         held: the part of the model that is here, which has its head.
         word: the weight of the embedding; None if it is on another stage: a copy of it is made.
     """
-    depths = held.config.mtp_num_layers or 0
+    depths = len(held.spec.further)
     if depths and word is None:
-        spec = vocabulary_spec("further.word.weight", *held.vocab, held.config)
+        spec = vocabulary_spec("further.word.weight", held.vocab, held.spec.stream)
         word = held.placement.parameter(replace(spec, tied_with="embedding.word.weight", shared=True))
     return nn.ModuleList(FurtherToken(d, held, word) for d in range(1, depths + 1) if word is not None)
 
@@ -87,9 +87,7 @@ def term_of(depth: int) -> str:
     return f"mtp_{depth}"
 
 
-def further_terms(config: ModelConfig) -> tuple[LossTerm, ...]:
-    """The loss terms of all further tokens: their weights together are `mtp_loss_scaling_factor`."""
-    depths = config.mtp_num_layers or 0
-    return tuple(
-        LossTerm(term_of(depth), config.mtp_loss_scaling_factor / depths) for depth in range(1, depths + 1)
-    )
+def further_terms(spec: ModelSpec) -> tuple[LossTerm, ...]:
+    """The loss terms of all further tokens: their weights together are `further_weight`."""
+    depths = len(spec.further)
+    return tuple(LossTerm(term_of(depth), spec.further_weight / depths) for depth in range(1, depths + 1))

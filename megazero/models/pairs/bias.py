@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megazero.config.tree.model import ModelConfig
 from megazero.layers.placement import Placement
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.ops.embedding import embedding
+from megazero.spec.model import ModelSpec
 
 TABLES = ("encoder.relative_bias.weight", "decoder.relative_bias.weight")
 """The global names of the two tables, which all layers of a stack share."""
@@ -42,25 +42,27 @@ class RelativeBiases(nn.Module):
     Every stage of a pipeline has both tables, whichever layers it has.
 
     Args:
-        config: shape of the model.
+        spec: a model with such biases.
         placement: ranks, dtype and device.
         original: whether these are the ones that the others are copies of.
     """
 
-    def __init__(self, config: ModelConfig, placement: Placement, *, original: bool):
+    def __init__(self, spec: ModelSpec, placement: Placement, *, original: bool):
         super().__init__()
-        self.buckets, self.furthest = config.t5_relative_buckets, config.t5_relative_distance
+        assert spec.relative is not None, "a stage without such biases builds none"
+        self.buckets, self.furthest = spec.relative.kinds, spec.relative.furthest
+        heads = max(attention.heads for attention in spec.attentions())
 
         def table(name: str) -> nn.Parameter:
-            spec = ParamSpec(
+            place = ParamSpec(
                 name,
-                (self.buckets, config.num_attention_heads),
-                InitialValues("normal", config.init_method_std),
+                (self.buckets, heads),
+                InitialValues("normal", spec.stream.std),
                 (Cut(1, "tp"),),
                 tied_with=None if original else name,
                 sharers="pp",
             )
-            return placement.parameter(spec)
+            return placement.parameter(place)
 
         self.encoder, self.decoder = map(table, TABLES)
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from megazero.config.tree.model import ModelConfig
 from megazero.layers.attention import SelfAttention
 from megazero.layers.computed_again import computed_again
 from megazero.layers.cores import KeyValueStore
 from megazero.layers.inputs import Attends, LayerInputs
-from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.mlp import MLP
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
@@ -26,6 +24,8 @@ from megazero.ops.bias_dropout_add import bias_dropout_add
 from megazero.ops.counter_random import derive
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.positions import Positions
+from megazero.spec.model import LayerSpec
+from megazero.spec.parts import AttentionSpec, MlpSpec
 
 
 @dataclass(frozen=True)
@@ -59,21 +59,14 @@ class PairStore(KeyValueStore, Protocol):
         """Keep the keys and values [s, b, g/tp, d] that a layer has made of the encoder's rows."""
 
 
-def _scale(config: ModelConfig) -> float:
-    return 1.0 if config.t5_style == "google" else 1 / math.sqrt(config.head_dim)
-
-
 class StackAttention(SelfAttention):
     """Attention within a stack: the encoder's to all rows that are no padding, the decoder's to earlier ones.
 
     Padding comes last, so that no row of the decoder sees any.
     """
 
-    def __init__(
-        self, layer: int, config: ModelConfig, placement: Placement, *, causal: bool, recompute: bool = False
-    ):
-        super().__init__(layer, config, placement, causal=causal, recompute=recompute)
-        self.scale = _scale(config)
+    def __init__(self, layer: int, spec: AttentionSpec, placement: Placement, *, recompute: bool = False):
+        super().__init__(layer, spec, placement, recompute=recompute)
         self.tp = placement.tp
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:
@@ -82,7 +75,7 @@ class StackAttention(SelfAttention):
             key, value = inputs.store.extend(self.attends, key, value)
         causal = self.attends.causal
         call = AttentionCall(
-            self.scale,
+            self.attends.scale_of(query),
             mask=None if causal else inputs.mask,
             bias=inputs.bias,
             dropout=inputs.attention_dropout(self.attends, self.tp.rank * query.shape[2]),
@@ -100,30 +93,23 @@ class CrossAttention(nn.Module):
         recompute: whether to drop the core's activations and compute them again in backward.
     """
 
-    def __init__(self, layer: int, config: ModelConfig, placement: Placement, *, recompute: bool = False):
+    def __init__(self, layer: int, spec: AttentionSpec, placement: Placement, *, recompute: bool = False):
         super().__init__()
-        self.attends = Attends(layer, False, config.attention_dropout)
-        self.scale, self.recompute, self.tp = _scale(config), recompute, placement.tp
-        name, heads, width = f"layers.{layer}.cross", config.num_attention_heads, config.head_dim
-        sides: dict[str, Any] = {"bias": config.qkv_bias, "std": config.init_method_std}
-        self.query = ColumnParallelLinear(
-            f"{name}.query", config.hidden_size, (heads, width), placement, **sides
-        )
+        self.attends = Attends(layer, False, spec.dropout, scale=spec.scale)
+        self.recompute, self.tp = recompute, placement.tp
+        name, heads, width, stream = f"layers.{layer}.cross", spec.heads, spec.head_dim, spec.stream
+        sides: dict[str, Any] = {"bias": spec.qkv_bias, "std": stream.std}
+        self.query = ColumnParallelLinear(f"{name}.query", stream.width, (heads, width), placement, **sides)
         self.key_value = ColumnParallelLinear(
             f"{name}.key_value",
-            config.hidden_size,
-            (config.kv_heads, 2, width),
+            stream.width,
+            (spec.groups, 2, width),
             placement,
             **sides,
             matrices=Matrices(parts=(1, 1), dim=1),
         )
         self.out = RowParallelLinear(
-            f"{name}.out",
-            heads * width,
-            config.hidden_size,
-            placement,
-            bias=config.add_bias_linear,
-            std=residual_std(config),
+            f"{name}.out", heads * width, stream.width, placement, bias=stream.bias, std=stream.out_std
         )
 
     def forward(self, x: Tensor, inputs: PairInputs) -> tuple[Tensor, Tensor | None]:
@@ -153,7 +139,8 @@ class CrossAttention(nn.Module):
             first = self.tp.rank * query.shape[2]
             places = rows.positions, inputs.encoded_positions
             dropout = AttentionDropout(self.attends.dropout, keys, *places, first)
-        return attend(query, key, value, AttentionCall(self.scale, inputs.mask, dropout=dropout))
+        call = AttentionCall(self.attends.scale_of(query), inputs.mask, dropout=dropout)
+        return attend(query, key, value, call)
 
 
 class DecoderLayer(TransformerLayer):
@@ -167,14 +154,14 @@ class DecoderLayer(TransformerLayer):
     def __init__(
         self,
         layer: int,
-        config: ModelConfig,
+        spec: LayerSpec,
         placement: Placement,
         attention: nn.Module,
         cross: nn.Module,
         mlp: nn.Module,
     ):
-        super().__init__(layer, config, placement, attention, mlp)
-        self.cross_norm = Norm(f"layers.{layer}.cross_norm", config, placement)
+        super().__init__(layer, spec, placement, attention, mlp)
+        self.cross_norm = Norm(f"layers.{layer}.cross_norm", spec.norm, placement)
         self.cross = cross
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
@@ -191,21 +178,22 @@ class DecoderLayer(TransformerLayer):
 
 
 def layer_of(
-    number: int, config: ModelConfig, placement: Placement, *, recompute: bool, tiles: int
+    number: int, spec: LayerSpec, placement: Placement, *, recompute: bool, tiles: int
 ) -> TransformerLayer:
     """A layer of the model by its number: the encoder's come first.
 
     Args:
         number: the number.
-        config: shape of the model.
+        spec: the layer.
         placement: ranks, dtype and device.
         recompute: whether backward computes attention's probabilities again.
         tiles: tiles of rows in which an MLP is computed, as `MLP` takes them.
     """
-    decodes = number >= config.encoder_layers
-    attention = StackAttention(number, config, placement, causal=decodes, recompute=recompute)
-    mlp = MLP(number, config, placement, tiles=tiles)
-    if not decodes:
-        return TransformerLayer(number, config, placement, attention, mlp)
-    cross = CrossAttention(number, config, placement, recompute=recompute)
-    return DecoderLayer(number, config, placement, attention, cross, mlp)
+    assert isinstance(spec.attention, AttentionSpec), "rules refuse other attention"
+    assert isinstance(spec.mlp, MlpSpec), "rules refuse experts"
+    attention = StackAttention(number, spec.attention, placement, recompute=recompute)
+    mlp = MLP(f"layers.{number}.mlp", spec.mlp, placement, tiles=tiles)
+    if spec.cross is None:
+        return TransformerLayer(number, spec, placement, attention, mlp)
+    cross = CrossAttention(number, spec.cross, placement, recompute=recompute)
+    return DecoderLayer(number, spec, placement, attention, cross, mlp)

@@ -12,9 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megazero.account.flops import attention_flops, logits_flops, mlp_flops
+from megazero.account.flops import layer_flops, logits_flops
 from megazero.config.tree.config import Config
-from megazero.config.tree.model import ModelConfig
 from megazero.layers.cores import CachedCore
 from megazero.layers.embedding import Embedding
 from megazero.layers.inputs import AttentionCore, Deferred
@@ -22,6 +21,7 @@ from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
 from megazero.layers.recompute import Unit, recompute_units, run_layers
 from megazero.layers.rows import Rows
+from megazero.layers.transformer import TransformerLayer
 from megazero.loss import LossTerm
 from megazero.models.chunk import EMBEDDING, HEAD, Block, Slice, StagedChunk, Tie
 from megazero.models.gpt import Head
@@ -29,11 +29,12 @@ from megazero.models.pairs.batch import PairBatch
 from megazero.models.pairs.bias import TABLES, RelativeBiases
 from megazero.models.pairs.layers import DecoderLayer, PairInputs, PairStore, layer_of
 from megazero.moe.router import Router
-from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.mpu.rng import site_key
 from megazero.ops.counter_random import derive
 from megazero.ops.positions import position_tensor
 from megazero.pipeline.chunk import Boundary, ChunkResult
+from megazero.spec.model import EmbeddingSpec, LayerSpec, ModelSpec
+from megazero.spec.resolve import model_spec
 
 BIASES, ENCODER_NORM = "biases", "encoder_norm"
 """The parts that only a T5 has."""
@@ -42,9 +43,9 @@ BIASES, ENCODER_NORM = "biases", "encoder_norm"
 class PairEmbedding(nn.Module):
     """Both texts of a micro-batch, embedded by one table: [s, b, h] and [t, b, h]."""
 
-    def __init__(self, config: ModelConfig, vocab: tuple[int, int], placement: Placement):
+    def __init__(self, spec: EmbeddingSpec, vocab: tuple[int, int], placement: Placement):
         super().__init__()
-        self.table = Embedding(config, *vocab, placement)
+        self.table = Embedding(spec, vocab, placement)
 
     @property
     def word(self) -> nn.Parameter:
@@ -60,58 +61,32 @@ class PairEmbedding(nn.Module):
         return embedded
 
 
-class T5Head(Head):
-    """Final norm and projection to the vocabulary, with the factor or the bias of a tied one."""
-
-    def __init__(
-        self, config: ModelConfig, vocab: tuple[int, int], placement: Placement, tied: nn.Parameter | None
-    ):
-        super().__init__(config, vocab, placement, tied)
-        if config.untie_embeddings_and_output_weights:
-            return
-        if config.t5_style == "google":
-            self.factor = config.hidden_size**-0.5
-        else:
-            cut = Cut(0, "tp", vocab[1])
-            spec = ParamSpec("head.bias", (vocab[0],), InitialValues("zeros"), (cut,), weight_decay=False)
-            self.bias = placement.parameter(spec)
-
-
 def t5_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
     """The blocks of a T5 of this shape; operations are counted for each token of the encoder.
 
     A decoder that is given t tokens for every s of the encoder works on t / s of them. Each of its layers
     also makes keys and values of the encoder's rows, 2 h 2 k, and attends to all s of them.
     """
-    model = config.model
-    query, key = (n * model.head_dim for n in (model.num_attention_heads, model.kv_heads))
-    share = model.decoder_length / model.seq_length
-    short = model.model_copy(update={"seq_length": model.decoder_length})
-    crossed = 4 * model.hidden_size * key + share * (
-        4 * model.hidden_size * query + 4 * model.seq_length * query
-    )
+    spec = model_spec(config.model)
+    hidden, share = spec.stream.width, spec.decoder_length / spec.length
 
-    def layer(number: int) -> Block:
-        if number < model.encoder_layers:
-            flops = attention_flops(model, number, causal=False) + mlp_flops(model)
-            return Block(number, "TransformerLayer", flops)
-        own = attention_flops(short, number, causal=True) + mlp_flops(model)
-        return Block(number, DecoderLayer.__name__, share * own + crossed)
+    def layer(number: int, own: LayerSpec) -> Block:
+        if own.cross is None:
+            return Block(number, TransformerLayer.__name__, layer_flops(own, spec.length))
+        query, key = (n * own.cross.head_dim for n in (own.cross.heads, own.cross.groups))
+        crossed = 4 * hidden * key + share * (4 * hidden * query + 4 * spec.length * query)
+        return Block(number, DecoderLayer.__name__, share * layer_flops(own, spec.decoder_length) + crossed)
 
-    layers = [layer(number) for number in range(model.num_layers)]
-    biases = [Block(BIASES, RelativeBiases.__name__, 0.0)] if _has_biases(model) else []
+    layers = [layer(number, own) for number, own in enumerate(spec.layers)]
+    biases = [] if spec.relative is None else [Block(BIASES, RelativeBiases.__name__, 0.0)]
     return (
         Block(EMBEDDING, PairEmbedding.__name__, 0.0),
         *biases,
-        *layers[: model.encoder_layers],
+        *layers[: spec.encoder_layers],
         Block(ENCODER_NORM, Norm.__name__, 0.0),
-        *layers[model.encoder_layers :],
-        Block(HEAD, T5Head.__name__, share * logits_flops(model, padded_vocab)),
+        *layers[spec.encoder_layers :],
+        Block(HEAD, Head.__name__, share * logits_flops(hidden, padded_vocab)),
     )
-
-
-def _has_biases(model: ModelConfig) -> bool:
-    return model.position_embedding_type == "relative"
 
 
 class T5(StagedChunk[PairBatch]):
@@ -121,19 +96,19 @@ class T5(StagedChunk[PairBatch]):
 
     def __init__(self, held: Slice):
         super().__init__(held)
-        config, placement = held.config, held.placement
+        spec, placement = held.spec, held.placement
         self.embedding: PairEmbedding | None = None
         if held.holds(EMBEDDING):
-            self.embedding = PairEmbedding(config, held.vocab, placement)
+            self.embedding = PairEmbedding(spec.embedding, held.vocab, placement)
         self.biases = self._biases()
         again, tiles = held.recompute.again("core_attn"), held.recompute.mlp_tiles
-        layers = [layer_of(n, config, placement, recompute=again, tiles=tiles) for n in held.layers]
+        layers = [layer_of(n, spec.layers[n], placement, recompute=again, tiles=tiles) for n in held.layers]
         self.encoder = nn.ModuleList(layer for layer in layers if not isinstance(layer, DecoderLayer))
         self.decoder = nn.ModuleList(layer for layer in layers if isinstance(layer, DecoderLayer))
         self.units = self._units()
         self.encoder_norm: Norm | None = None
         if held.holds(ENCODER_NORM):
-            self.encoder_norm = Norm(ENCODER_NORM, config, placement)
+            self.encoder_norm = Norm(ENCODER_NORM, spec.norm, placement)
         self.head = self.head_beside(None if self.embedding is None else self.embedding.word)
         self.mark_copied()
 
@@ -153,27 +128,27 @@ class T5(StagedChunk[PairBatch]):
 
     def _biases(self) -> RelativeBiases | None:
         held = self.held
-        if not _has_biases(held.config) or not (
+        if held.spec.relative is None or not (
             held.holds(BIASES) or held.copied.union(held.tied).intersection(TABLES)
         ):
             return None
-        biases = RelativeBiases(held.config, held.placement, original=held.holds(BIASES))
+        biases = RelativeBiases(held.spec, held.placement, original=held.holds(BIASES))
         biases.encoder = held.tied.get(TABLES[0], biases.encoder)
         biases.decoder = held.tied.get(TABLES[1], biases.decoder)
         return biases
 
     @classmethod
-    def ties(cls, config: ModelConfig) -> tuple[Tie, ...]:
+    def ties(cls, spec: ModelSpec) -> tuple[Tie, ...]:
         """The weights that several blocks use: the embedding's, and the biases, which every stage has."""
-        word = super().ties(config)
-        if not _has_biases(config):
+        word = super().ties(spec)
+        if spec.relative is None:
             return word
-        everywhere = (EMBEDDING, BIASES, *range(config.num_layers), ENCODER_NORM, HEAD)
+        everywhere = (EMBEDDING, BIASES, *range(len(spec.layers)), ENCODER_NORM, HEAD)
         return (*word, *(Tie(table, everywhere) for table in TABLES))
 
-    def build_head(self, tied: nn.Parameter | None) -> T5Head:
+    def build_head(self, tied: nn.Parameter | None) -> Head:
         """The norm and the projection."""
-        return T5Head(self.config, self.held.vocab, self.placement, tied)
+        return Head(self.spec.head, self.held.vocab, self.placement, tied)
 
     def blocks(self) -> list[nn.Module]:
         """The blocks that this chunk runs, in order."""
@@ -187,7 +162,7 @@ class T5(StagedChunk[PairBatch]):
     def takes(self, batch: PairBatch) -> Boundary:
         """Hidden states of both texts between chunks, [s + t, b, h], or a tensor-parallel rank's rows."""
         rows = sum(self._rows(batch))
-        return Boundary((rows, len(batch.tokens), self.config.hidden_size), self.hidden_dtype)
+        return Boundary((rows, len(batch.tokens), self.spec.stream.width), self.hidden_dtype)
 
     def _rows(self, batch: PairBatch) -> tuple[int, int]:
         count = self.placement.spread.count

@@ -2,72 +2,87 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
+from collections.abc import Iterator
 
 import torch
 
+from megazero.config.tree.config import Config
 from megazero.config.tree.curriculum import CurriculumConfig
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.skipping import SkippingConfig
 from megazero.ops.attention import ATTENTION, AttentionFacts, BiasKind, MaskKind, head_kind, holds_all_pairs
 from megazero.ops.attention.varlen import varlen_knows
-from megazero.train.parts.families import family_of
-
-_BIASES = MappingProxyType({"alibi": BiasKind.SLOPES, "relative": BiasKind.TENSOR})
+from megazero.spec.model import ModelSpec
+from megazero.spec.parts import AttentionSpec, LatentAttentionSpec
+from megazero.spec.resolve import model_spec
+from megazero.train.parts.chunks import DTYPES
+from megazero.train.parts.families import FAMILIES
 
 
 def shapes_vary(curriculum: CurriculumConfig, skipping: SkippingConfig, model: ModelConfig) -> bool:
     """Whether micro-batches, or what layers see of them, have other shapes from step to step."""
-    return curriculum.seqlen_schedule != "none" or skipping.random_ltd or _padded(model)
+    return curriculum.seqlen_schedule != "none" or skipping.random_ltd or _padded(model_spec(model))
 
 
-def _padded(model: ModelConfig) -> bool:
+def _padded(spec: ModelSpec) -> bool:
     """Whether samples are shorter than their rows, of which collating leaves out columns of padding."""
-    return model.num_classes is not None or not family_of(model).models.causal
+    return spec.head.classes is not None or not FAMILIES[spec.family].models.causal
 
 
 def attention_facts(
-    model: ModelConfig, dtype: torch.dtype, device: torch.device, *, documents: bool
-) -> AttentionFacts:
-    """The facts of a layer's call in training, as they usually are.
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, *, documents: bool
+) -> AttentionFacts | None:
+    """The facts of a layer's call in training, as they usually are; None for a model without attention.
 
     Args:
-        model: the model's shape.
+        spec: the model.
         dtype: the type of activations.
         device: the device of the layers.
         documents: whether a row has several documents that do not see each other.
     """
-    mask = MaskKind.CAUSAL if family_of(model).models.causal else MaskKind.NONE
-    if model.has_windows:
+    attentions, family = list(spec.attentions()), FAMILIES[spec.family].models
+    if not attentions:
+        return None
+    windows = [attention.sight for attention in attentions if attention.sight.window is not None]
+    mask = MaskKind.CAUSAL if family.causal else MaskKind.NONE
+    if windows:
         mask = MaskKind.WINDOW
     # On a CPU each document is a call of its own.
-    if device.type != "cpu" and (documents or _padded(model)):
-        takes_runs = varlen_knows(model.grouped) and not model.has_windows
-        mask = MaskKind.RUNS if takes_runs else MaskKind.DOCUMENTS
-    if family_of(model).models.masks_keys:
+    if device.type != "cpu" and (documents or _padded(spec)):
+        grouped = any(attention.groups != attention.heads for attention in attentions)
+        mask = MaskKind.RUNS if varlen_knows(grouped) and not windows else MaskKind.DOCUMENTS
+    if family.masks_keys:
         mask = MaskKind.DENSE
-    if model.is_sparse or (model.has_windows and model.window_sink_tokens):
+    first = attentions[0]
+    if first.sight.sparse is not None or any(sight.sinks for sight in windows):
         mask = MaskKind.PATTERN
     return AttentionFacts(
         device.type,
         dtype,
         mask,
-        dropout=model.attention_dropout > 0,
-        lse=model.softmax_type != "vanilla",
-        bias=_bias(model),
-        heads=head_kind(model.head_dim, model.value_dim),
+        dropout=first.dropout > 0,
+        lse=isinstance(first, AttentionSpec) and first.softmax != "vanilla",
+        bias=_bias(spec, first),
+        heads=head_kind(first.head_dim, first.value_dim),
     )
 
 
-def _bias(model: ModelConfig) -> BiasKind:
-    if model.attn_logit_softcapping is not None:
+def _bias(spec: ModelSpec, attention: AttentionSpec | LatentAttentionSpec) -> BiasKind:
+    if attention.softcap is not None:
         return BiasKind.SOFTCAP
-    return _BIASES.get(model.position_embedding_type, BiasKind.NONE)
+    if spec.relative is not None:
+        return BiasKind.TENSOR
+    slopes = isinstance(attention, AttentionSpec) and attention.alibi
+    return BiasKind.SLOPES if slopes else BiasKind.NONE
 
 
-def attention_remark(facts: AttentionFacts, *, compiled: bool) -> str:
-    """A sentence that names the implementation of attention for a layer's call."""
-    name = ATTENTION.choose(facts, traced=compiled).name
+def attention_remarks(config: Config, device: torch.device) -> Iterator[str]:
+    """A sentence that names the implementation of the run's attention, for a model that has some."""
+    dtype, documents = DTYPES[config.precision.dtype], config.data.reset_attention_mask
+    facts = attention_facts(model_spec(config.model), dtype, device, documents=documents)
+    if facts is None:
+        return
+    name = ATTENTION.choose(facts, traced=config.acceleration.compile).name
     what = [str(facts.dtype).removeprefix("torch."), facts.mask.value, *["dropout"] * facts.dropout]
     remark = f"attention: {name} on {facts.device} ({', '.join(what)})"
-    return f"{remark}, which holds a tensor of all pairs" if holds_all_pairs(name, facts) else remark
+    yield f"{remark}, which holds a tensor of all pairs" if holds_all_pairs(name, facts) else remark

@@ -23,6 +23,7 @@ from megazero.pipeline.actions import Program, Schedule
 from megazero.pipeline.lower import lower
 from megazero.pipeline.partition import partition_blocks
 from megazero.pipeline.schedules import build_schedule
+from megazero.spec.resolve import model_spec
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary
 from megazero.train.step.engine import Programs
@@ -152,8 +153,13 @@ def _piece_builder(
     A tied head gets its own weight, because its stage holds a copy.
     """
     placement = placement_of(config.parallel, config.precision.dtype, context, device)
-    whole = Slice(config.model, (vocabulary.size, vocabulary.padded), placement, config.recompute)
+    whole = _whole(config, vocabulary, placement)
     return lambda part: family_of(config.model).models.chunk(replace(whole, parts=(part,)))
+
+
+def _whole(config: Config, vocabulary: Vocabulary, placement: Placement) -> Slice:
+    spec = model_spec(config.model)
+    return Slice(spec, (vocabulary.size, vocabulary.padded), placement, config.recompute)
 
 
 Chunks = dict[int, ModelChunk[MicroBatch]]
@@ -172,13 +178,13 @@ def build_chunks(
     placement = placement_of(config.parallel, config.precision.dtype, context, device or torch.device("meta"))
     assigned = assign_parts(config, vocabulary, context)
     stage_of = schedule_of(PipelineShape.of(config)).stage_of
-    whole = Slice(config.model, (vocabulary.size, vocabulary.padded), placement, config.recompute)
+    whole = _whole(config, vocabulary, placement)
     chunks: Chunks = {}
     for number, parts in enumerate(assigned):
         if stage_of[number] != context.pp.rank:
             continue
         tied, copied = {}, set()
-        for tie in family.models.ties(config.model):
+        for tie in family.models.ties(whole.spec):
             users = [chunk for chunk, own in enumerate(assigned) if any(part in tie.parts for part in own)]
             if number not in users:
                 continue

@@ -30,6 +30,7 @@ from megazero.models.gpt import GPT, gpt_blocks
 from megazero.models.pairs.batch import PairCollate, random_pairs
 from megazero.models.pairs.t5 import T5, t5_blocks
 from megazero.mpu.context import ParallelContext
+from megazero.spec.model import ModelSpec
 from megazero.train.parts.vocabulary import Vocabulary
 
 Sizes = tuple[int | None, int | None, int | None]
@@ -51,7 +52,7 @@ class FamilyModels(Generic[M]):
 
     blocks: Callable[[Config, int], tuple[Block, ...]]
     chunk: Callable[[Slice], ModelChunk[M]]
-    ties: Callable[[ModelConfig], tuple[Tie, ...]]
+    ties: Callable[[ModelSpec], tuple[Tie, ...]]
     causal: bool = False
     masks_keys: bool = False
 

@@ -15,6 +15,7 @@ from megazero.config.tree.config import Config
 from megazero.errors import CheckpointError, DamagedCheckpointError, LostFolderError
 from megazero.mpu.messages import gather_values
 from megazero.optim.loss_scaler import ScalerState
+from megazero.spec.resolve import model_spec
 from megazero.train.resume.facts import RunFacts
 from megazero.train.resume.fit import check_tensors
 from megazero.train.resume.keepers import Share, keepers_of
@@ -57,9 +58,9 @@ def load_state(
         counted = run.updates, ScalerState(**dict(run.scaler))
     wanted = {Share.PROGRESS: run, Share.UPDATES: counted, Share.RANDOM: drawn}
     # The weights of new routers are the seed's, as the dense model has none.
-    seeded = router_names(config.model) if begins_experts else ()
+    seeded = router_names(model_spec(config.model)) if begins_experts else ()
     keepers = keepers_of(engine, {share for share, there in wanted.items() if there is not None}, seeded)
-    held: Source = Upcycled(checkpoint, config.model) if begins_experts else checkpoint
+    held: Source = Upcycled(checkpoint, model_spec(config.model)) if begins_experts else checkpoint
     updated, *others = keepers
     parts = updated.taken(held)
     source = ReplicaRows(held, parts, engine.optimizer.private_kinds)

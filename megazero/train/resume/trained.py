@@ -119,7 +119,8 @@ def load_chunks(
     """
     chunks = build_chunks(config, vocabulary, context, context.device)
     parts = parts_of_parameters((p for c in chunks.values() for p in c.parameters()), context)
-    loads = RouterLoads([r for c in chunks.values() for r in c.routers()], config.model, context)
+    routers = [router for chunk in chunks.values() for router in chunk.routers()]
+    loads = RouterLoads(routers, context, experts=bool(config.model.num_experts))
     parts += Routers(loads.state(), context).taken(reader)
 
     def read() -> None:

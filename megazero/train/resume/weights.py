@@ -17,6 +17,7 @@ from megazero.formats.hf.config_json import Description
 from megazero.formats.hf.reader import HFReader
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import gather_values
+from megazero.spec.resolve import model_spec
 from megazero.train.resume.fit import check_tensors
 from megazero.train.step.engine import Engine
 
@@ -46,9 +47,9 @@ def take_foreign_weights(
         theirs = dense_model(model) if begins else model
         with HFReader.for_model(path, theirs, vocab_size, SPARSE_FIELDS) as reader:
             remarks.extend(() if begins else reader.remarks)
-            yield Upcycled(reader, model) if begins else reader
+            yield Upcycled(reader, model_spec(model)) if begins else reader
 
-    own, spare = (router_names(model), ()) if begins else ((), None)
+    own, spare = (router_names(model_spec(model)), ()) if begins else ((), None)
     take_weights(engine, context, path, opened, own=own, spare=spare)
     return tuple(remarks)
 

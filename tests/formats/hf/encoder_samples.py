@@ -20,6 +20,7 @@ from megazero.models.chunk import Slice
 from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.spec.resolve import model_spec
 from tests.formats.hf.samples import VOCAB, their_tensors, write_folder
 
 # Ragged on purpose: no two sizes alike, and nothing that is a default.
@@ -88,7 +89,7 @@ def outputs_of(
 
     def work(rank: int) -> tuple[Tensor, Tensor | None]:
         context = thread_context(world, ProcessGrid(tp=tp), rank)
-        bert = BERT(Slice(model, (VOCAB, padded), Placement.of(context, torch.float32)))
+        bert = BERT(Slice(model_spec(model), (VOCAB, padded), Placement.of(context, torch.float32)))
         with torch.no_grad():
             source.read(parts_of_parameters(bert.parameters(), context))
             logits, order = bert(batch)

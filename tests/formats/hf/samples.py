@@ -28,6 +28,7 @@ from megazero.mpu.context import ParallelContext, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.param_spec import spec_of
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.spec.resolve import model_spec
 
 VOCAB = 101
 
@@ -114,7 +115,7 @@ class MemorySource:
 def random_weights(model: ModelConfig, vocab_size: int = VOCAB) -> MemorySource:
     """Of all tensors that the architecture has, also where initial weights are ones and zeros."""
     generator = torch.Generator().manual_seed(7)
-    table = Table.of(architecture_of(model).rules, model, vocab_size)
+    table = Table.of(architecture_of(model).rules, model_spec(model), vocab_size)
     return MemorySource(
         {
             key.name: (torch.randn(shape, generator=generator) * 0.1).bfloat16().float()
@@ -133,7 +134,7 @@ def their_tensors(model: ModelConfig, dtype: torch.dtype = torch.float32) -> dic
     """Random weights under their names, written out through the rules one by one."""
     source = random_weights(model)
     out = {}
-    for link in Table.of(architecture_of(model).rules, model, VOCAB).links:
+    for link in Table.of(architecture_of(model).rules, model_spec(model), VOCAB).links:
         theirs = torch.empty(link.their_shape)
         link.as_ours(theirs).copy_(source.tensors[link.key][link.box.slices])
         out[link.theirs] = theirs.to(dtype)
@@ -152,7 +153,7 @@ def parameter_specs(model: ModelConfig, vocab_size: int = VOCAB) -> dict[str, tu
     """Names and whole shapes of the parameters of our model."""
     context = thread_context(ThreadWorld(1), ProcessGrid(), 0)
     placement = replace(Placement.of(context, torch.float32), device=torch.device("meta"))
-    gpt = GPT(Slice(model, (vocab_size, vocab_size), placement))
+    gpt = GPT(Slice(model_spec(model), (vocab_size, vocab_size), placement))
     return {spec_of(p).name: spec_of(p).shape for p in gpt.parameters()}
 
 
@@ -162,7 +163,7 @@ def logits_of(source: Source, model: ModelConfig, tokens: Tensor, tp: int = 1, p
 
     def work(rank: int) -> Tensor:
         context: ParallelContext = thread_context(world, ProcessGrid(tp=tp), rank)
-        gpt = GPT(Slice(model, (VOCAB, padded), Placement.of(context, torch.float32)))
+        gpt = GPT(Slice(model_spec(model), (VOCAB, padded), Placement.of(context, torch.float32)))
         with torch.no_grad():
             source.read([*parts_of_parameters(gpt.parameters(), context), *choice_biases(gpt, model)])
             logits = gather_features(gpt(Batch(tokens)), context.tp)

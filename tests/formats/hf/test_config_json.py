@@ -18,6 +18,7 @@ from megazero.formats.hf.config_json import (
     model_of,
 )
 from megazero.layers.rotary import rotary_scaling
+from megazero.spec.resolve import model_spec
 from tests.formats.hf.samples import GPT2, LLAMA, MISTRAL, MODELS, QWEN2, VOCAB, config_for
 from tests.models.hf_weights import decoder_model
 from tests.tables import over_table
@@ -242,7 +243,7 @@ def test_a_given_sharpening_is_yarns():
     scaling = {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5}
     config = {**config_for(LLAMA), "rope_parameters": scaling}
     model = model_of(find_architecture(config), config)
-    assert rotary_scaling(model).magnitude == pytest.approx(1.5)
+    assert rotary_scaling(model_spec(model).rotary[0].scaling).magnitude == pytest.approx(1.5)
     written = config_of(architecture_of(model), model, 101, TokenIds(), "float32")
     assert written["rope_scaling"]["attention_factor"] == pytest.approx(1.5)
 

@@ -14,6 +14,7 @@ from megazero.config.tree.model import ModelConfig
 from megazero.formats.hf.config_json import architecture_of
 from megazero.formats.hf.convert import convert_from_hf, convert_to_hf
 from megazero.formats.hf.reader import HFReader
+from megazero.spec.resolve import model_spec
 from tests.formats.hf.descendants import SAMPLES
 from tests.formats.hf.samples import VOCAB, logits_of, parameter_specs
 from tests.formats.hf.test_writer import loaded
@@ -28,7 +29,9 @@ TOKENS = torch.randint(VOCAB, (2, 17), generator=torch.Generator().manual_seed(5
 @over_table("name", SAMPLES)
 def test_tables_hold_every_element_of_our_model_once(name):
     sample = SAMPLES[name]
-    table = Table.of(architecture_of(sample.ours, f"{sample.name}ForCausalLM").rules, sample.ours, VOCAB)
+    table = Table.of(
+        architecture_of(sample.ours, f"{sample.name}ForCausalLM").rules, model_spec(sample.ours), VOCAB
+    )
     weights = {key.name: shape for key, shape in table.shapes.items() if key.kind == WEIGHT}
     assert weights == parameter_specs(sample.ours)
     for key, links in table.by_key.items():

@@ -27,6 +27,7 @@ from megazero.formats.hf.config_json import (
 from megazero.formats.hf.convert import convert_from_hf
 from megazero.formats.hf.reader import HFReader
 from megazero.formats.hf.writer import ModelFiles, write_hf
+from megazero.spec.resolve import model_spec
 from tests.formats.hf.descendants import SAMPLES
 from tests.formats.hf.samples import LLAMA, VOCAB, MemorySource
 from tests.formats.hf.test_writer import loaded
@@ -243,7 +244,7 @@ def test_a_window_of_all_positions_stays_where_it_has_a_base_of_its_own():
 
 def weights_of(model: ModelConfig, architecture: Architecture) -> MemorySource:
     generator = torch.Generator().manual_seed(7)
-    shapes = Table.of(architecture.rules, model, VOCAB).shapes
+    shapes = Table.of(architecture.rules, model_spec(model), VOCAB).shapes
     source = MemorySource({})
     source.tensors = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
     return source

@@ -27,6 +27,7 @@ from megazero.models.classifier_batch import ClassifierCollate
 from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.spec.resolve import model_spec
 from tests.formats.hf.encoder_samples import (
     LENGTHS,
     MEGATRON_BERT,
@@ -86,7 +87,9 @@ def scores_of(source, model: ModelConfig, tp: int = 1) -> torch.Tensor:
 
     def work(rank: int) -> torch.Tensor:
         context = thread_context(world, ProcessGrid(tp=tp), rank)
-        classifier = FirstTokenClassifier(Slice(model, (VOCAB, 128), Placement.of(context, torch.float32)))
+        classifier = FirstTokenClassifier(
+            Slice(model_spec(model), (VOCAB, 128), Placement.of(context, torch.float32))
+        )
         with torch.no_grad():
             source.read(parts_of_parameters(classifier.parameters(), context))
             return classifier(batch)

@@ -14,6 +14,7 @@ from megazero.config.tree.model import ModelConfig
 from megazero.formats.hf.config_json import TokenIds, architecture_of
 from megazero.formats.hf.reader import HFReader
 from megazero.formats.hf.writer import ModelFiles, write_hf
+from megazero.spec.resolve import model_spec
 from tests.formats.hf.expert_samples import EXPERTS, MODELS
 from tests.formats.hf.samples import VOCAB, config_for, logits_of, random_weights
 from tests.models.hf_weights import decoder_model
@@ -30,7 +31,7 @@ def test_files_of_transformers_have_the_names_and_shapes_of_the_table(name, tmp_
     decoder_model(MODELS[name], VOCAB).save_pretrained(tmp_path)
     architecture = architecture_of(MODELS[name])
     rules = (*architecture.rules, *architecture.blank)
-    links = Table.of(rules, MODELS[name], VOCAB).links
+    links = Table.of(rules, model_spec(MODELS[name]), VOCAB).links
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     assert {link.theirs: link.their_shape for link in links} == found

@@ -22,6 +22,7 @@ from megazero.formats.hf.config_json import Description, TokenIds, architecture_
 from megazero.formats.hf.convert import convert_from_hf, convert_to_hf
 from megazero.formats.hf.reader import HFReader
 from megazero.formats.hf.writer import ModelFiles, write_hf
+from megazero.spec.resolve import model_spec
 from tests.formats.hf.expert_samples import MIXTRAL, MODELS, QWEN2_MOE, stacked
 from tests.formats.hf.model_flags import model_flags
 from tests.formats.hf.samples import (
@@ -43,16 +44,16 @@ TOKENS = torch.randint(VOCAB, (2, 17), generator=torch.Generator().manual_seed(5
 
 
 def table_of(model: ModelConfig) -> Table:
-    return Table.of(architecture_of(model).rules, model, VOCAB)
+    return Table.of(architecture_of(model).rules, model_spec(model), VOCAB)
 
 
 def test_a_name_with_a_number_of_an_expert_is_one_tensor_for_each():
-    """Ours [x, c, m, h] = [3, 2, 1, 2]; theirs is [m, h] = [1, 2] for each of the six."""
-    model = MIXTRAL.model_copy(update={"hidden_size": 2, "ffn_hidden_size": 1})
-    rule = TensorRule("up", "x c m h", "experts.{x}.w3", "(x c m) h", ("c", slice(1, 2)))
-    links = Table.of([rule], model, 5).links
+    """Ours [x, 2, m, h] = [3, 2, 1, 2]; theirs is [m, h] = [1, 2] for each of the six."""
+    model = MIXTRAL.model_copy(update={"num_layers": 1, "hidden_size": 2, "ffn_hidden_size": 1})
+    rule = TensorRule("{i}.up", "x 2 m h", "experts.{x}.w3", "(x 2 m) h", ("2", slice(1, 2)))
+    links = Table.of([rule], model_spec(model), 5).links
     assert links == tuple(
-        Link(Key("up"), (3, 2, 1, 2), Box((x, 1, 0, 0), (1, 1, 1, 2)), f"experts.{x}.w3", ((0, 1, 2), (3,)))
+        Link(Key("0.up"), (3, 2, 1, 2), Box((x, 1, 0, 0), (1, 1, 1, 2)), f"experts.{x}.w3", ((0, 1, 2), (3,)))
         for x in range(3)
     )
     assert links[2].their_shape == (1, 2)
@@ -106,7 +107,7 @@ def test_there_and_back_is_bit_equal(name, dtype, tmp_path):
     model = MODELS[name]
     config = config_for(model, torch_dtype=str(dtype).removeprefix("torch."))
     tensors = their_tensors(model, dtype)
-    for link in Table.of(architecture_of(model).blank, model, VOCAB).links:
+    for link in Table.of(architecture_of(model).blank, model_spec(model), VOCAB).links:
         tensors[link.theirs] = torch.zeros(link.their_shape, dtype=dtype)
     write_folder(tmp_path / "hf", config, tensors)
     imported = convert_from_hf(tmp_path / "hf", tmp_path / "run")

@@ -21,6 +21,7 @@ from megazero.models.pairs.t5 import T5
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.spec.resolve import model_spec
 from tests.formats.hf.samples import VOCAB, config_for, random_weights, their_tensors, write_folder
 from tests.formats.hf.test_writer import loaded
 from tests.models.pairs.hf_t5 import t5_model, t5_shape
@@ -40,7 +41,7 @@ def ours_on(source, model: ModelConfig, tp: int = 1) -> torch.Tensor:
     def work(rank: int) -> torch.Tensor:
         context = thread_context(world, grid, rank) if tp > 1 else solo_context()
         padded = -(-VOCAB // tp) * tp
-        t5 = T5(Slice(model, (VOCAB, padded), Placement.of(context, torch.float32)))
+        t5 = T5(Slice(model_spec(model), (VOCAB, padded), Placement.of(context, torch.float32)))
         source.read(parts_of_parameters(t5.parameters(), context))
         with torch.no_grad():
             return t5(batch_of(model))

@@ -21,6 +21,7 @@ from megazero.errors import CheckpointError
 from megazero.formats.hf.config_json import TokenIds, architecture_of
 from megazero.formats.hf.reader import HFReader
 from megazero.formats.hf.writer import ModelFiles, write_hf
+from megazero.spec.resolve import model_spec
 from tests.formats.hf.samples import (
     GPT2,
     LLAMA,
@@ -96,7 +97,7 @@ def test_theirs_to_ours_to_theirs_is_bit_equal(name, dtype, tmp_path):
 
 def test_shards_are_filled_in_order_and_indexed(tmp_path):
     written = write_hf(random_weights(LLAMA), LLAMA, VOCAB, tmp_path / "out", max_shard_bytes=20_000)
-    table = Table.of(architecture_of(LLAMA).rules, LLAMA, VOCAB)
+    table = Table.of(architecture_of(LLAMA).rules, model_spec(LLAMA), VOCAB)
     sizes = {link.theirs: 4 * math.prod(link.their_shape) for link in table.links}
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": sum(sizes.values())}
@@ -258,6 +259,7 @@ from megazero.formats.hf.config_json import TokenIds, config_of, architecture_of
 from megazero.checkpoint.naming import Table
 from megazero.checkpoint.tensor_file import Later, write_tensors
 from megazero.config.tree.model import ModelConfig
+from megazero.spec.resolve import model_spec
 import json
 
 MIB = 1 << 20
@@ -267,7 +269,7 @@ model = ModelConfig(
     position_embedding_type="rope", normalization="RMSNorm", activation="swiglu", add_bias_linear=False,
 )
 vocab = 60 * MIB // 4 // 768
-links = Table.of(architecture_of(model).rules, model, vocab).links
+links = Table.of(architecture_of(model).rules, model_spec(model), vocab).links
 (folder / "hf").mkdir()
 write_tensors(
     Disk(),

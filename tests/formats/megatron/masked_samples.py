@@ -16,6 +16,7 @@ from megazero.models.bert import BERT as BERTModel
 from megazero.models.chunk import Slice
 from megazero.mpu.context import solo_context
 from megazero.mpu.param_spec import spec_of
+from megazero.spec.resolve import model_spec
 from tests.formats.megatron.samples import (
     GPT2,
     OLD,
@@ -39,7 +40,7 @@ FUSED = {
 def random_weights(model: ModelConfig) -> Weights:
     """Whole weights of ours by global name."""
     placement = replace(Placement.of(solo_context(), torch.float32), device=torch.device("meta"))
-    specs = [spec_of(p) for p in BERTModel(Slice(model, (VOCAB, VOCAB), placement)).parameters()]
+    specs = [spec_of(p) for p in BERTModel(Slice(model_spec(model), (VOCAB, VOCAB), placement)).parameters()]
     generator = torch.Generator().manual_seed(5)
     return {spec.name: torch.randn(spec.shape, generator=generator) for spec in specs}
 

@@ -20,6 +20,7 @@ from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.param_spec import spec_of
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.spec.resolve import model_spec
 
 Weights = dict[str, Tensor]
 VOCAB, PADDED = 101, 112
@@ -100,7 +101,7 @@ def random_weights(model: ModelConfig) -> Weights:
     context = thread_context(ThreadWorld(1), ProcessGrid(), 0)
     placement = Placement.of(context, torch.float32)
     with torch.device("meta"):
-        specs = [spec_of(p) for p in GPT(Slice(model, (VOCAB, VOCAB), placement)).parameters()]
+        specs = [spec_of(p) for p in GPT(Slice(model_spec(model), (VOCAB, VOCAB), placement)).parameters()]
     generator = torch.Generator().manual_seed(5)
     return {spec.name: torch.randn(spec.shape, generator=generator) for spec in specs}
 

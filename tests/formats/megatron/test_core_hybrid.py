@@ -25,6 +25,7 @@ from megazero.models.gpt import GPT
 from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.spec.resolve import model_spec
 from tests.formats.megatron.core_models import PADDED, VOCAB
 from tests.formats.megatron.test_reader import assert_same, read_all
 from tests.source_tree import ROOT
@@ -58,7 +59,7 @@ def test_logits_agree(saved):
         saved / "ranks" / "iter_0000007", ImportOptions(trust_pickle=True, vocab_size=VOCAB)
     )
     context = thread_context(ThreadWorld(1), ProcessGrid(), 0)
-    model = GPT(Slice(reader.model, (VOCAB, PADDED), Placement.of(context, torch.float32)))
+    model = GPT(Slice(model_spec(reader.model), (VOCAB, PADDED), Placement.of(context, torch.float32)))
     expected = torch.load(saved / "logits.pt")
     with torch.no_grad():
         reader.read(parts_of_parameters(model.parameters(), context))

@@ -20,6 +20,7 @@ from megazero.models.gpt import GPT
 from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.spec.resolve import model_spec
 from tests.formats.hf.encoder_samples import batch_of
 from tests.formats.megatron.core_models import BERTS, LENGTHS, MODELS, PADDED, VOCAB
 from tests.source_tree import ROOT
@@ -42,7 +43,7 @@ def saved(tmp_path_factory):
 def test_logits_agree(saved, name):
     reader = MegatronReader(saved / name, ImportOptions(trust_pickle=True, vocab_size=VOCAB))
     context = thread_context(ThreadWorld(1), ProcessGrid(), 0)
-    model = GPT(Slice(reader.model, (VOCAB, PADDED), Placement.of(context, torch.float32)))
+    model = GPT(Slice(model_spec(reader.model), (VOCAB, PADDED), Placement.of(context, torch.float32)))
     with torch.no_grad():
         reader.read(parts_of_parameters(model.parameters(), context))
         expected = torch.load(saved / f"{name}.pt")
@@ -58,7 +59,7 @@ def test_logits_of_both_heads_agree(saved, name):
     reader = MegatronReader(saved / name, ImportOptions(trust_pickle=True, vocab_size=VOCAB))
     assert reader.model.bert_binary_head == (name != "bert-without-binary-head")
     context = thread_context(ThreadWorld(1), ProcessGrid(), 0)
-    model = BERT(Slice(reader.model, (VOCAB, PADDED), Placement.of(context, torch.float32)))
+    model = BERT(Slice(model_spec(reader.model), (VOCAB, PADDED), Placement.of(context, torch.float32)))
     expected = torch.load(saved / f"{name}.pt")
     with torch.no_grad():
         reader.read(parts_of_parameters(model.parameters(), context))

@@ -20,6 +20,7 @@ from megazero.models.chunk import Slice
 from megazero.models.layer import layer_of
 from megazero.mpu.context import solo_context
 from megazero.ops.attention import Documents
+from megazero.spec.resolve import model_spec
 from tests.tables import over_table
 
 S, B = 70, 2  # more than a chunk of rows
@@ -41,7 +42,7 @@ def layer(number: int, *, selective: bool = False, device: str = "cpu"):
     context = solo_context()
     placement = replace(Placement.of(context, torch.float32), device=torch.device(device))
     recompute = RecomputeConfig(granularity="selective" if selective else "none")
-    built = layer_of(number, Slice(CONFIG, (8, 8), placement, recompute), causal=True)
+    built = layer_of(number, Slice(model_spec(CONFIG), (8, 8), placement, recompute))
     initialize(built, 3, context.place)
     return built
 

@@ -14,6 +14,7 @@ from megazero.config.tree.model import ModelConfig
 from megazero.layers.state_space import library
 from megazero.layers.state_space.library import cuda_scan, library_scan, scan_remarks
 from megazero.layers.state_space.scan import selective_scan
+from megazero.spec.resolve import model_spec
 from tests.layers.state_space.test_scan import G, R, inputs, segments
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -86,6 +87,6 @@ def test_it_is_chosen_on_a_gpu_where_it_is_installed(installed, monkeypatch):
 def test_the_choice_is_shown(installed):
     shape = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 16}
     hybrid = ModelConfig(**shape, is_hybrid_model=True, mamba_head_dim=16)
-    assert list(scan_remarks(hybrid, CUDA)) == ["state-space scan: mamba-ssm on cuda"]
-    assert list(scan_remarks(hybrid, CPU)) == ["state-space scan: products of matrices on cpu"]
-    assert list(scan_remarks(ModelConfig(**shape), CPU)) == []
+    assert list(scan_remarks(model_spec(hybrid), CUDA)) == ["state-space scan: mamba-ssm on cuda"]
+    assert list(scan_remarks(model_spec(hybrid), CPU)) == ["state-space scan: products of matrices on cpu"]
+    assert list(scan_remarks(model_spec(ModelConfig(**shape)), CPU)) == []

@@ -14,6 +14,7 @@ from megazero.models.pairs.batch import PairCollate, random_pairs
 from megazero.models.pairs.bias import relative_buckets
 from megazero.models.pairs.t5 import T5
 from megazero.mpu.context import solo_context
+from megazero.spec.resolve import model_spec
 from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
@@ -29,7 +30,7 @@ KINDS = {
 
 def build(model, dtype=torch.float32):
     context = solo_context()
-    ours = T5(Slice(model, (model.vocab_size, 64), Placement.of(context, dtype)))
+    ours = T5(Slice(model_spec(model), (model.vocab_size, 64), Placement.of(context, dtype)))
     initialize(ours, 5, context.place)
     return ours
 

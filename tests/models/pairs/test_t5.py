@@ -15,6 +15,7 @@ from megazero.models.chunk import Slice
 from megazero.models.pairs import bias
 from megazero.models.pairs.t5 import T5
 from megazero.mpu.context import solo_context
+from megazero.spec.resolve import model_spec
 from tests.models.pairs.hf_t5 import t5_shape
 from tests.models.pairs.test_hf_parity import batch_of
 from tests.tables import over_table
@@ -26,7 +27,7 @@ def chunk_of(parts=None, **recompute) -> T5:
     """The parts of T5 1.1 of two and three layers."""
     model, context = t5_shape(), solo_context()
     placement = Placement.of(context, torch.float32)
-    chunk = T5(Slice(model, (61, 64), placement, RecomputeConfig(**recompute), parts))
+    chunk = T5(Slice(model_spec(model), (61, 64), placement, RecomputeConfig(**recompute), parts))
     initialize(chunk, 5, context.place)
     return chunk
 
@@ -46,14 +47,14 @@ def chunk_of(parts=None, **recompute) -> T5:
 def test_a_number_of_layers_to_recompute_is_of_both_stacks_together(method, number, again):
     """Each stack recomputed as many: `block` of 1 was one of the encoder's and one of the decoder's."""
     chunk = chunk_of(granularity="full", method=method, num_layers=number)
-    loss = chunk.run(batch_of(chunk.config)).terms["lm"]
+    loss = chunk.run(batch_of(t5_shape())).terms["lm"]
     calls: Counter[int] = Counter()
     for layer in (*chunk.encoder, *chunk.decoder):
         layer.register_forward_pre_hook(lambda layer, *_: calls.update([layer.layer]))
     loss.backward()
     assert sorted(calls.elements()) == again
     plain = chunk_of()
-    plain.run(batch_of(plain.config)).terms["lm"].backward()
+    plain.run(batch_of(t5_shape())).terms["lm"].backward()
     for mine, its in zip(chunk.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, its.grad)
 
@@ -79,7 +80,7 @@ def test_a_stage_computes_the_biases_of_its_own_layers_alone(parts, sides, monke
     bias_of = bias.relative_buckets
     monkeypatch.setattr(bias, "relative_buckets", buckets)
     chunk = chunk_of(parts)
-    batch = batch_of(chunk.config)
+    batch = batch_of(t5_shape())
     hidden = None if "embedding" in parts else torch.ones(chunk.takes(batch).shape)
     chunk.run(batch, hidden)
     assert both_ways == sides
@@ -91,7 +92,7 @@ def test_biases_and_mask_are_joined_once_for_all_layers(monkeypatch):
     chunk, seen = chunk_of(), []
     for layer in (*chunk.encoder, *chunk.decoder):
         layer.register_forward_pre_hook(lambda _, given: seen.append(given[1]))
-    batch = batch_of(chunk.config)
+    batch = batch_of(t5_shape())
     chunk(batch)
     first, second, *decoder = seen
     assert first.mask is second.mask is None
@@ -113,5 +114,5 @@ def test_sums_and_norms_are_computed_in_one_pass(monkeypatch):
 
     monkeypatch.setattr(norm, "add_rms_norm", recorded)
     chunk = chunk_of()
-    chunk(batch_of(chunk.config))
+    chunk(batch_of(t5_shape()))
     assert joint == [False, True] * len(ENCODER) + [False, True, True] * len(DECODER)

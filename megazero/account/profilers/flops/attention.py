@@ -44,7 +44,7 @@ class AttentionShapes:
         else:
             projection = module.query
             heads, width = projection.local_shape
-            channels = heads * (width + module.config.v_head_dim)
+            channels = heads * (width + module.spec.value_dim)
         inputs, (rows, samples) = args[1], self._rows[projection]
         assert isinstance(inputs, LayerInputs), "a layer passes its inputs on"
         queries = rows if inputs.wanted is None else inputs.wanted.shape[0]

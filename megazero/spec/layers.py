@@ -1,0 +1,215 @@
+"""`LayerSpecs`: the layers of a model, by their numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from megazero.config.hybrid.settings import ATTENTION, MAMBA
+from megazero.config.tree.model import ModelConfig
+from megazero.spec.experts import MoeSpec, RouterSpec
+from megazero.spec.model import LayerSpec
+from megazero.spec.parts import (
+    ActivationSpec,
+    AttentionSpec,
+    LatentAttentionSpec,
+    MixerSpec,
+    MlpSpec,
+    NormSpec,
+    SightSpec,
+    SparseSpec,
+    StreamSpec,
+)
+
+
+def norm_spec(model: ModelConfig, features: int) -> NormSpec:
+    """The norm of so many channels."""
+    by_mean = model.normalization == "LayerNorm"
+    return NormSpec(
+        features, by_mean, by_mean and model.norm_bias, model.norm_epsilon, model.apply_layernorm_1p
+    )
+
+
+def _sparse(model: ModelConfig) -> SparseSpec | None:
+    if not model.is_sparse:
+        return None
+    return SparseSpec(
+        model.sparse_attention,
+        model.sparse_block,
+        model.sparse_blocks,
+        model.num_attention_heads if model.sparse_different_layout_per_head else 1,
+        model.sparse_seed,
+        model.sparse_num_local_blocks,
+        model.sparse_num_global_blocks,
+        model.sparse_num_different_global_patterns,
+        model.sparse_horizontal_global_attention,
+        model.sparse_num_random_blocks,
+        model.sparse_local_window_blocks,
+        model.sparse_global_block_indices,
+        model.sparse_global_block_end_indices or None,
+        model.sparse_num_sliding_window_blocks,
+    )
+
+
+class LayerSpecs:
+    """Makes the layers of a model, by number; those behind the last are those of further tokens."""
+
+    def __init__(self, model: ModelConfig, stream: StreamSpec, norm: NormSpec, router: RouterSpec | None):
+        self.model, self.stream, self.norm, self.router = model, stream, norm, router
+        self.sparse = _sparse(model)
+        self.shapes, self.kinds = model.layer_shapes, model.layer_kinds
+        self.activation = ActivationSpec(
+            model.activation, model.glu_linear_offset, model.activation_func_clamp_value
+        )
+        places = (*range(model.num_layers), *model.further_layers) if model.num_experts else ()
+        self.experts = {place: count for place in places if (count := model.experts_at(place))}
+
+    def at(self, number: int) -> LayerSpec:
+        """One layer."""
+        model = self.model
+        layer = LayerSpec(
+            self.stream,
+            self.norm,
+            norms=model.norm_position,
+            parallel=model.use_parallel_residual,
+            one_norm=model.share_parallel_norm,
+            residual_after_norm=model.apply_residual_connection_post_layernorm,
+        )
+        if self.kinds is not None:
+            return self._single(layer, number, self.kinds[number])
+        groups, width = model.kv_heads, model.ffn_size
+        if self.shapes is not None:
+            groups, width = self.shapes[number].groups, self.shapes[number].width
+        return replace(
+            layer,
+            attention=self._attention(number, groups) if groups else None,
+            cross=self._cross() if number >= model.encoder_layers and model.family == "t5" else None,
+            mlp=self._mlp(number, width) if width else None,
+        )
+
+    def _single(self, layer: LayerSpec, number: int, letter: str) -> LayerSpec:
+        """A layer of a hybrid model, which is one part."""
+        if letter == ATTENTION:
+            return replace(layer, attention=self._attention(number, self.model.kv_heads))
+        if letter == MAMBA:
+            return replace(layer, mixer=self._mixer())
+        return replace(layer, mlp=self._mlp(number, self.model.ffn_size))
+
+    def _sight(self, number: int) -> SightSpec:
+        model = self.model
+        causal = model.family == "gpt" or (model.family == "t5" and number >= model.encoder_layers)
+        window = model.window_at(number)
+        return SightSpec(causal, window, 0 if window is None else model.window_sink_tokens, self.sparse)
+
+    def _attention(self, number: int, groups: int) -> AttentionSpec | LatentAttentionSpec:
+        model, sight = self.model, self._sight(number)
+        if model.multi_latent_attention:
+            return self._latent(sight)
+        table = None
+        if model.rotates_at(number):
+            table = int(model.window_rotary_base is not None and sight.window is not None)
+        return AttentionSpec(
+            self.stream,
+            model.num_attention_heads,
+            groups,
+            model.head_dim,
+            sight,
+            model.qkv_bias,
+            model.attention_dropout,
+            self._t5_scale if model.family == "t5" else model.softmax_scale,
+            model.attn_logit_softcapping,
+            model.softmax_type,
+            self._head_norm(model.num_attention_heads),
+            self._head_norm(groups),
+            model.attention_output_gate,
+            table,
+            model.rotary_dim if model.rotary_interleaved else None,
+            model.position_embedding_type == "alibi",
+        )
+
+    @property
+    def _t5_scale(self) -> float:
+        return 1.0 if self.model.t5_style == "google" else 1 / math.sqrt(self.model.head_dim)
+
+    def _cross(self) -> AttentionSpec:
+        """A decoder's attention to the encoder."""
+        model = self.model
+        return AttentionSpec(
+            self.stream,
+            model.num_attention_heads,
+            model.kv_heads,
+            model.head_dim,
+            SightSpec(causal=False),
+            model.qkv_bias,
+            model.attention_dropout,
+            self._t5_scale,
+        )
+
+    def _head_norm(self, heads: int) -> NormSpec | None:
+        model, scope = self.model, self.model.qk_layernorm_scope
+        if not model.qk_layernorm:
+            return None
+        norm = norm_spec(model, model.head_dim * (heads if scope == "projection" else 1))
+        return replace(norm, scope=scope, decays=model.apply_wd_to_qk_layernorm)
+
+    def _latent(self, sight: SightSpec) -> LatentAttentionSpec:
+        """Scores have the factor 1 / sqrt(d); YaRN multiplies it by (0.1 mscale_all_dim ln factor + 1)^2."""
+        model, sharper = self.model, 1.0
+        if model.scales_by_yarn:
+            sharper += 0.1 * model.mscale_all_dim * math.log(model.rotary_scaling_factor)
+        norm = replace(self.norm, features=model.kv_lora_rank) if model.qk_layernorm else None
+        narrow, decays = (
+            model.q_lora_rank,
+            model.apply_wd_to_qk_layernorm,
+        )  # queries' alone, as in Megatron-LM
+        return LatentAttentionSpec(
+            self.stream,
+            model.num_attention_heads,
+            narrow,
+            model.kv_lora_rank,
+            model.qk_head_dim,
+            model.qk_pos_emb_head_dim,
+            model.v_head_dim,
+            sight,
+            sharper**2 / math.sqrt(model.head_dim),
+            replace(norm, features=narrow, decays=decays) if norm and narrow else None,
+            norm,
+            model.attention_dropout,
+            model.attn_logit_softcapping,
+        )
+
+    def _mixer(self) -> MixerSpec:
+        model = self.model
+        assert model.mamba_heads is not None, "the pattern has such a layer"
+        return MixerSpec(
+            self.stream,
+            model.mamba_heads,
+            model.mamba_head_dim,
+            model.mamba_num_groups,
+            model.mamba_state_dim,
+            model.mamba_min_step,
+            model.norm_epsilon,
+        )
+
+    def _mlp(self, number: int, width: int) -> MlpSpec | MoeSpec:
+        model, mlp = self.model, MlpSpec(self.stream, width, self.activation)
+        experts = self.experts.get(number, 0)
+        if not experts:
+            return mlp
+        assert self.router is not None, "a model with experts has routers"
+        router, width = self.router, model.moe_ffn_hidden_size or width
+        if number < min(model.moe_n_hash_layers, model.num_layers):
+            # Neither losses nor a bias can change the choice.
+            router = replace(router, hashed=True, balance=(), expert_bias=False)
+        expert, shared = replace(mlp, width=width), model.moe_shared_expert_intermediate_size
+        return MoeSpec(
+            self.stream,
+            experts,
+            expert,
+            router,
+            len(self.experts),
+            model.seq_length,
+            None if shared is None else replace(mlp, width=shared),
+            model.moe_shared_expert_gate,
+            expert if model.mlp_type == "residual" else None,
+        )
