@@ -41,6 +41,7 @@ class Axis:
     experts: bool = False
 
 
+# Axis -> the setting that gives its size.
 _SIZES = MappingProxyType({spec.axis: spec.name for spec in FIELDS if spec.axis})
 AXES: Mapping[str, Axis] = MappingProxyType(
     {

@@ -10,7 +10,7 @@ from typing import Any
 from megazero.checkpoint.part import Part, Source, misfits
 from megazero.checkpoint.upcycling import dense_model
 from megazero.config.derive import FREE_MODEL_FIELDS, model_differences
-from megazero.config.fields import SECTIONS, names_with
+from megazero.config.fields import FIELD_BY_PATH, SECTIONS, names_with
 from megazero.config.rules.table import check
 from megazero.config.training_plan import TrainingPlan, training_plan_of
 from megazero.config.tree.config import Config
@@ -147,15 +147,19 @@ def _differences(saved: SavedConfig, now: SavedConfig) -> list[tuple[str, object
     """(setting, saved value, value now) for every setting that differs and matters to the training."""
     differences = []
     for section in sorted({*saved, *now}):
-        if section in SECTIONS and Role.QUIET in SECTIONS[section].roles:
-            continue
         before, after = saved.get(section) or {}, now.get(section) or {}
         differences += [
             (f"{section}.{name}", before.get(name), after.get(name))
             for name in sorted({*before, *after})
-            if before.get(name) != after.get(name)
+            if before.get(name) != after.get(name) and Role.QUIET not in _roles(section, name)
         ]
     return differences
+
+
+def _roles(section: str, name: str) -> Role:
+    """The roles of a setting, or those of its section where this version does not know it."""
+    spec, known = FIELD_BY_PATH.get(f"{section}.{name}"), SECTIONS.get(section)
+    return spec.roles if spec is not None else Role.NONE if known is None else known.roles
 
 
 def data_record(dataset: SampleDataset | None, context: ParallelContext) -> list[DataFacts] | None:
