@@ -136,7 +136,8 @@ def candidates(directory: str | Path, iteration: int | None = None) -> Candidate
                 f"({', '.join(map(str, sorted(saved))) or 'none'}), but is {iteration}"
             )
         return Candidates((saved[iteration],))
-    remarks, states = [], {}
+    remarks: list[str] = []
+    states: dict[Path, bytes] = {}
     try:
         named = latest_iteration(directory)
     except DamagedCheckpointError as error:

@@ -51,7 +51,8 @@ def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 def run(flags: argparse.Namespace) -> int:
     """Extend, and print how to go on."""
     folder = one_checkpoint(Path(flags.source))
-    with Checkpoint(folder) as reader:
+    reader = Checkpoint(folder)
+    with reader:
         written = extend_positions(reader, flags.out, flags.max_position_embeddings)
     print(f"read   {printable(folder)}")
     print(f"wrote  {printable(written)}: {flags.max_position_embeddings} positions")

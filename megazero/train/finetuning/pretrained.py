@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
+from megazero.checkpoint.part import Source
 from megazero.checkpoint.saver import together
 from megazero.config.derive import FREE_MODEL_FIELDS
 from megazero.config.tree.config import Config
@@ -45,7 +46,11 @@ def take_pretrained(
         path, saved = str(checkpoint.folder), checkpoint.model
         free = FREE_MODEL_FIELDS | OF_THE_HEAD | free_to_begin(saved, True)
         check_model(config.model, vocab_size, saved, checkpoint.folder, free)
-        opener = partial(nullcontext, checkpoint)
+
+        def opened() -> AbstractContextManager[Source]:
+            return checkpoint
+
+        opener = opened
         labels = saved.sections.get("finetune", {}).get("labels") or ()
         same = _same_classes(saved.sections["model"].get("num_classes"), tuple(labels), config)
         without = () if same else ("classifier.",)
