@@ -60,7 +60,6 @@ class FieldSpec:
             so and goes on.
         package: the Python package without which a run cannot do what the field says.
         resolved: the property that has the value where the default follows from other fields.
-        dim: the letter of the dim of tensors (`checkpoint/naming.py`) whose size it says.
         axis: the axis of the mesh whose size it is.
     """
 
@@ -87,7 +86,6 @@ class FieldSpec:
     idle_without: Need | None = None
     package: str | None = None
     resolved: str | None = None
-    dim: str | None = None
     axis: str | None = None
 
     @property

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from megazero.checkpoint.naming import dim_sizes
 from megazero.config.fields import FIELDS, FieldSpec, Kind, fields_with, names_with, section_fields
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree.model import ModelConfig
@@ -139,7 +138,6 @@ def test_what_a_schedule_is_made_of_is_compared_at_a_resume() -> None:
 def test_facets_name_what_there_is() -> None:
     model = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4)
     assert all(hasattr(model, spec.resolved) for spec in FIELDS if spec.resolved)
-    assert {spec.dim for spec in FIELDS if spec.dim} <= {*dict(dim_sizes(model, 8))} | {*"nxmw"}
     assert {spec.axis for spec in FIELDS if spec.axis} == {
         n for n, a in AXES.items() if a.setting is not None
     }

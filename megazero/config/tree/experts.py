@@ -39,7 +39,6 @@ class ExpertsConfig(HybridConfig):
         "[32]*10+[64]*2; default: none, and 1 is the dense MLP",
         Role.PLACEMENT | Role.MEGATRON,
         aliases=("--num-moe-experts",),
-        dim="x",
     )
     moe_layer_freq: Pattern | None = of_model(
         None,
@@ -62,7 +61,6 @@ class ExpertsConfig(HybridConfig):
         "inner width of an expert; default: that of the MLP",
         Role.MEGATRON,
         resolved="expert_ffn_size",
-        dim="m",
     )
     mlp_type: Literal["standard", "residual"] = of_model(
         "standard",
@@ -74,7 +72,6 @@ class ExpertsConfig(HybridConfig):
         "inner width of all shared experts together, through which every token goes; default: none",
         Role.MEGATRON,
         needs=(here.mlp_type == "standard").because("shared experts are an MLP beside the experts already"),
-        dim="w",
     )
     moe_shared_expert_gate: bool = of_model(
         False,

@@ -77,5 +77,4 @@ class ClassifierConfig(AttentionConfig):
         None,
         "fine-tuning: classes of the task, or 1 for multiple choice; default: the number of labels",
         Role.HEAD,
-        dim="n",
     )

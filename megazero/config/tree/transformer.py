@@ -24,9 +24,9 @@ class TransformerConfig(Section):
         "gpt", "kind of model; pretrain_bert.py sets bert", flag="--model-family"
     )
     num_layers: PositiveInt = of_model(..., "number of transformer layers", Role.MEGATRON)
-    hidden_size: PositiveInt = of_model(..., "width of the residual stream", Role.MEGATRON, dim="h")
+    hidden_size: PositiveInt = of_model(..., "width of the residual stream", Role.MEGATRON)
     num_attention_heads: PositiveInt = of_model(
-        ..., "number of query heads", Role.NOT_OF_MAMBA | Role.MEGATRON, dim="a"
+        ..., "number of query heads", Role.NOT_OF_MAMBA | Role.MEGATRON
     )
     seq_length: PositiveInt = of_training(
         ..., "training sequence length", Role.MEGATRON, unit="tokens", aliases=("--encoder-seq-length",)
@@ -36,14 +36,12 @@ class TransformerConfig(Section):
         "rows of the position table and longest rotary range; default: the sequence length",
         Role.ROTARY | Role.MEGATRON,
         resolved="positions",
-        dim="p",
     )
     ffn_hidden_size: PositiveInt | None = of_model(
         None,
         "inner width of the MLP; default: 4 x hidden, or 8/3 x hidden rounded to 64 with SwiGLU",
         Role.MEGATRON,
         resolved="ffn_size",
-        dim="f",
     )
     num_query_groups: PositiveInt | None = of_model(
         None,
@@ -52,14 +50,12 @@ class TransformerConfig(Section):
         Role.NOT_OF_MAMBA,
         aliases=("--num-key-value-heads",),
         resolved="kv_heads",
-        dim="g",
     )
     kv_channels: PositiveInt | None = of_model(
         None,
         "width of one head; default: hidden / heads",
         Role.NOT_OF_MAMBA | Role.MEGATRON,
         resolved="head_dim",
-        dim="d",
     )
     position_embedding_type: Positions = of_model(
         "learned_absolute",
@@ -150,7 +146,7 @@ class TransformerConfig(Section):
         0.02, "standard deviation of the initial weights", Role.MEGATRON
     )
     vocab_size: PositiveInt | None = of_training(
-        None, "vocabulary entries before padding; default: the tokenizer's", dim="v"
+        None, "vocabulary entries before padding; default: the tokenizer's"
     )
     make_vocab_size_divisible_by: PositiveInt = of_training(
         128, "pad the vocabulary to a multiple of this times the tensor-parallel size", Role.MEGATRON
