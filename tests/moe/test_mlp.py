@@ -78,22 +78,22 @@ def dense(w: dict[str, Tensor], name: str, x: Tensor, activation: str, e: int | 
 def formula(mlp: MoEMLP, x: Tensor, dropped=()) -> Tensor:
     """Token by token; `dropped` lists the (token, expert) pairs that count nothing."""
     w = {each.spec.name.removeprefix("layers.1.mlp."): each.detach() for each in mlp.parameters()}
-    model, out = mlp.config, []
-    k, activation = model.moe_router_topk, model.activation
+    spec, out = mlp.spec, []
+    k, activation = spec.router.topk, spec.expert.activation.name
     for number, row in enumerate(x.reshape(-1, H)):
         logits = w["router.weight"] @ row
         chosen = logits.argsort(descending=True, stable=True)[:k]
-        shares = logits.softmax(0)[chosen] if model.moe_router_pre_softmax else logits[chosen].softmax(0)
+        shares = logits.softmax(0)[chosen] if spec.router.pre_softmax else logits[chosen].softmax(0)
         found = torch.zeros(H)
         for weight, e in zip(shares, chosen.tolist(), strict=True):
             if (number, e) not in dropped:
                 found = found + weight * dense(w, "experts", row, activation, e)
-        if model.moe_shared_expert_intermediate_size:
+        if spec.shared is not None:
             every = dense(w, "shared", row, activation)
-            if model.moe_shared_expert_gate:
+            if spec.shared_gate:
                 every = every * torch.sigmoid(w["shared_gate.weight"] @ row)
             found = found + every
-        if model.mlp_type == "residual":
+        if spec.dense is not None:
             mix = torch.softmax(w["coefficient.weight"] @ row + w["coefficient.bias"], 0)
             found = mix[0] * found + mix[1] * dense(w, "dense", row, activation)
         out.append(found)
@@ -107,10 +107,10 @@ def test_formula(kind):
     assert bias is None
     assert torch.allclose(out, formula(mlp, x), atol=1e-4, rtol=1e-4)
     counts = sums.tallies["layers.1.mlp.router.tokens"]
-    assert counts.sum() == S * B * mlp.config.moe_router_topk
+    assert counts.sum() == S * B * mlp.spec.router.topk
     names = {each.spec.name.removeprefix("layers.1.mlp.") for each in mlp.parameters()}
     assert ("shared_gate.weight" in names) == (kind == "gate")
-    assert {"coefficient.weight", "coefficient.bias"} <= names or mlp.config.mlp_type == "standard"
+    assert {"coefficient.weight", "coefficient.bias"} <= names or mlp.spec.dense is None
 
 
 @pytest.mark.parametrize("kind", ["capacity", "padded to capacity"])
@@ -151,8 +151,8 @@ def test_padding_is_neither_routed_nor_counted(kind):
         trained = [sums.terms[term.name] * term.coefficient for term in terms_of(mlp.spec.router)]
         ((out[:S] * to * mask).sum() + sum(trained)).backward()
         grads = {each.spec.name: each.grad for each in mlp.parameters()}
-        if not mlp.config.moe_pad_expert_input_to_capacity:
-            assert sum(rows) <= (S + 5) * mlp.config.moe_router_topk, "no expert computes what is no token"
+        if not mlp.spec.router.capacity.padded:
+            assert sum(rows) <= (S + 5) * mlp.spec.router.topk, "no expert computes what is no token"
         return {
             **{f"term {k}": v.detach() for k, v in {**sums.terms, **sums.tallies}.items()},
             "out": out[:S].detach() * mask,
@@ -160,9 +160,7 @@ def test_padding_is_neither_routed_nor_counted(kind):
         }
 
     narrow, wide = run(S), run(S + 6)
-    assert (
-        wide["term layers.1.mlp.router.tokens"].sum() == (S + 5) * mixture(**settings).config.moe_router_topk
-    )
+    assert wide["term layers.1.mlp.router.tokens"].sum() == (S + 5) * mixture(**settings).spec.router.topk
     assert narrow.keys() == wide.keys()
     for name, each in narrow.items():
         assert torch.allclose(wide[name], each, atol=1e-4, rtol=1e-4), name
