@@ -55,6 +55,7 @@ from megazero.pipeline.executor import Executor
 from megazero.pipeline.lower import lower
 from megazero.pipeline.partition import partition_blocks
 from megazero.pipeline.schedules import build_schedule
+from megazero.spec.resolve import model_spec
 from megazero.train.step.feed import Feed
 from megazero.train.step.losses import local_counts, loss_factors
 from megazero.zero.build import build_store
@@ -151,9 +152,10 @@ def feed_of(run: Run, prefix: Path, context: ParallelContext) -> Feed[Batch]:
 # The layers in it are sliced over the tensor-parallel ranks: the placement says which ranks these are, and
 # each parameter carries a `ParamSpec` (mpu/param_spec.py) with its global name, its whole shape and the dims
 # that are cut. Everything else follows from the spec: the slice that is initialized, what is saved, what the
-# norm counts. Parameters begin on the meta device, without memory. The shape comes from `ModelConfig`, the
-# one section of the settings' tree that layers read; its defaults are GPT-2's. BERT, T5, experts and Mamba-2
-# are spans of other lists.
+# norm counts. Parameters begin on the meta device, without memory. The shape is written as `ModelConfig`, the
+# section of the settings' tree about the model, whose defaults are GPT-2's; `model_spec` (megazero/spec)
+# resolves it into a spec for each layer, which is all that layers read. BERT, T5, experts and Mamba-2 are
+# spans of other lists.
 
 
 def shape_of(run: Run) -> ModelConfig:
@@ -176,7 +178,7 @@ def chunk_of(run: Run, context: ParallelContext) -> GPT:
     spans = partition_blocks("uniform", run.pipeline, costs=[1.0] * len(blocks), types=kinds)
     placement = replace(Placement.of(context, torch.float32), device=torch.device("meta"))
     held = Slice(
-        shape,
+        model_spec(shape),
         (vocabulary, padded_vocab_size(vocabulary, shape, run.tensor)),
         placement,
         parts=tuple(blocks[number] for number in spans[context.pp.rank]),

@@ -26,7 +26,7 @@ PROGRAM = re.compile(
     r"[^;`]*"
 )
 TRAINING = frozenset({*FLAGS, *COMMANDS, "--deepspeed-config"})
-DECLARES = {"add_argument", "option", "add_parser", "ArgumentParser", "_add"}
+DECLARES = {"add_argument", "option", "of_model", "of_training", "add_parser", "ArgumentParser", "_add"}
 TAKES_A_TRAINING = re.compile(r"parse_config|resolve_or_exit|training_words")
 
 

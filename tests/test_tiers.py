@@ -24,7 +24,7 @@ KINDS = {
     "other optimizers": "equivalence/test_optimizers.py",
     "offloaded state": "equivalence/test_stores.py",
     "checkpoints on other layouts": "equivalence/test_reshard.py",
-    "Hugging Face": "checkpoint/hf/test_reader.py",
+    "Hugging Face": "formats/hf/test_reader.py",
     "stages of ZeRO": "zero/test_stages.py",
     "a resumed run": "train/test_resume.py",
     "a fine-tuning": "train/finetuning/test_run.py",

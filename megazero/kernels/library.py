@@ -191,7 +191,7 @@ def _code(dtype: torch.dtype, devices: set[int]) -> int:
 
 
 def _other(argument: Any, devices: set[int]) -> Any:
-    """What a launch gets for an argument of a type that few have, such as a tensor's subclass."""
+    """The words of a launch for an argument of a type that few have, such as a tensor's subclass."""
     if isinstance(argument, Tensor):
         return _address(argument, devices)
     return argument if isinstance(argument, (int, float)) else _array(argument, devices)

@@ -80,7 +80,7 @@ class EmbeddingSpec:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """What stands on top of the layers, behind a final norm.
+    """The output layer of a model, behind its final norm.
 
     Attributes:
         tied: whether its weight is that of the words' embedding.

@@ -14,7 +14,7 @@ from megazero.spec.parts import NormSpec, RotaryScaling, RotarySpec, StreamSpec
 
 
 def model_spec(model: ModelConfig) -> ModelSpec:
-    """What these settings make, layer by layer."""
+    """Resolve the settings into a model, layer by layer."""
     stream, norm = _stream(model), norm_spec(model, model.hidden_size)
     router = router_spec(model) if model.num_experts else None
     layers = LayerSpecs(model, stream, norm, router)

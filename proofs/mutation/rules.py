@@ -153,6 +153,10 @@ def compiles(source: str) -> bool:
     return True
 
 
+_DECLARING = ("option", "of_model", "of_training")
+"""What declares a setting (`megazero/config/tree/option.py`)."""
+
+
 def setting_defaults(sources: Mapping[str, str]) -> dict[str, str]:
     """Name -> default's source of every setting of the configuration whose default is a plain value."""
     defaults = {}
@@ -160,7 +164,7 @@ def setting_defaults(sources: Mapping[str, str]) -> dict[str, str]:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 value = node.value
-                if isinstance(value, ast.Call) and ast.unparse(value.func) == "option" and value.args:
+                if isinstance(value, ast.Call) and ast.unparse(value.func) in _DECLARING and value.args:
                     value = value.args[0]
                 if isinstance(value, ast.Constant) and value.value not in (None, ...):
                     defaults[node.target.id] = ast.unparse(value)

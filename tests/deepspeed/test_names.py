@@ -29,7 +29,7 @@ print(type(deepspeed).__name__, deepspeed.__file__ == spec.origin, DeepSpeedEngi
 """
 ANSWER = [
     f"0.19.8 deepspeed {PATH / 'deepspeed/__init__.py'}",
-    "SurfaceModule True megazero.deepspeed.engine",
+    "SurfaceModule True megazero.deepspeed.engine.engine",
 ]
 
 
@@ -114,7 +114,7 @@ def test_a_deepspeed_that_is_imported_already_is_named(monkeypatch):
 def test_megazero_has_the_top_names_itself():
     assert megazero.initialize is surface.TOP.initialize
     assert {"initialize", "init_distributed", "zero", "moe"} <= set(dir(megazero))
-    assert megazero.runtime.engine.DeepSpeedEngine.__module__ == "megazero.deepspeed.engine"
+    assert megazero.runtime.engine.DeepSpeedEngine.__module__ == "megazero.deepspeed.engine.engine"
     assert "deepspeed" not in sys.modules or isinstance(sys.modules["deepspeed"], surface.SurfaceModule)
 
 

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
+from megazero.layers import activation as activation_module
 from megazero.layers import cores as attention_module
-from megazero.layers import mlp as mlp_module
 from tests.oracle import product
 from tests.oracle.cases import FACTORS, flags_of
 from tests.oracle.text import DATASETS
@@ -40,7 +40,7 @@ def test_how_often_each_half_of_a_layer_runs_in_a_step(
         monkeypatch.setattr(module, name, run)
 
     counting(attention_module, "attend")
-    counting(mlp_module, "bias_gelu")
+    counting(activation_module, "bias_gelu")
     flags = flags_of(FACTORS, {"batch": "whole", "layers": "2", "optimizer": "sgd"})
     product.write_datasets(tmp_path, {"small": DATASETS["small"]})
     product.train({**flags, "train-iters": 1, **recompute}, tmp_path, tmp_path, ranks=1)

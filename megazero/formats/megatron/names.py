@@ -209,6 +209,35 @@ def _further() -> Iterator[Sliced]:
             yield Sliced(rule)
 
 
+def _row(
+    ours: str,
+    dims: str,
+    theirs: str,
+    their_dims: str | None = None,
+    letter: str | None = None,
+    when: Callable[[ModelSpec], bool] = always,
+    layer: Present = always,
+) -> Sliced:
+    return Sliced(TensorRule(ours, dims, theirs, their_dims or dims, None, when, layer), letter)
+
+
+def _norm(
+    ours: str,
+    theirs: str,
+    when: Callable[[ModelSpec], bool] = always,
+    *,
+    dim: str = "h",
+    layer: Present = always,
+) -> tuple[Sliced, Sliced]:
+    def biased(spec: ModelSpec) -> bool:
+        return when(spec) and _with_layer_norm(spec)
+
+    return (
+        _row(f"{ours}.weight", dim, f"{theirs}.weight", when=when, layer=layer),
+        _row(f"{ours}.bias", dim, f"{theirs}.bias", when=biased, layer=layer),
+    )
+
+
 def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
     """The table. The order of a rank's queries, keys and values has changed twice.
 
@@ -218,44 +247,19 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
     """
     qkv = {0.0: "(s g d)", 1.0: "(g d s)"}.get(checkpoint_version, "(g s d)")
 
-    def row(
-        ours: str,
-        dims: str,
-        theirs: str,
-        their_dims: str | None = None,
-        letter: str | None = None,
-        when: Callable[[ModelSpec], bool] = always,
-        layer: Present = always,
-    ) -> Sliced:
-        return Sliced(TensorRule(ours, dims, theirs, their_dims or dims, None, when, layer), letter)
-
-    def norm(
-        ours: str,
-        theirs: str,
-        when: Callable[[ModelSpec], bool] = always,
-        *,
-        dim: str = "h",
-        layer: Present = always,
-    ) -> tuple[Sliced, Sliced]:
-        def biased(spec: ModelSpec) -> bool:
-            return when(spec) and _with_layer_norm(spec)
-
-        return (
-            row(f"{ours}.weight", dim, f"{theirs}.weight", when=when, layer=layer),
-            row(f"{ours}.bias", dim, f"{theirs}.bias", when=biased, layer=layer),
-        )
-
     ours, core = "layers.{i}", "decoder.layers.{i}"
     attention = f"{core}.self_attention"
     softmax = f"{attention}.core_attention"
     plain = (
-        row("embedding.word.weight", "v h", WORD, "v h", "v"),
-        *norm("embedding.norm", "embedding.word_embeddings.norm", _with_normed_words),
-        row("embedding.position.weight", "p h", "embedding.position_embeddings.weight", when=_with_positions),
-        row("embedding.token_type.weight", "2 h", "embedding.tokentype_embeddings.weight", when=with_types),
-        *norm(f"{ours}.input_norm", f"{core}.input_layernorm"),
+        _row("embedding.word.weight", "v h", WORD, "v h", "v"),
+        *_norm("embedding.norm", "embedding.word_embeddings.norm", _with_normed_words),
+        _row(
+            "embedding.position.weight", "p h", "embedding.position_embeddings.weight", when=_with_positions
+        ),
+        _row("embedding.token_type.weight", "2 h", "embedding.tokentype_embeddings.weight", when=with_types),
+        *_norm(f"{ours}.input_norm", f"{core}.input_layernorm"),
         *(
-            row(
+            _row(
                 f"{ours}.attention.qkv.{kind}",
                 f"g s d{h}",
                 f"{attention}.linear_qkv.{kind}",
@@ -266,24 +270,24 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
             )
             for kind, h, when in (("weight", " h", always), ("bias", "", qkv_biased))
         ),
-        *_latent_rows(norm),
-        row(f"{ours}.attention.out.weight", "h a", f"{attention}.linear_proj.weight", "h a", "a"),
-        row(f"{ours}.attention.out.bias", "h", f"{attention}.linear_proj.bias", "h", when=biased),
-        row(
+        *_latent_rows(_norm),
+        _row(f"{ours}.attention.out.weight", "h a", f"{attention}.linear_proj.weight", "h a", "a"),
+        _row(f"{ours}.attention.out.bias", "h", f"{attention}.linear_proj.bias", "h", when=biased),
+        _row(
             f"{ours}.attention.softmax_offset",
             "q",
             f"{softmax}.softmax_offset",
             letter="q",
             layer=_with_offset,
         ),
-        *norm(f"{ours}.attention.q_norm", f"{attention}.q_layernorm", dim="d", layer=_with_norm("q_norm")),
-        *norm(f"{ours}.attention.k_norm", f"{attention}.k_layernorm", dim="d", layer=_with_norm("k_norm")),
-        *norm(f"{ours}.mlp_norm", f"{core}.pre_mlp_layernorm"),
+        *_norm(f"{ours}.attention.q_norm", f"{attention}.q_layernorm", dim="d", layer=_with_norm("q_norm")),
+        *_norm(f"{ours}.attention.k_norm", f"{attention}.k_layernorm", dim="d", layer=_with_norm("k_norm")),
+        *_norm(f"{ours}.mlp_norm", f"{core}.pre_mlp_layernorm"),
         *_mlp_rows(),
-        *norm("final_norm", "decoder.final_layernorm"),
-        row("head.weight", "v h", HEAD, "v h", "v", untied),
+        *_norm("final_norm", "decoder.final_layernorm"),
+        _row("head.weight", "v h", HEAD, "v h", "v", untied),
         *(
-            row(f"{ours}.{kind}", dims if kind == "weight" else dims[0], f"{theirs}.{kind}", when=when)
+            _row(f"{ours}.{kind}", dims if kind == "weight" else dims[0], f"{theirs}.{kind}", when=when)
             for ours, dims, theirs, when in (
                 ("head.dense", "h e", "lm_head.dense", with_masked_head),
                 ("head.norm", "h", "lm_head.layer_norm", with_masked_head),
@@ -292,11 +296,11 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
             )
             for kind in ("weight", "bias")
         ),
-        row("head.bias", "v", "output_layer.bias", letter="v", when=with_masked_head),
+        _row("head.bias", "v", "output_layer.bias", letter="v", when=with_masked_head),
     )
     return (
         *map(_of_parts, plain),
-        *_hybrid_rows(norm),
+        *_hybrid_rows(_norm),
     )
 
 
