@@ -204,6 +204,25 @@ def _further() -> Iterator[Sliced]:
             yield Sliced(rule)
 
 
+def _ends(row: Callable[..., Sliced], norm: Callable[..., tuple[Sliced, Sliced]]) -> tuple[Sliced, ...]:
+    """The tensors behind the layers."""
+    return (
+        *norm("final_norm", "decoder.final_layernorm"),
+        row("head.weight", "v h", HEAD, "v h", "v", untied),
+        *(
+            row(f"{ours}.{kind}", dims if kind == "weight" else dims[0], f"{theirs}.{kind}", when=when)
+            for ours, dims, theirs, when in (
+                ("head.dense", "h e", "lm_head.dense", with_masked_head),
+                ("head.norm", "h", "lm_head.layer_norm", with_masked_head),
+                ("pooler", "h e", "pooler.dense", with_binary_head),
+                ("binary_head", "2 h", "binary_head", with_binary_head),
+            )
+            for kind in ("weight", "bias")
+        ),
+        row("head.bias", "v", "output_layer.bias", letter="v", when=with_masked_head),
+    )
+
+
 def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
     """The table. The order of a rank's queries, keys and values has changed twice.
 
@@ -275,19 +294,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
         *norm(f"{ours}.attention.k_norm", f"{attention}.k_layernorm", dim="d", layer=_with_norm("k_norm")),
         *norm(f"{ours}.mlp_norm", f"{core}.pre_mlp_layernorm"),
         *_mlp_rows(),
-        *norm("final_norm", "decoder.final_layernorm"),
-        row("head.weight", "v h", HEAD, "v h", "v", untied),
-        *(
-            row(f"{ours}.{kind}", dims if kind == "weight" else dims[0], f"{theirs}.{kind}", when=when)
-            for ours, dims, theirs, when in (
-                ("head.dense", "h e", "lm_head.dense", with_masked_head),
-                ("head.norm", "h", "lm_head.layer_norm", with_masked_head),
-                ("pooler", "h e", "pooler.dense", with_binary_head),
-                ("binary_head", "2 h", "binary_head", with_binary_head),
-            )
-            for kind in ("weight", "bias")
-        ),
-        row("head.bias", "v", "output_layer.bias", letter="v", when=with_masked_head),
+        *_ends(row, norm),
     )
     return (
         *map(_of_parts, plain),
