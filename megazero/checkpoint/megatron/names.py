@@ -284,11 +284,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
         row(f"{ours}.attention.out.weight", "h a", f"{attention}.linear_proj.weight", "h a", "a"),
         row(f"{ours}.attention.out.bias", "h", f"{attention}.linear_proj.bias", "h", when=biased),
         row(
-            f"{ours}.attention.softmax_offset",
-            "q",
-            f"{softmax}.softmax_offset",
-            letter="q",
-            layer=_with_offset,
+            f"{ours}.attention.softmax_offset", "q", f"{softmax}.softmax_offset", "q", "q", layer=_with_offset
         ),
         *norm(f"{ours}.attention.q_norm", f"{attention}.q_layernorm", dim="d", layer=_with_norm("q_norm")),
         *norm(f"{ours}.attention.k_norm", f"{attention}.k_layernorm", dim="d", layer=_with_norm("k_norm")),
