@@ -261,7 +261,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
 
     ours, core = "layers.{i}", "decoder.layers.{i}"
     attention = f"{core}.self_attention"
-    softmax, learnt = f"{attention}.core_attention", _with_offset
+    softmax = f"{attention}.core_attention"
     plain = (
         row("embedding.word.weight", "v h", WORD, "v h", "v"),
         *norm("embedding.norm", "embedding.word_embeddings.norm", _with_normed_words),
@@ -284,9 +284,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
         row(f"{ours}.attention.out.weight", "h a", f"{attention}.linear_proj.weight", "h a", "a"),
         row(f"{ours}.attention.out.bias", "h", f"{attention}.linear_proj.bias", "h", when=biased),
         row(
-            row(
-                f"{ours}.attention.softmax_offset", "q", f"{softmax}.softmax_offset", None, "q", layer=learnt
-            ),
+            f"{ours}.attention.softmax_offset", "q", f"{softmax}.softmax_offset", "q", "q", layer=_with_offset
         ),
         *norm(f"{ours}.attention.q_norm", f"{attention}.q_layernorm", dim="d", layer=_with_norm("q_norm")),
         *norm(f"{ours}.attention.k_norm", f"{attention}.k_layernorm", dim="d", layer=_with_norm("k_norm")),
