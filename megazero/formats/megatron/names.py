@@ -209,6 +209,9 @@ def _further() -> Iterator[Sliced]:
             yield Sliced(rule)
 
 
+_PLACES = "position_embeddings"
+
+
 def _row(
     ours: str,
     dims: str,
