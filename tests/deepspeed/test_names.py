@@ -29,7 +29,7 @@ print(type(deepspeed).__name__, deepspeed.__file__ == spec.origin, DeepSpeedEngi
 """
 ANSWER = [
     f"0.19.8 deepspeed {PATH / 'deepspeed/__init__.py'}",
-    "SurfaceModule True megazero.deepspeed.engine",
+    "SurfaceModule True megazero.deepspeed.engine.engine",
 ]
 
 
