@@ -113,7 +113,7 @@ def test_a_deepspeed_that_is_imported_already_is_named(monkeypatch):
 def test_megazero_has_the_top_names_itself():
     assert megazero.initialize is surface.TOP.initialize
     assert {"initialize", "init_distributed", "zero", "moe"} <= set(dir(megazero))
-    assert megazero.runtime.engine.DeepSpeedEngine.__module__ == "megazero.deepspeed.engine"
+    assert megazero.runtime.engine.DeepSpeedEngine.__module__ == "megazero.deepspeed.engine.engine"
     assert "deepspeed" not in sys.modules or isinstance(sys.modules["deepspeed"], surface.SurfaceModule)
 
 
