@@ -22,7 +22,6 @@ from megazero.deepspeed.moe.layer import MoE
 from megazero.deepspeed.utils.modules import get_default_autocast_lower_precision_modules
 
 _LEARNING = "data_efficiency.data_sampling.curriculum_learning"
-_LOWER = get_default_autocast_lower_precision_modules()
 _BESIDE: Mapping[str, tuple[str, Any]] = MappingProxyType(
     {
         "autotuning_enabled": ("autotuning.enabled", False),
@@ -44,7 +43,7 @@ _BESIDE: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "torch_autocast_enabled": ("torch_autocast.enabled", False),
         "torch_autocast_lower_precision_safe_modules": (
             "torch_autocast.lower_precision_safe_modules",
-            _LOWER,
+            get_default_autocast_lower_precision_modules(),
         ),
         "zero_offload_optimizer": ("zero_optimization.offload_optimizer", None),
         "zero_offload_param": ("zero_optimization.offload_param", None),
