@@ -92,7 +92,7 @@ def leave_batch_to_flags(
         A sentence on each of them.
     """
     said: list[str] = []
-    total, micro, steps = BatchSizes.model_fields
+    total, micro, steps = BatchSizes.names()
     sizes = {total: flags.get("batch.global_batch_size"), micro: flags.get("batch.micro_batch_size")}
     given = {key: flag for key, flag in sizes.items() if flag is not None}
     for key, flag in given.items():

@@ -347,7 +347,7 @@ def _set_fields(row: KeyRow, value: Any, values: Values, source: str, into: list
 
 def _set_batch(result: DeepSpeedSettings, values: Values, given: Values, data_parallel: int | None) -> None:
     """Resolve the batch sizes, with what flags and YAML give, and set them."""
-    keys = [*BatchSizes.model_fields]
+    keys = BatchSizes.names()
     paths = ("batch.global_batch_size", "batch.micro_batch_size")
     stated = {key: values[key] for key in keys if values.get(key, AUTO) != AUTO}
     known = {**dict(zip(keys, map(given.get, paths), strict=False)), **stated}

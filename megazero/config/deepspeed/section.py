@@ -1,17 +1,15 @@
-"""Sections of DeepSpeed's JSON as pydantic models: each key, its default there, and what it does here."""
+"""Sections of DeepSpeed's JSON: each key with its type, its default there, and what it does here."""
 
 from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
-
-from pydantic import BaseModel, ConfigDict, Field
-from pydantic.fields import FieldInfo
 
 AUTO = "auto"
 LARGEST = 2**63 - 1
@@ -129,7 +127,7 @@ PLACE = ValueShape(
     '"none", "cpu" or "nvme"', lambda value: value if value in ("none", "cpu", "nvme") else NOTHING
 )
 
-# What a section annotates its keys with: the type that pydantic holds, and the shape that is read.
+# What a section annotates its keys with: the type of the value, and the shape that is read.
 Bool = Annotated[bool, BOOL]
 Integer = Annotated[int, INTEGER]
 Count = Annotated[int, COUNT]
@@ -266,15 +264,21 @@ def does(default: Any = NOTHING, **effect: Any) -> Any:
     if effect.pop("seen", False):
         effect |= {"getter": True, "attribute": True}
     there = There(default, **{name: effect.pop(name) for name in _THERE if name in effect})
-    hidden: dict[str, Any] = {"validate_default": False, "exclude": True} if default is NOTHING else {}
-    extra: Any = {"there": there, "effect": effect}
-    return Field(None if hidden else default, json_schema_extra=extra, **hidden)
+    return Declared(there, MappingProxyType(effect))
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A key as its section's body has it: DeepSpeed's side of it, and attributes of its `KeyRow`."""
+
+    there: There
+    effect: Mapping[str, Any]
 
 
 _THERE = ("absent", "getter", "attribute")
 
 
-class Section(BaseModel):
+class Section:
     """The keys of one object of the JSON that are declared together.
 
     Attributes:
@@ -285,7 +289,6 @@ class Section(BaseModel):
         mapping: whether that is a dictionary, not an object.
     """
 
-    model_config = ConfigDict(extra="forbid", defer_build=True, protected_namespaces=())
     at: ClassVar[str] = ""
     heading: ClassVar[str]
     when: ClassVar[str | None] = None
@@ -293,24 +296,31 @@ class Section(BaseModel):
     mapping: ClassVar[bool] = False
 
     @classmethod
-    def rows(cls) -> tuple[KeyRow, ...]:
-        """Its keys, in order."""
-        return tuple(cls._row(name, field) for name, field in cls.model_fields.items())
+    def names(cls) -> tuple[str, ...]:
+        """The names of its keys, in order."""
+        return tuple(name for name, value in vars(cls).items() if isinstance(value, Declared))
 
     @classmethod
-    def _row(cls, name: str, field: FieldInfo) -> KeyRow:
-        declared: Any = field.json_schema_extra
-        effect, there = declared["effect"], declared["there"].named(name)
-        shape = next(part for part in field.metadata if isinstance(part, ValueShape))
+    def rows(cls) -> tuple[KeyRow, ...]:
+        """Its keys, in order."""
+        module = vars(sys.modules[cls.__module__])
+        # `typing.get_type_hints` does the same, and takes longer than everything else in this package.
+        types = {name: eval(cls.__annotations__[name], module) for name in cls.names()}
+        return tuple(cls._row(name, annotated.__metadata__[0]) for name, annotated in types.items())
+
+    @classmethod
+    def _row(cls, name: str, shape: ValueShape) -> KeyRow:
+        declared: Declared = vars(cls)[name]
         key = f"{cls.at}.{name}" if cls.at else name
-        when = effect.get("when", None if cls.when == key else cls.when)
-        return KeyRow(key, shape, **{**effect, "when": when or None, "there": there})
+        when = declared.effect.get("when", None if cls.when == key else cls.when)
+        there = declared.there.named(name)
+        return KeyRow(key, shape, **{**declared.effect, "when": when or None, "there": there})
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """Key -> DeepSpeed's default, for those that have one."""
-        rows = (row for row in cls.rows() if row.there.default is not NOTHING)
-        return {row.key.rpartition(".")[2]: row.there.default for row in rows}
+        there = {name: vars(cls)[name].there.default for name in cls.names()}
+        return {name: default for name, default in there.items() if default is not NOTHING}
 
 
 def say(value: object) -> str:

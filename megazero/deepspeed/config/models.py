@@ -123,5 +123,5 @@ def get_bfloat16_config(param_dict: Mapping[str, Any]) -> Any:
     """The section `bf16` of a JSON's content, or `bfloat16`, as it was called."""
     given = param_dict.get("bf16", param_dict.get("bfloat16", {}))
     # Examples copy the keys of `fp16`, which the reader passes over.
-    copied = Bf16.model_fields.keys() - Bf16.defaults().keys()
+    copied = set(Bf16.names()) - Bf16.defaults().keys()
     return DeepSpeedBF16Config(**{key: value for key, value in given.items() if key not in copied})

@@ -1,1 +1,1 @@
-"""sections: DeepSpeed's JSON, one pydantic model for each of its objects."""
+"""sections: DeepSpeed's JSON, one class for each of its objects."""
