@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megazero.config.fields import paths
 from megazero.config.rules.rule import Case, Rule, value_at
 from megazero.config.tasks import Task, task_of
@@ -13,7 +15,7 @@ _DATA, _FINETUNE, _MODEL, _TRAINING = paths.data, paths.finetune, paths.model, p
 
 _SPLIT_PATHS = (_DATA.train_data_path, _DATA.valid_data_path, _DATA.test_data_path)
 _ALL_PATHS = (_DATA.data_path, *_SPLIT_PATHS)
-_FILES = (_FINETUNE.train_data, _FINETUNE.valid_data, _FINETUNE.test_data)
+_FILES: tuple[Any, ...] = (_FINETUNE.train_data, _FINETUNE.valid_data, _FINETUNE.test_data)
 _COLUMNS = (_FINETUNE.task, _FINETUNE.text_columns, _FINETUNE.choice_columns)
 # Less holds no text beside the marks around two of them.
 _LEAST_SEQUENCE = 5

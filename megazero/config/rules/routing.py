@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from megazero.config.fields import FIELD_BY_PATH, paths
 from megazero.config.rules.rule import Case, Rule
@@ -55,7 +56,7 @@ def _balance_is_one(model: ModelConfig) -> bool:
     return len(set(kinds)) == len(kinds) and (len(kinds) == 1 or not {"none", "sinkhorn"} & set(kinds))
 
 
-_BESIDE_ASSIGNMENT = (
+_BESIDE_ASSIGNMENT: tuple[Any, ...] = (
     *(f"model.moe_router_{name}" for name in ("num_groups", "enable_expert_bias", "topk_scaling_factor")),
     *(_MODEL.moe_router_sampling, _MODEL.moe_expert_capacity_factor, _MODEL.moe_n_hash_layers),
 )
