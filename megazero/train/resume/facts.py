@@ -169,10 +169,6 @@ class ModelFacts(_FactsModel):
 
 
 def read_facts(model: type[_Facts], content: Mapping[str, Any], folder: Path) -> _Facts:
-    """The facts of a model's fields in the content of a checkpoint's `state.json`.
-
-    Raises:
-        DamagedCheckpointError: something is missing or has the wrong type.
-    """
+    """Validate the content of a checkpoint's `state.json`; raises DamagedCheckpointError."""
     facts: _Facts = parse(model, json.dumps(dict(content)).encode(), folder / STATE)
     return facts

@@ -37,9 +37,8 @@ _OVERRIDE, _KEEP = "--override-opt_param-scheduler", "--use-checkpoint-opt_param
 
 def with_batch(batch: BatchConfig, size: int) -> BatchConfig:
     """The same section with this global batch size, if it gives none."""
-    return (
-        batch if batch.final_batch_size is not None else batch.model_copy(update={"global_batch_size": size})
-    )
+    given = batch.final_batch_size is not None
+    return batch if given else batch.model_copy(update={"global_batch_size": size})
 
 
 def on_schedule(
