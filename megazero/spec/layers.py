@@ -26,7 +26,11 @@ def norm_spec(model: ModelConfig, features: int) -> NormSpec:
     """The norm of so many channels."""
     by_mean = model.normalization == "LayerNorm"
     return NormSpec(
-        features, by_mean, by_mean and model.norm_bias, model.norm_epsilon, model.apply_layernorm_1p
+        features=features,
+        by_mean=by_mean,
+        bias=by_mean and model.norm_bias,
+        eps=model.norm_epsilon,
+        centred=model.apply_layernorm_1p,
     )
 
 
@@ -34,20 +38,20 @@ def _sparse(model: ModelConfig) -> SparseSpec | None:
     if not model.is_sparse:
         return None
     return SparseSpec(
-        model.sparse_attention,
-        model.sparse_block,
-        model.sparse_blocks,
-        model.num_attention_heads if model.sparse_different_layout_per_head else 1,
-        model.sparse_seed,
-        model.sparse_num_local_blocks,
-        model.sparse_num_global_blocks,
-        model.sparse_num_different_global_patterns,
-        model.sparse_horizontal_global_attention,
-        model.sparse_num_random_blocks,
-        model.sparse_local_window_blocks,
-        model.sparse_global_block_indices,
-        model.sparse_global_block_end_indices or None,
-        model.sparse_num_sliding_window_blocks,
+        kind=model.sparse_attention,
+        block=model.sparse_block,
+        blocks=model.sparse_blocks,
+        heads=model.num_attention_heads if model.sparse_different_layout_per_head else 1,
+        seed=model.sparse_seed,
+        local=model.sparse_num_local_blocks,
+        globals_=model.sparse_num_global_blocks,
+        patterns=model.sparse_num_different_global_patterns,
+        horizontal=model.sparse_horizontal_global_attention,
+        random=model.sparse_num_random_blocks,
+        windows=model.sparse_local_window_blocks,
+        starts=model.sparse_global_block_indices,
+        ends=model.sparse_global_block_end_indices or None,
+        sliding=model.sparse_num_sliding_window_blocks,
     )
 
 
@@ -109,22 +113,22 @@ class LayerSpecs:
         if model.rotates_at(number):
             table = int(model.window_rotary_base is not None and sight.window is not None)
         return AttentionSpec(
-            self.stream,
-            model.num_attention_heads,
-            groups,
-            model.head_dim,
-            sight,
-            model.qkv_bias,
-            model.attention_dropout,
-            self._t5_scale if model.family == "t5" else model.softmax_scale,
-            model.attn_logit_softcapping,
-            model.softmax_type,
-            self._head_norm(model.num_attention_heads),
-            self._head_norm(groups),
-            model.attention_output_gate,
-            table,
-            model.rotary_dim if model.rotary_interleaved else None,
-            model.position_embedding_type == "alibi",
+            stream=self.stream,
+            heads=model.num_attention_heads,
+            groups=groups,
+            head_dim=model.head_dim,
+            sight=sight,
+            qkv_bias=model.qkv_bias,
+            dropout=model.attention_dropout,
+            scale=self._t5_scale if model.family == "t5" else model.softmax_scale,
+            softcap=model.attn_logit_softcapping,
+            softmax=model.softmax_type,
+            q_norm=self._head_norm(model.num_attention_heads),
+            k_norm=self._head_norm(groups),
+            gated=model.attention_output_gate,
+            rotary=table,
+            interleaved=model.rotary_dim if model.rotary_interleaved else None,
+            alibi=model.position_embedding_type == "alibi",
         )
 
     @property
@@ -135,14 +139,14 @@ class LayerSpecs:
         """A decoder's attention to the encoder."""
         model = self.model
         return AttentionSpec(
-            self.stream,
-            model.num_attention_heads,
-            model.kv_heads,
-            model.head_dim,
-            SightSpec(causal=False),
-            model.qkv_bias,
-            model.attention_dropout,
-            self._t5_scale,
+            stream=self.stream,
+            heads=model.num_attention_heads,
+            groups=model.kv_heads,
+            head_dim=model.head_dim,
+            sight=SightSpec(causal=False),
+            qkv_bias=model.qkv_bias,
+            dropout=model.attention_dropout,
+            scale=self._t5_scale,
         )
 
     def _head_norm(self, heads: int) -> NormSpec | None:
@@ -158,37 +162,35 @@ class LayerSpecs:
         if model.scales_by_yarn:
             sharper += 0.1 * model.mscale_all_dim * math.log(model.rotary_scaling_factor)
         norm = replace(self.norm, features=model.kv_lora_rank) if model.qk_layernorm else None
-        narrow, decays = (
-            model.q_lora_rank,
-            model.apply_wd_to_qk_layernorm,
-        )  # queries' alone, as in Megatron-LM
+        narrow = model.q_lora_rank
+        decays = model.apply_wd_to_qk_layernorm  # of the queries' norm alone, as in Megatron-LM
         return LatentAttentionSpec(
-            self.stream,
-            model.num_attention_heads,
-            narrow,
-            model.kv_lora_rank,
-            model.qk_head_dim,
-            model.qk_pos_emb_head_dim,
-            model.v_head_dim,
-            sight,
-            sharper**2 / math.sqrt(model.head_dim),
-            replace(norm, features=narrow, decays=decays) if norm and narrow else None,
-            norm,
-            model.attention_dropout,
-            model.attn_logit_softcapping,
+            stream=self.stream,
+            heads=model.num_attention_heads,
+            query_rank=narrow,
+            rank=model.kv_lora_rank,
+            plain_dim=model.qk_head_dim,
+            rotary_dim=model.qk_pos_emb_head_dim,
+            value_dim=model.v_head_dim,
+            sight=sight,
+            scale=sharper**2 / math.sqrt(model.head_dim),
+            query_norm=replace(norm, features=narrow, decays=decays) if norm and narrow else None,
+            latent_norm=norm,
+            dropout=model.attention_dropout,
+            softcap=model.attn_logit_softcapping,
         )
 
     def _mixer(self) -> MixerSpec:
         model = self.model
         assert model.mamba_heads is not None, "the pattern has such a layer"
         return MixerSpec(
-            self.stream,
-            model.mamba_heads,
-            model.mamba_head_dim,
-            model.mamba_num_groups,
-            model.mamba_state_dim,
-            model.mamba_min_step,
-            model.norm_epsilon,
+            stream=self.stream,
+            heads=model.mamba_heads,
+            head_dim=model.mamba_head_dim,
+            groups=model.mamba_num_groups,
+            state=model.mamba_state_dim,
+            min_step=model.mamba_min_step,
+            eps=model.norm_epsilon,
         )
 
     def _mlp(self, number: int, width: int) -> MlpSpec | MoeSpec:
@@ -203,13 +205,13 @@ class LayerSpecs:
             router = replace(router, hashed=True, balance=(), expert_bias=False)
         expert, shared = replace(mlp, width=width), model.moe_shared_expert_intermediate_size
         return MoeSpec(
-            self.stream,
-            experts,
-            expert,
-            router,
-            len(self.experts),
-            model.seq_length,
-            None if shared is None else replace(mlp, width=shared),
-            model.moe_shared_expert_gate,
-            expert if model.mlp_type == "residual" else None,
+            stream=self.stream,
+            experts=experts,
+            expert=expert,
+            router=router,
+            routers=len(self.experts),
+            length=model.seq_length,
+            shared=None if shared is None else replace(mlp, width=shared),
+            shared_gate=model.moe_shared_expert_gate,
+            dense=expert if model.mlp_type == "residual" else None,
         )

@@ -22,27 +22,27 @@ def model_spec(model: ModelConfig) -> ModelSpec:
     segments = 2 if model.family == "bert" and model.has_token_types else 0
     relative = RelativeSpec(model.t5_relative_buckets, model.t5_relative_distance)
     return ModelSpec(
-        model.family,
-        stream,
-        norm,
-        EmbeddingSpec(
-            stream,
-            model.embedding_multiplier,
-            model.positions if learned else 0,
-            segments,
-            norm if model.embed_layernorm else None,
+        family=model.family,
+        stream=stream,
+        norm=norm,
+        embedding=EmbeddingSpec(
+            stream=stream,
+            factor=model.embedding_multiplier,
+            positions=model.positions if learned else 0,
+            token_types=segments,
+            norm=norm if model.embed_layernorm else None,
         ),
-        _head(model, stream, norm),
-        tuple(map(layers.at, range(model.num_layers))),
-        model.encoder_layers,
-        model.seq_length,
-        model.decoder_length,
-        model.positions,
-        tuple(map(layers.at, model.further_layers)),
-        model.mtp_loss_scaling_factor,
-        _rotary(model),
-        relative if model.position_embedding_type == "relative" else None,
-        router,
+        head=_head(model, stream, norm),
+        layers=tuple(map(layers.at, range(model.num_layers))),
+        encoder_layers=model.encoder_layers,
+        length=model.seq_length,
+        decoder_length=model.decoder_length,
+        positions=model.positions,
+        further=tuple(map(layers.at, model.further_layers)),
+        further_weight=model.mtp_loss_scaling_factor,
+        rotary=_rotary(model),
+        relative=relative if model.position_embedding_type == "relative" else None,
+        router=router,
     )
 
 
@@ -65,25 +65,25 @@ def router_spec(model: RoutingConfig) -> RouterSpec:
         sampling=model.moe_router_sampling,
         forced=model.moe_router_force_load_balancing,
         capacity=CapacitySpec(
-            model.moe_expert_capacity_factor,
-            model.moe_eval_capacity_factor,
-            model.moe_min_capacity,
-            model.moe_token_drop_policy,
-            model.moe_capacity_scope == "micro_batch",
-            model.moe_pad_expert_input_to_capacity,
+            factor=model.moe_expert_capacity_factor,
+            eval_factor=model.moe_eval_capacity_factor,
+            least=model.moe_min_capacity,
+            policy=model.moe_token_drop_policy,
+            together=model.moe_capacity_scope == "micro_batch",
+            padded=model.moe_pad_expert_input_to_capacity,
         ),
     )
 
 
 def _stream(model: ModelConfig) -> StreamSpec:
     return StreamSpec(
-        model.hidden_size,
-        model.init_method_std,
-        model.init_method_std / math.sqrt(model.residual_writers),
-        model.add_bias_linear,
-        model.hidden_dropout,
-        model.residual_multiplier,
-        model.fp32_residual_connection,
+        width=model.hidden_size,
+        std=model.init_method_std,
+        out_std=model.init_method_std / math.sqrt(model.residual_writers),
+        bias=model.add_bias_linear,
+        dropout=model.hidden_dropout,
+        scale=model.residual_multiplier,
+        fp32=model.fp32_residual_connection,
     )
 
 
@@ -93,15 +93,15 @@ def _head(model: ModelConfig, stream: StreamSpec, norm: NormSpec) -> HeadSpec:
     if model.family == "t5" and tied and google:
         factor = model.hidden_size**-0.5
     return HeadSpec(
-        stream,
-        norm,
-        tied,
-        factor,
-        model.final_logit_softcapping,
-        model.family == "bert" or (model.family == "t5" and tied and not google),
-        model.bert_head_activation == "gelu_exact",
-        model.bert_binary_head,
-        model.num_classes,
+        stream=stream,
+        norm=norm,
+        tied=tied,
+        factor=factor,
+        softcap=model.final_logit_softcapping,
+        bias=model.family == "bert" or (model.family == "t5" and tied and not google),
+        exact_gelu=model.bert_head_activation == "gelu_exact",
+        binary=model.bert_binary_head,
+        classes=model.num_classes,
     )
 
 
@@ -118,21 +118,21 @@ def _rotary(model: ModelConfig) -> tuple[RotarySpec, ...]:
 def _rotary_scaling(model: ModelConfig) -> RotaryScaling | None:
     if model.scales_by_yarn:
         return RotaryScaling(
-            "yarn",
-            model.rotary_scaling_factor,
-            model.yarn_original_max_position_embeddings,
-            model.yarn_beta_slow,
-            model.yarn_beta_fast,
-            model.yarn_correction_range_round_to_int,
-            (model.mscale, model.mscale_all_dim),
+            kind="yarn",
+            factor=model.rotary_scaling_factor,
+            original=model.yarn_original_max_position_embeddings,
+            slow=model.yarn_beta_slow,
+            fast=model.yarn_beta_fast,
+            rounded=model.yarn_correction_range_round_to_int,
+            sharper=(model.mscale, model.mscale_all_dim),
         )
     if model.use_rope_scaling:
         return RotaryScaling(
-            "llama3",
-            model.rope_scaling_factor,
-            model.rope_original_max_position_embeddings,
-            model.rope_low_freq_factor,
-            model.rope_high_freq_factor,
+            kind="llama3",
+            factor=model.rope_scaling_factor,
+            original=model.rope_original_max_position_embeddings,
+            slow=model.rope_low_freq_factor,
+            fast=model.rope_high_freq_factor,
         )
     divisor = model.rotary_seq_len_interpolation_factor
     return None if divisor is None else RotaryScaling("linear", divisor)
