@@ -61,6 +61,7 @@ def test_blocks_of_a_bert_by_hand():
     assert (head.kind, head.flops) == ("BertHead", (2 * 1024 * 1024 + 2 * 1024 * 30592) / 4)
 
 
+@pytest.mark.fast
 def test_the_benchmark_model_by_hand():
     projections = 4 * 2 * 512 * 512
     attention = 2 * 2 * 256 * 512
