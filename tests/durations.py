@@ -7,7 +7,7 @@ bash scripts/test.sh tests/data --write-durations    # those of the files that r
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
@@ -44,16 +44,20 @@ def read_cases(table: Path = TABLE) -> dict[str, float]:
 
 
 def write_durations(
-    seconds: Mapping[str, float], cases: Mapping[str, float], files: set[str], table: Path = TABLE
+    seconds: Mapping[str, float],
+    cases: Mapping[str, float],
+    files: set[str],
+    table: Path = TABLE,
+    partly: Collection[str] = (),
 ) -> None:
     """Put the seconds of files, and of cases by test, into the table; of files that ran, all rows are new.
 
-    Rows of files that are not there any more go. Cases that were left out count as what they took before, if
-    that was more: otherwise a test whose long cases are left out would run them the next time.
+    Rows of files that are not there any more go. Of tests that ran `partly`, a case takes what it took before
+    if that was more: otherwise one whose long cases are left out would run them the next time.
     """
     before = read_rows(table) if table.exists() else {}
     kept = {name: value for name, value in before.items() if name.partition("::")[0] not in seconds}
-    cases = {name: max(value, before.get(name, 0.0)) for name, value in cases.items()}
+    cases = {n: max(value, before.get(n, 0.0) if n in partly else 0.0) for n, value in cases.items()}
     long = {name: value for name, value in cases.items() if value >= LONG_CASE}
     rows = {name: value for name, value in {**kept, **seconds, **long}.items() if _file(name) in files}
     lines = [f"{rows[name]:7.{2 if '::' in name else 1}f} {name}\n" for name in sorted(rows)]
@@ -70,11 +74,14 @@ class DurationsWriter:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._cases: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._partly: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[_file(report.nodeid)] += report.duration
         test, parameters, _ = report.nodeid.partition("[")
-        if parameters and not report.skipped:
+        if parameters and report.skipped:
+            self._partly.add(test)
+        elif parameters:
             self._cases[test][report.nodeid] += report.duration
 
     @property
@@ -84,4 +91,4 @@ class DurationsWriter:
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if exitstatus == pytest.ExitCode.OK:
-            write_durations(self.seconds, self.cases, all_test_files())
+            write_durations(self.seconds, self.cases, all_test_files(), partly=self._partly)

@@ -135,6 +135,11 @@ def test_what_ran_gets_new_rows_and_what_is_gone_loses_its_own(monkeypatch, tmp_
         {"tests/a.py": 2.0}, {"tests/a.py::test_z": 0.125, "tests/a.py::brief": 0.01}, files, table
     )
     assert read_cases(table) == {"tests/a.py::test_z": 0.12, "tests/b.py::test_y": 0.5}
+    quick = {"tests/b.py": 2.0}, {"tests/b.py::test_y": 0.25}, files, table
+    write_durations(*quick, partly={"tests/b.py::test_y"})  # its long cases were left out
+    assert read_cases(table)["tests/b.py::test_y"] == 0.5
+    write_durations(*quick)
+    assert read_cases(table)["tests/b.py::test_y"] == 0.25
     writer = DurationsWriter()
     for name, seconds in (
         ("tests/a.py::test_x[1]", 0.25),
@@ -147,8 +152,10 @@ def test_what_ran_gets_new_rows_and_what_is_gone_loses_its_own(monkeypatch, tmp_
         SimpleNamespace(nodeid="tests/a.py::test_x[3]", duration=0.0, skipped=True)
     )
     kept: list[dict[str, float]] = []
-    monkeypatch.setattr("tests.durations.write_durations", lambda *tables: kept.extend(tables[:2]))
+    monkeypatch.setattr(
+        "tests.durations.write_durations", lambda *tables, partly: kept.extend([*tables[:2], partly])
+    )
     writer.pytest_sessionfinish(None, pytest.ExitCode.TESTS_FAILED)
     assert kept == []
     writer.pytest_sessionfinish(None, pytest.ExitCode.OK)
-    assert kept == [{"tests/a.py": 1.0, "tests/c.py": 7}, {"tests/a.py::test_x": 0.5}]
+    assert kept == [{"tests/a.py": 1.0, "tests/c.py": 7}, {"tests/a.py::test_x": 0.5}, {"tests/a.py::test_x"}]
