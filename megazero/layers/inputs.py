@@ -200,7 +200,9 @@ class LayerInputs:
 
     def layer_dropout(self, p: float, layer: int, place: str) -> Dropout | None:
         """The dropout of a layer's contribution to this rank's rows at one of `PLACES`."""
-        if self.rows.keys is None or self.site_keys is None or p == 0.0:
+        if p == 0.0:
+            return None
+        if self.rows.keys is None or self.site_keys is None:
             return self.dropout(p, "hidden", layer, place)
         return self.rows.dropout(p, self.site_keys[place])
 

@@ -146,7 +146,7 @@ class TransformerLayer(nn.Module):
         return scaled(out, bias, scale)
 
     def _dropout(self, inputs: LayerInputs, site: str) -> Dropout | None:
-        return None if self.dropout == 0.0 else inputs.layer_dropout(self.dropout, self.layer, site)
+        return inputs.layer_dropout(self.dropout, self.layer, site)
 
 
 def layers_of(blocks: Iterable[nn.Module]) -> list[TransformerLayer]:
