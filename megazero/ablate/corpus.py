@@ -28,11 +28,11 @@ class _Recipe:
     """The tools and settings that make the corpus of a family; files are relative to the corpus's folder.
 
     Attributes:
-        tool: makes the text.
-        text: the file of it.
-        train: flags of the tokenizer's training.
-        tokenizer: the tokenizer's file.
-        tokenize: the flags that name it, but for the file, which follows them.
+        tool: the command that writes the text.
+        text: the file that it writes.
+        train: flags with which the tokenizer is trained.
+        tokenizer: the file that this training writes.
+        tokenize: the flags before the tokenizer's file on the encoder's command line.
         prefix: the dataset, without ``.bin`` or ``.idx``.
         encode: flag of the encoder, which says how it splits texts.
     """

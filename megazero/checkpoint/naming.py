@@ -145,7 +145,7 @@ class Link:
 
     @property
     def their_shape(self) -> tuple[int, ...]:
-        """Shape of their tensor."""
+        """Shape of the tensor in the foreign checkpoint."""
         return tuple(math.prod(self.box.shape[dim] for dim in dims) for dims in self.merged)
 
     @property

@@ -1,4 +1,4 @@
-"""Words of a training that a command is about, and numbers among the command's own flags."""
+"""Arguments that commands share: the flags of a training after `--`, and bounded integers."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def _parents(path: str) -> Iterable[str]:
 
 
 class SurfaceModule(ModuleType):
-    """A module of DeepSpeed's: rows of the table and further modules.
+    """A stand-in for `deepspeed.NAME`, whose attributes come from rows of `names/` and further modules.
 
     Args:
         name: its full name.

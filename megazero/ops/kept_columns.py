@@ -36,7 +36,7 @@ def _token_bits(length: int) -> int:
 
 
 def kept_columns_reference(keys: Tensor, length: int, kept: int) -> Tensor:
-    """The tokens with the least random numbers, which end in the token so that no two are equal."""
+    """Keep the tokens with the smallest keys; a key ends in its token's number, so no two are equal."""
     numbers = torch.arange(length, device=keys.device).unsqueeze(1)
     bits = derive(keys, numbers)  # [s, b]
     low = _token_bits(length)

@@ -220,8 +220,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`vocab_parallel_cross_entropy(x @ weight.T, ...)` of x [s, b, h] and weight [v/tp, h], fp32 [s, b].
 
-    The logits are never whole: `block` columns of them exist at a time, forward and, made again, backward,
-    for one of `tiles` tiles of tokens; 0 for so many that these logits take `TILE_BYTES` at most in fp32.
+    The logits are never whole: `block` columns of one of `tiles` tiles of tokens exist at a time, and are
+    made again in backward. 0 tiles: as many as make a block of fp32 logits fit `TILE_BYTES`.
     So the projection costs four products instead of three. x must be equal on all ranks of the group. Its
     gradient is this slice's part, which the caller adds up over the group; the weight's is whole.
     """

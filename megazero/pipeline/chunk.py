@@ -53,7 +53,7 @@ class Chunk(Protocol[B_contra]):
         """The loss terms of the whole model; the same on all ranks, in the same order."""
 
     def takes(self, batch: B_contra) -> Boundary:
-        """The hidden states that the chunk starts from, for this micro-batch; nobody asks the first chunk."""
+        """The hidden states that the chunk receives for this micro-batch; undefined for the first chunk."""
 
     def gives(self, batch: B_contra) -> Boundary:
         """The hidden states that the chunk ends with; nobody asks the last chunk."""

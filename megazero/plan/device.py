@@ -69,7 +69,7 @@ class Tiles(_Strict):
     """How products are cut into tiles, of which each processor takes one at a time.
 
     Attributes:
-        mnk: sizes of a tile; either of its first two sides may lie along m, and half tiles are slower.
+        mnk: sizes of a tile. m and n may be swapped, and a partial tile costs more.
         processors: 0 where products are not cut like this, as on a CPU.
         alignment_reached_share: the share of its rate that a product reaches, by the largest power of two
             that divides both n and k; 1 for what is not there.

@@ -95,8 +95,8 @@ class Clock:
     def call_seconds(self, call: Work, group: Group) -> float:
         """The time of a call between the ranks of `group`.
 
-        On a CPU it is made between products, and is the time that it adds to them: ranks that work come a
-        little apart, sleep and are woken, which takes longer than the call that they repeat without a break.
+        On a CPU, time the call between matrix products and take these off: ranks that work arrive a little
+        apart, sleep and are woken, so a call that is repeated without a break is unrealistically fast.
         """
         if self.device.type == "cuda":
             return self.seconds(call, group)

@@ -147,7 +147,7 @@ class Search:
         return sorted({1, self.given.parallel.context_parallel_size, *powers})
 
     def _sequence(self, tensor: int) -> tuple[bool, ...]:
-        """Whether rows are shared, too: on a GPU it takes no time, and less memory."""
+        """Whether to try sequence parallelism with this layout: on a GPU it is free and saves memory."""
         if tensor == 1:
             return (False,)
         return (True,) if self.device.memory.apart else (False, True)

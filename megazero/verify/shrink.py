@@ -309,7 +309,7 @@ def _shapes(
 
 
 def _layers(model: ModelConfig, count: int) -> dict[str, Any]:
-    """So many layers; half of them, and two at least, are of either stack where there are two."""
+    """Reduce to `count` layers; an encoder-decoder gets half in each stack, and at least 2."""
     if model.t5_decoder_layers is None:
         return {"num_layers": count}
     count = max(4, count)

@@ -41,7 +41,7 @@ def _stage_clause(case: Case) -> str:
 
 
 def _dense_widths_divide(case: Case) -> bool:
-    """Whether the MLPs through which all tokens go, beside the experts, can be cut."""
+    """Whether the widths of shared and residual MLPs divide by the tensor-parallel size."""
     model, ranks = case.config.model, case.config.parallel.tensor_model_parallel_size
     if not model.num_experts:
         return True

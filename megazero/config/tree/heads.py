@@ -1,4 +1,4 @@
-"""Parts of the section of the tree about the model: what stands on top of its layers."""
+"""Parts of the section of the tree about the model: its output heads."""
 
 from __future__ import annotations
 

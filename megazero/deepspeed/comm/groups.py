@@ -30,7 +30,7 @@ class _Layout:
         self._context: ParallelContext | None = None
 
     def remember(self, context: ParallelContext) -> None:
-        """Answer by this context from now on, until its world is left."""
+        """Make `context` the one that these getters read, until its world is destroyed."""
         self._context = context
 
     def context(self) -> ParallelContext | None:

@@ -95,7 +95,7 @@ class Rows:
 
     @property
     def their_shape(self) -> tuple[int, ...]:
-        """Shape of their tensor."""
+        """Shape of the tensor in the Hugging Face checkpoint."""
         rows = sum(link.their_shape[0] for link in self.links)
         return (rows, *self.links[0].their_shape[1:])
 

@@ -197,8 +197,8 @@ class Ferry:
     def lend(self, loan: Loan) -> None:
         """Let a copy to the device read a slot.
 
-        Where it is kept in place, there is nothing to give back, and it is not written before the sums of
-        its bucket have come to the host, which is a later copy.
+        A slot kept in place needs no return: its next write follows the copy of this bucket's gradients to
+        the host, which is queued after the read.
         """
         if loan.tier.in_place:
             return
