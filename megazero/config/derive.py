@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, get_args
@@ -22,6 +22,8 @@ _RESOLVED = MappingProxyType({spec.name: spec.resolved for spec in FIELDS if spe
 
 EXPERT_FIELDS = names_with(Role.EXPERTS)
 """The model's settings about experts; they say nothing about a model without any."""
+
+_PLACEMENT = names_with(Role.PLACEMENT)
 
 FREE_MODEL_FIELDS = frozenset(names_with(Role.FREE))
 """The settings that a checkpoint's model need not share.
@@ -61,7 +63,7 @@ def model_differences(a: ModelConfig, b: ModelConfig, fields: Iterable[str]) -> 
     """
     families = get_args(ModelConfig.model_fields["family"].annotation)
     others = tuple(f"{family}_" for family in families if family not in (a.family, b.family))
-    dense, placement = not (a.num_experts and b.num_experts), names_with(Role.PLACEMENT)
+    dense = not (a.num_experts and b.num_experts)
     fields = list(fields)
     differences: list[tuple[str, Any, Any]] = []
     if "num_experts" in fields and a.experts_by_layer != b.experts_by_layer:
@@ -69,23 +71,21 @@ def model_differences(a: ModelConfig, b: ModelConfig, fields: Iterable[str]) -> 
     if "window_size" in fields and a.windows != b.windows:
         differences.append(("window_size", a.windows, b.windows))
     for field in fields:
-        if field.startswith(others) or field in placement or (dense and field in EXPERT_FIELDS):
+        if field.startswith(others) or field in _PLACEMENT or (dense and field in EXPERT_FIELDS):
             continue
-        ours, theirs = (getattr(model, _resolved(model).get(field, field)) for model in (a, b))
+        ours, theirs = (getattr(model, _RESOLVED.get(field, field)) for model in (a, b))
         if ours != theirs:
             differences.append((field, ours, theirs))
     return differences
 
 
-def _resolved(model: ModelConfig) -> Mapping[str, str]:
-    if model.num_experts:
-        return _RESOLVED
-    return {name: source for name, source in _RESOLVED.items() if name not in EXPERT_FIELDS}
-
-
 def filled_model(model: ModelConfig) -> ModelConfig:
     """The same model with the settings whose default follows from others written out."""
-    written = {name: getattr(model, source) for name, source in _resolved(model).items()}
+    written = {
+        name: getattr(model, source)
+        for name, source in _RESOLVED.items()
+        if model.num_experts or name not in EXPERT_FIELDS
+    }
     return model.model_copy(update=written)
 
 

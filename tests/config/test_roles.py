@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megazero.config.fields import FIELDS, FieldSpec, Kind, fields_with, names_with, section_fields
+from megazero.config.fields import FIELDS, SECTIONS, FieldSpec, Kind, fields_with, names_with, section_fields
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.optimizer import OptimizerConfig
@@ -24,9 +24,12 @@ from tests.source_tree import Source, sources
 pytestmark = pytest.mark.fast
 
 FEW = 3
-# Tables whose rows pair a name of others with one of ours, and the tree itself.
-PAIRING = ("megazero.formats.hf.", "megazero.config.compat.", "megazero.config.deepspeed.sections.")
-TREE = ("megazero.config.tree.", "megazero.deepspeed.")  # with DeepSpeed's names, some of which are ours, too
+TREE = "megazero.config.tree."
+# Tables whose rows pair a name of others with one of ours.
+PAIRING = (
+    *("megazero.formats.hf.", "megazero.config.compat.", "megazero.config.deepspeed.sections."),
+    "megazero.deepspeed.engine.getters",  # with DeepSpeed's names, some of which are ours, too
+)
 NO_PAIRS = ("megazero.formats.hf.architecture", "megazero.formats.hf.config_json")
 
 
@@ -34,22 +37,52 @@ NAMES = {name for spec in FIELDS for name in (spec.name, spec.path)}
 
 
 def lists_of_settings(source: Source) -> Iterator[str]:
-    """Values of a module that hold more than a few names of settings."""
-    if source.module.startswith((*PAIRING, *TREE)) and source.module not in NO_PAIRS:
+    """Values of a module, and lists within its functions, that hold more than a few names of settings."""
+    if source.module.startswith((TREE, *PAIRING)) and source.module not in NO_PAIRS:
         return
     if len(NAMES.intersection(re.findall(r"[\"']([a-z0-9_.]+)[\"']", source.text))) <= FEW:
         return  # which is sooner seen than parsed
     for node in source.tree.body:
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
-            held = {part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)}
-            if len(held & NAMES) > FEW:
-                yield f"{source.module}:{node.lineno} lists settings: give them a role (config/tree/roles.py)"
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            held = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+        else:
+            held = max((set(_items(part)) & NAMES for part in ast.walk(node)), key=len)
+        if len(held & NAMES) > FEW:
+            yield f"{source.module}:{node.lineno} lists settings: give them a role (config/tree/roles.py)"
+
+
+def _items(node: ast.AST) -> Iterator[Any]:
+    """The constants of a list, a tuple or a set, and of those that are spread in it."""
+    for item in node.elts if isinstance(node, (ast.List, ast.Tuple, ast.Set)) else ():
+        if isinstance(item, ast.Constant):
+            yield item.value
+        elif isinstance(item, ast.Starred):
+            yield from _items(item.value)
 
 
 def test_settings_are_listed_in_the_tree_alone() -> None:
-    offender = Source("megazero.train.x", 'SAME: set = {"lr", *("seed", "hidden_size"), "model.num_layers"}')
-    assert len([*lists_of_settings(offender)]) == 1
+    names = '{"lr", *("seed", "hidden_size"), "model.num_layers"}'
+    for text in (
+        f"SAME: set = {names}",
+        f"class A:\n    same = {names}",
+        f"def f(x):\n    return x in {names}",
+    ):
+        assert len([*lists_of_settings(Source("megazero.train.x", text))]) == 1, text
+        assert len([*lists_of_settings(Source("megazero.deepspeed.x", text))]) == 1, text
+        assert [*lists_of_settings(Source("megazero.config.tree.x", text))] == []
     assert [line for source in sources("megazero") for line in lists_of_settings(source)] == []
+
+
+def test_each_role_is_asked_for() -> None:
+    """But those of a resume that refuses, or that goes on and says so, which is what it does unasked."""
+    homes = {home.__module__ for section in SECTIONS.values() for home in section.__mro__}
+    asked = {
+        name
+        for source in sources("megazero")
+        if source.module not in homes and not source.module.startswith(TREE)
+        for name in re.findall(r"\bRole\.([A-Z_]+)", source.text)
+    }
+    assert {role.name for role in Role} - asked == {"MODEL", "TOLD"}
 
 
 def without_a_resume_role(specs: Iterable[FieldSpec]) -> Iterator[str]:

@@ -64,17 +64,18 @@ ROWS: Mapping[str, KeyRow] = MappingProxyType(_table())
 """Key path -> its row."""
 
 _STAGE_3 = "zero_optimization.stage3_"
+_FORMER = f"{_STAGE_3}gather_fp16_weights_on_model_save"
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
         "bfloat16": "bf16",
         **{
             key.replace("stage3_", ""): key
             for key, row in ROWS.items()
-            if key.startswith(_STAGE_3) and row.there.default is not NOTHING
+            if key.startswith(_STAGE_3) and row.there.default is not NOTHING and key != _FORMER
         },
     }
 )
-"""Other names of sections and keys: those of stage 3 go without its name too."""
+"""Other names of sections and keys: those of stage 3 go without its name too, as long as they are current."""
 
 SECTIONS: frozenset[str] = frozenset(
     ".".join(key.split(".")[:depth]) for key in ROWS for depth in range(1, key.count(".") + 1)

@@ -589,6 +589,10 @@ def test_the_loss_scale_zero_is_dynamic() -> None:
         ({"fp16.hysterisis": 2}, "unknown key `fp16.hysterisis`; did you mean `fp16.hysteresis`?"),
         ({"stage": 3}, "unknown key `stage`; did you mean `zero_optimization.stage`?"),
         ({"profiling": {}, "elastic_checkpoint": True, "stage": 1}, "unknown key `stage`; did you mean"),
+        (  # a name of older releases, which never went without `stage3_`
+            {"zero_optimization.gather_fp16_weights_on_model_save": True},
+            "unknown key `zero_optimization.gather_fp16_weights_on_model_save`; did you mean",
+        ),
         ({"qwertyuiop": 3}, "unknown key `qwertyuiop`; docs/deepspeed_json.md lists the keys."),
     ],
 )

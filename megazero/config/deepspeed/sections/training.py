@@ -65,14 +65,12 @@ def _enabled(own: str, other: str) -> Mapping[str, Any]:
 
 
 def _masters(dtype: str) -> Any:
-    fields = ("zero.main_params_dtype", "zero.grad_accumulation_dtype")
-    getter = f"{dtype}_master_weights_and_gradients"
-    both = (dtype, dtype)
     return sets(
-        *fields,
-        convert=lambda on, values: both if on else NOTHING,
+        "zero.main_params_dtype",
+        "zero.grad_accumulation_dtype",
+        convert=lambda on, values: (dtype, dtype) if on else NOTHING,
         default=False,
-        getter=getter,
+        getter=f"{dtype}_master_weights_and_gradients",
         when=f"{dtype}.enabled",
     )
 
