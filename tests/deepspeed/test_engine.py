@@ -12,6 +12,7 @@ import megazero
 from megazero.deepspeed.config.shown import value_at
 from megazero.deepspeed.engine.getters import GETTERS
 from megazero.deepspeed.optimizers.optimizer import DeepSpeedOptimizer
+from megazero.deepspeed.reports.timer import NoopTimer
 from megazero.deepspeed.zero import GatheredParameters
 from megazero.errors import CheckpointError, ConfigError, MegazeroError
 from megazero.mpu.context import ParallelContext, solo_context
@@ -312,6 +313,34 @@ def test_names_are_the_engines_own_matter():
     assert engine.zero_reduce_bucket_size() == 500_000_000
     assert isinstance(engine.optimizer, DeepSpeedOptimizer)
     assert engine.optimizer.optimizer is engine.basic_optimizer
+
+
+class Around(nn.Module):
+    """Counts the forwards of a module."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module, self.count = module, 0
+
+    def forward(self, *args):
+        self.count += 1
+        return self.module(*args)
+
+
+def test_what_a_script_puts_in_place_of_the_engines_own_counts():
+    # Parts once kept what they were made with: forward passed by what a script had put around the module.
+    engine = start(solo_context(), build(Tied), settings(1, optimizer=ADAMW))
+    engine.module = around = Around(engine.module)
+    engine.tput_timer = timer = NoopTimer()
+    engine.is_gradient_accumulation_boundary = lambda: False
+    engine.backward(engine(*batch(0, 0, 0)))
+    engine.step()
+    assert (around.count, engine.global_steps, engine.micro_steps) == (1, 0, 1)
+    assert engine._state.reporter.tput_timer is timer
+    optimizer = engine.optimizer
+    optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
+    optimizer.set_lr(0.5)
+    assert (optimizer.get_lr(), engine.get_lr()) == (0.5, [0.5])
 
 
 def test_each_getter_answers():

@@ -16,6 +16,7 @@ from megazero.deepspeed.engine.getters import ATTRIBUTES, GETTERS
 from megazero.deepspeed.engine.gradients import Accumulation, Passes
 from megazero.deepspeed.engine.keeper import Keeper
 from megazero.deepspeed.engine.queries import Queries, with_queries
+from megazero.deepspeed.engine.report import Reporter
 from megazero.deepspeed.engine.state import EngineState
 from megazero.deepspeed.engine.tenancy import Tenancy
 from megazero.deepspeed.engine.updates import Updates
@@ -53,6 +54,7 @@ from megazero.deepspeed.zero.states import ZeroMemory
             "save_fp16_model _consolidated_16bit_state_dict _zero3_consolidated_16bit_state_dict "
             "_get_optimizer_ckpt_name",
         ),
+        "_reporter": (Reporter, "monitor tput_timer"),
         "_memory": (ZeroMemory, "offload_states reload_states empty_partition_cache"),
         "_queries": (
             Queries,
@@ -87,12 +89,11 @@ class DeepSpeedEngine(nn.Module):
         self.module, states = state.module, state.states
         self.optimizer = states.offload if states.idle else states
         self.loaded_checkpoint_dp_world_size = self.loaded_checkpoint_mp_world_size = None
-        self._state, self._accumulation = state, Accumulation(state)
+        self._state, self._accumulation = state, Accumulation(state, self)
         self._passes, self._updates = Passes(state, self._accumulation), Updates(state, self._accumulation)
         self._batches, self._keeper, self._queries = Batches(state, self), Keeper(state), Queries(state)
         self._memory = ZeroMemory(states.parallel)
-        reporter = state.reporter
-        self.monitor, self.tput_timer, self.timers = reporter.monitor, reporter.throughput, reporter.clocks
+        self._reporter, self.timers = state.reporter, state.reporter.clocks
         empty_state_dict(self.module)
 
     def __getattr__(self, name: str) -> Any:
@@ -108,6 +109,11 @@ class DeepSpeedEngine(nn.Module):
                 return getattr(module, name)
             words = f"'{type(self).__name__}' object has no attribute '{name}'"
             raise AttributeError(words, name=name, obj=self) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "module" and "_state" in self.__dict__:  # a script has put something around it
+            self._state.module = value
 
     def stay(self, tenancy: Tenancy) -> None:
         """Note what the engine has put on the module, for `destroy` to take off."""

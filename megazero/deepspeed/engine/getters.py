@@ -106,7 +106,6 @@ def _scale_arguments(engine: Any) -> dict[str, Any]:
     }
 
 
-_THERE = tuple((row.key, row.there) for row in ROWS.values())
 GETTERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
     {
         **{

@@ -24,6 +24,9 @@ class Accumulation:
 
     Each backward adds to them, whether the engine runs it or the script does with ``loss.backward()``.
 
+    Args:
+        engine: says whether a micro-batch is the last, which a script may override.
+
     Attributes:
         script: notices the script's own backwards.
         shown: the gradients that the script sees; None if it sees none.
@@ -31,8 +34,9 @@ class Accumulation:
         scaled: whether the next backward of the script is of a loss that `scale` gave.
     """
 
-    def __init__(self, state: EngineState):
+    def __init__(self, state: EngineState, engine: Any):
         self.state, self.states, self.parallel = state, state.states, state.states.parallel
+        self._engine = engine
         self.sync, self.scaled = True, False
         self._boundary: bool | None = None
         self._together = self._reduces = False
@@ -114,6 +118,10 @@ class Accumulation:
         self.state.forget()
         self.scaled = False
 
+    def is_last(self) -> bool:
+        """Whether the engine says that the current micro-batch is the last one before an update."""
+        return bool(self._engine.is_gradient_accumulation_boundary())
+
     def must_train(self, what: str) -> None:
         """Raise MegazeroError if the engine has no optimizer, or no module any more."""
         self.must_be_current(what)
@@ -133,10 +141,8 @@ class Accumulation:
 
     def _should_reduce(self) -> bool:
         """Whether a backward is to be reduced: at a boundary; always if its sums have no room to be whole."""
-        if self.state.settings.zero.stage >= 2:
-            return True
-        counted = self.state.settings.extras.managed_gradient_accumulation
-        return counted and self.is_gradient_accumulation_boundary()
+        settings = self.state.settings
+        return settings.zero.stage >= 2 or (settings.extras.managed_gradient_accumulation and self.is_last())
 
     def _begin_script(self) -> None:
         self.must_train("backward")

@@ -37,8 +37,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         if isinstance(prompts, Tensor) and prompts.shape[-1] > self.max_out_tokens:
             raise DataError(
                 f"a prompt must have at most `hybrid_engine.max_out_tokens` ({self.max_out_tokens}) "
-                "tokens, but "
-                f"has {prompts.shape[-1]}; give a larger one"
+                f"tokens, but has {prompts.shape[-1]}; give a larger one"
             )
         generate: Any = self.module.generate
         was_training = self.module.training

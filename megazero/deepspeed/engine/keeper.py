@@ -193,11 +193,8 @@ class Keeper:
         Raises:
             CheckpointError: it cannot be written.
         """
-        folder = folder_of(save_dir, "save_dir")
-        if (
-            self.state.settings.zero.stage == 3
-            and not self.state.settings.extras.gather_16bit_weights_on_save
-        ):
+        folder, settings = folder_of(save_dir, "save_dir"), self.state.settings
+        if settings.zero.stage == 3 and not settings.extras.gather_16bit_weights_on_save:
             if self.state.context.rank == 0:
                 warnings.warn(
                     f"`{folder / save_filename}` is not written: at stage 3 the JSON must say "

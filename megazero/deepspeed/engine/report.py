@@ -91,7 +91,7 @@ class Reporter:
         clocks: the same under DeepSpeed's names, with `wall_clock_breakdown`, for scripts to ask.
         settings: the settings, which say what to report.
         monitor: takes a script's own values.
-        throughput: the speed so far.
+        tput_timer: the samples per second so far.
         profiler: the FLOPs of the step that `flops_profiler` names, once it has come; else None.
 
     Args:
@@ -107,7 +107,7 @@ class Reporter:
         self._speaks = context.rank == 0
         self._traffic = traffic
         self._monitor = CompositeMonitor(_monitors(settings) if self._speaks else ())
-        self.throughput = ThroughputTimer(_Unwaited, settings.batch.train)
+        self.tput_timer = ThroughputTimer(_Unwaited, settings.batch.train)
         logging = settings.logging
         self._records = any((logging.tensorboard_dir, logging.csv_dir, logging.wandb_project))
         self.monitor = EventMonitor(self._monitor, enabled=self._records)

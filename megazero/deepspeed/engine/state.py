@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megazero.deepspeed.checkpoint.saved import EngineCounters
 from megazero.deepspeed.config.settings import UserSettings
 from megazero.deepspeed.engine.report import Reporter
-from megazero.deepspeed.models.random_ltd import RandomLTDScheduler, scheduler_of
+from megazero.deepspeed.models.random_ltd import scheduler_of
 from megazero.deepspeed.optimizers.optimizer import DeepSpeedOptimizer
 from megazero.mpu.context import ParallelContext
 
@@ -70,8 +70,7 @@ class EngineState:
     ):
         self.module, self.states, self.settings, self.context = module, states, settings, context
         self.lr_scheduler, self.reporter, self.given = lr_scheduler, reporter, given
-        scheduler = scheduler_of(given.config, settings.batch.train)
-        self.random_ltd_scheduler: RandomLTDScheduler | None = scheduler
+        self.random_ltd_scheduler = scheduler_of(given.config, settings.batch.train)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.backwards = 0
         self.losses: list[Tensor] = []

@@ -42,7 +42,7 @@ class Updates:
         if self.state.backwards == 0 and not self._adopt():
             raise MegazeroError("`step` must follow a backward, but there was none; call `engine.backward`")
         self.state.backwards, self._applied = 0, False
-        if self._accumulation.is_gradient_accumulation_boundary():
+        if self._accumulation.is_last():
             self.update(lr_kwargs or {})
         self.state.micro_steps += 1
 
@@ -64,8 +64,8 @@ class Updates:
         if (compression := state.module.__dict__.get("compression_scheduler")) is not None:
             compression.step(state.global_steps)
         state.global_samples += state.settings.batch.train
-        reporter.throughput.stop(global_step=True, report_speed=False)
-        reporter.throughput.start()
+        reporter.tput_timer.stop(global_step=True, report_speed=False)
+        reporter.tput_timer.start()
         if reporter.wants(state.global_steps):
             report, loss = states.report, state.mean_loss(state.losses) if state.losses else None
             assert report is not None, "there has been a step"

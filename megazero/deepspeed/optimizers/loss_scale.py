@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -122,7 +122,7 @@ class ScaleAndRate:
 
     Args:
         scaler: decides the loss scale.
-        param_groups: the groups.
+        optimizer: has the parameter groups, which a script may replace.
 
     Attributes:
         scaler_state: the loss scale.
@@ -131,9 +131,9 @@ class ScaleAndRate:
         overflows: what `check_overflow` has found since the last step; None if it was not called.
     """
 
-    def __init__(self, scaler: LossScaler, param_groups: list[dict[str, Any]]):
+    def __init__(self, scaler: LossScaler, optimizer: torch.optim.Optimizer):
         self.scaler, self.scaler_state = scaler, scaler.initial()
-        self.param_groups = param_groups
+        self.optimizer = optimizer
         self.report: StepReport | None = None
         self.steps = 0
         self.overflows: bool | None = None
@@ -183,12 +183,12 @@ class ScaleAndRate:
 
     def set_lr(self, lr: float) -> None:
         """Give every parameter group this learning rate."""
-        for group in self.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = lr
 
     def get_lr(self) -> float:
         """The learning rate of the first parameter group."""
-        return float(self.param_groups[0]["lr"])
+        return float(self.optimizer.param_groups[0]["lr"])
 
 
 def _positive(scale: float) -> float:

@@ -139,16 +139,14 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self.param_groups = client.param_groups
         self.optimizer = client
         self.parallel, self.shards = parallel, shards
-        self._scale = ScaleAndRate(scaler, client.param_groups)
+        self._scale = ScaleAndRate(scaler, self)
         self._calls, self._memory = ShardCalls(parallel, shards, self._scale), ZeroMemory(parallel)
         parallel.optimizer = self
         sharded = parallel.stage == 3
         self.offload = DeepSpeedZeRoOffload(parallel.module, parallel.free) if sharded else None
         if sharded:
             self.parameter_offload = self.offload
-        self._rule_of = rule_of
-        self._divisor = divisor
-        self._pending = False
+        self._rule_of, self._divisor, self._pending = rule_of, divisor, False
 
     @property
     def loss_factor(self) -> float:

@@ -18,7 +18,7 @@ class ShardCalls:
     Args:
         parallel: gathers parameters and reduces gradients.
         shards: this rank's master weights and moments.
-        scale: the loss scale and the parameter groups.
+        scale: the loss scale, and the optimizer that has the parameter groups.
     """
 
     def __init__(self, parallel: UserParallel, shards: Optimizer, scale: ScaleAndRate):
@@ -37,7 +37,8 @@ class ShardCalls:
     @property
     def bit16_groups(self) -> list[list[nn.Parameter]]:
         """The parameters of each group."""
-        return [[p for p in group["params"] if p.requires_grad] for group in self._scale.param_groups]
+        groups = self._scale.optimizer.param_groups
+        return [[p for p in group["params"] if p.requires_grad] for group in groups]
 
     fp16_groups = bit16_groups
 

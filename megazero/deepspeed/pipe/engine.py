@@ -216,17 +216,11 @@ class PipelineEngine(DeepSpeedEngine):
     def _additional(self, tallies: Mapping[str, Tensor], count: int) -> dict[str, Tensor] | None:
         if type(self.module).get_additional_losses is PipelineStage.get_additional_losses:
             return None
-        mine = {name: float(total) / count for name, total in tallies.items()}
-        everyone = (
-            gather_values(self._state.context.batch, mine, self._state.context.device)
-            if self._place.is_last_stage()
-            else []
-        )
+        context, mine = self._state.context, {name: float(total) / count for name, total in tallies.items()}
+        everyone = gather_values(context.batch, mine, context.device) if self._place.is_last_stage() else []
         mean = {name: sum(means[name] for means in everyone) / len(everyone) for name in mine}
-        (*_, last) = gather_values(self._state.context.pp, mean, self._state.context.device)
-        return {
-            name: torch.tensor(value, device=self._state.context.device) for name, value in last.items()
-        } or None
+        (*_, last) = gather_values(context.pp, mean, context.device)
+        return {name: torch.tensor(value, device=context.device) for name, value in last.items()} or None
 
     def _mean(self, values: list[Any]) -> Any:
         """The mean over micro-batches and pipelines, of each item if there are several."""

@@ -1,1 +1,1 @@
-"""utils: the helpers that a DeepSpeed script imports: logging, timers, tensors, modules, groups of ranks."""
+"""utils: helpers around tensors and modules that a DeepSpeed script imports, and classes made of parts."""
