@@ -22,8 +22,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megazero.spec.resolve import model_spec
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 WAYS = ("copy", "from-hf", "to-hf")
@@ -62,6 +60,7 @@ def make(family: str, megabytes: float, folder: Path) -> int:
     from megazero.checkpoint.naming import Table
     from megazero.checkpoint.tensor_file import Later, write_tensors
     from megazero.formats.hf.config_json import TokenIds, config_of
+    from megazero.spec.resolve import model_spec
     from megazero.train.parts.families import family_of
 
     model = model_of(family, megabytes)

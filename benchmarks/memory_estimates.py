@@ -101,10 +101,8 @@ def measured_bytes(job: Job) -> list[int]:
     def work(rank: int) -> int:
         context = unnoticed(thread_context(world, job.grid, rank))
         engine = build_model(job.vocabulary, context, job.config, job.training_plan)
-        batches, meter = (
-            job.batches(context, job.micro_batches),
-            MemoryMeter.of(engine.optimizer.store, engine.executor),
-        )
+        batches = job.batches(context, job.micro_batches)
+        meter = MemoryMeter.of(engine.optimizer.store, engine.executor)
         with meter.over_a_step():
             engine.train_step(batches, Progress(), Timers())
         return sum(meter.sizes()["device"].values())

@@ -13,8 +13,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazero.spec.resolve import model_spec
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
@@ -33,6 +31,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops.quantize import Quantization
 from megazero.optim.elementwise import Adam
+from megazero.spec.resolve import model_spec
 from megazero.zero.build import build_store
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel

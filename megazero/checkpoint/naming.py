@@ -106,10 +106,9 @@ class TensorRule:
         ours: global name, behind which ``/kind`` says which of its tensors, unless it is the weight (see
             `Key`); ``{i}`` stands for every layer's number.
         dims: our dims, a letter each.
-        theirs: their name; ``{i-1}`` stands for the number of the layer before (the
-            first one has no such tensor), ``{last}`` for the last
-            one's, ``{j}`` for a decoder's layer's own after an encoder, ``{i/2}`` for that of a layer of
-            theirs that two of ours are, ``{x}`` for every expert's.
+        theirs: their name; ``{i-1}`` stands for the number of the layer before (the first one has no such
+            tensor), ``{last}`` for the last one's, ``{j}`` for a decoder's layer's own after an encoder,
+            ``{i/2}`` for that of a layer of theirs that two of ours are, ``{x}`` for every expert's.
         their_dims: their dims, with merged ones in parentheses.
         take: the part of ours that theirs holds, which may depend on the sizes; None for all.
         when: says whether a model has these tensors.

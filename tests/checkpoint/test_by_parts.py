@@ -361,7 +361,9 @@ def cuts(draw: random.Random, box: Box) -> list[Box]:
     return [*cuts(draw, first), *cuts(draw, Box(tuple(offset), tuple(shape)))]
 
 
-@over_table("seed", range(5))
+@pytest.mark.parametrize(
+    "seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 20))]
+)
 def test_fingerprints_add_up_over_boxes_that_cover_once_and_no_others(seed):
     draw = random.Random(seed)
     whole = Box.whole([draw.randrange(1, 9) for _ in range(draw.randrange(1, 4))])

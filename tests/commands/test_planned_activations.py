@@ -64,8 +64,15 @@ def measured(config: Config, *, apart: bool = False) -> dict[str, int]:
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("model", [UNGROUPED, GPT], ids=["llama", "gpt"])
-def test_a_step_takes_what_is_planned(model: str, settings: str) -> None:
-    config = configured(model, 4096, settings)
+@pytest.mark.parametrize("s", [1024, pytest.param(4096, marks=pytest.mark.slow)])
+def test_a_step_takes_what_is_planned(s: int, model: str, settings: str) -> None:
+    config = configured(model, s, settings)
+    assert measured(config)["device"] == pytest.approx(planned(config)["device"], rel=0.01)
+
+
+@pytest.mark.parametrize("settings", ["", FULL])
+def test_heads_that_share_keys_take_what_is_planned(settings: str) -> None:
+    config = configured(LLAMA, 1024, settings)
     assert measured(config)["device"] == pytest.approx(planned(config)["device"], rel=0.01)
 
 
@@ -76,20 +83,26 @@ def test_a_long_step_takes_what_is_planned(s: int, settings: str) -> None:
     assert measured(config)["device"] == pytest.approx(planned(config)["device"], rel=0.01)
 
 
+def inputs_away(layers: int, s: int, device: str = "") -> Config:
+    model = UNGROUPED.replace("--num-layers 3", f"--num-layers {layers}")
+    return configured(model, s, f"{ALL} --checkpoint-in-cpu {device}")
+
+
 @pytest.mark.parametrize("layers", [3, 6])
-def test_inputs_on_the_host(layers: int) -> None:
-    """On the device two of them, however many layers; on the host all, as a plan says."""
-    settings = f"{ALL} --checkpoint-in-cpu --num-layers {layers}"
-    model = UNGROUPED.replace("--num-layers 3", "")
-    there = measured(configured(model, 4096, settings), apart=True)
-    assert there["cpu"] == layers * 4096 * 64 * 2
-    plan = planned(configured(model, 4096, f"{settings} --device cuda"))
+@pytest.mark.parametrize("s", [512, pytest.param(4096, marks=pytest.mark.slow)])
+def test_inputs_on_the_host(s: int, layers: int) -> None:
+    """All are there, and the device holds what a plan says."""
+    there = measured(inputs_away(layers, s), apart=True)
+    assert there["cpu"] == layers * s * 64 * 2
+    plan = planned(inputs_away(layers, s, "--device cuda"))
     assert plan["cpu"] == there["cpu"]
     assert plan["device"] == pytest.approx(there["device"], rel=0.01)
-    few = planned(
-        configured(model, 4096, settings.replace(f"layers {layers}", "layers 3") + " --device cuda")
-    )
-    assert plan["device"] == pytest.approx(few["device"], rel=1e-4)
+
+
+def test_a_device_without_inputs_holds_two_of_them() -> None:
+    """However many layers there are."""
+    few, many = (planned(inputs_away(layers, 512, "--device cuda"))["device"] for layers in (3, 6))
+    assert many == pytest.approx(few, rel=1e-4)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -99,8 +112,12 @@ def test_bytes_are_linear_in_the_length(settings: str) -> None:
     assert short < long < 2.01 * short
 
 
-def test_the_report_says_the_peak(capsys) -> None:
-    assert main(["--nproc", "1", "--", *LLAMA.split(), *ALL.split(), "--seq-length", "4096"]) == 0
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_report_says_the_peak(capsys, ranks: int) -> None:
+    """Ranks that share a sequence have a part of its tokens."""
+    flags = [*LLAMA.split(), *ALL.split(), *f"--seq-length 256 --context-parallel-size {ranks}".split()]
+    assert main(["--nproc", str(ranks), "--", *flags]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    bytes_of = shown(planned(configured(LLAMA, 4096, ALL))["device"])
-    assert last == f"4,096 tokens of a rank take {bytes_of} of activations at most, at B0.0 on stage 0"
+    plan = first_step(parse_config(flags, world_size=ranks).config, ranks)
+    took = shown(planned_memory(plan)[0].places["device"]["activations"])
+    assert last == f"{256 // ranks} tokens of a rank take {took} of activations at most, at B0.0 on stage 0"

@@ -46,10 +46,8 @@ def run(layout: Layout, job: Job) -> list[tuple[TrafficLog, dict, list[str]]]:
         context = count_traffic(thread_context(world, layout.grid, rank, node_size=layout.hpz), log)
         context = unnoticed(context)
         engine = verification_engine(job.config, training_plan_of(job.config, context.data.size), context)
-        batches, meter = (
-            job.batches(context, job.micro_batches),
-            MemoryMeter.of(engine.optimizer.store, engine.executor),
-        )
+        batches = job.batches(context, job.micro_batches)
+        meter = MemoryMeter.of(engine.optimizer.store, engine.executor)
         engine.executor.observer = lambda action, seconds: order.append(str(action))
         log.clear()
         with meter.over_a_step():

@@ -179,20 +179,20 @@ def _mlp_rows() -> Iterator[Sliced]:
     yield Sliced(TensorRule(gate[0], "1 h", gate[1], "1 h", layer=_with_shared_gate))
 
 
-def _latent_rows(norm: Callable[..., tuple[Sliced, Sliced]]) -> Iterator[Sliced]:
+def _latent_rows() -> Iterator[Sliced]:
     ours, theirs = "layers.{i}.attention", "decoder.layers.{i}.self_attention"
     for name, dims, called, their_dims, letter, layer in latent_rows():
         rule = TensorRule(f"{ours}.{name}.weight", dims, f"{theirs}.{called}.weight", their_dims, layer=layer)
         # Transformer Engine's projections down are whole on each rank, those of Core's own layers are split.
         yield Sliced(rule, letter, either=None if letter else dims[0])
     for name, called, dim in latent_norms():
-        yield from norm(f"{ours}.{name}", f"{theirs}.{called}", dim=dim, layer=_with_norm(name))
+        yield from _norm(f"{ours}.{name}", f"{theirs}.{called}", dim=dim, layer=_with_norm(name))
 
 
-def _hybrid_rows(norm: Callable[..., tuple[Sliced, Sliced]]) -> Iterator[Sliced]:
+def _hybrid_rows() -> Iterator[Sliced]:
     """The tensors of layers that are a mixer, and the only norms of those and of MLPs alone."""
     for theirs, letters in (("pre_mlp_layernorm", "-E"), ("norm", "M")):
-        for sliced in norm("layers.{i}.input_norm", f"decoder.layers.{{i}}.{theirs}"):
+        for sliced in _norm("layers.{i}.input_norm", f"decoder.layers.{{i}}.{theirs}"):
             yield replace(sliced, rule=replace(sliced.rule, layer=alone_in(letters)))
     for rule, letter in mixer_rules("decoder.layers.{i}.mixer"):
         yield Sliced(rule, letter)
@@ -207,9 +207,6 @@ def _further() -> Iterator[Sliced]:
         for kind, when in (("weight", always), ("bias", _with_layer_norm)):
             rule = TensorRule(f"{ours}.{name}.{kind}", "h", f"{theirs}.{called}.{kind}", "h", when=when)
             yield Sliced(rule)
-
-
-_PLACES = "position_embeddings"
 
 
 def _row(
@@ -232,12 +229,12 @@ def _norm(
     dim: str = "h",
     layer: Present = always,
 ) -> tuple[Sliced, Sliced]:
-    def biased(spec: ModelSpec) -> bool:
+    def with_bias(spec: ModelSpec) -> bool:
         return when(spec) and _with_layer_norm(spec)
 
     return (
         _row(f"{ours}.weight", dim, f"{theirs}.weight", when=when, layer=layer),
-        _row(f"{ours}.bias", dim, f"{theirs}.bias", when=biased, layer=layer),
+        _row(f"{ours}.bias", dim, f"{theirs}.bias", when=with_bias, layer=layer),
     )
 
 
@@ -273,7 +270,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
             )
             for kind, h, when in (("weight", " h", always), ("bias", "", qkv_biased))
         ),
-        *_latent_rows(_norm),
+        *_latent_rows(),
         _row(f"{ours}.attention.out.weight", "h a", f"{attention}.linear_proj.weight", "h a", "a"),
         _row(f"{ours}.attention.out.bias", "h", f"{attention}.linear_proj.bias", "h", when=biased),
         _row(
@@ -301,10 +298,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
         ),
         _row("head.bias", "v", "output_layer.bias", letter="v", when=with_masked_head),
     )
-    return (
-        *map(_of_parts, plain),
-        *_hybrid_rows(_norm),
-    )
+    return (*map(_of_parts, plain), *_hybrid_rows())
 
 
 def _of_parts(sliced: Sliced) -> Sliced:

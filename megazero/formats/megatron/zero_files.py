@@ -63,7 +63,8 @@ def read_zero(folder: Path, rank: int, shapes: Any, inert: Sequence[str] = ()) -
         groups = [{str(name): tuple(map(int, shape)) for name, shape in group.items()} for group in shapes]
         joined = join_ranks(saved, groups)
         names = [name for group in groups for name in group]
-        for kind, name in ((kind, name) for kind in MOMENTS for name in names if (name, kind) not in joined):
+        if lacking := [(kind, name) for kind in MOMENTS for name in names if (name, kind) not in joined]:
+            kind, name = lacking[0]
             raise CheckpointError(
                 f"`{folder}` must hold Adam's two moments of each parameter, but lacks {kind} of {name}; "
                 f"import without --with-optimizer"

@@ -44,13 +44,10 @@ def made_by(file: str) -> str:
     ("file", "kind"),
     [
         ("zero/reduce.py", "buffers"),
-        ("optim/update.py", "buffers"),
+        ("optim/elementwise.py", "buffers"),
         ("layers/linear.py", "activations"),
         ("pipeline/executor.py", "activations"),
-        (
-            "account/profilers/group.py",
-            "activations",
-        ),  # whoever calls it, which is no part of the package here
+        ("account/profilers/group.py", "activations"),  # whoever calls it: no part of the package here
     ],
 )
 def test_the_room_that_makes_memory_decides_its_kind(file: str, kind: str) -> None:

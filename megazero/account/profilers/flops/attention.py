@@ -14,7 +14,8 @@ from megazero.layers.inputs import LayerInputs
 from megazero.layers.latent import LatentAttention
 from megazero.layers.linear import ColumnParallelLinear
 
-_TOLERANCE = 0.01  # of a count, by which another count may be off
+TOLERANCE = 0.01
+"""The share of a count by which another count may be off."""
 
 
 class AttentionShapes:
@@ -65,7 +66,7 @@ class AttentionShapes:
                 continue
             inner = sum(profiles[child].macs for child in module.children())
             seen = profiles[module].macs - inner
-            if seen and abs(seen - expected) > _TOLERANCE * expected:
+            if seen and abs(seen - expected) > TOLERANCE * expected:
                 self.warnings.append(
                     f"warning: {name} has {macs_to_string(seen)} of attention by the counter, and "
                     f"{macs_to_string(expected)} by its shapes"

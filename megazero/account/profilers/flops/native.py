@@ -15,7 +15,7 @@ from megazero.account.profiler import ProfiledRun, Profiler, TokenCount
 from megazero.account.profilers.breakdown import Ledger, add_up, phase_of
 from megazero.account.profilers.clock import clock_of
 from megazero.account.profilers.files import Folder
-from megazero.account.profilers.flops.attention import AttentionShapes
+from megazero.account.profilers.flops.attention import TOLERANCE, AttentionShapes
 from megazero.account.profilers.flops.counter import (
     ModuleCounter,
     ModuleProfile,
@@ -37,8 +37,7 @@ from megazero.mpu.messages import gather_values
 from megazero.mpu.param_spec import spec_of
 from megazero.pipeline.actions import Action, Op
 
-_TOLERANCE = 0.01  # of a count, by which another count may be off
-_DROPPED = 0.3  # the same, where experts drop tokens
+_DROPPED = 0.3  # the tolerance where experts drop tokens
 
 
 class FlopsProfile(Profiler):
@@ -220,7 +219,7 @@ class FlopsProfile(Profiler):
         expected = formula(length, NOTHING_SKIPPED) / 3.0 * tokens
         line = f"by formula, without masked scores: {number_to_string(expected)} fwd flops of model"
         # Tokens that no expert has room for are in the formula.
-        tolerance = _DROPPED if config.model.num_experts else _TOLERANCE
+        tolerance = _DROPPED if config.model.num_experts else TOLERANCE
         if counted < (1.0 - tolerance) * expected:
             line += (
                 f"; warning: only {100 * counted / expected:.1f}% of them were counted, so the counter does "
