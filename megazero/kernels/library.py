@@ -181,7 +181,7 @@ def _address(tensor: Tensor, devices: set[int]) -> int:
 
 
 def _array(members: Sequence[Any], devices: set[int]) -> ctypes.Array[Any]:
-    values = [_address(x, devices) if isinstance(x, Tensor) else x or 0 for x in members]
+    values = [x or 0 if type(x) in _AS_THEY_ARE else _address(x, devices) for x in members]
     element = ctypes.c_double if float in set(map(type, values)) else ctypes.c_int64
     return (element * len(values))(*values)
 

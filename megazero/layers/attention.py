@@ -93,10 +93,14 @@ class SelfAttention(nn.Module):
         qkv = self.qkv(x, inputs.deferred)
         s, b, _ = qkv.shape
         qkv = qkv.view(s, b, *self.qkv.local_shape)  # [s, b, g/tp, q + 2, d]
-        # One split, because its backward is one concatenation, while each slice would add a tensor of zeros.
-        query, *gate, key, value = qkv.split(self.heads, dim=3)
-        query = query.reshape(s, b, -1, qkv.shape[-1])  # [s, b, n/tp, d]
-        key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/tp, d]
+        gate: list[Tensor] = []
+        # One operator, whose backward is one concatenation; slices would each add a tensor of zeros.
+        if self.heads == (1, 1, 1):
+            query, key, value = qkv.unbind(3)  # [s, b, n/tp, d]
+        else:
+            query, *gate, key, value = qkv.split(self.heads, dim=3)
+            query = query.reshape(s, b, -1, qkv.shape[-1])  # [s, b, n/tp, d]
+            key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/tp, d]
         context = computed_again(self.recompute, self._attend, query, key, value, inputs)
         if gate:
             shares = torch.sigmoid(inputs.narrow(gate[0].reshape(s, b, -1)).to(compute_dtype(x.dtype)))

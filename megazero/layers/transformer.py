@@ -127,12 +127,13 @@ class TransformerLayer(nn.Module):
         again: whether backward computes the half again.
         """
         dtype, x = self.placement.dtype, rows[1]
-        renorm = norm is not None and self.norms_again
-        if renorm and again:
+        if norm is None or not self.norms_again:
+            return computed_again(again, half, rows[0].to(dtype), inputs)
+        if again:
             return computed_again(True, lambda: half(_normed(norm, x)[0].to(dtype), inputs))
         normed = rows[0].to(dtype)
-        with saved_as(renorm, normed, lambda: _normed(norm, x)[0].to(dtype)):
-            return computed_again(again, half, normed, inputs)
+        with saved_as(True, normed, lambda: _normed(norm, x)[0].to(dtype)):
+            return half(normed, inputs)
 
     def _added(self, norm: Norm | None, out: Tensor, bias: Bias, inputs: LayerInputs) -> tuple[Tensor, Bias]:
         """A half's contribution to the hidden states, and a bias that is still to be added or included."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megazero.kernels.library import KernelLibrary
-from megazero.ops.autograd import Gradients, apply
+from megazero.ops.autograd import Gradients, apply, once_differentiable
 from megazero.ops.chunks import compute_dtype, row_chunks
 from megazero.ops.counter_random import (
     MASK_64,
@@ -55,8 +54,7 @@ def bias_dropout_add_reference(
     return (residual + wide).to(residual.dtype)
 
 
-@dataclass(frozen=True)
-class _Keys:
+class _Keys(NamedTuple):
     """The dropout of a call; for kernels that do not derive it themselves, also each row's key.
 
     counters: those with which kernels for GPUs complete their sums; None: nothing is summed.
@@ -87,8 +85,7 @@ class _Keys:
         return keys.contiguous(), given, numbers, keep_threshold(self.p), 1 / (1 - self.p)
 
 
-@dataclass(frozen=True)
-class _Shape:
+class _Shape(NamedTuple):
     """The dtypes of a call's gradients.
 
     Attributes:

@@ -181,7 +181,10 @@ class Operator(Generic[_Fn]):
         candidates = self.implementations
         if traced or torch.compiler.is_compiling():
             candidates = (*(row for row in candidates if row.traceable), candidates[-1])
-        return next(row for row in candidates if row.serves(facts))
+        for row in candidates:
+            if row.serves(facts):
+                return row
+        raise AssertionError(f"{self.name}: the reference must serve every call")
 
     def passed_over(self, facts: CallFacts) -> tuple[tuple[str, str], ...]:
         """The implementations above the chosen one, with the reason why each does not run for such a call."""

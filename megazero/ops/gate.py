@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megazero.kernels.library import KernelLibrary
-from megazero.ops.autograd import Gradients, apply
+from megazero.ops.autograd import Gradients, apply, once_differentiable
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator, kinds_of_calls
 from megazero.ops.example import Example, Traffic

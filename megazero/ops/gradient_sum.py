@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,20 +27,12 @@ class SumFacts(CallFacts):
     known: bool
 
 
-@dataclass(frozen=True)
-class Summand:
+class Summand(NamedTuple):
     """A gradient, the sum that it is added to, and whether it begins the sum, whatever that holds so far."""
 
     total: Tensor
     gradient: Tensor
     begins: bool
-
-    @property
-    def facts(self) -> SumFacts:
-        """The facts that decide how it is added."""
-        total, gradient = self.total, self.gradient
-        known = total.dtype in (torch.float32, gradient.dtype)
-        return SumFacts.of(gradient, known=known and total.is_contiguous() and gradient.is_contiguous())
 
 
 @torch.no_grad()
@@ -54,15 +47,12 @@ def gradient_sum_reference(summands: Sequence[Summand]) -> None:
 
 @torch.no_grad()
 def gradient_sum_cuda(summands: Sequence[Summand], kernels: KernelLibrary | None = None) -> None:
-    """All gradients of a pair of dtypes in one launch."""
-    groups: dict[tuple[torch.dtype, torch.dtype], list[Summand]] = {}
-    for one in summands:
-        groups.setdefault((one.gradient.dtype, one.total.dtype), []).append(one)
-    for dtypes, own in groups.items():
-        totals, gradients = [one.total for one in own], [one.gradient for one in own]
-        befores = [None if one.begins else one.total for one in own]
-        lists = (lengths_of(totals, gradients), totals, gradients, befores)
-        (kernels or cuda_kernels()).launch("gradient_sum", *dtypes, len(own), *lists)
+    """All gradients in one launch: those of one dtype, whose sums are of one dtype."""
+    totals, gradients, begin = zip(*summands, strict=True)
+    befores = [None if begins else total for total, begins in zip(totals, begin, strict=True)]
+    lists = (lengths_of(totals, gradients), totals, gradients, befores)
+    dtypes = gradients[0].dtype, totals[0].dtype
+    (kernels or cuda_kernels()).launch("gradient_sum", *dtypes, len(summands), *lists)
 
 
 def _examples() -> Iterator[Example]:
@@ -95,8 +85,12 @@ def adds_together(device: str) -> bool:
 
 def gradient_sum(summands: Sequence[Summand]) -> None:
     """Add each gradient to its sum, or begin the sum with it; no two have one sum."""
-    by_facts: dict[SumFacts, list[Summand]] = {}
+    kinds: dict[tuple[int, torch.dtype, torch.dtype, bool], list[Summand]] = {}
     for one in summands:
-        by_facts.setdefault(one.facts, []).append(one)
-    for facts, alike in by_facts.items():
+        total, gradient, _ = one
+        contiguous = total.is_contiguous() and gradient.is_contiguous()
+        kind = gradient.get_device(), gradient.dtype, total.dtype, contiguous
+        kinds.setdefault(kind, []).append(one)
+    for (_, dtype, wide, contiguous), alike in kinds.items():
+        facts = SumFacts.of(alike[0].gradient, known=contiguous and wide in (torch.float32, dtype))
         GRADIENT_SUM.choose(facts).fn(alike)

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megazero.ops.autograd import Gradients, apply
+from megazero.ops.autograd import Gradients, apply, once_differentiable
 from megazero.ops.chunks import compute_dtype, row_chunks
 from megazero.ops.cross_entropy import OneRank, VocabularySlice, gather_vocabulary, padded
 from megazero.ops.dispatch import CallFacts, Implementation, Operator

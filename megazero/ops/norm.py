@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megazero.kernels.library import KernelLibrary
-from megazero.ops.autograd import Gradients, apply
+from megazero.ops.autograd import Gradients, apply, once_differentiable
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.cuda import cuda_kernels, planned
 from megazero.ops.dispatch import Operator

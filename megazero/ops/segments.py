@@ -38,6 +38,6 @@ def lengths_of(first: Sequence[Tensor], *others: Sequence[Tensor | None] | None)
     lengths = [tensor.numel() for tensor in first]
     for other in others:
         if other is not None:
-            pairs = zip(other, lengths, strict=True)
-            assert all(x is None or x.numel() == length for x, length in pairs), "other sizes"
+            others_lengths = [n if x is None else x.numel() for x, n in zip(other, lengths, strict=True)]
+            assert others_lengths == lengths, "other sizes"
     return lengths

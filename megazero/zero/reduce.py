@@ -107,19 +107,21 @@ class GradientReducer:
     def collect(self, param: nn.Parameter, product: Product | None = None) -> None:
         """Take over `param.grad`, or a gradient that is still a product."""
         progress, slot = self._place[id(param)]
-        name = progress.bucket.layout.specs[slot].name
-        assert self._current is not None, f"{name}: a gradient outside a backward"
+        bucket = progress.bucket
+        assert self._current is not None, f"{bucket.layout.specs[slot].name}: a gradient outside a backward"
         # Taken away, so that autograd neither keeps it for the whole backward nor adds the next one to it.
         grad, param.grad = product or param.grad, None
-        assert grad is not None, f"{name}: no gradient to take"
+        assert grad is not None, f"{bucket.layout.specs[slot].name}: no gradient to take"
         # A buffer for a bucket out of turn would be held until its turn comes: a third one, or worse.
-        if progress.fill is None and progress.needs_buffer and not self._has_turn(progress):
+        if progress.fill is not None:
+            progress.fill.add(slot, grad)
+        elif progress.needs_buffer and not self._has_turn(progress):
             progress.wait(slot, value_of(grad), self.policy.dtypes.reduce)
         else:
             self._open(progress).add(slot, grad)
         # One parameter that two chunks on this rank use: it has its turn in its own chunk's backward, or in
         # `reduce`. Here its call would come between those of another chunk, which not every rank has.
-        if progress.bucket.key.chunk != self._current:
+        if bucket.key.chunk != self._current:
             return
         progress.missing.discard(slot)
         if not self._ends:

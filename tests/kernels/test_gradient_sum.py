@@ -2,7 +2,13 @@
 
 import torch
 
-from megazero.ops.gradient_sum import Summand, adds_together, gradient_sum_cuda, gradient_sum_reference
+from megazero.ops.gradient_sum import (
+    Summand,
+    adds_together,
+    gradient_sum,
+    gradient_sum_cuda,
+    gradient_sum_reference,
+)
 from tests.kernels.harness import DTYPES, in_every_order, same_bits, watched
 from tests.kernels.updates import EXTREMES, SIZES, shifted
 from tests.tables import over_table
@@ -54,13 +60,25 @@ def test_extremes(dtypes):
         check([Summand(total.to(dtypes[1]), gradient, begins)])
 
 
-def test_several_dtypes_and_shapes_in_one_call():
-    check([Summand(torch.ones(3, 5), torch.full((3, 5), 2.0).to(dtype), begins=False) for dtype in DTYPES])
+@over_table("dtypes", PAIRS, ids=str)
+def test_any_shapes_in_one_call(dtypes):
+    shapes = [(3, 5), (2, 3, 1), (7,)]
+    check([Summand(torch.ones(s).to(dtypes[1]), torch.full(s, 2.0).to(dtypes[0]), False) for s in shapes])
+
+
+@over_table("dtypes", [(torch.float64, torch.float64), *PAIRS], ids=str)
+def test_mixed_gradients_are_each_added_to_their_sums(dtypes):
+    summands = [
+        Summand(torch.ones(2, 3), torch.full((2, 3), 2.0), begins=True),
+        Summand(torch.ones(4).to(dtypes[1]), torch.full((4,), 2.0).to(dtypes[0]), begins=False),
+        Summand(torch.ones(3, 2).t(), torch.full((2, 3), 2.0), begins=False),
+    ]
+    gradient_sum(summands)
+    assert [float(one.total.sum()) for one in summands] == [12, 12, 18]
 
 
 def test_nothing_is_launched_for_nothing():
     library = watched()
-    gradient_sum_cuda([], library)
     gradient_sum_cuda([Summand(torch.ones(0), torch.ones(0), begins=True)], library)
     assert library.report().kernels == {}
 

@@ -22,7 +22,7 @@ FORWARD = {
 BACKWARD = {
     "bias_dropout_add_backward": 1,  # without dropout, the sum of the MLP's second bias alone
     "bias_gelu_backward": 1,
-    "cat": 1,  # of the gradients of queries, keys and values
+    "stack": 1,  # of the gradients of queries, keys and values
     "layer_norm_backward": 2,
     "mm": 8,
     "neg": 1,

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from megazero.errors import ConfigError
 from megazero.mpu.group import Group
-from megazero.ops.autograd import Gradients, apply
+from megazero.ops.autograd import Gradients, apply, once_differentiable
 
 
 @dataclass(frozen=True)

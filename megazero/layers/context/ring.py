@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from megazero.layers.context.masks import Pair, PairMasks
 from megazero.layers.rows import columns_of
 from megazero.mpu.group import Group, Transfer, Work
 from megazero.ops.attention import backward_of_part, forward_of_part, merge_part
-from megazero.ops.autograd import Gradients, apply
+from megazero.ops.autograd import Gradients, apply, once_differentiable
 from megazero.ops.chunks import compute_dtype
 
 _KEYS, _VALUES, _GRAD_KEYS, _GRAD_VALUES = range(4)

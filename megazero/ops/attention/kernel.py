@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megazero.ops.attention.call import AttentionCall
-from megazero.ops.autograd import Gradients, apply
+from megazero.ops.autograd import Gradients, apply, once_differentiable
 
 
 @dataclass(frozen=True, eq=False)
