@@ -12,6 +12,7 @@ from megazero.layers.inputs import LayerInputs
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
+from megazero.mpu.rng import site_key
 from megazero.ops.dropout import dropout_mask_hidden
 from megazero.ops.embedding import embedding
 from megazero.spec.model import EmbeddingSpec, HeadSpec
@@ -58,6 +59,7 @@ class Embedding(nn.Module):
         self.position = self._table("position", spec.positions)
         self.norm = None if spec.norm is None else Norm("embedding.norm", spec.norm, placement)
         self.token_type = self._table("token_type", spec.token_types)
+        self.site = site_key("hidden", "embedding")
 
     def _table(self, name: str, rows: int) -> nn.Parameter | None:
         """A table of `rows` vectors that every rank holds whole; a rank looks up its own positions."""
@@ -89,7 +91,7 @@ class Embedding(nn.Module):
             x = x + _every_row(spread.of_columns(token_types.t()), self.token_type)
         if self.spec.stream.fp32:
             x = x.float()
-        drop = inputs.dropout(self.spec.stream.dropout, "hidden", "embedding")
+        drop = inputs.dropout(self.spec.stream.dropout, self.site)
         if drop is None:
             return x
         return x * dropout_mask_hidden(drop, *x.shape) / (1.0 - drop.p)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,19 @@ PLACES = ("attention", "attention_out", "mlp_out")
 
 A decoder's layers draw at "cross_out" too. These are never compiled, so nobody makes its keys ahead.
 """
+
+
+class Site(NamedTuple):
+    """A place where one layer drops hidden states: its name among the layer's, and its constant."""
+
+    place: str
+    key: int
+
+
+def hidden_sites(layer: int) -> dict[str, Site]:
+    """The places where a layer drops hidden states, by name; a layer asks once, as it is made."""
+    places = ("attention_out", "cross_out", "mlp_out")
+    return {place: Site(place, site_key("hidden", layer, place)) for place in places}
 
 
 @dataclass(frozen=True)
@@ -192,19 +205,19 @@ class LayerInputs:
             sites = {place: keys_at(keys, columns) for place, keys in sites.items()}
         return replace(self, rows=self.rows.select(columns), wanted=None, site_keys=sites)
 
-    def dropout(self, p: float, *site: str | int) -> Dropout | None:
-        """The dropout of this rank's rows of hidden states at `site` of the model."""
+    def dropout(self, p: float, site: int) -> Dropout | None:
+        """The dropout of this rank's rows of hidden states at a place of the model (see `site_key`)."""
         if self.rows.keys is None or p == 0.0:
             return None
-        return self.rows.dropout(p, self.rows.keys, site_key(*site))
+        return self.rows.dropout(p, self.rows.keys, site)
 
-    def layer_dropout(self, p: float, layer: int, place: str) -> Dropout | None:
-        """The dropout of a layer's contribution to this rank's rows at one of `PLACES`."""
+    def layer_dropout(self, p: float, site: Site) -> Dropout | None:
+        """The dropout of a layer's contribution to this rank's rows."""
         if p == 0.0:
             return None
         if self.rows.keys is None or self.site_keys is None:
-            return self.dropout(p, "hidden", layer, place)
-        return self.rows.dropout(p, self.site_keys[place])
+            return self.dropout(p, site.key)
+        return self.rows.dropout(p, self.site_keys[site.place])
 
     def attention_dropout(self, attends: Attends, first: int) -> AttentionDropout | None:
         """The dropout of the probabilities of the heads from `first` on, for the wanted rows over all."""

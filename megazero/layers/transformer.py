@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megazero.config.tree.recompute import RecomputeConfig
 from megazero.layers.computed_again import computed_again, saved_as
-from megazero.layers.inputs import LayerInputs
+from megazero.layers.inputs import LayerInputs, hidden_sites
 from megazero.layers.linear import RowParallelLinear
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
@@ -52,7 +52,7 @@ class TransformerLayer(nn.Module):
         recompute = recompute or RecomputeConfig()
         self.norms_again = recompute.again("layernorm") and spec.norms != "output"
         self.mlp_again = recompute.again("moe" if spec.experts else "mlp")
-        self.layer = layer
+        self.layer, self.sites = layer, hidden_sites(layer)
         self.placement = placement
         self.dropout, self.branch_scale = spec.stream.dropout, spec.stream.scale
         self.residual_after_norm = spec.residual_after_norm
@@ -146,8 +146,8 @@ class TransformerLayer(nn.Module):
             out, bias = norm(out if bias is None else out + bias), None
         return scaled(out, bias, scale)
 
-    def _dropout(self, inputs: LayerInputs, site: str) -> Dropout | None:
-        return inputs.layer_dropout(self.dropout, self.layer, site)
+    def _dropout(self, inputs: LayerInputs, place: str) -> Dropout | None:
+        return inputs.layer_dropout(self.dropout, self.sites[place])
 
 
 def layers_of(blocks: Iterable[nn.Module]) -> list[TransformerLayer]:

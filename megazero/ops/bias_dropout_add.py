@@ -12,18 +12,10 @@ from torch import Tensor
 from megazero.kernels.library import KernelLibrary
 from megazero.ops.autograd import Gradients, apply, once_differentiable
 from megazero.ops.chunks import compute_dtype, row_chunks
-from megazero.ops.counter_random import (
-    MASK_64,
-    KeepRows,
-    keep_columns,
-    keep_multiplier,
-    keep_threshold,
-    mix_64,
-    signed_64,
-)
+from megazero.ops.counter_random import KeepRows, keep_columns, keep_multiplier
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
 from megazero.ops.dispatch import TRAINING_FLOATS, CallFacts, Implementation, Operator, kinds_of_calls, where
-from megazero.ops.dropout import Dropout, dropout_mask_hidden, hidden_row_keys
+from megazero.ops.dropout import Dropout, Launched, dropout_mask_hidden, hidden_row_keys
 from megazero.ops.example import Example, Traffic, sums_moved
 from megazero.ops.included import handed
 from megazero.ops.native import NATIVE, address, kept_by, on_native_cpu, rows_of
@@ -54,6 +46,9 @@ def bias_dropout_add_reference(
     return (residual + wide).to(residual.dtype)
 
 
+_NO_DROPOUT: Launched = (None, None, (1, 0, 0, 0, 0, 0, 0), 0, 1.0)
+
+
 class _Keys(NamedTuple):
     """The dropout of a call; for kernels that do not derive it themselves, also each row's key.
 
@@ -70,19 +65,9 @@ class _Keys(NamedTuple):
         return 0.0 if self.dropout is None else self.dropout.p
 
     @property
-    def launched(self) -> tuple[Tensor | None, Tensor | None, list[int], int, float]:
-        """Keys, positions, numbers about both, the threshold and the factor, as kernels take them."""
-        if self.dropout is None:
-            return None, None, [1, 0, 0, 0, 0, 0, 0], 0, 1.0
-        keys, positions, site = self.dropout.keys, self.dropout.positions, self.dropout.site
-        by_row, first, step, given = 0, 0, 0, None
-        if isinstance(positions, range):
-            first, step = positions.start, positions.step
-        else:
-            by_row, given = int(positions.dim() == 2), positions.contiguous()
-        mixed = (0, 0) if site is None else (1, signed_64(mix_64(site & MASK_64)))
-        numbers = [keys.shape[-1], int(keys.dim() == 2), by_row, first, step, *mixed]
-        return keys.contiguous(), given, numbers, keep_threshold(self.p), 1 / (1 - self.p)
+    def launched(self) -> Launched:
+        """The dropout as kernels for GPUs take it."""
+        return _NO_DROPOUT if self.dropout is None else self.dropout.launched
 
 
 class _Shape(NamedTuple):

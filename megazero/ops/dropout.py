@@ -8,12 +8,16 @@ heads of a tensor-parallel rank are theirs in the whole, and recompute replays t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from megazero.ops.counter_random import derive, keep_mask
+from megazero.ops.counter_random import MASK_64, derive, keep_mask, keep_threshold, mix_64, signed_64
 from megazero.ops.positions import Positions, check_positions, position_tensor
+
+Launched = tuple[Tensor | None, Tensor | None, tuple[int, ...], int, float]
+"""Keys, positions, numbers about both, the threshold and the factor, as kernels for GPUs take them."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,19 @@ class Dropout:
 
     def __post_init__(self) -> None:
         _check_share(self.p)
+
+    @cached_property  # both passes ask
+    def launched(self) -> Launched:
+        """The dropout as kernels for GPUs take it."""
+        keys, positions, site = self.keys, self.positions, self.site
+        by_row, first, step, given = 0, 0, 0, None
+        if isinstance(positions, range):
+            first, step = positions.start, positions.step
+        else:
+            by_row, given = int(positions.dim() == 2), positions.contiguous()
+        mixed = (0, 0) if site is None else (1, signed_64(mix_64(site & MASK_64)))
+        numbers = (keys.shape[-1], int(keys.dim() == 2), by_row, first, step, *mixed)
+        return keys.contiguous(), given, numbers, keep_threshold(self.p), 1 / (1 - self.p)
 
     @property
     def own_keys(self) -> Tensor:

@@ -10,12 +10,12 @@ import torch
 from megazero.config.tree.model import ModelConfig
 from megazero.layers.collectives import own_rows
 from megazero.layers.initialize import initialize
-from megazero.layers.inputs import Attends, LayerInputs
+from megazero.layers.inputs import Attends, LayerInputs, hidden_sites
 from megazero.layers.placement import Placement
 from megazero.layers.rows import Rows
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
-from megazero.mpu.rng import sample_keys
+from megazero.mpu.rng import sample_keys, site_key
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops.attention import Documents
 from megazero.ops.counter_random import keep_mask
@@ -87,14 +87,14 @@ def test_a_range_is_the_tensor_of_its_numbers():
 @over_table("positions", [range(S), torch.randperm(S), torch.stack([torch.randperm(S)] * B, 1)])
 def test_a_sequence_parallel_rank_drops_in_its_own_rows(positions):
     inputs = LayerInputs(Rows(positions, keys=KEYS))
-    whole = inputs.dropout(0.3, "hidden")
+    whole = inputs.dropout(0.3, site_key("hidden"))
     mask = dropout_mask_hidden(whole, S, B, H)
     world, grid = ThreadWorld(4), ProcessGrid(tp=4)
 
     def part(rank: int) -> bool:
         context = thread_context(world, grid, rank)
         placement = Placement.of(context, torch.float32, sequence_parallel=True)
-        dropout = LayerInputs(replace(inputs.rows, spread=placement.spread)).dropout(0.3, "hidden")
+        dropout = LayerInputs(replace(inputs.rows, spread=placement.spread)).dropout(0.3, site_key("hidden"))
         return torch.equal(dropout_mask_hidden(dropout, S // 4, B, H), own_rows(mask, context.tp))
 
     assert world.run(part) == [True] * 4
@@ -107,7 +107,7 @@ def test_keys_of_sites_samples_and_seeds_share_nothing():
     keys = []
     for seed in (1, 2):
         inputs = LayerInputs(Rows(range(1), keys=torch.from_numpy(sample_keys(seed, range(16)))))
-        keys += [inputs.dropout(0.5, *site).own_keys for site in sites]
+        keys += [inputs.dropout(0.5, site_key(*site)).own_keys for site in sites]
         keys += [attention_dropout(placement, inputs, layer).keys for layer in range(8)]
     keys = torch.stack(keys).view(-1)  # 2 seeds, 24 sites, 16 samples
     assert len(set(keys.tolist())) == 2 * 24 * 16
@@ -130,7 +130,8 @@ def test_neighbouring_samples_and_layers_drop_independently():
     """The mean product of the choices of any two of four sites and four samples is what chance gives."""
     inputs = LayerInputs(Rows(range(64), keys=torch.from_numpy(sample_keys(1, range(4)))))
     masks = [
-        dropout_mask_hidden(inputs.dropout(0.1, "hidden", layer, "mlp_out"), 64, 4, 512) for layer in range(4)
+        dropout_mask_hidden(inputs.layer_dropout(0.1, hidden_sites(layer)["mlp_out"]), 64, 4, 512)
+        for layer in range(4)
     ]
     rows = torch.stack(masks).permute(0, 2, 1, 3).reshape(16, -1).double()
     centered = (rows - 0.9) / 0.3

@@ -70,6 +70,6 @@ def test_a_bias_or_dropout_comes_between() -> None:
     biased.attention.register_forward_hook(lambda module, args, results: (results[0], torch.ones(H)))
     assert residuals_given(biased, inputs, x) == 0
     dropping = make_layer(add_bias_linear=False, hidden_dropout=0.1)
-    assert isinstance(inputs.dropout(0.1, "hidden", 0, "attention_out"), Dropout)
+    assert isinstance(inputs.layer_dropout(0.1, dropping.sites["attention_out"]), Dropout)
     assert residuals_given(dropping, inputs, x) == 0
     assert residuals_given(dropping, LayerInputs(Rows(range(S))), x) == 1

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.layers.inputs import Attends, LayerInputs
+from megazero.layers.inputs import Attends, LayerInputs, hidden_sites
 from megazero.layers.rows import Rows
 from megazero.mpu.rng import sample_keys
 from megazero.ops.dropout import AttentionDropout, Dropout, dropout_mask_attention, dropout_mask_hidden
@@ -39,10 +39,10 @@ def test_a_packed_sample_has_the_masks_that_it_has_alone():
 def test_wanted_rows_and_slices_keep_their_masks():
     inputs = LayerInputs(Rows(PLACES, keys=PACKED_KEYS))
     attends = Attends(1, False, 0.4)
-    whole = inputs.layer_dropout(0.4, 1, "mlp_out")
+    whole = inputs.layer_dropout(0.4, hidden_sites(1)["mlp_out"])
     mask = dropout_mask_hidden(whole, 10, 1, HIDDEN)
     wanted = torch.tensor([[0], [4], [8]])
-    narrow = replace(inputs, wanted=wanted).narrowed().layer_dropout(0.4, 1, "mlp_out")
+    narrow = replace(inputs, wanted=wanted).narrowed().layer_dropout(0.4, hidden_sites(1)["mlp_out"])
     assert dropout_mask_hidden(narrow, 3, 1, HIDDEN).equal(mask[wanted[:, 0]])
     queries = replace(inputs, wanted=wanted).attention_dropout(attends, first=0)
     every = inputs.attention_dropout(attends, first=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megazero.layers.inputs import LayerInputs
+from megazero.layers.inputs import LayerInputs, hidden_sites
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
 from megazero.layers.sums import Sums
@@ -31,7 +31,7 @@ class SingleLayer(TransformerLayer):
         mlp: nn.Module | None = None,
     ):
         nn.Module.__init__(self)
-        self.layer, self.placement = layer, placement
+        self.layer, self.placement, self.sites = layer, placement, hidden_sites(layer)
         self.dropout, self.branch_scale = spec.stream.dropout, spec.stream.scale
         assert mixer is None or mlp is None, "a layer is one of the two"
         empty = mixer is None and mlp is None

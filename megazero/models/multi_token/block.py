@@ -20,6 +20,7 @@ from megazero.layers.sums import Sums
 from megazero.loss import LossTerm
 from megazero.models.chunk import Slice
 from megazero.models.layer import layer_of
+from megazero.mpu.rng import site_key
 from megazero.ops.dropout import dropout_mask_hidden
 from megazero.spec.model import ModelSpec
 
@@ -39,13 +40,12 @@ class FurtherToken(nn.Module):
         super().__init__()
         spec, placement, number = held.spec, held.placement, len(held.spec.layers) + depth - 1
         self.spec, self.placement, self.vocab_size = spec, placement, held.vocab[0]
-        self.depth, self.word = depth, word
+        self.depth, self.word, self.site = depth, word, site_key("hidden", "embedding", depth)
         name, width = f"layers.{number}", spec.stream.width
         self.word_norm = Norm(f"{name}.word_norm", spec.norm, placement)
         self.hidden_norm = Norm(f"{name}.hidden_norm", spec.norm, placement)
-        self.join = ReplicatedLinear(
-            f"{name}.join", 2 * width, width, placement, spec.stream.std, between=True
-        )
+        std = spec.stream.std
+        self.join = ReplicatedLinear(f"{name}.join", 2 * width, width, placement, std, between=True)
         self.layer = layer_of(number, held)
         self.norm = Norm(f"{name}.final_norm", spec.norm, placement)
         self.units = recompute_units(1, held.recompute)
@@ -57,7 +57,7 @@ class FurtherToken(nn.Module):
         words = words_of(tokens.t(), self.word, self.vocab_size, self.placement)
         if self.spec.embedding.factor != 1.0:
             words = words * self.spec.embedding.factor
-        drop = inputs.dropout(self.spec.stream.dropout, "hidden", "embedding", self.depth)
+        drop = inputs.dropout(self.spec.stream.dropout, self.site)
         if drop is not None:
             words = words * dropout_mask_hidden(drop, *words.shape) / (1.0 - drop.p)
         both = torch.cat((self.word_norm(words), self.hidden_norm(hidden)), -1)
