@@ -16,9 +16,9 @@ from megazero.mpu.streams import REACHED
 from megazero.pipeline import executor
 from megazero.zero.bucket import Bucket
 from megazero.zero.reduce import GradientReducer
-from megazero.zero.store.ferry import Ferry, Landing, Loan, Ring
 from megazero.zero.store.offload import OffloadStore
 from megazero.zero.store.slices import Slices
+from megazero.zero.store.transfers import PendingRead, PendingWrite, Ring, Transfers
 from tests.layouts.layout import Layout
 from tests.streams.recorder import COMPUTE, COPY, RecordedPoint, RecordingStreams
 from tests.streams.runs import Run
@@ -84,21 +84,21 @@ def nothing(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _put_first(method: Callable[..., Any]) -> Callable[..., Any]:
-    def end(self: Landing) -> None:
-        if self.there is None:
+    def end(self: PendingWrite) -> None:
+        if self.target is None:
             method(self)
         else:
-            self.tier.put(self.slot, self.there)
+            self.tier.put(self.slot, self.target)
             self.point.host_waits()
 
     return end
 
 
 def _dropped_first(method: Callable[..., Any]) -> Callable[..., Any]:
-    def lend(self: Ferry, loan: Loan) -> None:
-        loan.tier.drop(loan.slot, loan.content)
+    def read(self: Transfers, pending: PendingRead) -> None:
+        pending.tier.drop(pending.slot, pending.content)
 
-    return lend
+    return read
 
 
 def _lasting(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,16 +158,20 @@ PLANTS = (
     Plant("slices are read before they have arrived", SLICES, Slices, "take", COMPUTE_WAITS),
     Plant("the wait for a slice comes after its first reader", SLICES, Slices, "take", _waits_later),
     Plant("a slice read for nothing is let go of at once", UNUSED, Slices, "read_ahead", COMPUTE_WAITS),
-    Plant("weights are read before they are back", WHOLE, Ferry, "lift_weights", COMPUTE_WAITS),
-    Plant("sums are used on the host before they have arrived", SUMS, Landing, "end", HOST_WAITS),
-    Plant("sums are read without asking whether they are under way", ONCE, Ferry, "arrive", nothing),
-    Plant("sums are written to disk before they have arrived", ON_DISK, Landing, "end", _put_first),
-    Plant("a disk's buffer is given back while it is copied", SLICES_ON_DISK, Ferry, "lend", _dropped_first),
-    Plant("a loan ends without a wait", SLICES_ON_DISK, Loan, "end", HOST_WAITS),
+    Plant("weights are read before they are back", WHOLE, Transfers, "weights_to_device", COMPUTE_WAITS),
+    Plant("sums are used on the host before they have arrived", SUMS, PendingWrite, "end", HOST_WAITS),
+    Plant(
+        "sums are read without asking whether they are under way", ONCE, Transfers, "finish_write", nothing
+    ),
+    Plant("sums are written to disk before they have arrived", ON_DISK, PendingWrite, "end", _put_first),
+    Plant(
+        "a disk's buffer is given back while it is copied", SLICES_ON_DISK, Transfers, "read", _dropped_first
+    ),
+    Plant("a buffer is released without a wait", SLICES_ON_DISK, PendingRead, "end", HOST_WAITS),
     Plant("buffers are used one bucket early", SUMS, Ring, "until", _early),
     Plant("the device's buffer is filled without a wait", SUMS, Ring, "take", COMPUTE_WAITS),
     Plant("the host's buffers are filled without a wait", WHOLE, Ring, "take", HOST_WAITS),
-    Plant("a transient buffer is copied from directly", SUMS, Ferry, "lower", _lasting),
+    Plant("a transient buffer is copied from directly", SUMS, Transfers, "to_host", _lasting),
     Plant(
         "the device's sums are overwritten while they are copied", AGAIN, OffloadStore, "sums", COMPUTE_WAITS
     ),

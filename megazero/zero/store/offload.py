@@ -14,11 +14,11 @@ from megazero.mpu.streams import INLINE, REACHED, Point, Streams
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
-from megazero.zero.store.ferry import Ferry, Landing
 from megazero.zero.store.kept import Kept, lead_of, of_slot, same_place, slot_of
 from megazero.zero.store.slices import Slices
 from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket, Sizes, Store, add_up, held_as
 from megazero.zero.store.tier import Tier, TierSlot
+from megazero.zero.store.transfers import PendingWrite, Transfers
 
 _AHEAD = 1  # buckets whose state is read while one is worked on
 
@@ -60,7 +60,7 @@ class OffloadStore(Store):
     first buckets of an update are read during the backward before it, into buffers that the last one left.
     Sums and norms round exactly as in `DeviceStore`.
 
-    Where the device's memory is apart, a `Ferry` copies beside what the device computes: sums go to the host
+    Where the device's memory is apart, `Transfers` copy beside what the device computes: sums go to the host
     while backward goes on, new weights come back while the next bucket is updated, and slices that are read
     ahead go on to the device.
 
@@ -82,9 +82,9 @@ class OffloadStore(Store):
         self._kept: dict[Bucket, Kept] = {}
         self.updates: dict[Bucket, Future[None]] = {}
         self._elements = self._offloaded = 0
-        self._ferry = Ferry(streams)
-        self._slices = None if placement.parameters is None else Slices(placement.parameters, self._ferry)
-        self._lowered: dict[tuple[Bucket, str], tuple[Tensor, Point]] = {}  # for the visits that come next
+        self._transfers = Transfers(streams)
+        self._slices = None if placement.parameters is None else Slices(placement.parameters, self._transfers)
+        self._on_host: dict[tuple[Bucket, str], tuple[Tensor, Point]] = {}  # for the visits that come next
         self._leaving: dict[Bucket, Point] = {}  # copies that read the device's sums
 
     def admit(self, bucket: Bucket) -> None:
@@ -103,7 +103,7 @@ class OffloadStore(Store):
         self.buckets.append(bucket)
         self._kept[bucket] = kept
         dtypes = (self.policy.dtypes.main, self.policy.dtypes.accumulation, own.dtype)
-        self._ferry.expect(source.numel() * max(dtype.itemsize for dtype in dtypes))
+        self._transfers.expect(source.numel() * max(dtype.itemsize for dtype in dtypes))
         self._note_offloaded(bucket)
 
     def make_moments(
@@ -139,26 +139,27 @@ class OffloadStore(Store):
             return None
         if weights is None:
             shard = slot_of(kept.shard)
-            if self._ferry.apart and isinstance(master, Tensor):
-                return self._ferry.leaving(master, shard.dtype)
-            self._ferry.settle(shard)
+            if self._transfers.apart and isinstance(master, Tensor):
+                return self._transfers.outgoing(master, shard.dtype)
+            self._transfers.settle(shard)
             return of_slot(self.placement.parameters).blank(shard)
-        if self._ferry.apart and isinstance(master, TierSlot):
-            return self._ferry.new_weights(weights)
+        if self._transfers.apart and isinstance(master, TierSlot):
+            return self._transfers.weights_buffer(weights)
         return weights
 
     def close_weights(self, bucket: Bucket, weights: Tensor) -> None:
         kept = self._kept[bucket]
         if kept.weights is None:
             tier, shard = of_slot(self.placement.parameters), slot_of(kept.shard)
-            if self._ferry.apart and isinstance(kept.state[WEIGHT], Tensor):
-                self._ferry.settle(shard)
-                there = tier.blank(shard)
-                self._ferry.land(Landing(tier, shard, there, there, self._ferry.left(there, weights)))
+            if self._transfers.apart and isinstance(kept.state[WEIGHT], Tensor):
+                self._transfers.settle(shard)
+                target = tier.blank(shard)
+                point = self._transfers.outgoing_to_host(target, weights)
+                self._transfers.write(PendingWrite(tier, shard, target, target, point))
             else:
                 tier.put(shard, weights)
         elif weights is not kept.weights:
-            self._ferry.lift_weights(weights, kept.weights)
+            self._transfers.weights_to_device(weights, kept.weights)
 
     def adopt(self, bucket: Bucket) -> None:
         self._finish(bucket)
@@ -193,20 +194,20 @@ class OffloadStore(Store):
             return
         tier, on_device = of_slot(self.placement.gradients), self._kept[bucket].sums
         lasting = on_device is not None and same_place(result, on_device[bucket.layout.state_range])
-        self._ferry.settle(sums)
+        self._transfers.settle(sums)
         if first:
-            there = tier.blank(sums)
-            arriving, point = there, self._ferry.lower(result, there, lasting=lasting)
+            target = tier.blank(sums)
+            arriving, point = target, self._transfers.to_host(result, target, lasting=lasting)
         else:
-            there = None
+            target = None
             tier.prefetch(sums)
             at = self.buckets.index(bucket)
             for other in self.buckets[at + 1 : at + 1 + _AHEAD]:
                 self._prefetch(other, (GRADIENT,))
-            arriving, point = self._ferry.lower_sums(result, lasting=lasting)
+            arriving, point = self._transfers.sums_to_host(result, lasting=lasting)
         if lasting:
             self._leaving[bucket] = point
-        self._ferry.land(Landing(tier, sums, there, arriving, point))
+        self._transfers.write(PendingWrite(tier, sums, target, arriving, point))
 
     def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:
         bucket.wait()
@@ -214,7 +215,7 @@ class OffloadStore(Store):
         kept, rest = self._kept[bucket], {}
         for kind, held in kept.state.items():
             if isinstance(held, TierSlot) and kind != GRADIENT:
-                self._ferry.settle(held)
+                self._transfers.settle(held)
                 rest[kind] = self._tier_of(kept, kind).at_rest(held)
             elif isinstance(held, Tensor) and kind != GRADIENT:
                 rest[kind] = held
@@ -238,11 +239,11 @@ class OffloadStore(Store):
                 finally:  # a visitor may have seen enough
                     self._put_back(bucket, visited, changes)
         finally:
-            self._lowered.clear()
+            self._on_host.clear()
 
     def sizes(self) -> Sizes:
         items = [item for bucket in self.buckets for item in self._items(bucket)]
-        on_device, on_host = self._ferry.buffer_bytes
+        on_device, on_host = self._transfers.buffer_bytes
         slices = 0 if self._slices is None else self._slices.most_bytes
         buffers = [("cpu", "buffers", tier.buffer_bytes) for tier in self.placement.tiers]
         buffers += [("device", "buffers", on_device + slices), ("cpu", "buffers", on_host)]
@@ -333,7 +334,7 @@ class OffloadStore(Store):
 
     @torch.no_grad()
     def _fill(self, tier: Tier, slot: TierSlot, content: Tensor) -> None:
-        self._ferry.settle(slot)
+        self._transfers.settle(slot)
         there = tier.blank(slot)
         there.copy_(content)
         tier.put(slot, there)
@@ -351,7 +352,7 @@ class OffloadStore(Store):
 
     def _prefetch(self, bucket: Bucket, kinds: Collection[str]) -> None:
         for tier, slot in self._slots(bucket, kinds).values():
-            self._ferry.settle(slot)
+            self._transfers.settle(slot)
             tier.prefetch(slot)
 
     def _lower(self, bucket: Bucket, kinds: Collection[str]) -> None:
@@ -360,10 +361,10 @@ class OffloadStore(Store):
             return
         for kind in kinds:
             held = self._kept[bucket].state.get(kind)
-            if isinstance(held, Tensor) and (bucket, kind) not in self._lowered:
-                self._lowered[bucket, kind] = self._ferry.lower_sums(held, lasting=True)
-                if self._ferry.apart:
-                    self._leaving[bucket] = self._lowered[bucket, kind][1]
+            if isinstance(held, Tensor) and (bucket, kind) not in self._on_host:
+                self._on_host[bucket, kind] = self._transfers.sums_to_host(held, lasting=True)
+                if self._transfers.apart:
+                    self._leaving[bucket] = self._on_host[bucket, kind][1]
 
     def _fetch(self, bucket: Bucket, kinds: Collection[str]) -> dict[str, Tensor]:
         """All kinds of a bucket on one device: on the host if any of them is kept there."""
@@ -372,10 +373,10 @@ class OffloadStore(Store):
         for kind in (kind for kind in kinds if kind in kept.state):
             held = kept.state[kind]
             if isinstance(held, TierSlot):
-                self._ferry.settle(held)
+                self._transfers.settle(held)
                 flats[kind] = self._tier_of(kept, kind).fetch(held)
             elif slots:
-                flats[kind], point = self._lowered.pop((bucket, kind))
+                flats[kind], point = self._on_host.pop((bucket, kind))
                 point.host_waits()
             else:
                 flats[kind] = held
