@@ -54,9 +54,8 @@ class Slices:
 
     def take(self, slot: TierSlot, device: torch.device) -> Tensor:
         """Return a slice on the device, which computation may use at once."""
-        on_device, point = (
-            self._on_device.pop(slot) if slot in self._on_device else self._start_copy(slot, device)
-        )
+        started = self._on_device.pop(slot, None)
+        on_device, point = started or self._start_copy(slot, device)
         self._ahead.discard(slot)
         point.compute_waits()
         return on_device

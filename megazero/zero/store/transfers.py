@@ -110,10 +110,10 @@ class Transfers:
     A pending copy is finished when the host next touches its slot, or else when a later copy of the same kind
     starts and the host has work left to do for this one.
 
-    Where device and host memory are apart, there is one buffer on the device, for data that would otherwise be
-    overwritten before it is copied, and there are four on the host: two for gradient sums and two for weights
-    on their way back. Each is as large as the largest slice of state. Where they are one memory, there are no
-    buffers and no pending copies.
+    Where device and host memory are apart, there is one buffer on the device, for data that would otherwise
+    be overwritten before it is copied, and there are four on the host: two for gradient sums and two for
+    weights on their way back. Each is as large as the largest slice of state. Where they are one memory,
+    there are no buffers and no pending copies.
 
     Args:
         streams: the device's.
@@ -164,7 +164,10 @@ class Transfers:
         return self.outgoing_to_host(target, buffer)
 
     def sums_to_host(self, source: Tensor, *, lasting: bool) -> tuple[Tensor, Point]:
-        """Start to copy sums to a host buffer: the buffer, valid until the call after next, and the copy's end."""
+        """Start to copy sums to the host; return the buffer and the end of the copy.
+
+        The call after the next one uses the buffer again.
+        """
         if not self.apart:
             return (source if source.is_meta else source.cpu()), REACHED
         arriving = self._sums.take(source, source.dtype)
