@@ -39,9 +39,9 @@ class Keeper(Protocol):
         """This rank's slice of the weights, [shard_size] on the device, as a gather needs it."""
 
     def open_weights(self, bucket: Bucket) -> Tensor | None:
-        """A flat tensor over `state_range` in which to write all of the weights, near their masters.
+        """A flat tensor over `state_range` to write all new weights to, in the same memory as their masters.
 
-        None if the masters are the weights. To be closed during the visit of the masters.
+        None if the masters are the weights. Call `close_weights` during the same visit of the masters.
         """
 
     def close_weights(self, bucket: Bucket, weights: Tensor) -> None:
@@ -61,10 +61,9 @@ class Bucket:
     Attributes:
         full: flat weights of all parameters, [padded].
         storage: the storage of `full`.
-        sums_scale: the factor by which its gradient sums are still to be multiplied: that of the update that
-            used them, if it left them as they are.
-        late: whether the weights that `publish` gathers are waited for where they are used; a `Gatherer` that
-            sees to that sets it.
+        sums_scale: the factor by which its gradient sums are still to be multiplied, if the update that used
+            them did not.
+        late: whether users of the weights wait for the gather that `publish` starts; a `Gatherer` sets it.
 
     Args:
         key: the properties that the parameters have in common.
@@ -147,7 +146,7 @@ class Bucket:
         self.presence = ShardedState.SHARD
 
     def publish(self, weights: Tensor | None) -> Work:
-        """Take over new weights; where replicas update shards, start to gather them.
+        """Adopt new weights; where replicas update shards, start to gather them.
 
         Args:
             weights: the tensor from the store's `open_weights`, with the new weights in it.
@@ -173,7 +172,7 @@ class Bucket:
         self.comm_hook.group.all_gather(self.full, self.store.shard(self)).wait()
 
     def frozen(self) -> tuple[int, ...]:
-        """Numbers of the parameters that require no gradient now: updates leave them as they are."""
+        """Numbers of the parameters that currently require no gradient, which updates leave as they are."""
         return tuple(number for number, param in enumerate(self.params) if not param.requires_grad)
 
     def weights_in_use(self) -> Tensor:
@@ -218,7 +217,7 @@ def whole_state(bucket: Bucket, flat: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _move_in(params: Sequence[nn.Parameter], views: Sequence[Tensor], fill: Fill | None) -> None:
-    """Make each parameter's data a view of the bucket, keeping its values or taking those from `fill`."""
+    """Make each parameter a view of the bucket, with its own values or those that `fill` writes."""
     unmade = []
     for param, view in zip(params, views, strict=True):
         if param.is_meta and not view.is_meta:

@@ -44,7 +44,7 @@ def build_store(
         fill: called with each bucket's parameters, writes their initial values; needed for meta parameters.
         groups: parameter groups by ``id`` of the parameter; parameters that it leaves out are in group 0.
         kind: makes the store.
-        multiple: the number of elements of which each rank's slice of a bucket is a multiple.
+        multiple: each rank's slice of a bucket has a multiple of so many elements.
 
     Returns:
         The store, with its buckets in that order.
@@ -100,9 +100,9 @@ def _members(
 
 
 def _in_order(members: Sequence[BucketMember], place: Place) -> list[BucketMember]:
-    """Say of each member where it comes in the model: by its chunk, and there by its first use.
+    """Number the members in the order of the model: by chunk, then by first use.
 
-    Of experts with parameters of their own, each rank along ``ep`` has others, but as many.
+    Ranks along ``ep`` hold different experts but equally many, so the numbers agree across them.
     """
     ordered, shared = [], 0
     for number, member in enumerate(members):

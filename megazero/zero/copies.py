@@ -80,7 +80,7 @@ class CopyFindings:
 
     Attributes:
         differences: all copies that are not equal; the same on all ranks.
-        take_overs: the pieces that members of this rank's groups must take over to agree with the majority.
+        take_overs: the pieces that members of this rank's groups must copy from the majority.
     """
 
     differences: tuple[CopyDifference, ...] = ()
@@ -192,7 +192,7 @@ class CopyCheck:
         self.optimizer.publish()
 
     def _agree_on_pieces(self, compared: Mapping[str, _Compared]) -> None:
-        """Check once that all members of each group hold the same pieces, which every comparison relies on.
+        """Check once that all members of each group hold the same pieces, as every comparison assumes.
 
         Raises:
             CommunicationError: on all members: one holds a piece that another does not.
@@ -240,7 +240,7 @@ class CopyCheck:
     def _details(
         self, compared: dict[str, _Compared], unequal: dict[str, Tensor], rounded: Sequence[str]
     ) -> CopyFindings:
-        """The differences and take-overs, once it is known that something differs."""
+        """The differences and take-overs, called only if something differs."""
         mine: list[list[object]] = [[name, ROUNDED, [self.context.rank], []] for name in rounded]
         take_overs = []
         for name, held in compared.items():

@@ -19,17 +19,17 @@ IN_USE = "weight_in_use"
 
 
 class DelayedUpdates:
-    """Makes each update beside the next step's forward and backward (Ren et al. 2021, "ZeRO-Offload").
+    """Runs each update during the next step's forward and backward (Ren et al. 2021, "ZeRO-Offload").
 
-    Update t starts on another thread when the gradients of step t are complete, and is published at the end
-    of step t + 1; so the weights of step t + 2 are the first to know of it, one step later than usual. A step
-    that is skipped starts and publishes nothing. Buckets are updated in the order in which backward
+    Update t starts on another thread when the gradients of step t are complete, and its weights are published
+    at the end of step t + 1, so step t + 2 is the first to use them: one step later than usual. A skipped
+    step starts and publishes nothing. Buckets are updated in the order in which backward
     completes them, and whatever touches a bucket's state first waits for its update, so no number depends on
     when the update runs.
 
     Args:
         store: keeps masters, moments and gradient sums in the host's memory.
-        after: how many updates are made at once before, while weights change fast (the paper: 40).
+        after: the number of first updates that are not delayed, while weights change fast (40 in the paper).
     """
 
     def __init__(self, store: OffloadStore, after: int):

@@ -53,13 +53,13 @@ class Fill:
             self._views[slot].add_(grad)
 
     def settle(self) -> None:
-        """Add the gradients that wait for others."""
+        """Add the gradients that are still waiting to be added in one launch."""
         if self._waiting:
             gradient_sum(self._waiting)
             self._waiting, self._waiting_bytes = [], 0
 
     def complete(self) -> None:
-        """Write zeros where no gradient has arrived: the parameter may be in use on another rank."""
+        """Add what waits, and write zeros where no gradient has arrived: another rank may have one there."""
         self.settle()
         self._tail.zero_()
         for view, written in zip(self._views, self._written, strict=True):

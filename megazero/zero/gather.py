@@ -43,7 +43,7 @@ class Gatherer:
         units: the units in the order in which forward uses them.
         store: holds the buckets of the units' parameters.
         policy: what is gathered ahead and what is kept.
-        late: whether units wait for weights that stay whole and that an update gathers; else the update does.
+        late: whether units, rather than the update, wait for the gathers of weights that stay whole.
 
     Attributes:
         most_live_bytes: the most bytes that gathered weights have held at a time.
@@ -142,7 +142,7 @@ class Gatherer:
             self.reshard(bucket)
 
     def arrive(self) -> None:
-        """Wait for the weights of an update that no unit has used since, so that the next one may begin."""
+        """Wait for gathers of updated weights that no unit has used, so that the next update may begin."""
         for bucket in self._late:
             bucket.wait()
 
@@ -167,7 +167,7 @@ class Gatherer:
 
     @contextmanager
     def held(self, buckets: Sequence[Bucket]) -> Iterator[None]:
-        """Context in which no forward frees these buckets."""
+        """A context in which no forward frees these buckets."""
         for bucket in buckets:
             self._users[id(bucket)] += 1
         try:

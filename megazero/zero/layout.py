@@ -48,7 +48,7 @@ class BucketLayout:
         ranks: number of replicas.
         rank: this replica's number.
         place: this rank's place in the grid.
-        multiple: the number of elements of which a slice is a multiple, if there are several.
+        multiple: with several replicas, a slice has a multiple of so many elements.
     """
 
     row: StageRow
@@ -167,5 +167,5 @@ def present_parts(layout: BucketLayout) -> list[slice]:
 
 
 def own_sums(layout: BucketLayout, sums: Tensor) -> Tensor:
-    """The part over `state_range` of gradient sums, which are [padded], or [shard_size] if sharded."""
+    """The part of gradient sums over `state_range`; sums are [padded], or [shard_size] if sharded."""
     return sums[layout.own] if layout.row.shard_state and not layout.row.shard_grads else sums

@@ -18,7 +18,7 @@ from megazero.zero.store.store import GRADIENT, WEIGHT, Store
 
 
 class Measures:
-    """Measures masters and gradient sums; the results are the same on all ranks, which all make the calls.
+    """Measures masters and gradient sums. Every rank makes each call and gets the same result.
 
     Args:
         store: keeps the state.
@@ -116,5 +116,5 @@ def read_total(total: Tensor) -> float:
 
 
 def as_used(bucket: Bucket, sums: Tensor) -> Tensor:
-    """Multiply gradient sums by the factor of the update that read them, if it left them as they were."""
+    """Apply the factor of the last update to gradient sums that it read without scaling them."""
     return sums if bucket.sums_scale == 1.0 else sums * bucket.sums_scale

@@ -22,8 +22,8 @@ class ParameterNorms:
     These ranks are the ones along the axes that may slice it, and its replicas where they shard state.
     However many parameters there are, this takes one call over each of these groups for dense parameters, and
     one for experts. A tied copy is measured on its own stage, where it has the same values as the original.
-    All agree on the mean: their sums may be taken in different orders, but they must move alike, bit for
-    bit.
+    All copies then use the mean of their norms: their sums may have been taken in different orders, but they
+    must be updated alike, bit for bit.
 
     Usage: `add` each piece, `reduce`, then read each norm with `of`.
 
@@ -49,8 +49,8 @@ class ParameterNorms:
     def add(self, bucket: Bucket, member: int, tensors: Sequence[Tensor]) -> None:
         """Measure this rank's part of one member of a bucket.
 
-        Numbers, such as norms that a rule's kernel has measured itself, must stay as they are until `reduce`,
-        which squares those of all parameters together.
+        Norms that a rule's kernel has measured itself must not change before `reduce`, which squares those of
+        all parameters in one launch.
         """
         number, _ = bucket.layout.specs[member].copy(self.context.place)
         if number != 0:  # the other copies have the same elements

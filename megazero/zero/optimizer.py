@@ -34,7 +34,7 @@ class StepReport:
     Attributes:
         grad_norm: global L2 norm before clipping, each parameter counted once; inf or nan when skipped, and
             nan on the meta device.
-        applied: False when a gradient was not finite anywhere, and no rank changed anything.
+        applied: False if a gradient on any rank was not finite; then no rank has changed anything.
         first_bad_parameter: when skipped, the first parameter of the model with such a gradient, the same on
             every layout, and the first rank that it is on.
     """
@@ -88,7 +88,7 @@ class Optimizer:
 
     @updates.setter
     def updates(self, made: int) -> None:
-        """Set how many there were, as after a resume; the hooks then sum as the next update needs it."""
+        """Set the count, as after a resume, and let the hooks sum gradients as the next update needs."""
         self._updates = made
         for bucket in self._trained if self.rule.needs.reduces else ():
             assert isinstance(bucket.comm_hook, ExactCommHook), "stage 0 sends sums as they are"
@@ -107,7 +107,7 @@ class Optimizer:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Kinds of moments; not every bucket has all of them where there are several rules."""
+        """Kinds of moments. With several rules, a bucket has those of its own rule only."""
         return tuple(dict.fromkeys(name for rule, _ in self._parts() for name in rule.state_names))
 
     def _parts(self) -> list[tuple[UpdateRule, list[Bucket]]]:
@@ -126,7 +126,7 @@ class Optimizer:
 
     @torch.no_grad()
     def queue(self, lr: PerGroup, weight_decay: PerGroup, grad_scale: float, norm: Tensor) -> None:
-        """Queue the update that a `step` with `queued` ends; it changes nothing where the norm is not finite.
+        """Queue the update that a later `step` with `queued` completes. If the norm is not finite, it is a no-op.
 
         Args:
             lr, weight_decay, grad_scale: those of the step.
@@ -183,7 +183,7 @@ class Optimizer:
             work.wait()
 
     def _update(self, rule: UpdateRule, buckets: Sequence[Bucket], facts: UpdateFacts) -> list[Work]:
-        """Update these buckets by a rule and start to bring the masters to the weights."""
+        """Update these buckets by a rule and start to publish their weights."""
         needs, moments = rule.needs, (*rule.state_names, *self._beside(rule))
         norms = ParameterNorms(buckets, self.context, len(needs.norms)) if needs.norms else None
         matrices = WholeMatrices(rule, self.context) if is_matrix_rule(rule) else None
@@ -203,7 +203,7 @@ class Optimizer:
         return works
 
     def _publish(self, loaded: LoadedBucket) -> Work:
-        """Start to bring a bucket's masters to the weights."""
+        """Start to publish a bucket's weights from its masters."""
         weights = self.store.open_weights(loaded.bucket)
         if weights is not None:
             weights.copy_(in_use(self.rule, loaded))
@@ -211,7 +211,7 @@ class Optimizer:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Bring the masters to the model's weights, on every rank."""
+        """Publish the masters as the model's weights; every rank calls this."""
         works = []
         kinds = (WEIGHT, *self._moments) if self.rule.needs.in_use else (WEIGHT,)
         for loaded_buckets in self.store.stream(kinds, self.store.buckets):
@@ -256,7 +256,7 @@ class Optimizer:
 
     @torch.no_grad()
     def full_gradients(self) -> Iterator[tuple[ParamSpec, Tensor]]:
-        """Each trained parameter's gradient sum, as `full_state` does; until the next step starts."""
+        """Each trained parameter's whole gradient sum, in the manner of `full_state`, until the next step starts."""
         for loaded_buckets in self.store.stream((GRADIENT,), self._trained):
             for loaded in loaded_buckets:
                 layout = loaded.bucket.layout
@@ -265,7 +265,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load(self, tensor_of: Callable[[ParamSpec, str], Tensor], kinds: Sequence[str]) -> None:
-        """Take over saved state; `publish` then brings it to the weights.
+        """Load saved masters and moments; call `publish` to update the weights.
 
         Args:
             tensor_of: the whole tensor of a parameter (of this tensor-parallel slice) by kind; asked only
@@ -284,7 +284,7 @@ class Optimizer:
         return (*self.state_names, *self._beside(self.rule))
 
     def _beside(self, rule: UpdateRule) -> tuple[str, ...]:
-        """Kinds of state that are not of the masters' shape."""
+        """Kinds of state whose shape is not that of the masters."""
         errors = (WORKER_ERROR, SERVER_ERROR) if rule.needs.reduces else ()
         return (*rule.needs.scalars, *errors)
 

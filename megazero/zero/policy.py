@@ -22,8 +22,7 @@ class GatherPolicy:
         overlap: whether to gather ahead of use.
         prefetch: how much may be gathered ahead of its use.
         persistence_threshold: parameters smaller than this stay whole in stage 3.
-        max_live: gathered parameters are kept for their next use in the step as long as there are no more
-            than this.
+        max_live: the most gathered parameters that are kept for their next use in the step.
         hpz: number of ranks of one node that hold a second partition (ZeRO++); 1 turns it off.
     """
 
@@ -68,10 +67,10 @@ class ZeroPolicy:
         gathers: when weights are gathered.
         dtypes: the types of what is summed and updated.
         codes: what weights and gradients travel as.
-        shard_alone: whether a single replica has shards too, which are all of it; where they are offloaded,
+        shard_alone: whether a single replica shards too, its shard being the whole, so that with offloading
             only the parameters in use are on the device.
-        needs: those of the update rule. One that `reduces` sums gradients itself; with weights `in_use`, fp32
-            weights have masters beside them; parameters made of `matrices` have buckets of their own.
+        needs: what the update rule needs. With `reduces` it sums gradients itself; with `in_use` fp32 weights
+            get separate masters; with `matrices` parameters made of matrices get buckets of their own.
     """
 
     stage: int = 0

@@ -55,10 +55,10 @@ class UpdateFacts:
 
 @runtime_checkable
 class BucketRule(UpdateRule, Protocol):
-    """A rule that moves a bucket as it likes, such as whole parameters, gathered where parts of them lie."""
+    """A rule that updates a bucket as a whole, e.g. because it gathers whole parameters from several ranks."""
 
     def move_bucket(self, loaded: LoadedBucket, facts: UpdateFacts, context: ParallelContext) -> None:
-        """Update masters and state in place; gradients are ready for use, and frozen parameters stay."""
+        """Update masters and state in place from ready gradients; leave frozen parameters as they are."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class Update:
     def _for_rule(
         self, pieces: Sequence[_RulePiece], scale: float = 1.0, outs: Sequence[Tensor | None] = ()
     ) -> Pieces:
-        """The pieces as a rule takes them; scale and outs are for one that works in one pass."""
+        """The pieces as a rule's arguments; only a one-pass rule gets a scale and output tensors."""
         return Pieces(
             [piece.weights for piece in pieces],
             [piece.gradient for piece in pieces],
@@ -253,7 +253,7 @@ class Update:
         return matrices.updates(loaded.bucket, prepared)
 
     def _step(self, pieces: Sequence[_RulePiece], updates: Tensor | None) -> None:
-        """Give pieces to the rule, those of one learning rate together, with the arguments that it needs."""
+        """Run the rule on the pieces, one call for each learning rate."""
         calls: dict[tuple[float, float], list[_RulePiece]] = {}
         for piece in pieces:
             calls.setdefault((piece.lr, self._scale(piece)), []).append(piece)
@@ -270,7 +270,7 @@ class Update:
             self.rule.step(self._for_rule(pieces, scale, [piece.out for piece in pieces]), lr, **asked)
 
     def _group_is_exempt(self, group: int) -> bool:
-        """Whether groups have weight decays of their own, and this one's is 0: its parameters are exempt."""
+        """Whether this group has a weight decay of its own, which is 0, so that its parameters are exempt."""
         decay = self.facts.weight_decay
         return not isinstance(decay, (int, float)) and decay[group] == 0.0
 
@@ -298,7 +298,7 @@ class Update:
 
 
 def sums_exactly(rule: UpdateRule, step: int) -> bool:
-    """Whether gradients are summed by the hook, exactly, for update number `step`."""
+    """Whether the hooks sum the gradients of update number `step`, exactly."""
     return not is_reducing_rule(rule) or rule.sums_exactly(step)
 
 

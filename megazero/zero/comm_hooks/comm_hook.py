@@ -16,7 +16,7 @@ class Reduction:
 
     Attributes:
         result: the sums over the bucket's `state_range`, valid once `work` has been waited for.
-        work: completes `result`; a hook that must process the data that arrived does so in `wait`.
+        work: completes `result`; a hook that has to process what arrives does so in its `wait`.
     """
 
     result: Tensor
@@ -41,7 +41,7 @@ class CommHook(Protocol):
         """Whether gathered weights differ from the weights that were sent."""
 
     def begin(self, step: int) -> None:
-        """Note that the gradients reduced from now on are those of this step, or of another attempt at it."""
+        """Begin a step, or another attempt at it: `reduce` now gets its gradients."""
 
     def gather(self, whole: Tensor, shard: Tensor) -> Work:
         """Start to fill `whole` [padded] with every rank's `shard` [shard_size] of the weights.
