@@ -27,9 +27,9 @@ from megazero.errors import ConfigError
 
 @dataclass(frozen=True)
 class Warmup:
-    """Linear rise from the rate `start` over `length` units (not a whole number if set as a fraction).
+    """Linear rise from the rate `start` over `length` units, which need not be a whole number.
 
-    `as_given` is the same length in the unit that it is counted in, if that is not the decay's.
+    `as_given` is the same length in its own unit, if that differs from the decay's.
     """
 
     length: float = 0
@@ -138,7 +138,7 @@ class LearningRate:
         return values
 
     def _height(self, count: int) -> float:
-        """How high the rate is between floor (0) and peak (1); 1 at the end of the warmup."""
+        """The height of the rate between floor (0) and peak (1); 1 at the end of the warmup."""
         decay = self.decay
         if decay.style == "WSD":
             assert decay.final_length is not None, "a schedule without it was refused"
@@ -224,7 +224,7 @@ class UpdateSchedule:
     Attributes:
         learning_rate, weight_decay: the schedules of each.
         decoupled_rate: the schedule of the second parameter group; None if there is one group.
-        scalar_peak: the peak of the rate of what Muon leaves to another rule; None if it is the others'.
+        scalar_peak: the peak rate of the parameters that Muon leaves to another rule; None for Muon's own.
     """
 
     learning_rate: LearningRate

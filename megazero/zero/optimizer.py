@@ -126,7 +126,7 @@ class Optimizer:
 
     @torch.no_grad()
     def queue(self, lr: PerGroup, weight_decay: PerGroup, grad_scale: float, norm: Tensor) -> None:
-        """Queue the update that a later `step` with `queued` completes. If the norm is not finite, it is a no-op.
+        """Queue the update that a later `step` with `queued` completes; a no-op if the norm is not finite.
 
         Args:
             lr, weight_decay, grad_scale: those of the step.
@@ -256,7 +256,7 @@ class Optimizer:
 
     @torch.no_grad()
     def full_gradients(self) -> Iterator[tuple[ParamSpec, Tensor]]:
-        """Each trained parameter's whole gradient sum, in the manner of `full_state`, until the next step starts."""
+        """Each trained parameter's whole gradient sum, until the next step starts; see `full_state`."""
         for loaded_buckets in self.store.stream((GRADIENT,), self._trained):
             for loaded in loaded_buckets:
                 layout = loaded.bucket.layout

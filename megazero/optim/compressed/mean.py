@@ -14,7 +14,7 @@ from megazero.optim.rule import Replicas
 
 @torch.no_grad()
 def compressed_mean(numbers: Tensor, live: Tensor, replicas: Replicas, units: Tensor | None = None) -> None:
-    """Replace `numbers` by about their mean over the replicas, the same bits on all of them.
+    """Replace `numbers` by an approximate mean over the replicas, with the same bits on all of them.
 
     Error-compensated 1-bit all-reduce (Seide et al. 2014; Tang et al. 2021, algorithm 1). A number becomes
     its sign times a scale, the root mean square of its whole parameter. Each replica, as a worker, sends

@@ -33,8 +33,8 @@ class OnebitAdam(ReducingRule):
 
     With `precondition`, which is the default, C takes its scale of ``m / (sqrt(v') + eps)``: a bit stands for
     the same share of the update in each element. The paper's bits stand for the same amount of m, which moves
-    an element by the more the smaller its v is: what has no gradient but rounding, such as the keys' bias,
-    then grows without bound. As v stays as it is, this is the paper's algorithm in other units (ours).
+    an element more the smaller its v is, so an element whose gradient is only rounding, such as the keys'
+    bias, grows without bound. As v stays as it is, this is the paper's algorithm in other units (ours).
 
     Attributes:
         beta1, beta2, eps: as Adam's.

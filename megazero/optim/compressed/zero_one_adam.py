@@ -17,13 +17,13 @@ from megazero.optim.rule import LocalRule, Needs, Pieces, Replicas
 
 @dataclass(frozen=True)
 class ZeroOneSteps:
-    """Which updates of 0/1 Adam change the variance, and which exchange what the replicas have moved.
+    """Which updates of 0/1 Adam change the variance, and which exchange the replicas' own moves.
 
     Attributes:
         var_freeze_step: number of updates after which v stays as it is.
-        var_update_scaler: the number of updates of v after which their distance doubles.
-        local_step_scaler: the number of updates after which the distance of exchanges doubles.
-        local_step_clipper: the largest distance of exchanges; 1 lets the replicas always exchange.
+        var_update_scaler: the number of updates of v after which the interval between them doubles.
+        local_step_scaler: the number of updates after which the interval between exchanges doubles.
+        local_step_clipper: the longest interval between exchanges; with 1 every update exchanges.
 
     Raises:
         ConfigError: one of them is below 1.
@@ -74,7 +74,7 @@ class ZeroOneAdam(LocalRule):
     in u what it moved by, ``sum lr m'``. In the updates that exchange, the replicas go on together
     from where they were last together: ``u = C(u)``, ``m = u / sum lr``, ``p = p - u / (sqrt(v') + eps)``.
 
-    The masters are the weights that the replicas have in common, and u leads from there to those in use.
+    The masters are the weights that the replicas have in common; u is the way from these to those in use.
     Weight decay shrinks the masters in every update, so none of it gets into m (in DeepSpeed it does). As in
     `OnebitAdam`, nothing moves that has no second moment.
 
