@@ -44,7 +44,7 @@ from megazero.config.tree.config import Config
 from megazero.layers.graphed import graph_layers
 from megazero.models.batch import MicroBatch
 from megazero.mpu.context import solo_context
-from megazero.mpu.cores import usable_cores
+from megazero.mpu.cpu_cores import usable_cores
 from megazero.mpu.launch import Launch, choose_device
 from megazero.ops import native
 from megazero.ops.attention import Documents

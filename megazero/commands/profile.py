@@ -14,7 +14,7 @@ import torch
 from megazero.commands.outputs import output_file
 from megazero.env.gather import host_memory
 from megazero.errors import ConfigError, exit_status
-from megazero.mpu.cores import usable_cores
+from megazero.mpu.cpu_cores import usable_cores
 from megazero.mpu.launch import Launch, choose_device
 from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.torch_group import open_group

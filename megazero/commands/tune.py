@@ -18,7 +18,7 @@ from megazero.config.resolve import parse_config
 from megazero.config.shown import shown_config
 from megazero.config.words import split_training_flags
 from megazero.errors import ConfigError, exit_status
-from megazero.mpu.cores import usable_cores
+from megazero.mpu.cpu_cores import usable_cores
 from megazero.plan.autotuning import Autotuning
 from megazero.plan.device import Device, known_devices
 from megazero.plan.kept import KeptPlans

@@ -31,7 +31,7 @@ from megazero.env.facts import (
 )
 from megazero.env.node import node_facts
 from megazero.kernels.build import BuildError
-from megazero.mpu.cores import CGROUP, core_quota, load_average
+from megazero.mpu.cpu_cores import CGROUP, core_quota, load_average
 from megazero.mpu.transports import backends
 from megazero.ops import operators
 from megazero.ops.cuda import cuda_library

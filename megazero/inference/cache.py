@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megazero.errors import ConfigError
-from megazero.layers.cores import KeyValueStore
+from megazero.layers.attention_cores import KeyValueStore
 from megazero.layers.inputs import Attends
 from megazero.ops.attention import Pattern
 

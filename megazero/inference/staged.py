@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from megazero.inference.cache import KeyValueCache
 from megazero.inference.shared_cache import SharedCache
+from megazero.layers.attention_cores import CachedCore, LocalCore
 from megazero.layers.collectives import gather_features
 from megazero.layers.context.cached import SharedCacheCore
-from megazero.layers.cores import CachedCore, LocalCore
 from megazero.layers.inputs import AttentionCore
 from megazero.layers.placement import Placement
 from megazero.models.batch import M

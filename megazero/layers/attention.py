@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megazero.layers.attention_cores import core_of
 from megazero.layers.computed_again import computed_again
-from megazero.layers.cores import core_of
 from megazero.layers.inputs import Attends, LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.norm import Norm

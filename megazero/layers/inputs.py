@@ -74,7 +74,7 @@ class Attends:
 
 
 class AttentionCore(Protocol):
-    """Attention proper, between the projections of a layer (see `cores`)."""
+    """Attention proper, between the projections of a layer (see `attention_cores`)."""
 
     @property
     def mixer_states(self) -> MutableMapping[int, tuple[Tensor, ...]]:

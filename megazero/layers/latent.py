@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from megazero.layers.attention_cores import core_of
 from megazero.layers.collectives import gather_for_parts, share_for_parts
 from megazero.layers.computed_again import computed_again
-from megazero.layers.cores import core_of
 from megazero.layers.inputs import Attends, AttentionCore, LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megazero.layers.norm import Norm

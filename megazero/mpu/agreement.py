@@ -1,4 +1,4 @@
-"""Whether all ranks of a job mean the same: facts by name, compared before any of them matters.
+"""Checks that all ranks of a job agree on facts (layout, backend, versions) before any of these matters.
 
 `agree` compares over a group. `agree_by_notes` does so by notes that the processes leave for each other,
 before there are groups: ranks that want different layouts, backends or devices could not even open them.
@@ -32,7 +32,7 @@ _MOST_READS = 10_000  # of a note that is not there yet, by all ranks in a secon
 
 
 def agree(group: Group, gather: Callable[[], Facts], device: torch.device) -> None:
-    """Compare the members' facts, which `gather` finds; every member calls this.
+    """Compare the facts that `gather` returns on each member; every member calls this.
 
     Raises:
         ConfigError: on every member: names each fact that differs, with its values and the ranks.
@@ -55,13 +55,13 @@ def agree(group: Group, gather: Callable[[], Facts], device: torch.device) -> No
 def agree_by_notes(job_notes: JobNotes, rank: int, world_size: int, facts: Facts, patience: float) -> None:
     """Compare the facts of all ranks of a job; every rank calls this.
 
-    Digests go up the tree of ranks: a rank passes on those of the ranks below it, equal ones once. The first
-    rank tells the others what it found, so a rank reads as many notes as it has children, and one more. Only
-    where facts differ are they themselves exchanged, of one rank for each digest.
+    Digests go up the tree of ranks: a rank passes on the distinct digests of the ranks below it. The first
+    rank leaves the result for all, so a rank reads one note for each of its children and one more. The facts
+    themselves are exchanged only where digests differ, from one rank for each digest.
 
     Args:
         job_notes: where the ranks leave notes for each other.
-        facts: what this rank holds to be true; the first rank answers for all of them itself.
+        facts: this rank's facts by name.
         patience: seconds to wait for a note.
 
     Raises:

@@ -57,8 +57,8 @@ class Communicator:
     Attributes:
         names: the names that share it; the first is its own.
         ranks: the members' world ranks, in group order.
-        urgent: whether its calls run beside computation, so that its stream goes before that of products.
-        second: whether it is beside another one over the same ranks.
+        urgent: whether its calls run during computation, so that its stream gets a higher priority.
+        second: whether it is the second communicator over the same ranks.
     """
 
     names: tuple[str, ...]
@@ -82,7 +82,7 @@ class CommunicatorPlan:
     """The communicators of one rank, in the order in which every rank opens its own.
 
     Attributes:
-        communicators: those of one rank alone too, over which nothing is sent.
+        communicators: all of them, including those of a single rank, over which nothing is sent.
     """
 
     communicators: tuple[Communicator, ...]

@@ -61,7 +61,7 @@ Ranks = Sequence[int]
 
 
 def as_ranks(ranks: Ranks) -> Ranks:
-    """The same ranks in the one form that equal ones have: a `range` if they are one, else a tuple."""
+    """Ranks in canonical form, so that equal groups compare equal: a `range` if possible, else a tuple."""
     steps = {after - before for before, after in pairwise(ranks)}
     if len(steps) > 1 or not min(steps, default=1) > 0:
         return tuple(ranks)
@@ -84,7 +84,7 @@ class ProcessGrid:
 
     Attributes:
         etp: by default, `tp`.
-        cp_inner: how many adjacent ranks of `cp` exchange heads, where others then exchange keys and values.
+        cp_inner: how many adjacent ranks of `cp` exchange heads; their blocks then exchange keys and values.
 
     Raises:
         ConfigError: an axis is smaller than one, or the experts' axes do not divide a stage.
@@ -279,6 +279,6 @@ COMMUNICATORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def slice_axes(replicas: str) -> tuple[str, ...]:
-    """The axes over which parameters may be cut whose copies for other data are the ranks of `replicas`."""
+    """The axes over which a parameter may be cut if its replicas are the ranks of the group `replicas`."""
     names = numbering(COMMUNICATORS[replicas])
     return tuple(name for name in SLICE_AXES if name in names)

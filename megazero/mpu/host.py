@@ -17,8 +17,8 @@ class Reading:
     """The elements of a tensor on their way from the device.
 
     Args:
-        tensor: what is queued now is read: work that is queued later is not waited for, and may not change
-            the tensor before `values` has been read.
+        tensor: is read after the work that is queued now. Work that is queued later must not change it
+            before `values` has been read.
     """
 
     def __init__(self, tensor: Tensor):
@@ -54,7 +54,7 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def _waiting(device: torch.device) -> Iterator[None]:
-    """Let the host wait for the device within the block, without a report of torch."""
+    """A context in which the host may wait for the device without a warning or error from torch."""
     mode = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
     if not mode:
         yield

@@ -54,7 +54,7 @@ _METHODS = ("tolist", "cpu", "numpy", "__array__", "to", "cuda")
 
 
 class HostWaits(TorchDispatchMode):
-    """A mode that counts this thread's waits, autograd's included, in `found`: (where in megazero, what).
+    """A mode that counts the waits of this thread, autograd included, in `found` by (place, kind).
 
     Args:
         refuses: whether what a step may not do is an error at once.

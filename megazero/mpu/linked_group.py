@@ -9,10 +9,10 @@ from megazero.mpu.wrapping_group import WrappingGroup
 
 
 class LinkedGroup(WrappingGroup):
-    """Sends messages over the links of a line of ranks by two groups in turns; all else goes by the first.
+    """Uses two groups alternately for the links between neighbours of a line of ranks, and one for the rest.
 
-    So a message to one neighbour does not wait for one from the other, where a group carries out one call
-    after another. All messages between two ranks go by one group, in their order.
+    A group runs one call after another, so with two of them a message to one neighbour need not wait for a
+    message from the other. All messages between two ranks use the same group and stay in order.
 
     Args:
         inner: carries the link between the first two ranks, and every other one from there.

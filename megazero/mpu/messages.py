@@ -1,7 +1,7 @@
 """Exchanging small values (names, reports) between ranks as JSON: nothing received is ever executed.
 
-What `gather_values` gives takes memory for every member on every member, so it is for groups that do not grow
-with the job. Over all ranks the other functions ask for one member's value, or fold values as they go.
+`gather_values` takes memory for every member on every member, so it is for groups that do not grow with the
+job. For all ranks, use the other functions, which ask for one member's value or fold values on the way.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def fold_values(
     """Fold all members' values into one on the first member, None elsewhere; every member calls this.
 
     Values go up a tree of blocks of adjacent members, so a member receives at most 7 in each of log8(size)
-    rounds, and `fold` sees them in group order: of what it folds, the second is of later members.
+    rounds. `fold(a, b)` sees values in group order: b comes from later members than a.
     """
     span = 1
     while span < group.size:

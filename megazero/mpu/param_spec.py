@@ -29,8 +29,8 @@ class InitialValues:
     Attributes:
         kind: how they are drawn.
         std: the standard deviation if they are normal.
-        made: makes the values of float32 numbers that are; None for these themselves.
-        value: the value of all if they are constant.
+        made: computes the values from drawn float32 numbers; None keeps the numbers as drawn.
+        value: the value of all elements of the kind ``constant``.
     """
 
     kind: Literal["normal", "zeros", "ones", "constant"]
@@ -192,7 +192,7 @@ class ParamSpec:
 
 
 def matrix_spec(spec: ParamSpec, place: Place) -> ParamSpec:
-    """The spec of what a parameter's ranks must gather for whole matrices: it is cut only within them."""
+    """The same parameter without the cuts between its matrices: what ranks gather to have whole matrices."""
     assert spec.matrices is not None, f"{spec.name} has no matrices"
     local, stacked = spec.local_shape(place), spec.matrices.stacked
     cuts = tuple(cut for cut in spec.cuts if cut.dim >= stacked)

@@ -25,7 +25,7 @@ def derive_key(seed: int, *path: str | int) -> int:
 
 
 def sample_keys(seed: int, samples: Iterable[int | tuple[int, ...]]) -> np.ndarray:
-    """int64 [b], a key for each of `samples`, which are places in the training order, or further rows of one.
+    """int64 [b], a key for each sample, given as its place in the training order, or (place, row).
 
     A sample keeps its key wherever it is computed, so dropout is the same on every layout.
     """
@@ -34,5 +34,5 @@ def sample_keys(seed: int, samples: Iterable[int | tuple[int, ...]]) -> np.ndarr
 
 
 def site_key(*site: str | int) -> int:
-    """The constant of a place in the model, the same for all samples and seeds."""
+    """The constant of a place in the model that its random numbers depend on, besides the sample's key."""
     return derive_key(0, "site", *site)

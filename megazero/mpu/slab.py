@@ -1,4 +1,4 @@
-"""`Slab`: memory of the host in whole pages, which a device copies from and to by itself."""
+"""`Slab`: host memory in whole locked pages, which a device can copy from and to by itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megazero.mpu.streams import INLINE, Streams
 
 
 class Pages(mmap.mmap):
-    """Memory of this process alone, of zeros, in whole pages; it is unlocked before it is unmapped."""
+    """Private zeroed memory in whole pages, which is unlocked before it is unmapped."""
 
     unlock: Callable[[], None] | None = None
 
@@ -26,7 +26,7 @@ _STEP = 5 * _LINE  # odd in lines, so that all offsets in a page have their turn
 
 
 class Slab:
-    """Makes memory of the host: ordinary pages, locked one piece at a time.
+    """Allocates host memory: ordinary pages, locked one piece at a time.
 
     torch's own locked memory is rounded up to powers of two, so it may take twice what is asked for. A copy
     may not cross two locked pieces, so each lies in one of its own, rounded up to whole pages.
@@ -35,7 +35,7 @@ class Slab:
     otherwise use the same few lines of a cache for all of them (a sixth slower for Adam, measured).
 
     Args:
-        streams: those of the device that copies; by default, none does, and memory is torch's.
+        streams: the streams of the device that copies; without them, torch allocates the memory.
     """
 
     def __init__(self, streams: Streams = INLINE):

@@ -1,4 +1,4 @@
-"""`Streams`: copies between a device and the host beside what the device computes."""
+"""`Streams`: copies between a device and the host that run while the device computes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ class Point(Protocol):
         """Whether the copy has been made."""
 
     def compute_waits(self) -> None:
-        """Let the device compute nothing that it is asked for from now on before this point.
-
-        The host does not wait.
-        """
+        """Make all computation that is queued from now on wait for this point; the host does not wait."""
 
     def host_waits(self) -> None:
         """Return when the copy has been made."""
@@ -47,7 +44,7 @@ class Streams(Protocol):
     """The queues of a device: one of what it computes, and one of copies between it and the host.
 
     Attributes:
-        apart: whether copies run beside what the device computes, so that points must be waited for.
+        apart: whether device and host memory are apart: then copies run on their own, and are to be waited for.
     """
 
     apart: bool
@@ -55,34 +52,34 @@ class Streams(Protocol):
     def copy(self, target: Tensor, source: Tensor) -> Point:
         """Queue a copy, after all that the device has been asked to compute, and all earlier copies.
 
-        Until its point has been waited for, on the side that does so, nothing may be written to `source`,
-        `target` may be neither read nor written, and none of the two may be let go of. Both are contiguous
-        and of one dtype; the one on the host is locked, or the host waits for the copy here.
+        Until a caller has waited for the returned point, nothing may write to `source`, read or write
+        `target`, or free either of them. Both are contiguous and of one dtype. If the host tensor is not in
+        locked memory, the host waits for the copy here.
         """
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor is on a device whose memory is apart from the host's."""
 
     def aside(self) -> Streams:
-        """Streams whose copies come after those asked for here, which do not wait for theirs."""
+        """Further streams, whose copies run after the copies queued here; these do not wait for them."""
         return self
 
     def lock(self, start: int, size: int) -> Callable[[], None] | None:
-        """Lock whole pages of the host's memory, so that the device copies from and to them by itself.
+        """Lock whole pages of host memory, so that the device can copy from and to them by itself.
 
         Args:
             start: the address.
             size: bytes.
 
         Returns:
-            Waits for all copies, and unlocks them; None if nothing was locked: then copies there are slower,
-            and the host waits for each.
+            A function that waits for all copies and unlocks the pages; None if nothing was locked, in which
+            case copies there are slower and the host waits for each.
         """
         return None
 
 
 class InlineStreams(Streams):
-    """The host copies, and goes on when that is done: for a CPU, whose memory is the host's."""
+    """Copies by the host itself, at once: for a CPU, whose memory is the host's."""
 
     apart = False
 
@@ -98,7 +95,7 @@ INLINE = InlineStreams()
 
 
 class StillStreams(Streams):
-    """Streams of a device that is planned for: nothing is copied, but all buffers are made."""
+    """Streams of a device that a plan is about: nothing is copied, but all buffers are allocated."""
 
     apart = True
 

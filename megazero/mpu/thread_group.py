@@ -39,7 +39,7 @@ class _Round:
         self.error: Exception | None = None
 
     def settle(self, combine: Callable[[list[Any]], Sequence[Any]]) -> None:
-        """Work out everyone's result, while all other members sleep: they read what nobody changes."""
+        """Compute everyone's result while the other members sleep, so that nobody changes the inputs."""
         if any(call != self.calls[0] for call in self.calls):
             self.difference = self.calls
             return
@@ -52,8 +52,8 @@ class _Round:
 class ThreadMeeting:
     """The state that the threads of one group share: the round that they gather for, and mailboxes.
 
-    All members come together once for each call. The last one to come works out the results of all, and what
-    the others brought stays as it is until then, as they sleep.
+    All members meet once for each call. The last one to arrive computes everyone's result, while the others
+    sleep and so leave their inputs unchanged.
     """
 
     def __init__(self, ranks: Ranks, timeout: float):
@@ -264,7 +264,7 @@ class ThreadGroup(Group):
     def _meet(
         self, call: str, mine: Any, combine: Callable[[list[Any]], Sequence[Any]], signature: str = ""
     ) -> Any:
-        """Bring `mine`, and return this member's part of `combine` of what all brought, in rank order."""
+        """Contribute `mine`; return this member's part of `combine` of all contributions, in rank order."""
         if isinstance(mine, Tensor):
             mine = mine.detach()
             signature = f"{tuple(mine.shape)} {mine.dtype}"

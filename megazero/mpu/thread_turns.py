@@ -1,7 +1,7 @@
-"""Turns: of the threads of one world one runs, and the others sleep until it has to wait for one of them.
+"""Turns: one thread of a world runs at a time, until it has to wait for another one.
 
 Threads that share an interpreter and a core would otherwise pass its lock around at every tensor operation,
-which nobody gains from. A turn ends where a thread waits for another rank, and goes to one that can go on.
+which only costs time. A turn ends where a thread waits for another rank, and goes to a thread that can run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Turns:
         ticket.wait(float("inf"))
 
     def leave(self) -> None:
-        """Give back this thread's turn for good."""
+        """End this thread's part; its turn goes to another thread."""
         with self._lock:
             self._running -= 1
             self._pass_on()

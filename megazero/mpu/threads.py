@@ -28,7 +28,7 @@ def helper_thread(body: Callable[[], object], name: str) -> threading.Thread:
 def _device_setter() -> Callable[[], None]:
     """A function that makes this thread's device another's; it does nothing where CUDA is not in use.
 
-    A call for CUDA from a thread without its device would take half a gigabyte of the first GPU.
+    A CUDA call from a thread without a device would open a context on the first GPU, for half a gigabyte.
     """
     if not torch.cuda.is_initialized():
         return lambda: None

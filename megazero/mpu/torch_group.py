@@ -140,7 +140,7 @@ def start_world(
     Args:
         backend, rank, world_size, timeout: as for `torch.distributed.init_process_group`.
         urgent: as for `open_group`.
-        where: torch's init_method, store or device_id; the environment is the default.
+        where: torch's init_method, store or device_id; by default the environment decides.
 
     Raises:
         CommunicationError: the other ranks could not be reached.
@@ -186,7 +186,7 @@ def open_group(
         timeout: how long a call may take.
         urgent: whether NCCL gives its stream a high priority, so that its kernels get the first free
             multiprocessor. If the group is that of all ranks, `start_world` has decided that.
-        second: whether it is another group than one of the same ranks that is open already.
+        second: whether it is a second group over ranks that have one already.
         backend: its own backend, if it is not the world's.
     """
     if len(ranks) == dist.get_world_size() and not second and backend is None:
@@ -208,10 +208,10 @@ def open_group(
 
 @contextmanager
 def _unbound_world() -> Iterator[None]:
-    """Take the world's device away for as long as the block runs, if a script has joined it with one.
+    """A context in which the world is not bound to a device, even if a script has joined it with one.
 
-    torch makes groups of a world with a device by splitting its communicator, in which every rank must take
-    part, and here only a group's members open it.
+    In a bound world torch opens groups by splitting its communicator, in which every rank must take part,
+    whereas here only a group's members open it.
     """
     world: Any = dist.group.WORLD
     device = world.bound_device_id

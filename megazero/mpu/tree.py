@@ -1,8 +1,8 @@
-"""Ways for the ranks of a job to hear from each other in which none hears from all.
+"""Patterns of messages in which no rank hears from all others.
 
-In a tree rank r has `FAN` children, from r * `FAN` + 1 on: so it hears from a fixed number of ranks, however
-many there are. In a job of up to `FAN` + 1 ranks all others are children of the first. In tiers all reduce
-over a few small groups, one after the other.
+In a tree, rank r has `FAN` children, from r * `FAN` + 1 on, so it hears from at most `FAN` ranks however many
+there are. In a job of up to `FAN` + 1 ranks all others are children of the first. In tiers, ranks reduce over
+a few small groups, one after the other.
 """
 
 from __future__ import annotations

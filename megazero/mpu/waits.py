@@ -26,7 +26,7 @@ class Waited:
 
     @property
     def seconds(self) -> float | None:
-        """The sum; None while the device has not come to the end. Does not wait for it."""
+        """The sum; None while the device has not finished the step, for which this does not wait."""
         if not all(end.query() for _, end in self.spans):
             return None
         milliseconds: float = sum(start.elapsed_time(end) for start, end in self.spans)
@@ -36,8 +36,8 @@ class Waited:
 class Waits:
     """Adds up the time that each step waits.
 
-    On a CPU this is the time inside of calls. On CUDA these return before they are done and the stream waits
-    in the host's place, so there are events around the wait, in one step out of ten.
+    On a CPU this is the time inside of calls. On CUDA calls return at once and the stream waits instead of
+    the host, so events around the wait measure it, in one step out of ten.
 
     Args:
         device: where the tensors of the calls live.
@@ -57,7 +57,7 @@ class Waits:
         self._measures = not self._on_cuda
 
     def start_step(self) -> None:
-        """Begin to count anew, if this step is one of those that are measured."""
+        """Start counting for a new step, if it is one that is measured."""
         self._host, self._spans = 0.0, []
         self._measures = not self._on_cuda or self._steps % _SAMPLED == 0
         self._steps += 1

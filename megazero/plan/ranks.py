@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 from megazero.errors import CommunicationError
-from megazero.mpu.cores import usable_cores
+from megazero.mpu.cpu_cores import usable_cores
 from megazero.mpu.launch import Launch, choose_backend, choose_device
 from megazero.mpu.torch_group import leave_world, start_world
 

@@ -9,7 +9,7 @@ from megazero.checkpoint.disk import Disk
 from megazero.config.tree.config import Config
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
-from megazero.mpu.cores import others_running
+from megazero.mpu.cpu_cores import others_running
 from megazero.mpu.launch import Launch
 from megazero.train.assemble import Run, Task, assemble
 from megazero.train.guards.agreement import samples_of

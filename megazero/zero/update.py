@@ -55,7 +55,7 @@ class UpdateFacts:
 
 @runtime_checkable
 class BucketRule(UpdateRule, Protocol):
-    """A rule that updates a bucket as a whole, such as one that gathers whole parameters from several ranks."""
+    """A rule that updates a bucket as a whole, such as one that needs whole parameters from several ranks."""
 
     def move_bucket(self, loaded: LoadedBucket, facts: UpdateFacts, context: ParallelContext) -> None:
         """Update masters and state in place from ready gradients; leave frozen parameters as they are."""

@@ -7,7 +7,7 @@ import math
 import torch
 
 from megazero.config.tree.model import ModelConfig
-from megazero.layers.cores import LocalCore
+from megazero.layers.attention_cores import LocalCore
 from megazero.layers.initialize import initialize
 from megazero.layers.inputs import Attends, LayerInputs
 from megazero.layers.patterns import OwnSlopes, alibi_slopes, pattern_of

@@ -9,8 +9,8 @@ from torch import Tensor
 from megazero.config.tree.model import ModelConfig
 from megazero.inference.cache import KeyValueCache
 from megazero.inference.shared_cache import SharedCache
+from megazero.layers.attention_cores import CachedCore, LocalCore
 from megazero.layers.context.cached import SharedCacheCore
-from megazero.layers.cores import CachedCore, LocalCore
 from megazero.layers.inputs import AttentionCore, LayerInputs
 from megazero.layers.latent import LatentAttention
 from megazero.layers.placement import Placement

@@ -8,8 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from megazero.layers.attention import SelfAttention
+from megazero.layers.attention_cores import KeyValueStore
 from megazero.layers.computed_again import computed_again
-from megazero.layers.cores import KeyValueStore
 from megazero.layers.inputs import Attends, LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.mlp import MLP

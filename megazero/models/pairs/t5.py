@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megazero.account.flops import layer_flops, logits_flops
 from megazero.config.tree.config import Config
-from megazero.layers.cores import CachedCore
+from megazero.layers.attention_cores import CachedCore
 from megazero.layers.embedding import Embedding
 from megazero.layers.inputs import AttentionCore, Deferred
 from megazero.layers.norm import Norm

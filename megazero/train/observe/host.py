@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import torch
 
-from megazero.mpu.cores import usable_cores
+from megazero.mpu.cpu_cores import usable_cores
 
 FEW_ROWS = 32
 PRODUCT_SECONDS = 0.03  # what one product may take

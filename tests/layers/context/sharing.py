@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from megazero.layers.attention_cores import LocalCore
 from megazero.layers.context.core import ExchangingCore, GatheringCore
-from megazero.layers.cores import LocalCore
 from megazero.layers.inputs import Attends, AttentionCore, LayerInputs
 from megazero.layers.rows import Rows, Spread
 from megazero.mpu.group import Group

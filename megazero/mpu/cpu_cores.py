@@ -27,17 +27,17 @@ def usable_cores() -> int:
 
 
 def load_average() -> float | None:
-    """Processes that ran or wanted to in the last minute, on average; None where the system does not say."""
+    """Processes that ran or were ready to run in the last minute, on average; None where unknown."""
     with suppress(OSError, AttributeError):
         return os.getloadavg()[0]
     return None
 
 
 def others_running(own: int, load: Path = LOAD) -> int | None:
-    """Count the tasks that run or want to beside `own` ones; None where the system does not say.
+    """Count the tasks of other processes that run or are ready to run; None if the system does not say.
 
-    The load average would count what a shell has just run before this job. It is the fewest of a few looks
-    within 50 ms, as tasks of an idle system run for less.
+    The load average would include what a shell ran just before this job, so this looks a few times within
+    50 ms and takes the fewest, because tasks of an idle system run for less than that.
     """
     looks = []
     with suppress(OSError, ValueError, IndexError):
