@@ -44,7 +44,7 @@ class Streams(Protocol):
     """The queues of a device: one of what it computes, and one of copies between it and the host.
 
     Attributes:
-        apart: whether device and host memory are apart: then copies run on their own, and are to be waited for.
+        apart: whether device and host memory are apart, so that copies must be waited for.
     """
 
     apart: bool

@@ -11,7 +11,7 @@ import torch
 from megazero.config.rules.table import broken_rules
 from megazero.config.tree.config import Config
 from megazero.config.tree.curriculum import CurriculumConfig
-from megazero.layers import cores
+from megazero.layers import attention_cores
 from megazero.ops.attention import ALL, CAUSAL, attend
 from megazero.verify.compare import compare
 from megazero.verify.record import Record
@@ -126,8 +126,8 @@ def test_it_trains_what_dense_attention_with_the_same_mask_trains(name, shape, m
         length = len(k)  # BERT's batches are as long as their longest sample
         return attend(q, k, v, replace(call, mask=mask[:length, :length]), offset)
 
-    monkeypatch.setattr(cores, "attend", masked)
-    monkeypatch.setattr(cores.LocalCore, "__call__", _every_row(cores.LocalCore.__call__))
+    monkeypatch.setattr(attention_cores, "attend", masked)
+    monkeypatch.setattr(attention_cores.LocalCore, "__call__", _every_row(attention_cores.LocalCore.__call__))
     dense = run_alone(layout.config())
     assert not [str(d) for d in compare([found], dense) if d.share > 1]
     monkeypatch.undo()

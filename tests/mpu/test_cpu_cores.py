@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megazero.mpu import cores
+from megazero.mpu import cpu_cores
 
 
 @pytest.mark.parametrize(
@@ -20,10 +20,10 @@ from megazero.mpu import cores
     ],
 )
 def test_tasks_beside_the_job_s_own_are_counted(looks, own, others, monkeypatch):
-    monkeypatch.setattr(cores.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(cpu_cores.time, "sleep", lambda seconds: None)
     texts = iter(looks)
-    assert cores.others_running(own, SimpleNamespace(read_text=lambda: next(texts))) == others
+    assert cpu_cores.others_running(own, SimpleNamespace(read_text=lambda: next(texts))) == others
 
 
 def test_a_system_that_does_not_say_is_no_fault(tmp_path):
-    assert cores.others_running(1, tmp_path / "none") is None
+    assert cpu_cores.others_running(1, tmp_path / "none") is None

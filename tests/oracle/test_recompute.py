@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from megazero.layers import activation as activation_module
-from megazero.layers import cores as attention_module
+from megazero.layers import attention_cores as attention_module
 from tests.oracle import product
 from tests.oracle.cases import FACTORS, flags_of
 from tests.oracle.text import DATASETS
