@@ -1,6 +1,6 @@
-"""Activations of MLPs: what a spec names, made once for each MLP.
+"""Activations of MLPs: each MLP makes the one that its spec names.
 
-To add one, write a maker and give it a row; one with learned parameters is a module that makes them.
+To add one, write a maker and a row in the table. An activation with learned parameters is a module.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def activation_of(spec: ActivationSpec, name: str, placement: Placement) -> Acti
 
     Args:
         spec: which one.
-        name: global name that its parameters begin with, if it has any.
+        name: prefix of the global names of its parameters.
         placement: ranks, dtype and device.
     """
     return _MAKERS[spec.name](spec, name, placement)
@@ -79,8 +79,8 @@ def _gated(kind: Literal["swiglu", "geglu", "quick_geglu"]) -> Maker:
 class XIELU(nn.Module):
     """xIELU (Huang & Schlag 2024, arXiv:2411.13010), whose two slopes are learned; Apertus has it.
 
-    p x^2 + x / 2 where x > 0, else n (exp(x) - 1 - x) + x / 2, with the softplus p of one parameter, and n of
-    the other, to which 1/2 is added; both begin at 0.8.
+    p x^2 + x / 2 where x > 0, else n (exp(x) - 1 - x) + x / 2. With learned a and b, p = softplus(a) and n =
+    softplus(b) + 1/2; both start at 0.8.
     """
 
     def __init__(self, name: str, placement: Placement):

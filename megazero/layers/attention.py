@@ -27,9 +27,9 @@ class SelfAttention(nn.Module):
 
     If the inputs say which rows are wanted, the result is [r, b, h] and holds only these.
 
-    Queries, keys and values come from one weight of logical shape [groups, queries per group + 2, d, h]:
-    a group's query heads, then its key, then its value, so that slicing over groups keeps each group whole.
-    With an output gate there is a gate for each query head, behind the group's query heads.
+    Queries, keys and values come from one weight of logical shape [groups, queries per group + 2, d, h]: a
+    group's query heads, then its key, then its value, so that slicing over groups keeps each group whole.
+    With an output gate, the gates of a group's query heads follow these heads.
 
     Args:
         recompute: whether to drop the attention core's activations and compute them again in backward
@@ -86,7 +86,7 @@ class SelfAttention(nn.Module):
 
     @property
     def last(self) -> RowParallelLinear:
-        """The layer that makes the result, as it is."""
+        """The linear layer whose result is this module's."""
         return self.out
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | Included | None]:

@@ -1,7 +1,7 @@
 """Attention cores: from queries, keys and values of this rank's rows to their context.
 
-A core is a value, as the product of a linear layer is: `core_of` chooses it by the placement, and a pass may
-bring another one, as generation does. Where keys lie on several ranks, a core is the place that knows.
+A core is a value: `core_of` chooses a layer's by the placement, and a pass may bring another one, as
+generation does. Only cores know whether keys lie on several ranks.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from megazero.ops.positions import Positions, position_tensor
 
 
 class KeyValueStore(Protocol):
-    """Keys and values of earlier positions, and `states` of layers without any, between generation steps."""
+    """Keeps keys and values of earlier positions between generation steps, and `states` of layers without
+    keys.
+    """
 
     states: dict[int, tuple[Tensor, ...]]
 
     def extend(self, attends: Attends, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append [s, b, g, d] of a layer; return them with all earlier ones that it still attends to.
 
-        What is returned is [t, b, g, d], in order, and the layer's pattern holds for it as for all.
+        The result is [t, b, g, d], in order; the layer's pattern applies to it as to the whole sequence.
         """
 
 
@@ -73,11 +75,11 @@ class LocalCore(AttentionCore):
 
 @dataclass(frozen=True)
 class CachedCore(AttentionCore):
-    """Attention over the rows and all earlier ones of their sequences, whose keys and values are in a store.
+    """Attention over the rows and all earlier positions, whose keys and values a store keeps.
 
     Attributes:
         store: keys and values by layer.
-        core: attention over what is then there.
+        core: computes the attention over all of them.
     """
 
     store: KeyValueStore

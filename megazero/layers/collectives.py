@@ -43,7 +43,7 @@ def _all_to_all_rows(x: Tensor, group: Group, sent: list[int], received: list[in
 
 
 def _own(x: Tensor, *, given_away: bool) -> Tensor:
-    """A contiguous tensor of x's values that may be overwritten: x itself if it was given away."""
+    """A contiguous copy of x that may be overwritten, or x itself if it was given away."""
     whole = x.contiguous()
     return x.clone() if whole is x and not given_away else whole
 
@@ -150,8 +150,8 @@ def reduce_from_slices(x: Tensor, group: Group, *, given_away: bool = False) -> 
     Args:
         x: the partial result.
         group: the members.
-        given_away: whether x may hold the sum afterwards: nobody else reads it, and the operator that made it
-            has not saved it. Autograd raises RuntimeError in backward if one did.
+        given_away: whether the sum may overwrite x, because nobody else reads x and the operator that made it
+            has not saved it (otherwise autograd raises RuntimeError in backward).
     """
     return x if group.size == 1 else apply(_ReduceFromSlices, x, group, given_away)
 
@@ -178,14 +178,15 @@ def gather_for_parts(x: Tensor, group: Group) -> Tensor:
 
 
 def share_for_parts(x: Tensor, group: Group, *, given_away: bool = False) -> Tensor:
-    """x, equal on all members, for a computation of which each does a part; backward sums their gradients.
+    """Hand x, equal on all members, to a computation of which each does a part; backward sums their
+    gradients.
 
     Args:
         x: whole on each member.
         group: the members.
-        given_away: whether backward may overwrite the gradient that it gets: one operator alone reads the
-            result, and makes a tensor of its own of the gradient. A sum, for one, hands the same gradient
-            to all that it added.
+        given_away: whether backward may overwrite the gradient that it gets, because a single operator reads
+            the result and gives it a gradient of its own. (An add, by contrast, hands one gradient to both
+            inputs.)
     """
     return x if group.size == 1 else apply(_ShareForParts, x, group, given_away)
 

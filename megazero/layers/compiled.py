@@ -1,8 +1,8 @@
 """Layers compiled by torch.compile, one by one: a step computes the same values as without it.
 
-One layer is one region: a pipeline, recompute, ZeRO and the executor see the modules that they know, with
-their hooks, and all layers of a kind share the code that is compiled for the first. Within a region operators
-take their traceable implementations, which the compiler fuses (see `ops.dispatch`).
+Each layer is a region of its own, so pipelines, recompute, ZeRO and the executor see the usual modules and
+hooks, and all layers of a kind share the code that is compiled for the first. Within a region operators take
+their traceable implementations, which the compiler fuses (see `ops.dispatch`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from megazero.ops.compiler import compiles_every_length
 def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
     """Make torch.compile compute the training passes of the layers among `blocks` from now on.
 
-    Shapes are constants: another sequence length is compiled anew, up to a thousand. Passes without
-    gradients, with a cache or for some rows only run as before. Where the ranks of a tensor-parallel group
-    communicate, a region ends before the linear layer and another begins behind it. The codes of weights
-    that are multiplied as 8-bit floats are made before a region, so that it is the same for all micro-
-    batches of a step.
+    Shapes are constants: each new sequence length is compiled again, up to a thousand of them. Passes without
+    gradients, with a cache or for some rows only run uncompiled. Where tensor-parallel ranks communicate, a
+    region ends before the linear layer and the next one begins after it. The 8-bit codes of weights are made
+    before a region, so that the region is the same for all micro-batches of a step.
 
     Args:
         blocks: the blocks of a chunk; embedding and head stay as they are.

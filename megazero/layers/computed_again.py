@@ -16,7 +16,7 @@ _Result = TypeVar("_Result")
 
 
 def computed_again(wanted: bool, function: Callable[..., _Result], *args: Any) -> _Result:
-    """`function(*args)`, of which backward keeps the arguments alone if it is `wanted`."""
+    """Return `function(*args)`; if `wanted`, keep only the arguments and compute it again in backward."""
     if not (wanted and torch.is_grad_enabled()):
         return function(*args)
     result: _Result = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
@@ -24,15 +24,15 @@ def computed_again(wanted: bool, function: Callable[..., _Result], *args: Any) -
 
 
 def saved_as(wanted: bool, x: Tensor, again: Callable[[], Tensor]) -> AbstractContextManager[object]:
-    """A context in which what saves x, or a view of it, keeps `again` in its place, if it is `wanted`.
+    """A context in which operators that save x, or a view of it, keep `again` instead, if `wanted`.
 
-    So a result is forgotten once it has been used, and backward computes it by itself; a checkpoint around
-    the function would keep it, since what comes after it saves it.
+    So x is freed after its use, and backward computes it again. A checkpoint around the function that makes x
+    would not free it, since the next operator saves it.
 
     Args:
-        wanted: whether to.
+        wanted: whether to do so.
         x: contiguous.
-        again: computes x from what is kept anyway, and does not hold it.
+        again: computes x from tensors that are kept anyway; must not refer to x.
     """
     if not (wanted and torch.is_grad_enabled()):
         return nullcontext()

@@ -45,11 +45,12 @@ class Embedding(nn.Module):
     """tokens [b, s] -> hidden states [s, b, h] ([s/tp, b, h] under sequence parallelism).
 
     Args:
-        vocab: entries that tokens may name, and rows allocated, a multiple of the tensor-parallel size.
+        vocab: the size of the vocabulary, and the number of rows allocated, a multiple of the tensor-parallel
+            size.
 
     Raises:
-        DataError: (forward, on CPU) a token lies outside the vocabulary. On a GPU, which does not wait to
-            look, its hidden states are NaN, or torch's kernel stops.
+        DataError: (forward, on CPU) a token lies outside the vocabulary. On a GPU, where looking would wait
+            for the device, its hidden states are NaN, or torch's kernel fails.
     """
 
     def __init__(self, spec: EmbeddingSpec, vocab: tuple[int, int], placement: Placement):
@@ -62,7 +63,7 @@ class Embedding(nn.Module):
         self.site = site_key("hidden", "embedding")
 
     def _table(self, name: str, rows: int) -> nn.Parameter | None:
-        """A table of `rows` vectors that every rank holds whole; a rank looks up its own positions."""
+        """A table of `rows` vectors, whole on every rank, of which a rank looks up its own positions."""
         if not rows:
             return None
         spec = ParamSpec(
@@ -101,7 +102,7 @@ def words_of(tokens: Tensor, word: Tensor, vocab_size: int, placement: Placement
     """The rows of a vocabulary's weight [v/tp, h] for tokens [s, b]: [s, b, h], or this rank's s/tp rows.
 
     Args:
-        vocab_size: entries that tokens may name.
+        vocab_size: the number of different tokens.
     """
     tp = placement.tp
     x = _look_up(tokens, word, tp.rank * len(word), vocab_size)
@@ -113,7 +114,7 @@ def words_of(tokens: Tensor, word: Tensor, vocab_size: int, placement: Placement
 
 
 def _look_up(tokens: Tensor, word: Tensor, first: int, vocab_size: int) -> Tensor:
-    """Look tokens up without a check of the ids, which would wait for the device.
+    """Look tokens up without checking their range, which would wait for the device.
 
     `data.check_token_ids` has checked them where the batch was made.
     """

@@ -1,11 +1,11 @@
 """Linear layers that multiply 8-bit floats (Micikevicius et al. 2022).
 
-A tensor is multiplied by a scale that takes its largest magnitude, its amax, near the largest number of the
-format, rounded to e4m3 (the gradients of `hybrid` to e5m2), and multiplied with sums in fp32; the product
-is divided by both scales. Masters, moments and everything between the products stay as they are.
+A tensor is multiplied by a scale that brings its largest magnitude (its amax) near the largest number of the
+format, and rounded to e4m3 (with `hybrid`, gradients to e5m2). Products are summed in fp32 and divided by
+both scales. Masters, moments and everything between the products are unchanged.
 
-The scale of the recipe ``tensorwise`` is that of the tensor's own amax. ``delayed`` (NVIDIA's Transformer
-Engine) takes it from the amaxes of earlier steps, so that all micro-batches of a step have one scale.
+The recipe ``tensorwise`` takes the scale from the tensor's own amax, ``delayed`` (NVIDIA's Transformer
+Engine) from the amaxes of earlier steps, so that all micro-batches of a step share one scale.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _INPUT, _WEIGHT, _GRADIENT = range(3)
 
 @dataclass(frozen=True)
 class Fp8Recipe:
-    """The settings by which tensors become 8-bit floats.
+    """How tensors are converted to 8-bit floats.
 
     Attributes:
         gradients: the format of gradients; all other tensors are e4m3.
         delayed: whether a scale comes from earlier steps.
-        margin: powers of two that a scale stays below the largest one.
-        history: steps whose amaxes are kept, with ``delayed``.
-        most_recent: whether the latest of them counts instead of the largest.
+        margin: the power of two by which a scale stays below the largest possible one.
+        history: the number of steps whose amaxes are kept, with ``delayed``.
+        most_recent: whether the latest amax sets the scale, instead of the largest one kept.
     """
 
     gradients: torch.dtype
@@ -69,7 +69,7 @@ class Fp8Recipe:
         return torch.float8_e4m3fn, torch.float8_e4m3fn, self.gradients
 
     def scales(self, amaxes: Tensor, largest: Tensor, before: Tensor | float = 1.0) -> Tensor:
-        """The scales that take amaxes near the largest numbers; `before` where an amax is 0 or not finite."""
+        """The scales for these amaxes; `before` where an amax is 0 or not finite."""
         scales = largest / amaxes / 2.0**self.margin
         scales = scales.clamp(max=torch.finfo(torch.float32).max)
         return torch.where(amaxes.isfinite() & (amaxes > 0), scales, before)
@@ -98,16 +98,16 @@ class Codes:
 class Fp8Scaling:
     """The scales of one layer's input, weight and output gradient, and the layer's product.
 
-    While an `Fp8State` has it in `passes`, weights do not change: their codes are made once then, and kept.
+    Within `Fp8State.passes` weights do not change, so their codes are made once and kept.
 
     Args:
         name: global name of the layer.
         recipe: the settings of the scales.
         group: the ranks that hold parts of the tensors; an amax is that of all parts.
-        sliced_gradient: whether the gradient too is in parts.
+        sliced_gradient: whether the gradient is in parts too.
         device: the scales' device.
-        keeps: whether codes of the weight may be kept; not where the weight itself is let go of in between,
-            nor in a CUDA graph, which would hold those of the step in which it was captured.
+        keeps: whether codes of the weight may be kept. Not if the weight itself is freed between uses, nor in
+            a CUDA graph, which would keep the codes of the step in which it was captured.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Fp8Scaling:
     ) -> Tensor:
         """`column_linear` in 8-bit products: x [s, b, h] or [s/tp, b, h] -> [s, b, n/tp].
 
-        A pass without gradients records no amax, so an evaluation changes no later step.
+        A pass without gradients records no amax, so an evaluation does not change later steps.
         """
         assert deferred is None, "rules refuse a split backward in 8-bit products"
         matrix, vector = weight.flatten(0, -2), None if bias is None else bias.flatten()
@@ -171,7 +171,9 @@ class Fp8Scaling:
         return self.recipe.scales(largest, self.largest[which])
 
     def cast(self, which: int, x: Tensor, scale: Tensor, *, notes: bool = True, turns: bool = True) -> Codes:
-        """The codes of x [m, k], on a GPU with the transpose if it `turns`; the step's amax `notes` x's."""
+        """The codes of x [m, k], with the transpose if `turns` on a GPU; if `notes`, the step's amax includes
+        x's.
+        """
         noted = self.amax[which] if notes and self.recipe.delayed else None
         inverse = self.inverse[which] if self.passing and self.recipe.delayed else scale.reciprocal()
         turned = turns and on_tensor_cores(x)  # elsewhere a product takes a view
@@ -185,7 +187,7 @@ def products_in_8_bits(layer: nn.Module) -> list[tuple[Fp8Scaling, nn.Parameter]
 
 
 def on_tensor_cores(x: Tensor) -> bool:
-    """Whether products of such tensors are `torch._scaled_mm`'s, which wants rows of both in memory.
+    """Whether `torch._scaled_mm` computes products of such tensors; it needs both operands by rows in memory.
 
     Devices before Ada (8.9) have no products of 8-bit floats: there, as on a CPU, fp32 multiplies the codes.
     """
@@ -217,7 +219,7 @@ def _padded(codes: Tensor) -> Tensor:
 class _Fp8Linear(Function):
     """`x @ weight.T + bias`, forward and backward in 8-bit products; keeps its input as 8-bit floats.
 
-    It travels as 8-bit floats between the ranks of a sequence-parallel group, too.
+    Ranks of a sequence-parallel group also exchange the input as 8-bit floats.
     """
 
     @staticmethod
@@ -296,10 +298,9 @@ class Fp8State:
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        """Run the forwards and backwards of one step within it, which see the same weights and scales.
+        """A context for the forwards and backwards of one step, which all use the same weights and scales.
 
-        Nothing is kept beyond it: whatever changes weights, an update, a checkpoint or a guard, does so
-        outside.
+        It ends before anything changes weights: an update, a checkpoint or a guard.
         """
         if self.scalings:
             inverses = torch.stack([scaling.scale for scaling in self.scalings]).reciprocal()
@@ -314,10 +315,10 @@ class Fp8State:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """End a step: the amax of a tensor is that of all micro-batches and all ranks that hold parts.
+        """End a step: reduce each tensor's amax over the ranks that hold parts of it, and update the scales.
 
-        Amaxes go into the histories, from which the next step's scales follow. All layers take as many
-        launches as one.
+        The step's amaxes, over all micro-batches, enter the histories that give the next scales. The number
+        of launches does not grow with the number of layers.
         """
         if not self.scalings:
             return
@@ -361,12 +362,12 @@ def use_fp8(
     Args:
         blocks: the blocks of a chunk; embedding and head stay as they are.
         config: the recipe, and which layers at both ends of the model are left out.
-        layers: the number of layers of the whole model; those of further tokens are never left out.
+        layers: the number of layers of the whole model; layers of multi-token prediction are never left out.
         device: the scales' device; parameters may still be on the meta device.
         keeps: whether codes of weights may be kept during a step, a byte or two for each element.
 
     Returns:
-        The scales, which an `Fp8State` keeps.
+        The scalings, for an `Fp8State`.
     """
     if config.fp8_format == "none":
         return []

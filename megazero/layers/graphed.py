@@ -1,8 +1,8 @@
-"""Layers launched as CUDA graphs: one call replays all kernels of a layer's forward, another its backward.
+"""Layers launched as CUDA graphs: one call replays a layer's whole forward, another its backward.
 
-A graph reads and writes the memory that it was captured with. So inputs are copied into buffers of the
-graph, dropout's keys among them, and results are read from buffers, which the next replay overwrites. One
-micro-batch is therefore alive at a time.
+A graph reads and writes the memory that it was captured with. So inputs, dropout's keys included, are copied
+into the graph's buffers, and results are read from buffers that the next replay overwrites. Only one
+micro-batch can therefore be in flight.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Graphs(Protocol):
 class CudaGraphs(Graphs):
     """CUDA's graphs, with one pool of memory for all of them.
 
-    They are replayed in another order than captured: all forwards, then all backwards. So what a forward
-    saves must never go back to the pool. What a capture frees at once may.
+    Graphs are replayed in another order than they are captured in: all forwards, then all backwards. So
+    tensors that a forward saves must never return to the pool, whereas its temporaries may.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class CudaGraphs(Graphs):
 def graph_layers(blocks: Iterable[nn.Module], graphs: Graphs, warm_calls: int = WARM_CALLS) -> None:
     """Launch the training passes of the layers among `blocks` as graphs, after some calls of each.
 
-    Passes without gradients, with a cache, for some rows only or with documents run as before.
+    Passes without gradients, with a cache, for some rows only or with documents run without graphs.
 
     Args:
         blocks: the blocks of a chunk; embedding and head stay as they are.

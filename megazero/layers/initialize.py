@@ -17,7 +17,7 @@ from megazero.ops.counter_random import normal_block
 
 
 def initialize(model: nn.Module, seed: int, place: Place) -> None:
-    """Fill every parameter of `model`, which sits at `place`, as its spec says; padding becomes zero.
+    """Fill every parameter of `model`, the part of a rank at `place`, as its spec says; padding becomes zero.
 
     Meta tensors are left as they are.
     """

@@ -1,4 +1,4 @@
-"""Inputs of recomputed units: to the host beside forward, and back one unit ahead of backward."""
+"""Inputs of recomputed units: copied to the host during forward, and back one unit ahead of backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megazero.mpu.streams import Point, Streams
 
 
 class Shelf:
-    """Memory on the host for inputs, which later inputs use again.
+    """A pool of host memory for inputs.
 
     Args:
         streams: those of the device.
@@ -26,7 +26,7 @@ class Shelf:
         self._free: list[Tensor] = []
 
     def take(self, like: Tensor) -> Tensor:
-        """Memory in the shape and dtype of `like`; what is free and too small is given up for it."""
+        """Memory in the shape and dtype of `like`; free memory that is too small is released first."""
         fitting = [memory for memory in self._free if memory.nbytes >= like.nbytes]
         chosen = min(fitting or self._free, key=lambda memory: memory.nbytes, default=None)
         self._free = [memory for memory in self._free if memory is not chosen]
@@ -40,17 +40,20 @@ class Shelf:
         return chosen
 
     def give_back(self, memory: Tensor) -> None:
-        """Take back memory, which copies in the queue may still use: those of its next user come later."""
+        """Take back memory. Queued copies may still use it, since those of its next user are queued after
+        them.
+        """
         self._free.append(memory)
 
 
 class AwayInput:
-    """The input of a unit, on the host from when the next unit runs until its own backward is next.
+    """The input of a unit, which is on the host from when the next unit runs until shortly before its
+    backward.
 
     Args:
         x: the input, or this rank's part of it, on the device.
         shelf: has memory on the host.
-        before: the input of the unit before, whose backward comes after this one's.
+        before: the input of the preceding unit, whose backward follows this one's.
     """
 
     def __init__(self, x: Tensor, shelf: Shelf, before: AwayInput | None):
@@ -64,7 +67,7 @@ class AwayInput:
         self._moving: Point = shelf.streams.copy(self._on_host(), self._here)
 
     def leave(self) -> None:
-        """Let go of the input on the device."""
+        """Free the input on the device."""
         self._moving.compute_waits()  # its memory is used for something else then
         self._here = None
 
@@ -76,7 +79,7 @@ class AwayInput:
             self._moving = self._shelf.streams.copy(self._here, self._on_host())
 
     def take(self) -> Tensor:
-        """The input on the device; the one before it sets out."""
+        """Return the input on the device, and start to fetch the preceding unit's."""
         self.fetch()
         if self._before is not None:
             self._before.fetch()
@@ -98,7 +101,7 @@ class AwayInput:
 
 
 class Pass:
-    """Takes the inputs of one pass through some units to the host, unit after unit.
+    """Copies the inputs of one forward pass through some units to the host.
 
     Args:
         shelf: has memory on the host.
@@ -109,12 +112,12 @@ class Pass:
         self._last: AwayInput | None = None
 
     def send(self, x: Tensor) -> AwayInput:
-        """Start to copy an input to the host; the one before it leaves the device."""
+        """Start to copy an input to the host, and free the preceding one on the device."""
         self.end()
         self._last = AwayInput(x, self._shelf, self._last)
         return self._last
 
     def end(self) -> None:
-        """Let the last input leave the device."""
+        """Free the last input on the device."""
         if self._last is not None:
             self._last.leave()

@@ -53,8 +53,8 @@ class Attends:
         dropout: the share of probabilities that is dropped.
         pattern: which keys a position attends to by its place, besides causality.
         scale: the factor of the products of queries and keys; None: 1 / sqrt(d).
-        unpacked: makes keys and values of what a layer keeps of earlier positions between generation steps,
-            given [t, b, ...] of both parts; None: it keeps keys and values.
+        unpacked: computes keys and values from what a layer keeps of earlier positions between generation
+            steps, two tensors [t, b, ...]; None if it keeps keys and values.
     """
 
     layer: int
@@ -69,16 +69,16 @@ class Attends:
         return 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
 
     def keys_and_values(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of what was kept."""
+        """Keys and values, from the two tensors that were kept."""
         return (first, second) if self.unpacked is None else self.unpacked(first, second)
 
 
 class AttentionCore(Protocol):
-    """Attention proper, between the projections of a layer (see `attention_cores`)."""
+    """Attention between the projections of a layer (see `attention_cores`)."""
 
     @property
     def mixer_states(self) -> MutableMapping[int, tuple[Tensor, ...]]:
-        """The states of layers that keep no keys, by number; a core that knows no earlier rows keeps none."""
+        """By layer, the states of mixers, which keep no keys; a core without earlier rows has none."""
         return {}
 
     def __call__(
@@ -98,10 +98,10 @@ class AttentionCore(Protocol):
             k, v: [s, b, g, d] and [s, b, g, e].
             inputs: the layer's inputs, which say what rows these are.
             attends: the layer's settings.
-            bias: added to the scaled scores, broadcastable to [b, n, r, s]; or the slopes of these heads; or
-                a bound of the scores; or None.
-            offset: [n], the logits whose exponentials the softmax's denominators have more (see
-                `with_softmax_offset`); None: they have no more.
+            bias: a bias of the scaled scores, broadcastable to [b, n, r, s]; or the heads' ALiBi slopes; or a
+                softcap; or None.
+            offset: [n], a logit for each head whose exponential is added to the softmax's denominator (see
+                `with_softmax_offset`); None for none.
         """
 
 
@@ -147,18 +147,17 @@ class LayerInputs:
     """The inputs of a layer besides the hidden states.
 
     Attributes:
-        rows: the rows of the hidden states. All are given, also where a rank has a share of them.
-        core: the attention core of this pass, instead of the layers' own: generation's, which knows the keys
-            and values of earlier rows. None: the layers' own.
+        rows: all rows of the hidden states, even where this rank has only a share of them.
+        core: the attention core of this pass, such as generation's, which keeps keys and values of earlier
+            rows; None for the layers' own.
         deferred: the list to which backward adds the computation of the linear layers' weight gradients (the
             weight half of a split backward, Qi et al. 2023); None: backward computes them.
-        wanted: int64 [r, b], the rows to which a layer narrows each sequence: every row is attended to, but
-            no other is computed any further. Set for the last layer only; None: all rows.
+        wanted: int64 [r, b], the only rows of each sequence whose results are needed; the layer still attends
+            to all rows. Set for the last layer only; None for all rows.
         skipping: the tokens and layers that the step leaves out.
         branch_scale: the factor of a layer's contribution to the hidden states.
-        site_keys: int64 [b] or [s, b] by place, the keys of the one layer that these inputs are for, if they
-            are made ahead, so that a compiled layer need not know its number, a constant; None: the layer
-            makes them.
+        site_keys: int64 [b] or [s, b] by place, the random keys of one layer, made ahead so that compiled
+            code does not depend on the layer's number; None if the layer makes them.
     """
 
     rows: Rows
@@ -171,7 +170,7 @@ class LayerInputs:
 
     @property
     def generating(self) -> bool:
-        """Whether the rows go on where earlier ones ended, which the core remembers."""
+        """Whether the rows continue earlier ones, which the core remembers."""
         return self.core is not None
 
     def at(self, layer: int) -> LayerInputs:
@@ -193,13 +192,13 @@ class LayerInputs:
         return x[self.wanted, torch.arange(x.shape[1], device=x.device)]
 
     def narrowed(self) -> LayerInputs:
-        """The inputs of the wanted rows alone, which attend to nothing any more."""
+        """The inputs of the wanted rows alone, for use after attention."""
         if self.wanted is None:
             return self
         return replace(self, rows=replace(self.rows, documents=None, rotary=None)).of(self.wanted)
 
     def of(self, columns: Tensor) -> LayerInputs:
-        """The inputs of the rows `columns` [r, b] (int64) of each sequence, all of which are computed."""
+        """The inputs of the rows `columns` [r, b] (int64) of each sequence, as a batch of their own."""
         sites = self.site_keys
         if sites is not None:
             sites = {place: keys_at(keys, columns) for place, keys in sites.items()}

@@ -1,7 +1,7 @@
-"""Self-attention over keys and values that are made of one small vector of each token.
+"""Self-attention over keys and values that are computed from one small vector per token.
 
-(Multi-head latent attention, DeepSeek-V2, Liu et al. 2024, arXiv:2405.04434.) Weights have the order of
-Megatron-LM's and DeepSeek's: the channels of a rotated part are pairs of neighbours.
+(Multi-head latent attention, DeepSeek-V2, Liu et al. 2024, arXiv:2405.04434.) As in Megatron-LM's and
+DeepSeek's weights, rotated channels are pairs of neighbours.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from megazero.spec.parts import LatentAttentionSpec, NormSpec
 class LatentAttention(nn.Module):
     """[s, b, h] -> ([s, b, h], bias still to be added), with the rows that `SelfAttention` has.
 
-    A token has a small vector [r], of which every head makes its key and value, and one rotated key of c
-    channels, which all heads share. Both are the same on all tensor-parallel ranks; what is made of the small
-    vector is sliced over heads. Queries are made of the token's hidden state, or of a small vector too.
-    Between generation steps only the small vector and the rotated key are kept: r + c numbers of a token.
+    A token has a small vector [r], from which every head computes its key and value, and one rotated key of c
+    channels that all heads share. Both are the same on all tensor-parallel ranks; the heads' keys and values
+    are sliced. Queries come from the hidden state, or from a small vector of their own. Between generation
+    steps only the small vector and the rotated key are kept: r + c numbers per token.
 
     Args:
         recompute: whether to drop the attention core's activations and compute them again in backward.
-        made_again: whether to drop keys and values too, and make them again.
+        made_again: whether to drop keys and values too, and compute them again in backward.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class LatentAttention(nn.Module):
     def _generated(
         self, q: Tensor, latent: Tensor, key: Tensor, inputs: LayerInputs, core: AttentionCore
     ) -> Tensor:
-        """The context [s, b, n e] of rows that go on where earlier ones ended.
+        """The context [s, b, n e] of rows that continue earlier ones.
 
-        For few rows the small vectors are keys and values themselves, and the products that would make heads
-        of all of them are applied to queries and to the context: n (2 r + c) products for each pair instead
-        of n (d + c + e), and n r (d + e) for each row instead of for each that is kept.
+        For few rows the small vectors serve as keys and values themselves: the projections that would make
+        heads of them are applied to queries and to the context instead. This takes n (2 r + c) products for
+        each pair instead of n (d + c + e), and n r (d + e) for each new row instead of each kept one.
         """
         rank, own, value = self.spec.rank, self.spec.plain_dim, self.spec.value_dim
         if len(q) * (2 * rank - own - value) >= rank * (own + value):
@@ -131,7 +131,7 @@ class LatentAttention(nn.Module):
         return torch.einsum("sbnr,ner->sbne", context, to_values).flatten(2)
 
     def _shared(self, key: Tensor) -> Tensor:
-        """The key [s, b, c] of all rows, for the heads of each rank."""
+        """The shared rotated key [s, b, c] of all rows, for a computation by heads."""
         tp = self.placement.tp
         if self.placement.sequence_parallel:
             return gather_for_parts(key.contiguous(), tp)

@@ -150,7 +150,7 @@ def column_linear(
 
     Args:
         weight: the parameter itself, in its own shape.
-        bias: [...], in its own shape; detached where its gradient is made by who reads the result.
+        bias: [...], in its own shape; detached if the reader of the result makes its gradient.
         deferred: the list to which backward adds the weight half; None if backward computes the weight's
             gradient itself. The bias's gradient is a sum that backward always computes.
     """
@@ -176,9 +176,9 @@ LinearProduct = Callable[[Tensor, nn.Parameter, Tensor | None, Group, bool, Defe
 def sum_in_products(
     blocks: Iterable[nn.Module], collect: Callable[[nn.Parameter, Product], None], blas: Blas
 ) -> None:
-    """Hand the gradients of linear layers' weights over as products, which sums take in as they are made.
+    """Hand weight gradients of linear layers over as products, which are added to sums as they are computed.
 
-    Layers that are called for a tile of rows at a time are left out: their gradients are sums over tiles.
+    Layers that are called tile by tile are left out: their gradients are sums over tiles.
 
     Args:
         blocks: the blocks of a chunk.
@@ -223,7 +223,8 @@ class ColumnParallelLinear(nn.Module):
         shape: logical shape of the outputs; its dim `shard_dim` is sliced.
         bias: whether the layer has a bias.
         std: standard deviation of the initial weight.
-        matrices: the matrices that the weight is made of; by default it is one. None for what is none.
+        matrices: the matrices that the weight consists of, by default one; None if it is not to count as a
+            matrix.
 
     Attributes:
         in_tiles: whether a call is for some of the rows, and others follow.

@@ -28,10 +28,9 @@ class MLP(nn.Module):
         name: global name.
         spec: its width and activation.
         placement: ranks, dtype and device.
-        tiles: how many tiles of rows are computed one after another, so that [s, b, f] is never whole; 0
-            for tiles of about h rows.
-            Backward then computes the weights' gradients with that of the input, also where it is split: to
-            leave them for later would keep what tiles let go of.
+        tiles: how many tiles of rows are computed one after another, so that [s, b, f] is never whole; 0 for
+            tiles of about h rows. With tiles, backward computes weight gradients together with that of the
+            input even where it could be split, since postponing them would keep what tiles free.
     """
 
     def __init__(self, name: str, spec: MlpSpec, placement: Placement, *, tiles: int = 1):
@@ -56,7 +55,7 @@ class MLP(nn.Module):
 
     @property
     def last(self) -> RowParallelLinear | None:
-        """The layer that makes the result, as it is; None if it makes parts of it."""
+        """The linear layer whose result is this module's; None if it computes the result in tiles."""
         return None if self.down.in_tiles else self.down
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> MLPResult:

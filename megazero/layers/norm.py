@@ -53,8 +53,8 @@ class Norm(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The norm of x; or, with a residual, the norm of x + residual, and that sum.
 
-        With `both` and no residual the pair is the norm of x and x, for what comes after to use. For pairs,
-        `included` is a bias that x holds already, whose gradient is made too.
+        With `both` and no residual, the pair is the norm of x, and x itself for later use. For pairs,
+        `included` is a bias that x already contains; backward computes its gradient too.
         """
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
@@ -72,14 +72,14 @@ class Norm(nn.Module):
         return rms_norm(x, weight, self.eps) if bias is None else layer_norm(x, weight, bias, self.eps)
 
     def of_heads(self, x: Tensor) -> Tensor:
-        """The norm of x [s, b, n, d], of each head or of all heads together, as the scope says."""
+        """The norm of x [s, b, n, d], over each head or over all heads together, as the scope says."""
         together = self.scope == "projection"
         normed = self(x.flatten(2) if together else x)
         result: Tensor = normed.view(x.shape) if together else normed
         return result
 
     def _over(self, slices: Group, x: Tensor, weight: Tensor) -> Tensor:
-        """The norm of x [..., h/tp], of which the other ranks have the other channels."""
+        """The norm of x [..., h/tp] over all channels, of which the other ranks hold the rest."""
 
         def mean(y: Tensor) -> Tensor:
             total = reduce_from_slices(y.mean(-1, keepdim=True) / slices.size, slices)

@@ -1,4 +1,4 @@
-"""The keys that a layer's attention sees by their places, and its biases, as its spec says."""
+"""Which keys a layer's attention sees by position, and its biases, as its spec says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megazero.spec.parts import SightSpec
 
 
 def pattern_of(sight: SightSpec, layer: int, heads: Group) -> Pattern:
-    """The keys that a token sees in a layer: all, a window and the first tokens beside it, or some blocks.
+    """The keys that a token sees in a layer: all, a window plus the first tokens, or some blocks.
 
     (Child et al. 2019; Xiao et al. 2023.)
 
@@ -46,7 +46,7 @@ def alibi_slopes(heads: int) -> list[float]:
 class OwnSlopes:
     """The slopes of this rank's heads, as the model has them on any number of ranks.
 
-    They are no weights, and a model may be built without memory: they are made where they are first used.
+    They are not weights, and a model may be built on the meta device, so they are made at their first use.
     """
 
     values: tuple[float, ...]

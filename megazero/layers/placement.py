@@ -22,12 +22,12 @@ TokenDispatcher = Literal["alltoall", "allgather"]
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """How sequences are cut over ranks, and what attention sends between those that share one.
+    """How sequences are cut over ranks, and what attention exchanges between ranks that share one.
 
     Attributes:
         over_tp: whether norm and dropout regions hold `s / tp` rows instead of all (sequence parallelism).
         zigzag: whether the columns of a rank of ``cp`` are two runs (see `rows.columns_of`).
-        types: what attention sends: one for all layers, or one for each.
+        types: what attention exchanges (`CommType`): one for all layers, or one for each.
     """
 
     over_tp: bool = False
@@ -38,7 +38,7 @@ class SequenceCut:
     def of(cls, config: ParallelConfig) -> SequenceCut:
         """The cut that a run's configuration asks for.
 
-        Heads for rows alone needs no zigzag, since each rank then has all rows of its heads.
+        A pure all-to-all needs no zigzag, since each rank then has all rows of its heads.
         """
         shared = config.context_parallel_size > 1
         zigzag = shared and any(kind != "a2a" for kind in config.cp_comm_type)
@@ -46,7 +46,7 @@ class SequenceCut:
         return cls(over_tp, zigzag, config.cp_comm_type)
 
     def type_of(self, layer: int) -> CommType:
-        """The tensors that the attention of a layer sends, by `CommType`."""
+        """The `CommType` of a layer: what its attention exchanges."""
         return self.types[layer % len(self.types)]
 
 

@@ -55,8 +55,8 @@ class InputKeeping:
         partition: the ranks that have equal inputs: each keeps 1/size of the input, and backward gathers it
             again (P_a of ZeRO-R, Rajbhandari et al. 2020). None: each rank keeps the whole input.
         offload: whether it is kept in host memory.
-        shelf: that memory, where the device's is apart and copies run beside what it computes; otherwise
-            the copies are among what is computed.
+        shelf: the pool of host memory, if copies run while the device computes; None if they are queued with
+            the computation.
     """
 
     partition: Group | None = None
@@ -73,7 +73,9 @@ class InputKeeping:
 
     @contextmanager
     def over_a_pass(self) -> Iterator[Callable[[], AbstractContextManager[object]]]:
-        """Context of one pass, with what gives a context for each unit: autograd keeps its input this way."""
+        """A context for one pass; it yields a function that gives each unit a context in which autograd keeps
+        its input.
+        """
         if self.shelf is None:
             yield self.hooks
             return

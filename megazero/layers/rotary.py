@@ -1,4 +1,4 @@
-"""The rotary table of a model: cosines and sines by which its layers turn queries and keys."""
+"""Rotary tables: the cosines and sines by which layers rotate queries and keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_POSITIONS_IN_FP32 = 131_072
 
 
 def rotary_scaling(spec: RotaryScaling | None) -> Slowed:
-    """The way in which a model slows its channels down."""
+    """How a table's frequencies are scaled for longer contexts."""
     if spec is None:
         return UNSCALED
     match spec.kind:
@@ -54,19 +54,21 @@ def rotary_of(specs: Sequence[RotarySpec], positions: Tensor) -> tuple[Tensor, .
 
 
 def halves(x: Tensor, rotated: int) -> Tensor:
-    """The first `rotated` channels in pairs of neighbours -> all first ones, then all second ones."""
+    """Reorder the first `rotated` channels from pairs of neighbours to all first members, then all second
+    ones.
+    """
     pairs = (x[..., :rotated:2], x[..., 1:rotated:2])
     return torch.cat(pairs if rotated == x.shape[-1] else (*pairs, x[..., rotated:]), -1)
 
 
 def rotary_tables_at(number: int | None) -> slice:
-    """The place of a table's cos and sin in what `rotary_of` gives; empty for None."""
+    """The slice of `rotary_of`'s result that holds a table's cos and sin; empty for None."""
     return slice(0, 0) if number is None else slice(2 * number, 2 * number + 2)
 
 
 @dataclass(frozen=True)
 class RotaryOfColumns:
-    """Makes the tables of this rank's columns.
+    """Computes the tables of this rank's columns.
 
     Attributes:
         specs: the tables.

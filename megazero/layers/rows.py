@@ -44,7 +44,7 @@ class Spread:
 
     @property
     def parts(self) -> Group:
-        """The ranks that hold different rows, of which all together have each row once."""
+        """The ranks that hold different rows; together they have each row once."""
         return self.sharers if self.split else self.cp
 
     def count(self, length: int) -> int:
@@ -78,7 +78,7 @@ class Spread:
     def all_columns(self, x: Tensor) -> Tensor:
         """x [s/cp or s/cp/tp, ...] -> [s/cp, ...], for a computation that every tensor-parallel rank repeats.
 
-        Each rank of ``cp`` makes it of its own columns.
+        Each rank of ``cp`` computes it for its own columns.
         """
         return gather_sequence(x, self.tp) if self.split else x
 
@@ -91,7 +91,7 @@ class Spread:
 
 
 def columns_of(rank: int, ranks: int, length: int, *, zigzag: bool) -> tuple[range, ...]:
-    """The columns of sequences of `length` that one of so many ranks has, in runs.
+    """The runs of columns that rank `rank` of `ranks` has of sequences of `length`.
 
     With `zigzag` these are one of 2 x ranks pieces from the beginning and one from the end, so that causal
     attention gives each rank equally many pairs (Zhu et al. 2024); otherwise they are one piece of `ranks`.
@@ -115,7 +115,7 @@ ALONE = Spread(SoloGroup())
 
 @dataclass(frozen=True)
 class Rows:
-    """The s rows of b sequences, whole, even where a rank holds its share of them only.
+    """Describes all s rows of b sequences, even where a rank holds only its share of them.
 
     Attributes:
         positions: the rows' places in their sequences: a range, or int64 [s], or [s, b] where samples differ.
@@ -140,7 +140,7 @@ class Rows:
 
     @property
     def whole_length(self) -> int:
-        """The number of rows of each sequence, those on other ranks included."""
+        """The length of the sequences, including rows on other ranks."""
         return len(self.positions)
 
     def positions_at(self, columns: Tensor | None) -> Positions:

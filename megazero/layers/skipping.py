@@ -82,7 +82,7 @@ class KeptRows:
 
     Attributes:
         numbers: int64 [r b], the row of each kept token.
-        places: int64 [s b], for each row its place among the kept ones, and -1 if it is left out.
+        places: int64 [s b], the place of each row among the kept ones; -1 if it is left out.
         columns: b.
         spread: how the rows lie on ranks. Where several hold them, rows and kept tokens are numbered in the
             order in which those of all ranks follow each other.
@@ -128,5 +128,5 @@ class KeptRows:
 
 
 def _within(numbers: Tensor, first: int, size: int) -> Tensor:
-    """The numbers less `first`; -1 for a number that is not in [first, first + size)."""
+    """Subtract `first`; -1 for numbers outside [first, first + size)."""
     return torch.where((numbers >= first) & (numbers < first + size), numbers - first, -1)

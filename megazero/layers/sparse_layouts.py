@@ -21,8 +21,8 @@ from megazero.spec.parts import SparseSpec
 def own_layout(spec: SparseSpec, layer: int, heads: Group, *, causal: bool) -> BlockLayout:
     """The blocks that this rank's heads see.
 
-    They are those of the longest sequence that the model can be given; shorter ones are its beginning. What a
-    token attends to is then the same in a curriculum, in generation and at full length.
+    They are the blocks of the longest sequence; a shorter sequence uses the beginning. So a token attends to
+    the same keys in a curriculum, in generation and at full length.
     """
     blocks = layout_of(spec, layer, causal=causal)
     if len(blocks) > 1:  # heads differ, each by its number among all of them

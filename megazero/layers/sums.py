@@ -1,4 +1,4 @@
-"""`Sums`: the numbers that layers add up over a step's micro-batches, beside their hidden states."""
+"""`Sums`: numbers that layers return besides hidden states, added up over a step's micro-batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Sums(NamedTuple):
 
     Attributes:
         terms: float32 scalars by the names of loss terms, equal on all tensor-parallel ranks.
-        tallies: tensors that are only added up, such as how many tokens each expert got here, by name.
+        tallies: by name, tensors without gradients that are added up, such as the tokens of each expert here.
     """
 
     terms: Mapping[str, Tensor] = _NOTHING

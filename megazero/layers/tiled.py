@@ -1,7 +1,7 @@
 """A function of rows, tile by tile: the activations of one tile are alive (TiledMLP, Bekman et al. 2025).
 
 Backward computes each tile again. A parameter's gradients of all tiles are added up before autograd sees
-them: whoever waits for it, such as a reduction over ranks, gets one gradient, whole.
+them, so hooks, such as the one that reduces over ranks, see one whole gradient.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ OfRows = Callable[[Tensor], Tensor]
 
 
 def tile_size(x: Tensor, tiles: int) -> int:
-    """The number of entries of x's first dim, x [s, ..., h], in each of so many tiles but perhaps the last.
+    """The number of rows of x [s, ..., h] in each of `tiles` tiles; the last may have fewer.
 
-    0 for tiles of about as many rows as a row is wide, as ALST makes them.
+    0 stands for tiles of about h rows, as in ALST.
     """
     number = tiles or math.ceil(x.numel() / x.shape[-1] ** 2)
     return max(1, math.ceil(len(x) / max(1, number)))
@@ -35,10 +35,10 @@ def tiles_of(x: Tensor, size: int) -> Iterator[Tensor]:
 
 
 class _Kept(Function):
-    """x itself, which it saves.
+    """The identity, which saves x for backward.
 
-    A Function saves tensors once its forward has run. Recompute stops when it has all that backward needs: if
-    this one saves x, it stops before the tiles, and their forward runs twice instead of three times.
+    A Function's tensors are saved after its forward, and recompute stops once it has all saved tensors. With
+    x saved here, before the tiles, their forward runs twice instead of three times.
     """
 
     @staticmethod
@@ -86,7 +86,7 @@ class _Tiled(Function):
 
 
 def _add(sums: list[Tensor], more: Sequence[Tensor]) -> None:
-    """Add up gradients of tiles in fp32 (or fp64), so that many tiles round as seldom as one does."""
+    """Add up gradients of tiles in fp32 (or fp64), so that many tiles round no more often than one."""
     if not sums:
         sums.extend(grad.to(compute_dtype(grad.dtype)) for grad in more)
         return
@@ -118,7 +118,7 @@ def tiled(of_rows: OfRows, x: Tensor, size: int, params: Sequence[Tensor]) -> Te
             again in backward, and must then compute the same.
         x: [s, ..., h].
         size: the entries of a tile.
-        params: the parameters that `of_rows` uses, and each of which it gives a gradient.
+        params: the parameters that `of_rows` uses; each gets a gradient.
     """
     if not torch.is_grad_enabled():
         return _in_tiles(x, of_rows, size)

@@ -32,11 +32,11 @@ class TransformerLayer(nn.Module):
     The model passes each layer its two halves, so the layers of a model may differ.
 
     Args:
-        attention: (normed [s, b, h], inputs) -> ([s, b, h], bias still to be added or included, or None). A
-            half may name its `last` linear layer, which then hands over the bias that its result includes.
+        attention: (normed [s, b, h], inputs) -> ([s, b, h], bias still to be added or included, or None). If
+            a half names its `last` linear layer, that layer's result may include the bias whose gradient this
+            layer then computes.
         mlp: the same, and its sums.
-        recompute: which of its parts backward computes again; attention sees to its core, and experts to
-            theirs.
+        recompute: which parts backward computes again; attention handles its core, and experts theirs.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class TransformerLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The norm of the residual and a half's contribution (its result, and a bias to add), and that sum.
 
-        Where nothing else is to do, both are computed in one pass.
+        Without a bias, dropout or missing norm in between, one pass computes both.
         """
         out, bias = half
         if isinstance(bias, Tensor) or dropout is not None or norm is None:
@@ -151,12 +151,12 @@ class TransformerLayer(nn.Module):
 
 
 def layers_of(blocks: Iterable[nn.Module]) -> list[TransformerLayer]:
-    """The layers among some blocks of a chunk, those of further tokens too."""
+    """The transformer layers among some blocks of a chunk, including those of multi-token prediction."""
     return [m for block in blocks for m in block.modules() if isinstance(m, TransformerLayer)]
 
 
 def use_forward(layer: nn.Module, forward: Forward) -> None:
-    """Let `forward` compute the layer from now on; the layer's hooks stay."""
+    """Replace the layer's `forward`; its hooks stay."""
     layer.forward = forward
 
 

@@ -1,4 +1,4 @@
-"""Attention over keys of earlier positions that several ranks share, as generation keeps them."""
+"""Generation's attention over keys of earlier positions, of which each rank keeps a share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KeptRun:
 
     Attributes:
         start: the first position.
-        keys, values: those of the positions.
+        keys, values: their keys and values.
     """
 
     start: int
@@ -38,21 +38,21 @@ class KeptRun:
 
 
 class SharedStore(Protocol):
-    """Keys and values of earlier positions, of which each rank keeps some; `states`, which each has whole."""
+    """Keeps a share of the keys and values of earlier positions on each rank, and `states` whole on each."""
 
     states: dict[int, tuple[Tensor, ...]]
 
     @abstractmethod
     def extend(self, attends: Attends, key: Tensor, value: Tensor) -> tuple[int, list[KeptRun]]:
-        """Take [s, b, g, d] of a layer, which all ranks have.
+        """Add [s, b, g, d] of a layer, which every rank has.
 
-        Returns the position of the first, and what this rank keeps of all positions so far, in order.
+        Returns the position of the first row, and this rank's runs of all positions so far, in order.
         """
 
 
 @dataclass(frozen=True)
 class SharedCacheCore(AttentionCore):
-    """Attention of the rows, which all ranks have, over keys that each rank keeps a share of.
+    """Attention of rows that every rank has over keys of which each rank keeps a share.
 
     Each rank attends to its own keys, and the results are merged by their log-sum-exp. So a prompt may be as
     long as the memory of all ranks allows. Nothing is recorded for a backward pass.

@@ -68,10 +68,10 @@ class ExchangingCore(AttentionCore):
     def _around(
         self, q: Tensor, k: Tensor, v: Tensor, length: int, masks: PairMasks, offset: Tensor | None
     ) -> Tensor:
-        """The ring's result [s, b, n e], a few heads at a time where rows are many.
+        """The ring's result [s, b, n e], computed for a few heads at a time where there are many rows.
 
-        Results and gradients are summed in fp32, and keys of others come by as they are, so a long sequence
-        has to wait for memory rather than for links (untied heads: Ghadia et al. 2026, arXiv:2602.21196).
+        Results and gradients are summed in fp32, so with a long sequence memory, not communication, is the
+        limit; a few heads at a time bound it (untied heads: Ghadia et al. 2026, arXiv:2602.21196).
         """
         turns = _turns(q, k.shape[2])
         heads, groups, outs, lses = q.shape[2] // turns, k.shape[2] // turns, [], []
@@ -87,7 +87,7 @@ class ExchangingCore(AttentionCore):
 
 @dataclass(frozen=True)
 class GatheringCore(AttentionCore):
-    """Gathers all keys and values, of which a rank's queries see what their places let them (Llama 3, 2024).
+    """Gathers all keys and values; a rank's queries then attend to those before them (Llama 3, 2024).
 
     Attributes:
         heads: the ranks that the heads are sliced over.
@@ -122,21 +122,21 @@ class GatheringCore(AttentionCore):
 
 
 def masks_of(q: Tensor, inputs: LayerInputs, attends: Attends, bias: Bias | None, heads: Group) -> PairMasks:
-    """The masks of a layer for the heads of q [s, b, n, d], which are those of a rank of `heads`."""
+    """The masks of a layer for the heads of q [s, b, n, d], one slice of `heads`."""
     assert bias is None or not isinstance(bias, Tensor), "a bias of all pairs is on no rank whole"
     dropout = inputs.attention_dropout(attends, heads.rank * q.shape[2])
     return PairMasks(attends, attends.scale_of(q), bias, inputs.rows.documents, dropout)
 
 
 def _turns(q: Tensor, groups: int) -> int:
-    """In how many turns the heads go around: the fp32 results of one take `MOST_AT_ONCE` at most."""
+    """The number of passes over the heads, so that the fp32 results of one take at most `MOST_AT_ONCE` bytes."""
     size = 4 * q.numel()
     fits = (n for n in range(1, groups + 1) if groups % n == 0 and size <= n * MOST_AT_ONCE)
     return next(fits, groups)
 
 
 def in_order(x: Tensor, ranks: int) -> Tensor:
-    """The rows of adjacent ranks, each with one run from either end, in the order of their columns."""
+    """Rows of all ranks, each with a run from either end, put in the order of their columns."""
     pieces = x.unflatten(0, (ranks, 2, -1))
     return torch.cat([pieces[:, 0], pieces[:, 1].flip(0)]).flatten(0, 1)
 

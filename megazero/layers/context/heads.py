@@ -1,4 +1,4 @@
-"""Pieces of a sequence exchanged for heads, and back (DeepSpeed-Ulysses, Jacobs et al. 2023).
+"""Exchanges parts of a sequence for heads, and back (DeepSpeed-Ulysses, Jacobs et al. 2023).
 
 Each of p ranks has s/p rows of all heads. After `exchange_heads` it has all s rows of its share of the heads,
 in the order of the ranks; after `return_heads`, its rows of all heads again. One all-to-all carries queries,
@@ -24,7 +24,7 @@ from megazero.ops.autograd import Gradients, apply, once_differentiable
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """The heads that each of the ranks attends with.
+    """Which heads each rank computes attention for.
 
     Query heads are shared out evenly, the first ranks taking one more where they do not divide. Whole groups
     of query heads that share keys and values go to one rank if that gives no rank more heads. A key/value
@@ -33,8 +33,8 @@ class HeadPlan:
     Attributes:
         heads, kv_heads: the numbers of query heads and of key/value heads that are exchanged.
         size, rank: the number of ranks, and this one.
-        groups: into how many groups heads are put that stay together even if some ranks then have more; with
-            fewer groups than ranks they are cut.
+        groups: the number of groups of heads that stay on one rank even if some ranks then have more heads;
+            with fewer groups than ranks, groups are cut.
 
     Raises:
         ConfigError: there are fewer query heads than ranks, or they are no multiple of the key/value heads.
@@ -78,7 +78,7 @@ class HeadPlan:
 
     @cached_property
     def uses(self) -> tuple[int, ...]:
-        """By how many of this rank's query heads each of its key/value heads is used."""
+        """How many of this rank's query heads use each of its key/value heads."""
         together, own = self.heads // self.kv_heads, self.queries[self.rank]
         return tuple(
             min(own.stop, (key + 1) * together) - max(own.start, key * together)
@@ -102,9 +102,9 @@ def exchange_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All rows of this rank's heads.
 
-    The results are views of what was received. Each of their key/value heads belongs to equally many query
-    heads, one after the other; if the plan cuts groups of heads unevenly, keys and values are repeated for
-    each query head. The backward pass sums the gradients of a key/value head over the ranks that use it.
+    The results are views of the received buffer. Each key/value head serves equally many consecutive query
+    heads; if the plan cuts groups unevenly, keys and values are repeated for each query head. The backward
+    pass sums the gradients of a key/value head over the ranks that use it.
 
     Args:
         q: [s/p, b, n, d].
@@ -179,7 +179,7 @@ def _columns(x: Tensor, heads: range) -> Tensor:
 
 
 def _width(plan: HeadPlan, widths: tuple[int, int, int], rank: int) -> int:
-    """The entries of a row that go to a rank: its heads of queries, keys and values, of these widths."""
+    """The elements of a row that go to a rank: its heads of queries, keys and values, of these widths."""
     q, k, v = widths
     return len(plan.queries[rank]) * q + len(plan.keys[rank]) * (k + v)
 

@@ -1,4 +1,4 @@
-"""`PairMasks`: which pairs of runs of a sequence meet in attention, and how each call of them is masked."""
+"""`PairMasks`: which runs of queries attend to which runs of keys, and with what mask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megazero.ops.positions import Positions, position_tensor
 
 @dataclass(frozen=True)
 class Pair:
-    """A call of attention: rows of queries here, rows of keys there, and how they are masked."""
+    """One attention call: a run of queries, a run of keys, and their mask."""
 
     queries: slice
     keys: slice
@@ -25,9 +25,9 @@ class Pair:
 
 @dataclass(frozen=True, eq=False)
 class PairMasks:
-    """The masks of one layer's attention over a whole sequence of which ranks have runs of columns.
+    """The masks of one layer's attention over a sequence whose columns are spread over ranks in runs.
 
-    All ranks have the same, so that whoever sends keys knows who needs them.
+    They are equal on all ranks, so a rank that sends keys knows which ranks need them.
 
     Attributes:
         attends: the layer's settings.
@@ -57,9 +57,10 @@ class PairMasks:
         return replace(self, attends=attends, bias=bias, dropout=dropout)
 
     def pairs(self, mine: tuple[range, ...], theirs: tuple[range, ...], *, fused: bool = True) -> list[Pair]:
-        """The calls that queries of the columns `mine` need with the keys of the columns `theirs`.
+        """The calls that queries of the columns `mine` make with keys of the columns `theirs`.
 
-        fused: whether they may be one where that is possible; if not, each has a run of either.
+        fused: whether calls may be merged where possible; otherwise each is of one run of queries and one of
+        keys.
         """
         if not theirs:
             return []
@@ -76,7 +77,7 @@ class PairMasks:
         ]
 
     def needed(self, mine: tuple[range, ...], theirs: tuple[range, ...]) -> tuple[range, ...]:
-        """The columns among `theirs` whose keys any query of `mine` may attend to, in no more runs."""
+        """The columns of `theirs` that any query of `mine` may attend to, in no more runs than `theirs`."""
         hulls = []
         for keys in theirs:
             seen = [part for queries in mine if (part := self.seen(queries, keys))]
@@ -85,7 +86,7 @@ class PairMasks:
         return tuple(hulls)
 
     def seen(self, queries: range, keys: range) -> range:
-        """The columns from the first to the last key of a run that any query of another run may attend to."""
+        """The columns of one run from the first to the last that any query of another run may attend to."""
         pattern = self.attends.pattern
         (left, right), layout = pattern.sides(self.attends.causal), pattern.layout
         start, stop = keys.start, keys.stop
@@ -112,7 +113,9 @@ class PairMasks:
         return self.attends.pattern == ALL and self.bias is None and self.documents is None
 
     def _fused(self, mine: tuple[range, ...], theirs: tuple[range, ...]) -> Pair | None:
-        """One call for all pairs, where causality alone decides and leaves a rectangle, or the own square."""
+        """One call for all pairs, if causality alone masks and what it leaves is a rectangle or this rank's
+        triangle.
+        """
         if not self.attends.causal or mine == theirs:
             pattern = CAUSAL if self.attends.causal else ALL
             call = AttentionCall(self.scale, dropout=self._dropout_of(mine, theirs), pattern=pattern)

@@ -1,11 +1,11 @@
 """Attention whose keys and values come from other ranks, one after the other (ring attention).
 
-(Liu et al. 2023.) At step i a rank has the keys of the rank i before it, which that one sent to it directly.
-On a switched network this costs what handing them on around a ring costs, nobody gets what its queries do
-not see, and gradients of keys go home in one hop. The next keys travel while a step is computed. Results are
-merged by their log-sum-exp in fp32 (Milakov & Gimelshein 2018). Backward is given the merged result and
-log-sum-exp, so that each block's share of the gradients is exact (Dao et al. 2022), and fetches keys and
-values again instead of keeping them.
+(Liu et al. 2023.) At step i a rank uses the keys of the rank i before it, which that rank has sent to it
+directly. On a switched network this costs no more than passing them on around a ring, no rank gets keys that
+its queries do not see, and gradients of keys return in one hop. The next keys arrive while a step computes.
+Results are merged by their log-sum-exp in fp32 (Milakov & Gimelshein 2018). Backward is given the merged
+result and log-sum-exp, so that each block's share of the gradients is exact (Dao et al. 2022), and fetches
+keys and values again instead of keeping them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _KEYS, _VALUES, _GRAD_KEYS, _GRAD_VALUES = range(4)
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """The ranks between which keys and values travel, and which columns of the sequences each has.
+    """The ranks that exchange keys and values, and the columns of the sequences that each has.
 
     Attributes:
         group: the ranks.
         length: the length of whole sequences.
         zigzag: whether a rank's columns are two runs.
-        masks: which of them meet.
+        masks: which queries attend to which keys.
     """
 
     group: Group
@@ -54,7 +54,7 @@ class Ring:
         return self.columns(self.group.rank)
 
     def sent(self, owner: int, reader: int) -> list[slice]:
-        """The rows among the owner's that the reader's queries attend to."""
+        """The owner's rows that the reader's queries attend to."""
         theirs, start, rows = self.columns(owner), 0, []
         needed = self.masks.needed(self.columns(reader), theirs)
         for run in theirs:
@@ -83,7 +83,7 @@ class _Exchange:
         self._sending: list[tuple[Work, Tensor]] = []
 
     def fetch(self, step: int) -> _Arriving:
-        """Start to send keys and values to the reader of a step, and to receive those for here."""
+        """Start to send keys and values to the reader of a step, and to receive the ones for this rank."""
         reader, owner = self._others(step)
         count, rows = _rows(self.ring.sent(owner, self.rank)), self.ring.sent(self.rank, reader)
         there = [x.new_empty(count, *x.shape[1:]) for x in (self.k, self.v)]
@@ -91,7 +91,7 @@ class _Exchange:
         return self._swap(parts, reader, there, owner, (_KEYS, _VALUES))
 
     def return_gradients(self, step: int, grads: Sequence[Tensor]) -> _Arriving:
-        """Start to send a step's gradients home, and to receive those of this rank's keys and values."""
+        """Start to return a step's gradients to the keys' owner, and to receive those of this rank's keys."""
         reader, owner = self._others(step)
         count = _rows(self.ring.sent(self.rank, reader))
         there = [
@@ -102,7 +102,7 @@ class _Exchange:
         return self._swap(parts, owner, there, reader, (_GRAD_KEYS, _GRAD_VALUES))
 
     def finish(self) -> None:
-        """Wait until what was sent has left."""
+        """Wait until all sends are complete."""
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()
@@ -114,7 +114,7 @@ class _Exchange:
     def _swap(
         self, sent: Sequence[Tensor], to: int, there: Sequence[Tensor], source: int, tags: tuple[int, int]
     ) -> _Arriving:
-        """Start to send two tensors, or none, and to receive `there`, unless they are empty."""
+        """Start to send two tensors, or none, and to receive into `there`, except where they are empty."""
         got = there if len(there[0]) else []
         transfers = [Transfer("recv", x, source, tag) for x, tag in zip(got, tags, strict=False)]
         transfers += [Transfer("send", x, to, tag) for x, tag in zip(sent, tags, strict=False)]

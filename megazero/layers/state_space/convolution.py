@@ -1,4 +1,4 @@
-"""The short convolution of a Mamba-2 mixer: each channel by itself, over a row and those just before it."""
+"""The short causal convolution of a Mamba-2 mixer, one channel at a time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ WIDTH = 4
 def causal_convolution(
     x: Tensor, weight: Tensor, bias: Tensor, before: Tensor | None = None, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The rows' results [s, b, g, c], and the last rows of the input, [WIDTH - 1, b, g, c], for what follows.
+    """Returns [s, b, g, c], and the last rows of the input, [WIDTH - 1, b, g, c], for the next call.
 
     Args:
         x: [s, b, g, c].
         weight: [g, c, WIDTH], the last one for the row itself.
         bias: [g, c].
         before: the rows before the first, [WIDTH - 1, b, g, c]; None for zeros.
-        segments: int [b, s], ascending; a row sees none of another number. None: there is one.
+        segments: int [b, s], ascending; a row sees only rows of its own number. None for a single segment.
     """
     if before is None:
         before = x.new_zeros(WIDTH - 1, *x.shape[1:])
@@ -38,7 +38,7 @@ def causal_convolution(
 
 
 class _Taps(Function):
-    """Products of shifted rows and weights, added in place: a tensor for each takes far longer."""
+    """Sums products of shifted rows and weights in place, which is far faster than a tensor for each."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor, seen: list[Tensor | None]) -> Tensor:
@@ -65,5 +65,5 @@ class _Taps(Function):
 
 
 def _masked(x: Tensor, seen: Tensor | None, spare: Tensor) -> Tensor:
-    """x where it is seen, in the memory of `spare`; x itself if all is."""
+    """x with unseen rows set to zero, written to `spare`; x itself if every row is seen."""
     return x if seen is None else torch.mul(x, seen, out=spare)

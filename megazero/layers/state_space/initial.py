@@ -1,6 +1,6 @@
-"""Initial values of a Mamba-2 mixer's vectors, made of standard normal numbers (Gu & Dao 2023).
+"""Initial values of a Mamba-2 mixer's vectors, computed from standard normal numbers (Gu & Dao 2023).
 
-Normal numbers are what every parameter is drawn as, by place and seed; their quantiles are uniform.
+Every parameter is drawn as normal numbers by place and seed; their quantiles are uniform numbers.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from megazero.spec.model import LayerSpec
 
 
 class SingleLayer(TransformerLayer):
-    """A layer with one half of a `TransformerLayer` or none, and that one's inputs and results.
+    """A layer with one half of a `TransformerLayer`, or none, and the same inputs and results.
 
     Args:
-        mixer: attention, or what has its interface; None in a layer that is an MLP.
-        mlp: an MLP or experts; None in the others. Without either, hidden states go on as they are.
+        mixer: attention, or a module with its interface; None in a layer that is an MLP.
+        mlp: an MLP or experts; None in the others. Without either, the layer is the identity.
     """
 
     def __init__(

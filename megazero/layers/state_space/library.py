@@ -38,7 +38,7 @@ def library_scan(
     state: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `selective_scan`: samples come first in the library's tensors, and a group's heads side by side."""
+    """`selective_scan` by the library, whose tensors are [b, s, heads, ...]."""
     scan = importlib.import_module(_MODULE).mamba_chunk_scan_combined
     groups = x.shape[2:4]
 

@@ -25,13 +25,12 @@ class Mamba2(nn.Module):
 
     If the inputs say which rows are wanted, the result is [r, b, h] and holds only these.
 
-    Heads come in g groups of r, of p channels each. One weight of logical shape [g, 2 r p + 2 n + r, h] makes
-    of a row, for each group: gates and inputs of its heads, the vectors of n by which they write and read,
-    and the lengths of their steps. So slicing over groups keeps each group whole, with its part of the
-    convolution and of the norm.
+    Heads of p channels come in g groups of r. One weight of logical shape [g, 2 r p + 2 n + r, h] computes
+    for each group: the gates and inputs of its heads (2 r p), the vectors B and C (2 n), and the step lengths
+    (r). Slicing over groups keeps each group whole, with its part of the convolution and of the norm.
 
     Args:
-        recompute: whether to drop what is between the projections and compute it again in backward.
+        recompute: whether to drop the activations between the projections and compute them again in backward.
     """
 
     def __init__(self, layer: int, spec: MixerSpec, placement: Placement, *, recompute: bool = False):

@@ -1,6 +1,7 @@
-"""The selective scan of Mamba-2, by chunks: matrix products within them, and states between (Dao & Gu 2024).
+"""The selective scan of Mamba-2 in chunks: matrix products within a chunk, states between chunks (Dao & Gu
+2024).
 
-A head's state is a matrix [p, n] that each row lets decay, adds to and reads:
+A head's state is a matrix [p, n]; each row decays it, adds to it and reads it:
 
     state = exp(dt a) state + dt x b^T,    y = state c
 """
@@ -27,15 +28,16 @@ def selective_scan(
     segments: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """The rows' results [s, b, g, r, p] and the state after the last, [b, g, r, p, n], both of fp32 or wider.
+    """Returns [s, b, g, r, p] and the state after the last row, [b, g, r, p, n], both in fp32 or wider.
 
     Args:
         x: the rows of g groups of r heads, [s, b, g, r, p].
         dt: the length of each row's step, [s, b, g, r], positive.
         a: the rate at which a head's state decays, [g, r], negative.
         b, c: the vectors by which a group's heads write and read, [s, b, g, n].
-        state: what is before the first row; None for zeros.
-        segments: int [b, s], ascending; a state ends with the rows of its number. None: there is one.
+        state: the state before the first row; None for zeros.
+        segments: int [b, s], ascending; the state is reset where the number changes. None for a single
+            segment.
         chunk: rows of a chunk.
     """
     wide, s = compute_dtype(x.dtype), len(x)
@@ -75,7 +77,8 @@ def selective_scan(
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
-    """[s, b, g, ...] -> [b, g, chunks, size, ...]; rows of zeros, which change no state, fill the last one.
+    """[s, b, g, ...] -> [b, g, chunks, size, ...]; zero rows, which leave the state as it is, pad the last
+    chunk.
 
     Their values are wherever the result needs them in memory, so this makes no copy.
     """
@@ -87,7 +90,7 @@ def _chunks(x: Tensor, size: int) -> Tensor:
 
 
 class _Alike:
-    """Where rows are of one segment: 1 or True there, by broadcast over groups and heads."""
+    """Masks of pairs of rows in the same segment, broadcast over groups and heads."""
 
     def __init__(self, numbers: Tensor):
         """numbers: int [b, chunks, size]."""
