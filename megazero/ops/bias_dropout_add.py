@@ -98,7 +98,7 @@ class DropoutKernel:
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
-    """The operator, which saves only the keys: to make the mask again costs less than to save and read it."""
+    """The operator, which saves only the keys: recomputing the mask costs less than saving and reading it."""
 
     @staticmethod
     def forward(
@@ -328,8 +328,9 @@ def bias_dropout_add(
     """residual + dropout(x + bias) for x and residual [s, b, h], bias [h] or None.
 
     The mask is a function of the dropout's keys and absolute positions; see `ops.dropout`. Without dropout
-    this is a plain sum. `included` is, in place of a bias to add, one [h] that x holds already: its gradient
-    is made too. Raises ValueError unless there is one key per sequence and one position per row.
+    this is a plain sum. `included` is a bias [h] that x contains already, in place of one to add; backward
+    computes its gradient too. Raises ValueError unless there is one key per sequence and one position per
+    row.
     """
     if dropout is not None:
         dropout.check(*x.shape[:2])

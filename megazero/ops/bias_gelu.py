@@ -60,7 +60,7 @@ class GeluKernel:
 
 
 class _BiasGELU(torch.autograd.Function):
-    """The activation; it saves only its inputs. A bias is added to x, or is one that x holds already."""
+    """The activation, which saves only its inputs. A bias is added to x, or is one that x contains already."""
 
     @staticmethod
     def forward(
@@ -203,7 +203,7 @@ BIAS_GELU: Operator[Callable[[Tensor, Tensor | None, bool], Tensor]] = Operator(
 def bias_gelu(x: Tensor, bias: Tensor | None, exact: bool = False, included: Tensor | None = None) -> Tensor:
     """gelu(x + bias) for x [..., f] and bias [f] or None; the tanh form unless `exact`.
 
-    `included` is a bias [f] that x holds already: its gradient is made too.
+    `included` is a bias [f] that x contains already; backward computes its gradient too.
     """
     facts = GeluFacts.of(x, exact=exact, mixed=bias is not None and bias.dtype != x.dtype)
     row = BIAS_GELU.choose(facts)

@@ -1,4 +1,4 @@
-"""The choice of rows by number, which takes a layer's tokens out of a sequence and puts them back."""
+"""Selection of rows by number, which takes a layer's tokens out of a sequence and puts them back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def chosen_rows_reference(
 
 
 class _ChosenRows(torch.autograd.Function):
-    """The choice; backward is two more: the inverse for the source, and the rest for `otherwise`."""
+    """The selection; backward runs two more: the inverse for the source, and the rest for `otherwise`."""
 
     @staticmethod
     def forward(

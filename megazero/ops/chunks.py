@@ -1,4 +1,4 @@
-"""Row chunks: a hand-written operator handles so many rows at once that its temporaries stay in cache.
+"""Row chunks: how many rows an operator handles at once, so that its temporaries stay in cache.
 
 A chain of elementwise passes over a tensor larger than the cache goes to main memory in every pass; over
 chunks that fit the cache it goes there once. On a GPU launching a pass costs more than the memory traffic,

@@ -8,6 +8,6 @@ _MOST_SHAPES = 1024
 
 
 def compiles_every_length() -> None:
-    """Let torch compile a function for a thousand shapes; after eight it would run others as they are."""
+    """Let torch compile a function for up to a thousand shapes; by default it stops compiling after eight."""
     limits = torch._dynamo.config
     limits.recompile_limit = limits.accumulated_recompile_limit = _MOST_SHAPES

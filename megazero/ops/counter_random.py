@@ -29,7 +29,7 @@ def mix_64(z: int) -> int:
 
 
 def signed_64(value: int) -> int:
-    """The int64 with the low 64 bits of `value`, for tensors know no unsigned arithmetic."""
+    """The int64 with the low 64 bits of `value`, since tensors have no unsigned arithmetic."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
@@ -79,9 +79,9 @@ def _normal_at(key: int, index: Tensor) -> Tensor:
 
 
 def drawn_at_once(device: torch.device) -> int:
-    """The elements of a piece of `normal_block`, which needs six temporaries of 8 bytes for each.
+    """The number of elements that `normal_block` computes at once, with six temporaries of 8 bytes each.
 
-    On a CPU these stay in its cache; a GPU has enough to do for each launch. The numbers are the same.
+    On a CPU they stay in cache; on a GPU each launch has enough work. The size does not change the numbers.
     """
     return 1 << 24 if device.type == "cuda" else 1 << 17
 

@@ -1,9 +1,9 @@
 """Cross-entropy of logits whose vocabulary is sliced over tensor-parallel ranks (Shoeybi et al. 2019).
 
-There are two passes over a rank's logits, one forward and one backward. Forward keeps a running maximum per
-slice instead of agreeing on it first (the online softmax of Milakov & Gimelshein 2018), so the ranks reduce
-three numbers per token and the logits are read once. Saved: the logits themselves and one number per token.
-What padding columns hold does not matter.
+There are two passes over a rank's logits, one forward and one backward. Forward uses each slice's own maximum
+(the online softmax of Milakov & Gimelshein 2018) instead of agreeing on one first, so the ranks reduce three
+numbers per token and the logits are read once. Saved: the logits themselves and one number per token. The
+contents of padding columns do not matter.
 """
 
 from __future__ import annotations

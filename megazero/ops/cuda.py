@@ -1,4 +1,4 @@
-"""The kernels for GPUs, looked for at the first call for a GPU; without them, torch's operators run instead.
+"""The kernels for GPUs, loaded at the first call on a GPU; without them, torch's operators run instead.
 
 A process that has a device loads a library that exists already, from the wheel or an earlier build. If there
 is none and nvcc is installed, it builds one for its device. Otherwise it warns once. Importing this module
@@ -67,11 +67,11 @@ def cuda_library(capability: tuple[int, int]) -> KernelLibrary:
 
 
 class _Backend:
-    """The library of this process: a fact about its machine, which is found once and does not change."""
+    """The library of this process, loaded once."""
 
     @cached_property
     def library(self) -> KernelLibrary | None:
-        """The library, looked for when this is first read; None if it cannot be had."""
+        """The library, loaded at first use; None if there is none."""
         return load_cuda_kernels()
 
 
@@ -88,7 +88,7 @@ def cuda_kernels() -> KernelLibrary:
 
 
 def cuda_built() -> bool:
-    """Whether this process has the kernels, which it looks for when it is first asked."""
+    """Whether this process has the kernels; loads them at the first call."""
     return _BACKEND.library is not None
 
 
@@ -113,9 +113,9 @@ def planned(
     *further: Requirement,
     **own: Any,
 ) -> Implementation[Any]:
-    """The row for the meta device of what has a CUDA kernel: it makes what `fn` makes, and launches nothing.
+    """A row for the meta device: allocates what the CUDA implementation `fn` would, and launches nothing.
 
-    So a plan counts the memory of kernels, not that of references. `own` is as in `where`.
+    So a plan counts the memory that kernels take, not that of references. `own` is as in `where`.
     """
     return Implementation(
         "planned", partial(fn, kernels=STILL_KERNELS), where(META, dtypes, **own).needing(*further)

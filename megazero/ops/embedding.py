@@ -138,7 +138,7 @@ def embedding(tokens: Tensor, weight: Tensor, first: int, vocab_size: int) -> Te
         vocab_size: rows of the table that tokens may name; further ones are padding.
 
     Raises:
-        IndexError: (on CPU) a token is not in [0, vocab_size). A GPU does not wait to look: torch's kernel
-            stops at it, ours answers NaN.
+        IndexError: (on CPU) a token is not in [0, vocab_size). On a GPU nothing waits for a check: torch's
+            kernel fails, ours gives NaN.
     """
     return EMBEDDING.choose(CallFacts.of(weight)).fn(tokens, weight, first, vocab_size)

@@ -1,4 +1,4 @@
-"""Weighted sums of rows gathered by number, which combine the results of a token's experts."""
+"""Weighted sums of gathered rows, which combine the results of a token's experts."""
 
 from __future__ import annotations
 

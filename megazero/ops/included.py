@@ -1,4 +1,4 @@
-"""Biases that a tensor holds already, and whose gradients are made by who makes the tensor's.
+"""Biases that a tensor contains already, whose gradients its reader computes.
 
 A linear layer adds its bias within its product. The bias's gradient is the sum of the result's gradient over
 rows, and on a GPU the kernel that computes that gradient adds it up along the way: it need not be read again.
@@ -17,7 +17,7 @@ from megazero.ops.dispatch import CallFacts, Implementation
 
 
 class Included(NamedTuple):
-    """A bias [h] that a tensor [..., h] holds already, but whose gradient the tensor's reader makes."""
+    """A bias [h] that a tensor [..., h] contains already, but whose gradient the tensor's reader computes."""
 
     bias: Tensor
 
@@ -36,7 +36,7 @@ class _Included(torch.autograd.Function):
 
 
 def makes_sums(x: Tensor) -> bool:
-    """Whether kernels run for x that sum gradients over rows as they compute them."""
+    """Whether the kernels that run for x also sum gradients over rows."""
     facts = CallFacts.of(x)
     if facts.dtype not in CUDA_DTYPES or torch.compiler.is_compiling():
         return False
@@ -44,12 +44,14 @@ def makes_sums(x: Tensor) -> bool:
 
 
 def settled(x: Tensor, bias: Tensor | None) -> Tensor:
-    """x, whose backward also makes the gradient of the bias that it includes, if any, by a sum of its own."""
+    """x, whose backward also computes the gradient of the bias that it includes, if any, by a separate sum."""
     return x if bias is None else apply(_Included, x, bias)
 
 
 def handed(row: Implementation[Any], x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """x and the bias that it includes, as an implementation takes both: without the bias unless it sums."""
+    """x and the bias that it includes, for an implementation; None for the bias unless the implementation
+    sums.
+    """
     if bias is None or row.name in ("cuda", "planned"):
         return x, bias
     return settled(x, bias), None

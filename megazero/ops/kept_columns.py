@@ -1,4 +1,4 @@
-"""The choice of tokens that a layer sees under random-LTD, ascending (Yao et al. 2022)."""
+"""The random choice of tokens that a layer sees under random-LTD (Yao et al. 2022)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _token_bits(length: int) -> int:
 
 
 def kept_columns_reference(keys: Tensor, length: int, kept: int) -> Tensor:
-    """Keep the tokens with the smallest keys; a key ends in its token's number, so no two are equal."""
+    """Keep the tokens with the smallest keys. The low bits of a key are its token's number, so keys differ."""
     numbers = torch.arange(length, device=keys.device).unsqueeze(1)
     bits = derive(keys, numbers)  # [s, b]
     low = _token_bits(length)

@@ -164,8 +164,8 @@ def add_layer_norm(
 
     weight and bias are [h]. t is rounded to x's dtype before it is normalized, so the result is that of an
     add and `layer_norm`. Without a residual t is x; a kernel then adds up both of its gradients. `included`
-    is a bias [h] that x holds already: its gradient is made too. Raises ValueError if residual differs from x
-    in shape or dtype.
+    is a bias [h] that x contains already; backward computes its gradient too. Raises ValueError if residual
+    differs from x in shape or dtype.
     """
     check_residual(x, residual)
     row = ADD_LAYER_NORM.choose(CallFacts.of(x))

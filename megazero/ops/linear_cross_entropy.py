@@ -1,11 +1,11 @@
 """Projection to the vocabulary and cross-entropy in one, so that the logits are never whole.
 
-A block of the vocabulary is what another rank's slice is: it adds a maximum, a sum of exponentials and, if
-it holds the target, a logit for each token (the online softmax of Milakov & Gimelshein 2018). Backward makes
-each block of logits again and writes its gradient over it, as Cut Cross-Entropy does (Wijmans et al. 2025).
-Blocks are of the vocabulary, so that a row of the weight gets its gradient from one product, rounded once.
-Of a long sequence a block of logits is large too: then the tokens are cut into tiles as well, whose parts of
-the weight's gradient are added up in fp32.
+A block of the vocabulary is treated like another rank's slice: it contributes a maximum, a sum of
+exponentials and, if it holds the target, a logit for each token (the online softmax of Milakov & Gimelshein
+2018). Backward makes each block of logits again and writes its gradient over it, as Cut Cross-Entropy does
+(Wijmans et al. 2025). Blocks are of the vocabulary, so that a row of the weight gets its gradient from one
+product, rounded once. Of a long sequence a block of logits is large too: then the tokens are cut into tiles
+as well, whose parts of the weight's gradient are added up in fp32.
 """
 
 from __future__ import annotations
@@ -219,9 +219,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`vocab_parallel_cross_entropy(x @ weight.T, ...)` of x [s, b, h] and weight [v/tp, h], fp32 [s, b].
 
-    The logits are never whole: `block` columns of one of `tiles` tiles of tokens exist at a time, and are
-    made again in backward. 0 tiles: as many as make a block of fp32 logits fit `TILE_BYTES`.
-    So the projection costs four products instead of three. x must be equal on all ranks of the group. Its
-    gradient is this slice's part, which the caller adds up over the group; the weight's is whole.
+    The logits are never whole: only `block` columns for one tile of tokens exist at a time, and backward
+    computes them again, so the projection costs four products instead of three. `tiles` is the number of
+    tiles of tokens; 0 picks it so that a block of fp32 logits fits `TILE_BYTES`. x must be equal on all ranks
+    of the group. Its gradient is this slice's part, which the caller adds up over the group; the weight's is
+    whole.
     """
     return LINEAR_CROSS_ENTROPY.choose(CallFacts.of(x)).fn(x, weight, target, part, block, tiles)

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels, looked for at the first call on a CPU; without them torch's run instead.
+"""The compiled CPU kernels, loaded at the first call on a CPU; without them, torch's operators run instead.
 
 A kernel takes addresses. This module makes its arguments: a tensor's address, and descriptions of its rows.
 """
@@ -22,7 +22,7 @@ class _Backend:
 
     @cached_property
     def built(self) -> bool:
-        """Whether there is one, found out when this is first read."""
+        """Whether the module can be imported."""
         try:
             # Here, because it uses the OpenMP runtime that torch has loaded.
             from megazero.ops import _native
@@ -54,7 +54,7 @@ _KINDS = MappingProxyType({torch.float32: 1, torch.bfloat16: 2, torch.float16: 3
 
 
 def available() -> bool:
-    """Whether the kernels are built, which this process finds out when it is first asked."""
+    """Whether the kernels are built; tries to load them at the first call."""
     return _BACKEND.built
 
 

@@ -1,4 +1,4 @@
-"""The frame of both norms: their autograd function, their kernels for GPUs, and the norm of a sum."""
+"""What both norms share: the autograd function, the kernels for GPUs, and the norm of a sum."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def added(
 ) -> Pair:
     """The norm of x + residual, and x + residual, in one pass over memory; and so backward.
 
-    included: a bias [h] that x holds already, or None; its gradient is made too.
+    included: a bias [h] that x contains already, or None; backward computes its gradient too.
     """
     y, total = apply(Norm, kernel, eps, x, residual, True, included, *parameters)
     return y, total

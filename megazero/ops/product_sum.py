@@ -1,4 +1,4 @@
-"""The product that is a weight's gradient, added to an fp32 sum by cuBLAS: it is written nowhere in between.
+"""A weight's gradient, a product, added directly to an fp32 sum by cuBLAS.
 
 torch can give such a product in fp32, but adds it to a sum of fp32 only from 2.12 on. cuBLAS has had it all
 along (`cublasGemmEx`, "C = alpha A B + beta C" with A and B in 16 bits and C in fp32), and torch says which

@@ -146,8 +146,9 @@ def add_rms_norm(
     """RMSNorm of t = x + residual, for x and residual [..., h] of one dtype and weight [h]; and t itself.
 
     t is rounded to x's dtype before it is normalized, so the result is that of an add and `rms_norm`. Without
-    a residual t is x; a kernel then adds up both of its gradients. `included` is a bias [h] that x holds
-    already: its gradient is made too. Raises ValueError if residual differs from x in shape or dtype.
+    a residual t is x; a kernel then adds up both of its gradients. `included` is a bias [h] that x contains
+    already; backward computes its gradient too. Raises ValueError if residual differs from x in shape or
+    dtype.
     """
     check_residual(x, residual)
     row = ADD_RMS_NORM.choose(CallFacts.of(x))

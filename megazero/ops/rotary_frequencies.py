@@ -1,7 +1,7 @@
-"""How fast each pair of a head's rotated channels turns with the position, and ways to slow them down.
+"""The rotation frequency of each pair of a head's channels, and ways to scale it for longer contexts.
 
-A model that was trained on short sequences goes on with longer ones if the channels that it has not seen
-turn all the way are slowed down.
+A model trained on short sequences can be extended to longer ones by slowing down the channels of which it has
+not seen a full turn.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RotaryScaling(ABC):
 
     @abstractmethod
     def scaled(self, frequencies: Tensor, base: float) -> Tensor:
-        """The changed frequencies, from those to the given base: [dim/2], radians per position."""
+        """Scale the frequencies for a base: [dim/2], radians per position."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class LinearScaling(RotaryScaling):
 
 @dataclass(frozen=True)
 class Llama3Scaling(RotaryScaling):
-    """Channels that turn seldom are slowed down (Llama 3.1, Dubey et al. 2024).
+    """Slows down low-frequency channels (Llama 3.1, Dubey et al. 2024).
 
     Attributes:
         factor: by how much.
@@ -64,7 +64,7 @@ class Llama3Scaling(RotaryScaling):
 
 @dataclass(frozen=True)
 class YarnScaling(RotaryScaling):
-    """Channels that turn seldom are slowed down, and attention is sharpened (YaRN, Peng et al. 2023).
+    """Slows down low-frequency channels, and sharpens attention (YaRN, Peng et al. 2023).
 
     Attributes:
         factor: by how much.
@@ -93,7 +93,7 @@ class YarnScaling(RotaryScaling):
         return frequencies / self.factor * slowed + frequencies * (1 - slowed)
 
     def _channel(self, turns: float, dim: int, base: float) -> float:
-        """Where a channel lies that makes so many turns in the original length."""
+        """The (fractional) number of the channel that makes `turns` turns in the original length."""
         return dim * math.log(self.original / (2 * math.pi * turns)) / (2 * math.log(base))
 
 

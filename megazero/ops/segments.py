@@ -34,7 +34,7 @@ def readable(tensor: Tensor) -> Tensor:
 
 
 def lengths_of(first: Sequence[Tensor], *others: Sequence[Tensor | None] | None) -> list[int]:
-    """The number of elements of each tensor, which its counterparts in the other lists share."""
+    """The number of elements of each tensor; checks that the other lists have the same."""
     lengths = [tensor.numel() for tensor in first]
     for other in others:
         if other is not None:

@@ -1,4 +1,4 @@
-"""The sort of tokens' choices of experts into rows, by expert."""
+"""Sorts tokens' choices of experts into rows, by expert."""
 
 from __future__ import annotations
 

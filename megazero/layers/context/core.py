@@ -129,7 +129,7 @@ def masks_of(q: Tensor, inputs: LayerInputs, attends: Attends, bias: Bias | None
 
 
 def _turns(q: Tensor, groups: int) -> int:
-    """The number of passes over the heads, so that the fp32 results of one take at most `MOST_AT_ONCE` bytes."""
+    """The number of passes over the heads: fp32 results of one take at most `MOST_AT_ONCE` bytes."""
     size = 4 * q.numel()
     fits = (n for n in range(1, groups + 1) if groups % n == 0 and size <= n * MOST_AT_ONCE)
     return next(fits, groups)

@@ -84,15 +84,13 @@ def attention(
 
     causal: rows are in the order of their positions, and the last query sees the last key, so with s < t the
         queries continue a KV cache.
-    mask: bool, broadcastable to [b, n, s, t]; True means that the query may attend to the key.
-    document_ids: int [b, t]; a query attends only to keys of its own document. As `Documents`, what kernels
-        need to know of them is found once for all calls that are given the value.
-    bias: broadcastable to [b, n, s, t]; gradients flow through it. Or `Slopes` by the distance of a key,
-        or a `Softcap` of the scores.
-    dropout: counter-based dropout of the probabilities, so every layout drops the same ones.
-    scale: 1 / sqrt(d) by default.
-    pattern: which keys a query may attend to by its place: windows, sinks, a prefix, blocks.
-    part: where queries and keys lie in their sequence. By default the keys are the sequence from its
+    mask: bool, broadcastable to [b, n, s, t]; True means that the query may attend to the key. document_ids:
+    int [b, t]; a query attends only to keys of its own document. Pass `Documents` to derive what kernels need
+    once for several calls. bias: broadcastable to [b, n, s, t]; gradients flow through it. Or `Slopes`
+    (ALiBi), or a `Softcap` of the scores. dropout: counter-based dropout of the probabilities, so every
+    layout drops the same ones. scale: 1 / sqrt(d) by default. pattern: which keys a query may attend to by
+    position: windows, sinks, a prefix, blocks. part: where queries and keys lie in their sequence. By default
+    the keys are the sequence from its
         beginning, and the last query has the last key.
     A query that may attend to nothing gives zeros. Raises ValueError if the shapes do not fit together.
     """
@@ -102,7 +100,7 @@ def attention(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, offset: Tensor | None = None) -> Tensor:
-    """`attention` by a call as a value, [s, b, n e]; with `offset` [n] as `with_softmax_offset` says."""
+    """`attention` with its options as one value, [s, b, n e]; `offset` [n] is that of `with_softmax_offset`."""
     if offset is not None:
         out, lse = _attend(q, k, v, call, lse=True)
         assert lse is not None, "the table has no implementation without it for such a call"
@@ -120,10 +118,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, offset: Tensor 
 
 @contextmanager
 def varying_shapes(vary: bool = True) -> Iterator[None]:
-    """A context in which torch's attention on a GPU leaves cuDNN out if shapes `vary`.
+    """A context in which torch's attention on a GPU does not use cuDNN if shapes `vary`.
 
-    cuDNN makes a plan for each new shape, which takes as long as hundreds of calls, and keeps all of them.
-    Where shapes stay the same it is the fastest on Hopper, and torch's first choice.
+    cuDNN plans each new shape, which takes as long as hundreds of calls, and keeps all plans. With constant
+    shapes it is the fastest on Hopper, and torch's first choice.
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(before and not vary)

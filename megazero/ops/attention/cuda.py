@@ -1,7 +1,7 @@
-"""Attention whole in kernels on a GPU (csrc/attention): forward, and backward from the log-sum-exp.
+"""Fused attention kernels for GPUs (csrc/attention): forward, and backward from the log-sum-exp.
 
-They hold a tile of the scores at a time (Dao et al. 2022), leave out what no query of a tile may see, and
-make dropout's mask where it is used, the bits of `dropout_mask_attention`. Sums have one order: no atomics.
+They hold one tile of scores at a time (Dao et al. 2022), skip tiles of keys that no query may see, and
+compute dropout's mask on the fly, equal to `dropout_mask_attention`. Sums have a fixed order: no atomics.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PACK = 16  # bytes that cross the bus together
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x [rows, samples, heads, size] with channels as neighbors, which begin at multiples of a pack."""
+    """x [rows, samples, heads, size] with contiguous, aligned channels, copied if need be."""
     steps = (x.data_ptr() // x.element_size(), *(x.stride(dim) for dim in range(3) if x.shape[dim] > 1))
     pack = _PACK // x.element_size()
     if x.stride(3) == 1 and not any(step % pack for step in steps):
@@ -44,7 +44,7 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _span(x: Tensor) -> Tensor:
-    """All memory from x's first element to its last, as one contiguous row: what a launch is given."""
+    """The memory from x's first element to its last as one contiguous row, which is passed to a launch."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.as_strided((last + 1,), (1,))
 
@@ -119,7 +119,7 @@ def _drops(
 
 @dataclass(frozen=True)
 class _Cuda(AttentionKernel):
-    """By the kernels of this process, or in tests of a library that runs on the host."""
+    """Attention by the kernels of this process, or, in tests, of a library that runs on the host."""
 
     kernels: KernelLibrary | None = None
 
@@ -180,7 +180,7 @@ class _Cuda(AttentionKernel):
 
 
 def _shares(q: Tensor, k: Tensor) -> int:
-    """How many blocks share the heads of a group in the gradients of keys, so that no processor is idle."""
+    """The number of blocks among which a group's heads are divided for gradients of keys, to use all SMs."""
     (_, b, n, _), (t, _, g, _) = q.shape, k.shape
     blocks = -(-t * q.element_size() // _ROWS) * b * g
     divisors = (number for number in range(1, n // g + 1) if n // g % number == 0)
@@ -190,7 +190,7 @@ def _shares(q: Tensor, k: Tensor) -> int:
 def _fit(*tensors: Tensor) -> list[Tensor]:
     """The tensors in a layout that the kernels read, with channels of zeros up to a multiple of 8.
 
-    Such channels change no score, and results of zeros are cut off.
+    Zero channels change no score, and the zeros in results are cut off.
     """
     missing = -tensors[0].shape[3] % 8
     return [_readable(F.pad(x, (0, missing)) if missing else x) for x in tensors]
@@ -204,7 +204,7 @@ attention_planned = _Cuda(STILL_KERNELS)
 
 
 class _CudaByMask(_Cuda):
-    """By the same kernels, for restrictions that they know as a mask of all pairs alone."""
+    """Attention by the same kernels, for restrictions that they only support as a mask of all pairs."""
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> _Given:
         return _Given.of(call.masked(q, k))

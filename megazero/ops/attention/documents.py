@@ -1,6 +1,6 @@
-"""`Documents`: which positions of a micro-batch's rows belong together, in the forms that kernels ask for.
+"""`Documents`: which positions of a micro-batch belong to the same document, in the forms that kernels need.
 
-Each form is made when it is first asked for, and shared by all layers that the value is given to.
+Each form is computed at its first use and shared by all layers.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Documents:
 
     Attributes:
         ids: int [b, t]; positions attend only within equal ids.
-        runs: their runs, if whoever made the ids knew them on the host.
-        host: the ids there, if they were made there.
+        runs: their runs, if known on the host when the ids were made.
+        host: the ids on the host, if they were made there.
     """
 
     ids: Tensor
@@ -96,7 +96,9 @@ class Documents:
         return torch.cat((torch.zeros_like(self.ids[:, :1]), changes), 1)
 
     def part(self, columns: range) -> Documents:
-        """The documents of some columns, the same value whenever it is asked for; of all, this one."""
+        """The documents of some columns; the same columns always give the same object, all columns give
+        `self`.
+        """
         if columns == range(self.ids.shape[1]):
             return self
         if columns not in self._parts:
@@ -110,9 +112,10 @@ class Documents:
         return {}
 
     def hull(self, queries: range, keys: range) -> range:
-        """The columns from the first key to the last of a query's document, as far as the host knows.
+        """The columns from the first to the last key of the documents of some queries, as far as the host
+        knows.
 
-        All layers of a micro-batch ask for the same few, each of which is looked for once.
+        Cached, because all layers of a micro-batch ask for the same few.
         """
         if (queries, keys) not in self._hulls:
             self._hulls[queries, keys] = self._hull(queries, keys)
@@ -134,7 +137,7 @@ class Documents:
 
     @cached_property
     def lengths(self) -> list[list[int]] | None:
-        """The lengths of the runs of equal ids in each row, where it pays to call a kernel for each.
+        """The lengths of the runs of equal ids in each row, if calling a kernel for each run is worthwhile.
 
         A dense mask costs the same however short the documents are. On CPU it pays to call the kernel once
         per document, for packed rows as for padded ones, whose padding is a document too. (On an accelerator,

@@ -1,8 +1,8 @@
 """Attention by torch's FlexAttention, for patterns that our own kernels on a GPU do not know.
 
-If it is compiled, it leaves out the tiles that no query may see, forward and backward (Dong et al. 2024).
-Which tiles those are is found out a row of tiles at a time, so that no tensor of all pairs is made, and once
-for each pattern and length.
+When compiled, it skips tiles that no query may see, forward and backward (Dong et al. 2024). These tiles are
+determined once for each pattern and length, one row of tiles at a time, so that no tensor of all pairs is
+made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Allows = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # sample, head, qu
 
 
 def flex_compiles() -> bool:
-    """Whether there is a compiler for it; without one it would hold all scores."""
+    """Whether torch can compile it; uncompiled, it would hold all scores."""
     return importlib.util.find_spec("triton") is not None
 
 

@@ -1,7 +1,7 @@
 """`AttentionKernel`: both passes of attention as plain functions, and the autograd Function that runs them.
 
-Those who merge attention over parts of the keys (ring attention, Liu et al. 2023) call the passes themselves;
-everybody else calls the kernel.
+Code that merges attention over parts of the keys (ring attention, Liu et al. 2023) calls the passes itself;
+other code calls the kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megazero.ops.autograd import Gradients, apply, once_differentiable
 
 @dataclass(frozen=True, eq=False)
 class Results:
-    """A call's results and their gradients, as a backward pass is given them.
+    """A call's results and their gradients, for a backward pass.
 
     Attributes:
         out, lse: the result [s, b, n, d] and the log-sum-exp [b, n, s], -inf for an empty row. Over all keys,
@@ -35,7 +35,7 @@ class Results:
 
 
 def above_all_scores(lse: Tensor) -> Tensor:
-    """The log-sum-exp with a large number for empty rows, by which every probability of theirs is 0."""
+    """The log-sum-exp with a large number in empty rows, so that their probabilities become 0."""
     return lse.masked_fill(lse == -torch.inf, 1e30)
 
 
@@ -49,7 +49,7 @@ class AttentionKernel(ABC):
 
     @abstractmethod
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Any:
-        """Both passes' knowledge of the call, in the kernel's own terms."""
+        """What both passes need to know of the call, in the kernel's own form."""
 
     @abstractmethod
     def forward(
@@ -73,7 +73,7 @@ class AttentionKernel(ABC):
 class _Attention(torch.autograd.Function):
     """The call's own tensors are given beside it, for autograd to save: a recomputed layer drops them.
 
-    What a kernel makes of a call is made again in backward, since it is large beside what it is made of.
+    A kernel's own form of a call is computed again in backward, since it is much larger than the call.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Attention whole in compiled code on CPU (csrc/attention): forward, and backward from the log-sum-exp.
+"""Fused attention in compiled code on CPU (csrc/attention): forward, and backward from the log-sum-exp.
 
 Matrix products, softmax, mask and dropout of a block happen while it is in the cache, in fp32 arithmetic
 (Dao et al. 2022). Blocks that no query may see, by place, document or layout, are left out. Only the result

@@ -1,7 +1,7 @@
-"""`Pattern`: which keys a query may attend to by its place. The one language of masks.
+"""`Pattern`: which keys a query may attend to by position.
 
-Every implementation of attention, the ring of context parallelism and generation's cache read it. A place is
-a row's number in its sequence, wherever the row is computed.
+Every implementation of attention, context parallelism and generation's cache read it. A place is a row's
+position in its sequence, wherever the row is computed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Pattern:
 
     Attributes:
         window: the most keys before and after its own that a query attends to, -1 for no limit; None: all.
-        sinks: how many keys at the beginning of a sequence, or of a document, no window hides from what comes
-            after them (StreamingLLM, Xiao et al. 2023).
+        sinks: the number of keys at the beginning of a sequence or document that stay visible outside the
+            window (StreamingLLM, Xiao et al. 2023).
         prefix: how many places at the beginning of a sequence see each other whatever their order.
         layout: the blocks that may meet; None: all.
     """
@@ -64,9 +64,9 @@ class Pattern:
         return replace(self, window=self.sides(True)) if causal else self
 
     def within(self, queries: range, keys: range) -> Pattern:
-        """The pattern without what makes no difference to such places.
+        """The pattern without restrictions that have no effect on these places.
 
-        So a kernel that knows less serves more calls; sinks are taken to be of the whole sequence.
+        So a kernel that supports fewer patterns serves more calls. Sinks are those of the whole sequence.
         """
         left, right = self.sides()
         if right >= 0 and queries.start + right >= keys.stop - 1:

@@ -1,4 +1,4 @@
-"""A softmax whose denominator has a term more, so that a row of probabilities can sum to less than one.
+"""A softmax whose denominator has an extra term, so that a row of probabilities can sum to less than one.
 
 (Off-by-one: Miller 2023; a learned logit for each head: gpt-oss, OpenAI 2025.)
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def with_softmax_offset(out: Tensor, lse: Tensor, offset: Tensor) -> Tensor:
-    """[s, b, n e]: attention whose denominators have exp(offset) more.
+    """Add exp(offset) to the softmax's denominators of an attention result: [s, b, n e].
 
     With e^l the sum of a row's exponentials and a the offset, the row is to be divided by e^l + e^a instead
     of e^l, which is to multiply it by e^l / (e^l + e^a) = sigmoid(l - a). That holds for a whole row only:

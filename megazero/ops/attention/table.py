@@ -57,7 +57,7 @@ class MaskKind(enum.Enum):
 
 
 class BiasKind(enum.Enum):
-    """The biases of a call's scores, or a bound of them instead."""
+    """The kind of a call's biases, or a softcap."""
 
     NONE = "none"
     SLOPES = "slopes"  # by distance
@@ -226,7 +226,7 @@ def chosen(
 
 
 def holds_all_pairs(name: str, facts: AttentionFacts) -> bool:
-    """Whether that implementation holds a tensor of all pairs of queries and keys for a call on a GPU."""
+    """Whether an implementation on a GPU materializes a tensor of all pairs of queries and keys."""
     masks = name == "sdpa" and (facts.bias is not BiasKind.NONE or _masked(facts))
     return facts.device == "cuda" and (masks or name in ("cuda_by_mask", "composed", "reference"))
 
