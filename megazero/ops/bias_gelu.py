@@ -60,7 +60,7 @@ class GeluKernel:
 
 
 class _BiasGELU(torch.autograd.Function):
-    """The activation, which saves only its inputs. A bias is added to x, or is one that x contains already."""
+    """The activation, which saves only its inputs. A bias is added to x, or x contains it already."""
 
     @staticmethod
     def forward(

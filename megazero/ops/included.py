@@ -44,7 +44,7 @@ def makes_sums(x: Tensor) -> bool:
 
 
 def settled(x: Tensor, bias: Tensor | None) -> Tensor:
-    """x, whose backward also computes the gradient of the bias that it includes, if any, by a separate sum."""
+    """x, whose backward also computes the gradient of the bias that it includes, by a separate sum."""
     return x if bias is None else apply(_Included, x, bias)
 
 

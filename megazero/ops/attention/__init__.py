@@ -100,7 +100,7 @@ def attention(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, offset: Tensor | None = None) -> Tensor:
-    """`attention` with its options as one value, [s, b, n e]; `offset` [n] is that of `with_softmax_offset`."""
+    """`attention` with its options as one value, [s, b, n e]; for `offset` [n] see `with_softmax_offset`."""
     if offset is not None:
         out, lse = _attend(q, k, v, call, lse=True)
         assert lse is not None, "the table has no implementation without it for such a call"
