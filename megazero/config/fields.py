@@ -71,7 +71,6 @@ class FieldSpec:
     optional: bool
     required: bool
     default: Any
-    help: str
     roles: Role
     flag: str
     aliases: tuple[str, ...] = ()
@@ -205,7 +204,6 @@ def _field_spec(section: str, model: type[Section], name: str, annotation: Any) 
         optional=optional,
         required=info.is_required(),
         default=None if info.is_required() else info.default,
-        help=info.description or "",
         **{**extra, **resolved},
     )
 

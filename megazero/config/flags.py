@@ -129,11 +129,7 @@ _SPELLINGS: Mapping[str, str] = MappingProxyType(
 def scan(argv: Sequence[str]) -> Scan:
     """Read a command line. Problems are collected, never raised."""
     reading = translate(argv, _SPELLINGS)
-    result = Scan(
-        problems=reading.problems,
-        warnings=reading.warnings(),
-        ignored=reading.ignored,
-    )
+    result = Scan(problems=reading.problems, warnings=reading.warnings(), ignored=reading.ignored)
     _read_all(result, reading.argv)
     result.settings = _settle(result)
     meant = Scan(problems=result.problems)

@@ -21,7 +21,7 @@ from megazero.config.derive import DEFAULT_TOKENIZERS
 from megazero.config.document import Document, read_file
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, FieldSpec, spoken
 from megazero.config.flags import LeftOut, Scan, Setting, scan
-from megazero.config.help import format_help
+from megazero.config.help import format_help, meanings
 from megazero.config.rules.notes import notes_on
 from megazero.config.rules.ramps import cut_short
 from megazero.config.rules.rule import Case, value_at
@@ -35,11 +35,7 @@ from megazero.version import VERSION
 
 _CODE = "curriculum.seqlen_custom_schedule"
 _SHARERS = "parallel.context_parallel_size"
-_MODEL_RANKS = (
-    "parallel.tensor_model_parallel_size",
-    "parallel.pipeline_model_parallel_size",
-    _SHARERS,
-)
+_MODEL_RANKS = ("parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size", _SHARERS)
 
 
 @dataclass(frozen=True)
@@ -315,20 +311,20 @@ def _build_section(
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        by_name = {spec.name: spec for spec in FIELDS if spec.section == section}
+        by_name, texts = {spec.name: spec for spec in FIELDS if spec.section == section}, meanings(section)
         for detail in error.errors():
             spec = by_name[str(detail["loc"][0])]
             if spec.path not in broken:
-                problems.append(_problem(spec, settings.get(spec.path), detail))
+                problems.append(_problem(spec, texts[spec.name], settings.get(spec.path), detail))
             broken.add(spec.path)
             given.pop(spec.name, None)
     return model.model_construct(**given)
 
 
-def _problem(spec: FieldSpec, setting: Setting | None, detail: Any) -> str:
-    """The complaint of pydantic about one field, in the form of this project's sentences."""
+def _problem(spec: FieldSpec, meaning: str, setting: Setting | None, detail: Any) -> str:
+    """Return pydantic's complaint about one field, in the form of this project's sentences."""
     if setting is None:
-        return f"`{spec.flag}` must be set ({spec.help}), but is missing."
+        return f"`{spec.flag}` must be set ({meaning}), but is missing."
     reason = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     must = reason if reason.startswith("must") else f"must be {reason}"
     value = " ".join(map(str, setting.value)) if isinstance(setting.value, tuple) else setting.value

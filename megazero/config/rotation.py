@@ -13,24 +13,24 @@ class RotationConfig(YarnConfig):
 
     rotary_interleaved: bool = of_model(
         False,
-        "rotate channels 2i and 2i + 1 of a head together, not those half a rotation apart (GPT-J, Cohere)",
-        Role.VARIANT | Role.MEGATRON_CORE | Role.HYBRIDS_IGNORE,
+        roles=Role.VARIANT | Role.MEGATRON_CORE | Role.HYBRIDS_IGNORE,
         needs=(
             here.position_embedding_type.among("rope", "yarn"),
             here.multi_latent_attention.is_off.because("it turns such pairs anyway"),
         ),
     )
+    """rotate channels 2i and 2i + 1 of a head together, not those half a rotation apart (GPT-J, Cohere)"""
     no_rope_freq: SkipPattern | None = of_model(
         None,
-        "N: every N-th layer has no rotary positions (counted from 1: N, 2N, ...); or for each layer a 0, or "
-        "a 1 for none, such as ([0]*3+[1])*4 (SmolLM3, Cohere2)",
-        Role.VARIANT | Role.MEGATRON_CORE,
+        roles=Role.VARIANT | Role.MEGATRON_CORE,
         needs=(
             here.position_embedding_type.among("rope", "yarn"),
             here.multi_latent_attention.is_off.because("its rotation is its own"),
         ),
         resolved="unrotated",
     )
+    """N: every N-th layer has no rotary positions (counted from 1: N, 2N, ...); or for each layer a 0, or a 1
+    for none, such as ([0]*3+[1])*4 (SmolLM3, Cohere2)"""
 
     def rotates_at(self, layer: int) -> bool:
         """Whether one layer (from 0) rotates queries and keys. Layers behind the last are like it."""

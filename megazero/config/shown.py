@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megazero.config.derive import (
-    PipelineShape,
-    data_parallel_size,
-    filled_model,
-    padded_vocab_size,
-)
+from megazero.config.derive import PipelineShape, data_parallel_size, filled_model, padded_vocab_size
 from megazero.config.document import to_yaml
 from megazero.config.steps import BatchRamp
 from megazero.config.training_plan import TrainingPlan, WarmupLength, training_plan_of

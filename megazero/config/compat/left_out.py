@@ -45,10 +45,7 @@ _FACTOR = "model.moe_expert_capacity_factor"
 _EXPERT_RANKS = "parallel.expert_model_parallel_size"
 _TENSOR_RANKS = "parallel.tensor_model_parallel_size"
 _CHOICES: Mapping[int, Mapping[str, Any]] = MappingProxyType(
-    {
-        1: {"model.moe_router_pre_softmax": True},
-        2: {"model.moe_router_sampling": "second"},
-    }
+    {1: {"model.moe_router_pre_softmax": True}, 2: {"model.moe_router_sampling": "second"}}
 )
 """What DeepSpeed does with so many choices of each token: path -> value."""
 

@@ -275,11 +275,7 @@ def _shown(value: object) -> str:
 
 
 def _apply(
-    result: DeepSpeedSettings,
-    row: KeyRow,
-    values: Values,
-    resolved: Set[str],
-    extras: dict[str, Any],
+    result: DeepSpeedSettings, row: KeyRow, values: Values, resolved: Set[str], extras: dict[str, Any]
 ) -> None:
     """Apply the meaning of one row's value, or of its absence, to the result."""
     off = _off(row, values)

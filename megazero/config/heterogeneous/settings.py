@@ -26,18 +26,13 @@ def _file(path: str) -> str:
 class HeterogeneousConfig(TransformerConfig):
     """Layers with numbers of key/value heads and widths of their own, some without attention or MLP"""
 
-    heterogeneous_layers_config_path: Annotated[str, AfterValidator(_file)] | None = of_model(
-        None,
-        "a JSON file whose `block_configs` give each layer key/value heads and an inner width, or leave its "
-        "attention or MLP out (Nemotron); it is read once, and checkpoints have its text",
-    )
+    heterogeneous_layers_config_path: Annotated[str, AfterValidator(_file)] | None = of_model(None)
+    """a JSON file whose `block_configs` give each layer key/value heads and an inner width, or leave its
+    attention or MLP out (Nemotron); it is read once, and checkpoints have its text"""
     heterogeneous_layers_config_encoded_json: Annotated[str, AfterValidator(read_layers)] | None = of_model(
-        None,
-        "the text of such a file, in place of one",
-        Role.VARIANT,
-        instead_of=("heterogeneous_layers_config_path",),
-        resolved="layers_said",
+        None, roles=Role.VARIANT, instead_of=("heterogeneous_layers_config_path",), resolved="layers_said"
     )
+    """the text of such a file, in place of one"""
 
     @classmethod
     def implied(cls, values: dict[str, Any]) -> dict[str, Any]:

@@ -42,8 +42,7 @@ class HybridConfig(HeterogeneousConfig):
 
     is_hybrid_model: bool = of_model(
         False,
-        "make each layer one mixer or one MLP, by the pattern or the ratios; without them, all are Mamba-2",
-        Role.PLACEMENT | Role.VARIANT,
+        roles=Role.PLACEMENT | Role.VARIANT,
         needs=(
             (here.family == "gpt").because("a state-space layer sees earlier tokens alone"),
             (config.parallel.context_parallel_size == 1).because(
@@ -60,35 +59,28 @@ class HybridConfig(HeterogeneousConfig):
             config.distillation.kd.is_off.because("the pattern is of the student's depth"),
         ),
     )
+    """make each layer one mixer or one MLP, by the pattern or the ratios; without them, all are Mamba-2"""
     hybrid_layer_pattern: Letters | None = of_model(
         None,
-        "a letter for each layer: M Mamba-2, * attention, - MLP, E experts; `--num-layers` may be left out",
         aliases=("--hybrid-override-pattern",),
         instead_of=("hybrid_attention_ratio", "hybrid_mlp_ratio"),
         resolved="layer_kinds",
     )
-    hybrid_attention_ratio: Ratio = of_model(
-        0.0, "share of the layers that are attention, evenly spread", Role.PLACEMENT
-    )
-    hybrid_mlp_ratio: Ratio = of_model(
-        0.0, "share of the layers that are MLPs, evenly spread", Role.PLACEMENT
-    )
-    mamba_state_dim: PositiveInt = of_model(
-        128, "numbers in the state of each channel of a Mamba-2 layer", Role.MAMBA
-    )
-    mamba_head_dim: PositiveInt = of_model(64, "channels of a head of a Mamba-2 layer", Role.MAMBA)
-    mamba_num_groups: PositiveInt = of_model(
-        8, "groups of heads that share what is written and read", Role.MAMBA
-    )
-    mamba_num_heads: PositiveInt | None = of_model(
-        None,
-        "heads of a Mamba-2 layer; default: 2 x hidden / --mamba-head-dim",
-        Role.MAMBA,
-        resolved="mamba_heads",
-    )
-    mamba_min_step: NonNegativeFloat = of_model(
-        0.0, "shortest step of a head of a Mamba-2 layer; Nemotron-H has 0.001 in transformers"
-    )
+    """a letter for each layer: M Mamba-2, * attention, - MLP, E experts; `--num-layers` may be left out"""
+    hybrid_attention_ratio: Ratio = of_model(0.0, roles=Role.PLACEMENT)
+    """share of the layers that are attention, evenly spread"""
+    hybrid_mlp_ratio: Ratio = of_model(0.0, roles=Role.PLACEMENT)
+    """share of the layers that are MLPs, evenly spread"""
+    mamba_state_dim: PositiveInt = of_model(128, roles=Role.MAMBA)
+    """numbers in the state of each channel of a Mamba-2 layer"""
+    mamba_head_dim: PositiveInt = of_model(64, roles=Role.MAMBA)
+    """channels of a head of a Mamba-2 layer"""
+    mamba_num_groups: PositiveInt = of_model(8, roles=Role.MAMBA)
+    """groups of heads that share what is written and read"""
+    mamba_num_heads: PositiveInt | None = of_model(None, roles=Role.MAMBA, resolved="mamba_heads")
+    """heads of a Mamba-2 layer; default: 2 x hidden / --mamba-head-dim"""
+    mamba_min_step: NonNegativeFloat = of_model(0.0)
+    """shortest step of a head of a Mamba-2 layer; Nemotron-H has 0.001 in transformers"""
 
     @model_validator(mode="before")
     @classmethod

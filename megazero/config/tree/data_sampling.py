@@ -75,21 +75,14 @@ class DataSamplingConfig(Section):
 
     curriculum_metrics: tuple[CurriculumMetric, ...] = option(
         (),
-        "what makes samples difficult, by name, as in DeepSpeed's JSON: training draws from the samples that "
-        "are within the difficulty of the step by all of these metrics; JSON, or a JSON or YAML file",
         needs=(
             config.finetune.task.is_none,
             config.data.data_sharding.is_off.because("that order depends on the ranks"),
         ),
     )
-    curriculum_unit: Literal["iters", "tokens"] = option(
-        "iters",
-        "what the schedules of the metrics count; tokens are those before the step",
-        idle_without=_ANY_ORDER,
-    )
-    curriculum_seed: NonNegativeInt | None = option(
-        None,
-        "seed of the order in which samples are drawn; default: the training's",
-        Role.TOLD,
-        idle_without=_ANY_ORDER,
-    )
+    """what makes samples difficult, by name, as in DeepSpeed's JSON: training draws from the samples that are
+    within the difficulty of the step by all of these metrics; JSON, or a JSON or YAML file"""
+    curriculum_unit: Literal["iters", "tokens"] = option("iters", idle_without=_ANY_ORDER)
+    """what the schedules of the metrics count; tokens are those before the step"""
+    curriculum_seed: NonNegativeInt | None = option(None, roles=Role.TOLD, idle_without=_ANY_ORDER)
+    """seed of the order in which samples are drawn; default: the training's"""

@@ -33,52 +33,37 @@ class ExpertsConfig(HybridConfig):
 
     roles = Role.EXPERTS
 
-    num_experts: Counts = of_model(
-        (),
-        "experts in each layer that has them, as one number or one for each such layer (a pyramid), such as "
-        "[32]*10+[64]*2; default: none, and 1 is the dense MLP",
-        Role.PLACEMENT | Role.MEGATRON,
-        aliases=("--num-moe-experts",),
-    )
-    moe_layer_freq: Pattern | None = of_model(
-        None,
-        "N: every N-th layer has experts, the first one included (counted from 0: 0, N, 2N, ...); or a 0 or "
-        "1 for each layer, such as ([0]*3+[1]*21); default: 1, unless --expert-interval is given",
-        Role.PLACEMENT | Role.MEGATRON,
-    )
+    num_experts: Counts = of_model((), roles=Role.PLACEMENT | Role.MEGATRON, aliases=("--num-moe-experts",))
+    """experts in each layer that has them, as one number or one for each such layer (a pyramid), such as
+    [32]*10+[64]*2; default: none, and 1 is the dense MLP"""
+    moe_layer_freq: Pattern | None = of_model(None, roles=Role.PLACEMENT | Role.MEGATRON)
+    """N: every N-th layer has experts, the first one included (counted from 0: 0, N, 2N, ...); or a 0 or 1
+    for each layer, such as ([0]*3+[1]*21); default: 1, unless --expert-interval is given"""
     expert_interval: PositiveInt | None = of_model(
         None,
-        "N: every N-th layer has experts, the N-th being the first (counted from 0: N-1, 2N-1, ...), as in "
-        "Megatron-DeepSpeed; instead of --moe-layer-freq",
-        Role.PLACEMENT,
+        roles=Role.PLACEMENT,
         instead_of=("moe_layer_freq",),
         needs=here.moe_layer_freq.is_none.because(
             "`--moe-layer-freq N` begins with layer 0, this with layer N-1"
         ),
     )
-    moe_ffn_hidden_size: PositiveInt | None = of_model(
-        None,
-        "inner width of an expert; default: that of the MLP",
-        Role.MEGATRON,
-        resolved="expert_ffn_size",
-    )
-    mlp_type: Literal["standard", "residual"] = of_model(
-        "standard",
-        "standard: experts take the place of the MLP; residual: the MLP stays beside them, and a learned mix "
-        "of both goes on",
-    )
+    """N: every N-th layer has experts, the N-th being the first (counted from 0: N-1, 2N-1, ...), as in
+    Megatron-DeepSpeed; instead of --moe-layer-freq"""
+    moe_ffn_hidden_size: PositiveInt | None = of_model(None, roles=Role.MEGATRON, resolved="expert_ffn_size")
+    """inner width of an expert; default: that of the MLP"""
+    mlp_type: Literal["standard", "residual"] = of_model("standard")
+    """standard: experts take the place of the MLP; residual: the MLP stays beside them, and a learned mix of
+    both goes on"""
     moe_shared_expert_intermediate_size: PositiveInt | None = of_model(
         None,
-        "inner width of all shared experts together, through which every token goes; default: none",
-        Role.MEGATRON,
+        roles=Role.MEGATRON,
         needs=(here.mlp_type == "standard").because("shared experts are an MLP beside the experts already"),
     )
+    """inner width of all shared experts together, through which every token goes; default: none"""
     moe_shared_expert_gate: bool = of_model(
-        False,
-        "weigh the shared experts by a learned sigmoid gate of each token",
-        Role.MEGATRON,
-        needs=here.moe_shared_expert_intermediate_size,
+        False, roles=Role.MEGATRON, needs=here.moe_shared_expert_intermediate_size
     )
+    """weigh the shared experts by a learned sigmoid gate of each token"""
 
     @property
     def expert_ffn_size(self) -> int:

@@ -10,26 +10,26 @@ from megazero.config.condition import Need
 from megazero.config.tree.roles import Role
 
 
-def option(default: Any, help: str, roles: Role = Role.NONE, **facets: Any) -> Any:
+def option(default: Any, help: str | None = None, roles: Role = Role.NONE, **facets: Any) -> Any:
     """Declare one field of a section.
 
     Args:
         default: the value if neither a file nor a flag sets it; ``...`` makes the field required.
-        help: one sentence for `--help` and the docs.
-        roles: what the field is for, besides what its class says.
-        facets: further attributes of the `FieldSpec`, with which fields.py makes it.
+        help: one sentence for `--help` and the docs; default: the text below the declaration.
+        roles: the field's roles, besides those of its class.
+        facets: further attributes of its `FieldSpec`.
     """
     extra: Any = {"roles": roles, **facets}
     return Field(default, description=help, json_schema_extra=extra)
 
 
-def of_model(default: Any, help: str, roles: Role = Role.NONE, **facets: Any) -> Any:
-    """Declare a field with another value of which the model is another: no checkpoint of the one fits."""
+def of_model(default: Any, help: str | None = None, roles: Role = Role.NONE, **facets: Any) -> Any:
+    """Declare a field that a checkpoint's model must share: another value makes another model."""
     return option(default, help, roles | Role.MODEL, **facets)
 
 
-def of_training(default: Any, help: str, roles: Role = Role.NONE, **facets: Any) -> Any:
-    """Declare a field about the model that its training alone depends on: its checkpoint fits all values."""
+def of_training(default: Any, help: str | None = None, roles: Role = Role.NONE, **facets: Any) -> Any:
+    """Declare a field of the section `model` that a checkpoint's model need not share."""
     return option(default, help, roles | Role.FREE, **facets)
 
 

@@ -17,56 +17,40 @@ _UNSCALED = here.use_rope_scaling.because("positions are not scaled so")
 class RotaryConfig(LatentConfig):
     """Rotary positions, and their scaling to sequences longer than those of the first training"""
 
-    rotary_percent: Annotated[float, Field(gt=0, le=1)] = of_model(
-        1.0, "share of each head's channels that is rotated"
-    )
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] = of_model(1.0)
+    """share of each head's channels that is rotated"""
     rotary_base: PositiveFloat = of_model(
         10000.0,
-        "base of the rotary frequencies",
-        Role.ROTARY,
+        roles=Role.ROTARY,
         aliases=("--rotary-position-embeddings-theta",),
         needs=here.position_embedding_type.among("rope", "yarn") | here.multi_latent_attention,
     )
+    """base of the rotary frequencies"""
     window_rotary_base: PositiveFloat | None = of_model(
         None,
-        "base in the layers with a window, whose positions are then not scaled (Gemma 3); default: as in "
-        "the others",
-        Role.ROTARY | Role.VARIANT,
+        roles=Role.ROTARY | Role.VARIANT,
         needs=(here.position_embedding_type.among("rope", "yarn"), here.window_size),
     )
+    """base in the layers with a window, whose positions are then not scaled (Gemma 3); default: as in the
+    others"""
     rotary_seq_len_interpolation_factor: PositiveFloat | None = of_model(
-        None,
-        "divide rotary positions by this (Chen et al. 2023)",
-        Role.ROTARY | Role.HYBRIDS_IGNORE,
-        needs=here.position_embedding_type == "rope",
+        None, roles=Role.ROTARY | Role.HYBRIDS_IGNORE, needs=here.position_embedding_type == "rope"
     )
+    """divide rotary positions by this (Chen et al. 2023)"""
     use_rope_scaling: bool = of_model(
-        False,
-        "slow the slow channels down by --rope-scaling-factor, as Llama 3.1 does",
-        Role.ROTARY | Role.HYBRIDS_IGNORE,
-        needs=here.position_embedding_type == "rope",
+        False, roles=Role.ROTARY | Role.HYBRIDS_IGNORE, needs=here.position_embedding_type == "rope"
     )
-    rope_scaling_factor: PositiveFloat = of_model(
-        8.0,
-        "factor between the longest sequence and that of the first training",
-        Role.ROTARY,
-        idle_without=_UNSCALED,
-    )
-    rope_low_freq_factor: PositiveFloat = of_model(
-        1.0,
-        "channels that turn fewer times than this in the first training's length slow down",
-        Role.ROTARY,
-        idle_without=_UNSCALED,
-    )
-    rope_high_freq_factor: PositiveFloat = of_model(
-        4.0,
-        "channels that turn more times than this in that length stay as they are",
-        Role.ROTARY,
-        idle_without=_UNSCALED,
-    )
+    """slow the slow channels down by --rope-scaling-factor, as Llama 3.1 does"""
+    rope_scaling_factor: PositiveFloat = of_model(8.0, roles=Role.ROTARY, idle_without=_UNSCALED)
+    """factor between the longest sequence and that of the first training"""
+    rope_low_freq_factor: PositiveFloat = of_model(1.0, roles=Role.ROTARY, idle_without=_UNSCALED)
+    """channels that turn fewer times than this in the first training's length slow down"""
+    rope_high_freq_factor: PositiveFloat = of_model(4.0, roles=Role.ROTARY, idle_without=_UNSCALED)
+    """channels that turn more times than this in that length stay as they are"""
     rope_original_max_position_embeddings: PositiveInt = of_model(
-        8192, "the sequence length of the first training", Role.ROTARY, unit="tokens", idle_without=_UNSCALED
+        8192, roles=Role.ROTARY, unit="tokens", idle_without=_UNSCALED
     )
+    """the sequence length of the first training"""
 
 
 class YarnConfig(RotaryConfig):
@@ -75,36 +59,25 @@ class YarnConfig(RotaryConfig):
     needs = (here.position_embedding_type == "yarn") | here.multi_latent_attention
     roles = Role.ROTARY | Role.YARN
 
-    rotary_scaling_factor: Annotated[float, Field(ge=1)] = of_model(
-        1.0, "YaRN: factor between the longest sequence and that of the first training"
-    )
-    yarn_original_max_position_embeddings: PositiveInt = of_model(
-        4096, "YaRN: the sequence length of the first training", unit="tokens"
-    )
-    yarn_beta_fast: PositiveFloat = of_model(
-        32.0,
-        "YaRN: channels that turn more times than this in that length stay as they are",
-        aliases=("--beta-fast",),
-    )
-    yarn_beta_slow: PositiveFloat = of_model(
-        1.0,
-        "YaRN: channels that turn fewer times than this slow down by the whole factor",
-        aliases=("--beta-slow",),
-    )
+    rotary_scaling_factor: Annotated[float, Field(ge=1)] = of_model(1.0)
+    """YaRN: factor between the longest sequence and that of the first training"""
+    yarn_original_max_position_embeddings: PositiveInt = of_model(4096, unit="tokens")
+    """YaRN: the sequence length of the first training"""
+    yarn_beta_fast: PositiveFloat = of_model(32.0, aliases=("--beta-fast",))
+    """YaRN: channels that turn more times than this in that length stay as they are"""
+    yarn_beta_slow: PositiveFloat = of_model(1.0, aliases=("--beta-slow",))
+    """YaRN: channels that turn fewer times than this slow down by the whole factor"""
     yarn_correction_range_round_to_int: bool = of_model(
         True,
-        "YaRN: let the two limits fall between channels",
         flag="--no-yarn-correction-range-round-to-int",
         switches={"--yarn-correction-range-round-to-int": True},
     )
-    mscale: NonNegativeFloat = of_model(
-        1.0, "YaRN: attention is sharpened by 0.1 x this x ln(factor) + 1 for queries and for keys"
-    )
-    mscale_all_dim: NonNegativeFloat = of_model(
-        0.0,
-        "YaRN: divides that by 0.1 x this x ln(factor) + 1; latent attention multiplies its scores by the "
-        "square of it",
-    )
+    """YaRN: let the two limits fall between channels"""
+    mscale: NonNegativeFloat = of_model(1.0)
+    """YaRN: attention is sharpened by 0.1 x this x ln(factor) + 1 for queries and for keys"""
+    mscale_all_dim: NonNegativeFloat = of_model(0.0)
+    """YaRN: divides that by 0.1 x this x ln(factor) + 1; latent attention multiplies its scores by the square
+    of it"""
 
     @property
     def rotates(self) -> bool:

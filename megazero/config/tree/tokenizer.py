@@ -33,8 +33,6 @@ class TokenizerConfig(Section):
         | None
     ) = option(
         None,
-        "kind of tokenizer; default: GPT2BPETokenizer, or BertWordPieceLowerCase for BERT, or none where "
-        "--vocab-size is given without files",
         synonyms={"HuggingFaceTokenizer": "HFTokenizer", "PretrainedFromHF": "HFTokenizer"},
         refused={
             "TikTokenizer": "is not offered: save the vocabulary as a tokenizer.json and take HFTokenizer",
@@ -55,6 +53,8 @@ class TokenizerConfig(Section):
             when("NullTokenizer", config.model.vocab_size),
         ),
     )
+    """kind of tokenizer; default: GPT2BPETokenizer, or BertWordPieceLowerCase for BERT, or none where
+    --vocab-size is given without files"""
 
     @model_validator(mode="before")
     @classmethod
@@ -66,27 +66,24 @@ class TokenizerConfig(Section):
             return data
         return {**data, "tokenizer_model": data["vocab_file"], "vocab_file": None}
 
-    vocab_file: str | None = option(None, "vocabulary file (GPT-2: vocab.json; BERT: vocab.txt)", Role.FILE)
-    merge_file: str | None = option(None, "BPE merges file", Role.FILE)
-    tokenizer_model: str | None = option(
-        None,
-        "sentencepiece model, tokenizer.json, a folder with one, or the name of one on the Hugging Face hub",
-        Role.FILE,
-        aliases=("--tokenizer-name-or-path",),
-    )
+    vocab_file: str | None = option(None, roles=Role.FILE)
+    """vocabulary file (GPT-2: vocab.json; BERT: vocab.txt)"""
+    merge_file: str | None = option(None, roles=Role.FILE)
+    """BPE merges file"""
+    tokenizer_model: str | None = option(None, roles=Role.FILE, aliases=("--tokenizer-name-or-path",))
+    """sentencepiece model, tokenizer.json, a folder with one, or the name of one on the Hugging Face hub"""
     vocab_extra_ids: NonNegativeInt = option(
         0,
-        "sentinel tokens added to the vocabulary",
         needs=here.tokenizer_type.among(
             "BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer"
         ),
     )
+    """sentinel tokens added to the vocabulary"""
     wordpiece_first: Literal["bos", "eos"] = option(
-        "bos",
-        "which of [BOS] and [EOS] gets the lower id where vocab.txt lacks them: bos as in Megatron-LM, or "
-        "eos as in checkpoints of earlier versions",
-        needs=here.tokenizer_type.among("BertWordPieceLowerCase", "BertWordPieceCase"),
+        "bos", needs=here.tokenizer_type.among("BertWordPieceLowerCase", "BertWordPieceCase")
     )
+    """which of [BOS] and [EOS] gets the lower id where vocab.txt lacks them: bos as in Megatron-LM, or eos as
+    in checkpoints of earlier versions"""
 
     @property
     def files(self) -> dict[str, Path]:
