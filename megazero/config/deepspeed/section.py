@@ -176,8 +176,8 @@ class There:
     Attributes:
         default: its default; NOTHING if it has none, or has no such key any more.
         absent: what it assumes if `when` is on and the key is missing; flags and YAML override it.
-        getter: the engine's method that returns the value; True for one of the key's name.
-        attribute: the attribute of `DeepSpeedConfig` that has the value; True likewise.
+        getter: the engine's method that returns the value; True for the name by `Section.getter_of`.
+        attribute: the attribute of `DeepSpeedConfig` that has the value; True for the key's name.
     """
 
     default: Any = NOTHING
@@ -185,10 +185,13 @@ class There:
     getter: str | bool | None = None
     attribute: str | bool | None = None
 
-    def named(self, name: str) -> There:
-        """The same, with the key's name for True."""
-        named = {kind: name for kind in ("getter", "attribute") if getattr(self, kind) is True}
-        return replace(self, **named)
+    def named(self, getter: str, attribute: str) -> There:
+        """Replace True by these names."""
+        return replace(
+            self,
+            getter=getter if self.getter is True else self.getter,
+            attribute=attribute if self.attribute is True else self.attribute,
+        )
 
 
 @dataclass(frozen=True)
@@ -296,6 +299,11 @@ class Section:
     mapping: ClassVar[bool] = False
 
     @classmethod
+    def getter_of(cls, name: str) -> str:
+        """The name of a key's getter, where the key does not say another."""
+        return name
+
+    @classmethod
     def names(cls) -> tuple[str, ...]:
         """The names of its keys, in order."""
         return tuple(name for name, value in vars(cls).items() if isinstance(value, Declared))
@@ -313,7 +321,7 @@ class Section:
         declared: Declared = vars(cls)[name]
         key = f"{cls.at}.{name}" if cls.at else name
         when = declared.effect.get("when", None if cls.when == key else cls.when)
-        there = declared.there.named(name)
+        there = declared.there.named(cls.getter_of(name), name)
         return KeyRow(key, shape, **{**declared.effect, "when": when or None, "there": there})
 
     @classmethod

@@ -6,21 +6,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megazero.config.deepspeed.section import NOTHING, KeyRow, Section
-from megazero.config.deepspeed.sections.data import DATA_SECTIONS
-from megazero.config.deepspeed.sections.features import FEATURE_SECTIONS
-from megazero.config.deepspeed.sections.layers import LAYER_SECTIONS
-from megazero.config.deepspeed.sections.optimizer import OPTIMIZER_SECTIONS
-from megazero.config.deepspeed.sections.training import TRAINING_SECTIONS
-from megazero.config.deepspeed.sections.zero import ZERO_SECTIONS
+from megazero.config.deepspeed.sections import data, features, layers, optimizer, training, zero
 from megazero.config.words import nearest
 
-MODELS: tuple[type[Section], ...] = (
-    *OPTIMIZER_SECTIONS,
-    *TRAINING_SECTIONS,
-    *ZERO_SECTIONS,
-    *DATA_SECTIONS,
-    *LAYER_SECTIONS,
-    *FEATURE_SECTIONS,
+MODELS: tuple[type[Section], ...] = tuple(
+    section
+    for module in (optimizer, training, zero, data, layers, features)
+    for section in vars(module).values()
+    if isinstance(section, type) and issubclass(section, Section) and section is not Section
 )
 """All sections, in the order of the docs."""
 

@@ -202,12 +202,3 @@ class CurriculumLearning(Section):
     data_cluster_path: Text = ignored(
         "which samples may be drawn follows from the index, and nothing is written"
     )
-
-
-DATA_SECTIONS: tuple[type[Section], ...] = (
-    Curriculum,
-    CurriculumSchedule,
-    DataEfficiency,
-    DataSampling,
-    CurriculumLearning,
-)

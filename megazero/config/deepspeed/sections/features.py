@@ -123,9 +123,8 @@ class CommsLogger(Section):
     debug: Bool = ignored("groups have names, which say what a call is for", False, when="")
 
 
-def _flops(name: str, default: object, field: str, convert: Convert = plainly) -> Any:
-    path = f"profiling.flops_profiler_{field}"
-    return sets(path, convert=convert, default=default, getter=f"flops_profiler_{name}")
+def _flops(field: str, default: object, convert: Convert = plainly) -> Any:
+    return sets(f"profiling.flops_profiler_{field}", convert=convert, default=default, getter=True)
 
 
 class FlopsProfiler(Section):
@@ -134,16 +133,19 @@ class FlopsProfiler(Section):
     at, heading, when = "flops_profiler", "Logging", "flops_profiler.enabled"
     attribute = "flops_profiler_config"
 
-    enabled: Bool = sets("profiling.flops_profiler", default=False, getter="flops_profiler_enabled")
+    @classmethod
+    def getter_of(cls, name: str) -> str:
+        """A getter has the key's name with `flops_profiler_` before it."""
+        return f"flops_profiler_{name}"
+
+    enabled: Bool = sets("profiling.flops_profiler", default=False, getter=True)
     # A step below 0 never comes.
-    profile_step: Integer = _flops(
-        "profile_step", 1, "step", lambda step, values: max(1, step) if step >= 0 else 2**62
-    )
-    module_depth: Integer = _flops("module_depth", -1, "module_depth")
-    top_modules: Integer = _flops("top_modules", 1, "top_modules")
-    detailed: Bool = _flops("detailed", True, "detailed")
-    output_file: Text = _flops("output_file", None, "output_file")
-    recompute_fwd_factor: Number = _flops("recompute_fwd_factor", 0.0, "recompute_fwd_factor")
+    profile_step: Integer = _flops("step", 1, lambda step, values: max(1, step) if step >= 0 else 2**62)
+    module_depth: Integer = _flops("module_depth", -1)
+    top_modules: Integer = _flops("top_modules", 1)
+    detailed: Bool = _flops("detailed", True)
+    output_file: Text = _flops("output_file", None)
+    recompute_fwd_factor: Number = _flops("recompute_fwd_factor", 0.0)
 
 
 def _generates_whole(section: Any) -> bool:
@@ -283,15 +285,3 @@ class Checkpoint(Section):
         accepted="all ranks write to `--save`, which every node must see",
         seen=True,
     )
-
-
-FEATURE_SECTIONS: tuple[type[Section], ...] = (
-    Printing,
-    TensorBoard,
-    CsvMonitor,
-    Wandb,
-    CommsLogger,
-    FlopsProfiler,
-    Features,
-    Checkpoint,
-)

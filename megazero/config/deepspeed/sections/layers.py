@@ -144,14 +144,3 @@ class SparseAttention(Section):
     global_block_indices: Annotated[Any, INDICES] = _sparse("global_block_indices")
     global_block_end_indices: Annotated[Any, COUNTS] = _sparse("global_block_end_indices")
     num_sliding_window_blocks: Count = _sparse("num_sliding_window_blocks")
-
-
-LAYER_SECTIONS: tuple[type[Section], ...] = (
-    DataRouting,
-    RandomLtd,
-    RandomLtdSchedule,
-    RandomLtdSteps,
-    LayerTokenSchedule,
-    LayerDrop,
-    SparseAttention,
-)

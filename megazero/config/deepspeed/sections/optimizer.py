@@ -275,6 +275,3 @@ class Clipping(Section):
     heading = "Optimizer"
 
     gradient_clipping: Amount = sets("optimizer.clip_grad", auto=left_to_flags)
-
-
-OPTIMIZER_SECTIONS: tuple[type[Section], ...] = (NamedOptimizer, OptimizerParams, Clipping)

@@ -237,6 +237,3 @@ class Gradients(Section):
         "data_parallel_size", "what other axes leave of the ranks is data parallel; leave it out"
     )
     seed: Integer = sets("training.seed")
-
-
-TRAINING_SECTIONS: tuple[type[Section], ...] = (BatchSizes, Scheduler, Fp16, Bf16, DataTypes, Gradients)

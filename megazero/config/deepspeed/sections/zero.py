@@ -55,14 +55,19 @@ class Zero(Section):
 
     at, heading = "zero_optimization", "ZeRO"
 
+    @classmethod
+    def getter_of(cls, name: str) -> str:
+        """A getter has the key's name with `zero_` before it, and without `stage3_`."""
+        return name if name.startswith("zero_") else f"zero_{name.removeprefix('stage3_')}"
+
     stage: Integer = sets("zero.stage", auto=left_to_flags, default=0)
     reduce_bucket_size: Size = sets(
         "zero.bucket_size",
         auto=of_hidden_size(lambda hidden: hidden * hidden),
         default=500_000_000,
-        getter="zero_reduce_bucket_size",
+        getter=True,
     )
-    allgather_bucket_size: Size = ignored(_SHARED, 500_000_000, getter="zero_allgather_bucket_size")
+    allgather_bucket_size: Size = ignored(_SHARED, 500_000_000, getter=True)
     overlap_comm: Bool = sets(
         "zero.overlap_grad_reduce",
         "zero.overlap_param_gather",
@@ -74,24 +79,18 @@ class Zero(Section):
         "zero.prefetch_size",
         auto=of_hidden_size(lambda hidden: int(0.9 * hidden * hidden)),
         default=50_000_000,
-        getter="zero_prefetch_bucket_size",
+        getter=True,
     )
     stage3_param_persistence_threshold: Size = sets(
         "zero.param_persistence_threshold",
         auto=of_hidden_size(lambda hidden: 10 * hidden),
         default=100_000,
-        getter="zero_param_persistence_threshold",
+        getter=True,
     )
-    stage3_max_live_parameters: Size = sets(
-        "zero.max_live_parameters", default=1_000_000_000, getter="zero_max_live_parameters"
-    )
-    stage3_max_reuse_distance: Integer = ignored(_GATHERED, 1_000_000_000, getter="zero_max_reuse_distance")
-    stage3_model_persistence_threshold: Integer = ignored(
-        _GATHERED, LARGEST, getter="zero_model_persistence_threshold"
-    )
-    stage3_module_granularity_threshold: Integer = ignored(
-        _GATHERED, 0, getter="zero_module_granularity_threshold"
-    )
+    stage3_max_live_parameters: Size = sets("zero.max_live_parameters", default=1_000_000_000, getter=True)
+    stage3_max_reuse_distance: Integer = ignored(_GATHERED, 1_000_000_000, getter=True)
+    stage3_model_persistence_threshold: Integer = ignored(_GATHERED, LARGEST, getter=True)
+    stage3_module_granularity_threshold: Integer = ignored(_GATHERED, 0, getter=True)
     zero_hpz_partition_size: Size = sets(
         "zero.hpz_partition_size", convert=lambda n, _: n or 1, default=1, getter=True
     )
@@ -111,33 +110,33 @@ class Zero(Section):
         "use `zero_hpz_partition_size`, which keeps gathers within a node", only(-1, 0)
     )
     mics_hierarchical_params_gather: Bool = refused("leave it out with `mics_shard_size`", only(False))
-    contiguous_gradients: Bool = ignored(_FLAT, True, getter="zero_contiguous_gradients")
-    reduce_scatter: Bool = ignored(_FLAT, True, getter="zero_reduce_scatter")
-    allgather_partitions: Bool = ignored(_FLAT, True, getter="zero_allgather_partitions")
-    round_robin_gradients: Bool = ignored(_FLAT, False, getter="zero_round_robin_gradients")
+    contiguous_gradients: Bool = ignored(_FLAT, True, getter=True)
+    reduce_scatter: Bool = ignored(_FLAT, True, getter=True)
+    allgather_partitions: Bool = ignored(_FLAT, True, getter=True)
+    round_robin_gradients: Bool = ignored(_FLAT, False, getter=True)
     use_multi_rank_bucket_allreduce: Bool = ignored(_FLAT, True, getter="zero_multi_rank_bucket_allreduce")
-    legacy_stage1: Bool = ignored(_FLAT, False, getter="zero_legacy_stage1")
-    parameter_alignment: Bool = ignored(_FLAT, False, getter="zero_parameter_alignment")
+    legacy_stage1: Bool = ignored(_FLAT, False, getter=True)
+    parameter_alignment: Bool = ignored(_FLAT, False, getter=True)
     stage3_use_all_reduce_for_fetch_params: Bool = ignored(_FLAT, False)
-    stage3_allgather_sequential: Bool = ignored(_FLAT, False, getter="zero_allgather_sequential")
+    stage3_allgather_sequential: Bool = ignored(_FLAT, False, getter=True)
     ignore_unused_parameters: Bool = ignored(
-        "a parameter without a gradient takes part with zeros", True, getter="zero_ignore_unused_parameters"
+        "a parameter without a gradient takes part with zeros", True, getter=True
     )
-    elastic_checkpoint: Bool = ignored(_FILES, False, getter="zero_elastic_checkpoint")
-    load_from_fp32_weights: Bool = ignored(_FILES, True, getter="zero_load_from_fp32_weights")
+    elastic_checkpoint: Bool = ignored(_FILES, False, getter=True)
+    load_from_fp32_weights: Bool = ignored(_FILES, True, getter=True)
     pipeline_loading_checkpoint: Bool = ignored(_FILES, False)
     stage3_gather_16bit_weights_on_model_save: Bool = does(
         False,
         extra="gather_16bit_weights_on_save",
         accepted=_WHOLE,
-        getter="zero_gather_16bit_weights_on_model_save",
+        getter=True,
     )
     stage3_gather_fp16_weights_on_model_save: Bool = does(
         False, extra="gather_16bit_weights_on_save", accepted=_WHOLE
     )
     override_module_apply: Bool = ignored(_HOOKS, True)
     memory_efficient_linear: Bool = ignored(_HOOKS, True)
-    log_trace_cache_warnings: Bool = ignored(_HOOKS, False, getter="zero_log_trace_cache_warnings")
+    log_trace_cache_warnings: Bool = ignored(_HOOKS, False, getter=True)
     enable_sanity_checks: Bool = ignored(_HOOKS, False)
     sdma_allgather: Anything = ignored(_WIRE)
     sdma_allgather_max_numel: Anything = ignored(_WIRE)
@@ -147,9 +146,7 @@ class Zero(Section):
         "no key has this name: `stage3_param_persistence_threshold` is meant"
     )
     ignore_missing_optim_state: Bool = refused("use `--finetune`, for weights alone", only(False))
-    compute_grad_norm: Bool = ignored(
-        "the norm of the gradients is always computed", True, getter="zero_compute_grad_norm"
-    )
+    compute_grad_norm: Bool = ignored("the norm of the gradients is always computed", True, getter=True)
     zeropp_loco_param: Object = refused(
         "codes of gradients are sent without what they left out before; leave it out"
     )
@@ -157,16 +154,14 @@ class Zero(Section):
         extra="sections.leaf_module", accepted="every rank runs all layers of the models that flags build"
     )
     save_muon_momentum_buffer_in_memory: Bool = ignored(
-        "it matters only with the Muon optimizer", False, getter="zero_save_muon_momentum_buffer_in_memory"
+        "it matters only with the Muon optimizer", False, getter=True
     )
     zenflow: Object = refused(
         "every gradient takes part in every update; leave it out, and use `offload_optimizer` alone",
         default=None,
         getter="zenflow_config",
     )
-    sub_group_size: Size = ignored(
-        "the optimizer steps bucket by bucket", 1_000_000_000, getter="zero_sub_group_size"
-    )
+    sub_group_size: Size = ignored("the optimizer steps bucket by bucket", 1_000_000_000, getter=True)
     cpu_offload: Bool = sets(
         "offload.optimizer", convert=lambda on, _: "cpu" if on else NOTHING, default=None
     )
@@ -311,14 +306,3 @@ class Pipeline(Section):
     pipe_partitioned: Bool = ignored(_SENT, True)
     grad_partitioned: Bool = ignored(_SENT, True)
     use_reentrant: Bool = ignored(_SENT)
-
-
-ZERO_SECTIONS: tuple[type[Section], ...] = (
-    Zero,
-    BesideZero,
-    OffloadOptimizer,
-    OffloadParam,
-    Aio,
-    ActivationCheckpointing,
-    Pipeline,
-)
