@@ -1,4 +1,4 @@
-"""The latent part of the section about the model: attention over compressed keys and values (DeepSeek-V2)."""
+"""Latent attention in the section `model`: keys and values compressed to one vector (DeepSeek-V2)."""
 
 from __future__ import annotations
 

@@ -14,8 +14,10 @@ class Unreadable(ValueError):
 
 
 def plain_text(text: str) -> str:
-    """Return the text. Raises Unreadable if it has half a surrogate pair, which no file and no name can have,
-    except those that stand for bytes of a name that is not UTF-8 (PEP 383).
+    """Return the text.
+
+    Raises:
+        Unreadable: it has a lone surrogate, other than one for a byte of a name that is not UTF-8 (PEP 383).
     """
     if any("\ud800" <= c <= "\udfff" and not "\udc80" <= c <= "\udcff" for c in text):
         raise Unreadable("must be text that can be written, without half a surrogate pair")

@@ -12,16 +12,16 @@ _LARGEST_EXPONENT = 30  # 1e30 is more than any count here; 1e999999999 would fi
 _BEYOND = Decimal(10) ** _LARGEST_EXPONENT  # stands for all that is larger
 _LONGEST_NUMBER = 40  # characters
 LARGEST = 2**63 - 1
-"""What an integer of 64 bits holds, as sample numbers and file offsets do."""
+"""The largest integer of 64 bits, in which samples and file offsets are numbered."""
 
 
 def read_int(value: Any) -> int:
-    """An integer of 64 bits, from a number or its text. Raises Unreadable."""
+    """Read an integer of 64 bits from a number or its text. Raises Unreadable."""
     return of_64_bits(_any_int(value))
 
 
 def read_count(value: Any) -> int:
-    """Likewise a count that is never reached if it is large: beyond 64 bits it is the largest of them."""
+    """Read a count; one beyond 64 bits, which no run reaches, becomes the largest. Raises Unreadable."""
     return of_64_bits(min(_any_int(value), LARGEST))
 
 
@@ -40,7 +40,7 @@ def _any_int(value: Any) -> int:
 
 
 def of_64_bits(number: int) -> int:
-    """The number. Raises Unreadable if it does not fit 64 bits."""
+    """Return the number. Raises Unreadable if it does not fit 64 bits."""
     if abs(number) > LARGEST:
         raise Unreadable(f"must be an integer of at most 64 bits, no larger than {LARGEST}")
     return number
@@ -57,7 +57,7 @@ def _exact_int(text: str) -> int:
 
 
 def read_float(value: Any) -> float:
-    """A number that a float can hold, from a number or its text; infinite ones too. Raises Unreadable."""
+    """Read a float, also an infinite one, from a number or its text. Raises Unreadable."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
             return float(value)

@@ -171,8 +171,8 @@ def _deepspeed_row(row: KeyRow) -> tuple[str, ...]:
         effects += [f"refused in a script: {row.script_refused}"] if row.script_refused else []
     if row.when:
         effects.append(f"with `{row.when}`")
-    if row.there.absent is not NOTHING:
-        effects.append(f"default {row.there.absent}")
+    if row.upstream.absent is not NOTHING:
+        effects.append(f"default {row.upstream.absent}")
     if row.refused:
         effects.append(f"refused{f' unless {row.only.says}' if row.only else ''}: {row.refused}")
     return (f"`{row.key}`", row.shape.says, "yes" if row.auto else "", "; ".join(effects))

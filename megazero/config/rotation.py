@@ -1,4 +1,4 @@
-"""The part of the section about the model that says which channels turn together, and in which layers."""
+"""Rotary settings of the section `model`: which channels turn together, and in which layers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RotationConfig(YarnConfig):
     for none, such as ([0]*3+[1])*4 (SmolLM3, Cohere2)"""
 
     def rotates_at(self, layer: int) -> bool:
-        """Whether one layer (from 0) rotates queries and keys. Layers behind the last are like it."""
+        """Whether a layer (from 0) rotates queries and keys; layers beyond the last are like it."""
         layer, pattern = min(layer, self.num_layers - 1), self.no_rope_freq
         if not self.rotates or pattern is None:
             return self.rotates

@@ -1,4 +1,4 @@
-"""Blends in a file, or with a part of each dataset, in the forms of Megatron-LM and its forks."""
+"""Blends of datasets in a file, and parts of datasets, in the forms of Megatron-LM and its forks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megazero.errors import DataError
 from megazero.regular_file import read_regular_text, why_unreadable
 
 MARK = "@"
-"""It begins the name of a file with a blend, where the blend itself could stand."""
+"""The first character of a data path that names a file with a blend."""
 
 _PART = re.compile(r"(?P<prefix>.+)\[(?P<start>[\d.]+):(?P<stop>[\d.]+)\]")
 
 
 def expanded(entries: Sequence[str], split: str) -> tuple[str, ...]:
-    """`--data-path` or a sibling of it, as prefixes and weights.
+    """Return `--data-path` or a sibling flag as prefixes and weights.
 
     Args:
         entries: as given, or ``@FILE``: words as on a command line, lines of weight, prefix and corpus, a
@@ -60,7 +60,7 @@ def _of_json(text: str, split: str, path: Path) -> tuple[str, ...]:
 
 
 def weighted(text: str) -> Iterator[str]:
-    """The weights and prefixes of groups ``NAME: WEIGHT START:STOP PREFIX, ...``, with their parts.
+    """Yield the weights and prefixes of groups ``NAME: WEIGHT START:STOP PREFIX, ...``, parts included.
 
     Several groups, which BigScience evaluates apart, are one blend. Raises DataError for another form.
     """

@@ -24,7 +24,7 @@ _SAME = "it is so without it"
 
 @dataclass(frozen=True)
 class Meant:
-    """Arguments for what a line leaves out, where a fork has another default."""
+    """Arguments that stand for the defaults of forks, for the flags that a line leaves out."""
 
     forks: tuple[str, ...] = ()
     argv: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Reading:
         problems: why it cannot be read.
         replaced: the flag of a fork or another trainer, with its values -> what is read instead.
         given: every flag of the line, with dashes -> its values.
-        left_out: what it leaves out.
+        left_out: the defaults of its forks, for the flags that it leaves out.
     """
 
     argv: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Reading:
     left_out: Meant = Meant()
 
     def warnings(self) -> list[str]:
-        """A line on the flags of a fork that were read as others, and one on names that any trainer uses."""
+        """Lines on the flags that were read as others: those of a fork, and names that any trainer uses."""
         whose = f" (`{COMMAND} {self.assumed[0]}` says so)" if self.assumed else ""
         named = {theirs: dashed(theirs.partition(" ")[0]) in SYNONYMS for theirs in self.replaced}
         lines = []
@@ -84,7 +84,7 @@ def translate(argv: Sequence[str], known: Mapping[str, str]) -> Reading:
     counts = Counter([named]) if named else _counts(known, reading)
     best = [fork for fork in DIALECTS if counts and counts[fork] == max(counts.values())]
     reading.assumed = [] if named else best
-    # The forks to ask about a flag, those first that all must agree.
+    # The forks to ask about a flag: first those that must all agree, then the others.
     tables = [best] if named or not best else [best, [fork for fork in DIALECTS if fork not in best]]
     _read_all(reading, tables, known, argv)
     _leave_out(reading, tables, known, [fork for fork in DIALECTS if fork in counts])
@@ -110,9 +110,9 @@ def _read_all(
 def _leave_out(
     reading: Reading, tables: list[list[str]], known: Mapping[str, str], forks: Sequence[str]
 ) -> None:
-    """Add what the forks of whose flags there are some mean by what the line leaves out."""
+    """Add the defaults of the forks whose flags are on the line, for the flags that it leaves out."""
     by_fork = {fork: [row for row in LEFT_OUT[fork] if _is_left_out(row, reading)] for fork in forks}
-    # What goes with a flag of one fork alone is meant by that flag; what goes with none, by the whole line.
+    # A row with `beside` goes with one flag of its fork. The others are about the whole line, and must agree.
     whole = {tuple(row for row in rows if not row.when.beside) for rows in by_fork.values()}
     if len(whole) > 1:
         reading.problems.append(
@@ -188,7 +188,7 @@ def _given(argv: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _filled(token: str, values: Sequence[str], given: Mapping[str, list[str]]) -> list[str]:
-    """The arguments of a place for a fork's values; one that begins with a brace lacks a flag to fill it.
+    """Fill a placeholder with a fork's values; a result that begins with a brace lacks a flag to fill it.
 
     ``{}`` are the values, ``{n}`` is how many parts commas make of the first, ``{--flag}`` is the value of
     another flag and ``{/--flag}`` the first divided by that, ``{range}`` are the steps 5-7 9-10 and
@@ -214,7 +214,7 @@ def _filled(token: str, values: Sequence[str], given: Mapping[str, list[str]]) -
     if token in ("{range}", "{pairs}"):
         ends = [int(end) for value in values for end in value.split("-")]
         spans = zip(ends[::2], ends[1::2], strict=False)
-        # Of steps, which are numbered from 1 there, and by the steps before them here.
+        # The fork numbers steps from 1; here a step is named by the number of steps before it.
         return [str(number) for start, stop in spans for number in range(max(start, 1) - 1, stop)]
     if token.startswith("{/") and other:
         return [repr(float(first) / float(other[0]))]
@@ -228,7 +228,7 @@ def _row(
 ) -> Row | None:
     """The row on a flag; None if none fits, or if forks that may be meant differ about it."""
     is_known, given = name in known, reading.given
-    # A flag that is known here means something else only in the fork whose line this is.
+    # A flag that is known here has another meaning only on a line of the fork itself.
     for names in tables[:1] if is_known else tables:
         meanings = {
             fork: row for fork in names if (row := first(DIALECTS[fork], name, values, given)) is not None
@@ -255,7 +255,7 @@ def _row(
         if meanings:
             return next(iter(meanings.values()))
     row = first(SYNONYMS, name, values, given)
-    if is_known:  # some of its values may have other names, but itself it is read as it is
+    if is_known:  # some of its values may have other names, but the flag itself keeps its meaning
         return row if row is not None and row.when.values else None
     return row or of_family(name, known)
 
@@ -280,7 +280,7 @@ def _named(argv: Sequence[str], reading: Reading) -> str | None:
 
 
 def _counts(known: Mapping[str, str], reading: Reading) -> Counter[str]:
-    """Every fork of whose flags there are some -> how many."""
+    """Fork -> the number of flags on the line that are its own."""
     return Counter(
         fork
         for name, values in reading.given.items()
@@ -296,7 +296,7 @@ def _tells(
     reading: Reading,
     known: Mapping[str, str],
 ) -> bool:
-    """Whether a flag with these values is a fork's, of whom these rows are, and nobody else reads it."""
+    """Whether only the fork with these rows knows a flag with these values."""
     row = first(rows, name, values, reading.given)
     if row is None or first(SYNONYMS, name, values, reading.given) is not None:
         return False

@@ -41,9 +41,9 @@ class Foreign:
         accepted: why it needs no effect here; None if it is refused whatever its value.
         refused: what to do instead; None if it is accepted whatever its value.
         values: the values it is accepted with, compared in lower case; empty means any (none for a switch).
-            Those with a ! at their end need none of the conditions.
+            A value with a ! at its end is accepted whatever the conditions.
         arity: how many values it has.
-        where: conditions on the tree once everything is resolved, of which one must hold.
+        where: conditions on the resolved tree, of which one must hold.
         silent: whether a run says nothing about it, because the setting in `where` has its effect.
     """
 
@@ -66,7 +66,7 @@ class Ignored:
 
 
 def contradiction(ignored: Ignored, value_of: Callable[[str], Any]) -> str | None:
-    """The reason for refusing a flag after all, now that fields have values; None if it is not refused."""
+    """Return why a flag is refused after all, once fields have values; None if it is not."""
     foreign = ignored.foreign
     if not foreign.where or any(condition.holds(value_of(condition.path)) for condition in foreign.where):
         return None

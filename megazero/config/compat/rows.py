@@ -92,7 +92,7 @@ def _rows(head: str, words: Sequence[str], most: int) -> Iterator[Row]:
 
     Args:
         head, words: the block.
-        most: as many values belong at least to a flag that is not read, whatever its mark says.
+        most: the least number of values that are skipped with a flag without effect, whatever its mark.
     """
     verb, _, reason = head.partition(": ")
     for word in words:
@@ -100,7 +100,7 @@ def _rows(head: str, words: Sequence[str], most: int) -> Iterator[Row]:
         ours, _, beside = ours.partition("&")
         marked, _, choices = theirs.partition("=")
         few = choices in ("", "*", "?")
-        # What a value only ends with may be followed by more.
+        # A pattern that begins with a star is of the last value, and others may come before it.
         if few:
             name, (least, many) = arity(theirs)
         else:
@@ -162,9 +162,9 @@ _MEANT: tuple[str, ...] = tuple(
 
 
 def of_family(name: str, known: Mapping[str, str]) -> Row | None:
-    """The row of a flag that nobody knows, but whose name says that it changes no number.
+    """The row of an unknown flag whose name says that it changes no number; None for another name.
 
-    A name that is nearly that of a flag which does something is such a flag, misspelled.
+    A name close to that of a flag with an effect counts as a misspelling of it, and has no row.
     """
     reason = next((reason for reason, pattern in _FAMILIES if fnmatchcase(name, pattern)), None)
     if reason is None or (name not in _FAMILY_NAMES and nearest(name, _meaningful(known))):
@@ -173,7 +173,7 @@ def of_family(name: str, known: Mapping[str, str]) -> Row | None:
 
 
 def _meaningful(known: Mapping[str, str]) -> list[str]:
-    """The flags, by their names with dashes, that are not accepted without effect whatever they say."""
+    """The flags, by their names with dashes, that have an effect or may be refused."""
     foreign = [FOREIGN_FLAGS.get(spelled) for spelled in known.values()]
     matter = [row is None or row.accepted is None or bool(row.values or row.where) for row in foreign]
     return [name for name, matters in zip(known, matter, strict=True) if matters] + [*_MEANT]

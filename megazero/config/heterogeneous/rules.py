@@ -41,7 +41,7 @@ def _shapes(case: Case) -> tuple[LayerShape, ...]:
 
 
 def _uneven(case: Case) -> dict[int, LayerShape]:
-    """The layers whose heads or widths tensor-parallel ranks cannot share."""
+    """The layers, by number, whose key/value heads or width the tensor-parallel size does not divide."""
     ranks = case.parallel.tensor_model_parallel_size
     return {n: s for n, s in enumerate(_shapes(case)) if s.groups % ranks or s.width % ranks}
 
@@ -54,13 +54,13 @@ def _first_uneven(case: Case) -> str:
 
 
 def _broken_groups(case: Case) -> list[int]:
-    """The layers whose query heads do not share keys in equal groups."""
+    """The numbers of layers whose key/value heads do not divide the query heads."""
     heads = case.model.num_attention_heads
     return [n for n, shape in enumerate(_shapes(case)) if shape.groups and heads % shape.groups]
 
 
 def _facts_otherwise(case: Case) -> list[str]:
-    """Facts about the whole model that the file gives otherwise than other settings."""
+    """Clauses on the facts of the whole model in which the file and the settings differ."""
     model = case.model
     text = model.heterogeneous_layers_config_encoded_json
     llama3, linear = model.rope_scaling_factor, model.rotary_seq_len_interpolation_factor

@@ -1,4 +1,4 @@
-"""A part of the section of the tree about the model: layers with widths of their own.
+"""Layers with sizes of their own, in the section `model`.
 
 The names are Megatron-LM's; such models are made by Puzzle (Bercovich et al. 2024), as Nemotron's are.
 """
@@ -36,7 +36,10 @@ class HeterogeneousConfig(TransformerConfig):
 
     @classmethod
     def implied(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The text of a file, and the model's depth; a file that cannot be read is left to its own check."""
+        """Replace the file by its text, and take the model's depth from it.
+
+        A file that cannot be read stays, and its field's own check refuses it.
+        """
         values = dict(super().implied(values))
         if values.get(_TEXT) is None and isinstance(path := values.get(_PATH), str):
             try:
@@ -65,6 +68,6 @@ class HeterogeneousConfig(TransformerConfig):
 
     @property
     def layers_said(self) -> str | None:
-        """The sizes of each layer as a text, by which two models are compared."""
+        """The sizes of all layers as a text, by which two models are compared."""
         shapes = self.layer_shapes
         return None if shapes is None else text_of(shapes)

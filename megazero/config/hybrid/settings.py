@@ -1,4 +1,4 @@
-"""A part of the section of the tree about the model: layers of one mixer or one MLP, in a pattern of letters.
+"""Hybrid models in the section `model`: each layer is one mixer or one MLP, by a pattern of letters.
 
 The names and the pattern's letters are Megatron-LM's (Waleffe et al. 2024); Mamba-2 is Dao & Gu 2024.
 """
@@ -89,7 +89,7 @@ class HybridConfig(HeterogeneousConfig):
 
     @classmethod
     def implied(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """A pattern has the model's depth, and it or a ratio makes a model hybrid."""
+        """Take the model's depth from the pattern; a pattern or a ratio makes a model hybrid."""
         values = super().implied(values)
         pattern = values.get("hybrid_layer_pattern")
         if pattern or values.get("hybrid_attention_ratio") or values.get("hybrid_mlp_ratio"):
@@ -107,7 +107,8 @@ class HybridConfig(HeterogeneousConfig):
     def letters_by_ratio(self) -> str:
         """The letters that the ratios ask for.
 
-        Attention lies between equally long runs of other layers; then MLPs, spread over these to the right.
+        Attention layers separate equally long runs of other layers. MLPs are then spread evenly over these,
+        each at the end of a run of Mamba-2 layers.
         """
         attention, mlps = (
             round(self.num_layers * ratio) for ratio in (self.hybrid_attention_ratio, self.hybrid_mlp_ratio)
@@ -129,7 +130,7 @@ class HybridConfig(HeterogeneousConfig):
         return tuple(ATTENTION * (shape.groups > 0) + DENSE * (shape.width > 0) for shape in shapes)
 
     def layers_of(self, letters: str) -> int:
-        """The number of layers with one of these letters; of all where each is attention and an MLP."""
+        """The number of layers with one of these letters; all layers where each is attention and an MLP."""
         parts = self.layer_parts
         return self.num_layers if parts is None else sum(bool({*part} & {*letters}) for part in parts)
 
@@ -147,12 +148,12 @@ class HybridConfig(HeterogeneousConfig):
 
     @property
     def residual_writers(self) -> int:
-        """The number of mixers and MLPs, which add to the residual stream."""
+        """The number of mixers and MLPs in the model: each adds to the residual stream."""
         return self.num_layers * (1 if self.is_hybrid_model else 2)
 
 
 def _spread(gap: float) -> Iterator[bool]:
-    """Whether a place is taken, one after the other, of places taken after about `gap` others each."""
+    """Yield for each place in turn whether it is taken; about `gap` free ones precede each taken one."""
     left = gap
     while True:
         taken = left < 0.5

@@ -24,9 +24,9 @@ class Note:
 
     Attributes:
         fields: paths of the settings.
-        needs: what they have no effect without, in words.
-        met: whether a configuration has that.
-        effect: what does not happen, as a clause.
+        needs: the setting or value without which they have no effect, in words.
+        met: whether a configuration has it.
+        effect: the consequence of its absence, as a clause.
     """
 
     fields: tuple[Any, ...]
@@ -45,9 +45,9 @@ class Note:
 
 
 def _idle_settings() -> Iterator[Note]:
-    """A note for each thing that settings say they are idle without, in the tree's order.
+    """Make one note for all settings with the same `idle_without`, in the tree's order.
 
-    Where they are idle for want of experts, another note says so.
+    Where a model has no experts, another note names the settings about them.
     """
     takers: dict[tuple[Need, bool], list[str]] = {}
     for spec in FIELDS:
@@ -58,7 +58,7 @@ def _idle_settings() -> Iterator[Note]:
 
 
 def _words(need: Need) -> str:
-    """The words for a need: a setting by its name, or a value by its flag."""
+    """Put a need into words: a setting by its name, or a value with its flag."""
     words = [
         f"`{FIELD_BY_PATH[condition.path].flag} {value}`" if condition.values else f"`{value}`"
         for condition in need.conditions
@@ -73,7 +73,7 @@ def _met(need: Need, of_experts: bool, config: Config) -> bool:
 
 
 def _floor_counts(config: Config) -> bool:
-    """Whether the least capacity of an expert is more than the capacity in training, in every layer."""
+    """Whether `moe_min_capacity` is above the capacity by `moe_expert_capacity_factor` in every layer."""
     model, counts = config.model, expert_counts(config.model)
     if model.moe_expert_capacity_factor is None or not counts:
         return False
@@ -83,7 +83,7 @@ def _floor_counts(config: Config) -> bool:
 
 
 def _window_hides(config: Config) -> bool:
-    """Whether a window is shorter than the sequence, whose last token it is to hide the first ones from."""
+    """Whether a window is shorter than the sequence, so that it hides something."""
     sides, last = config.model.window_size or (), config.model.seq_length - 1
     return any(0 <= side < last for side in sides[: 1 if config.model.family == "gpt" else 2])
 

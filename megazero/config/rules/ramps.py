@@ -1,4 +1,4 @@
-"""Curricula that are still on their way when the training ends: both Megatrons cut them short in silence."""
+"""Notes on curricula that do not reach their end within the training; both Megatrons say nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megazero.config.steps import Progress, Unit
 
 
 def cut_short(case: Case) -> list[str]:
-    """A sentence on each schedule of a sound configuration that the training ends before."""
+    """Return a sentence on each curriculum that the training cuts short."""
     return [] if case.end is None else [*_lengths(case), *_metrics(case), *_kept_tokens(case)]
 
 

@@ -1,4 +1,4 @@
-"""The part of the section about the model that says how an encoder and a decoder make one."""
+"""Settings of an encoder and a decoder (T5) in the section `model`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class T5Config(AttentionConfig):
     @model_validator(mode="before")
     @classmethod
     def _layers_of_both(cls, data: Any) -> Any:
-        """`num_layers` counts all layers of the model; in a launch of Megatron-LM it is the encoder's."""
+        """Count the layers of both stacks in `num_layers`, which in Megatron-LM's flags are one stack's."""
         if not isinstance(data, dict) or data.get("family") != "t5":
             return data
         said, encoder = data.get("num_layers"), data.get("t5_encoder_layers")
@@ -61,7 +61,7 @@ class T5Config(AttentionConfig):
 
     @property
     def tells_distances(self) -> bool:
-        """Whether the kinds of distance are enough for both sides, and reach beyond the single ones."""
+        """Whether there are buckets for keys on both sides, and for distances beyond the single ones."""
         return self.t5_relative_buckets >= 4 and self.t5_relative_distance > self.t5_relative_buckets // 2
 
     @property

@@ -1,4 +1,4 @@
-"""The section of the tree about how a step's work is prepared and launched, which changes only its speed."""
+"""The section `acceleration`: how a step's work is compiled and launched, which changes only its speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of the section about the model: the keys that attention sees, and the softmax over them."""
+"""Attention settings of the section `model`: the keys that a query sees, and the softmax over them."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ class AttentionConfig(RotationConfig):
 
     @property
     def window(self) -> Window | None:
-        """The window of layers that have one, as far as it hides something; None if it hides nothing."""
+        """The window of the layers that have one; None if it hides nothing."""
         left, right = self.window_size or (-1, -1)
-        if self.family == "gpt":  # which sees nothing later anyway
+        if self.family == "gpt":  # its tokens see no later ones anyway
             right = -1 if left < 0 else 0
         return None if (left, right) == (-1, -1) else (left, right)
 
     def window_at(self, layer: int) -> Window | None:
-        """The window of one layer (from 0); None if it has none. Layers behind the last are like it."""
+        """The window of a layer (from 0); None if it has none. Layers beyond the last are like it."""
         layer = min(layer, self.num_layers - 1)
         pattern = self.window_attn_skip_freq
         if pattern is None:
@@ -82,7 +82,7 @@ class AttentionConfig(RotationConfig):
 
     @property
     def has_windows(self) -> bool:
-        """Whether some layer has a window. Takes no longer if there are many layers."""
+        """Whether some layer has a window, in constant time."""
         pattern = self.window_attn_skip_freq
         return self.window is not None and (pattern is None or is_interval(pattern) or 1 in pattern)
 

@@ -1,4 +1,4 @@
-"""The section of the tree about checkpoints."""
+"""The section `checkpoint`: saving, loading and keeping checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section of the tree about curriculum learning over the sequence length."""
+"""The section `curriculum`: curriculum learning over the sequence length."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class CurriculumConfig(Section):
     _runs_code: bool = PrivateAttr(True)
 
     def without_code(self) -> CurriculumConfig:
-        """The same settings, for those who only look: the user's function is not run, and nothing is cut."""
+        """Return the settings without the user's function: it is not run, and no sequence is cut."""
         quiet = self.model_copy()
         quiet._runs_code = False
         return quiet
@@ -108,14 +108,14 @@ class CurriculumConfig(Section):
         return ramp and grown // self.seqlen_difficulty_step > MOST_CHANGES
 
     def fault_of_custom(self, sequence_length: int) -> str | None:
-        """A sentence about the fault of the user's function; None if it is sound, or there is none."""
+        """Return a sentence on the fault of the user's function; None if it is sound, or there is none."""
         if self.seqlen_schedule != "custom":
             return None
         pacing = self._custom(self.seqlen_max_difficulty or sequence_length)
         return pacing if isinstance(pacing, str) else None
 
     def _custom(self, last: int) -> Pacing | str | None:
-        """The user's pacing up to `last`, or a sentence about its fault; None if there is none."""
+        """Make the user's pacing up to `last`, or a sentence on its fault; None without a function."""
         if self.seqlen_custom_schedule is None or not self._runs_code:
             return None
         try:

@@ -1,4 +1,4 @@
-"""The section of the tree about the data that a run reads."""
+"""The section `data`: the data that a run reads."""
 
 from __future__ import annotations
 

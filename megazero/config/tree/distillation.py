@@ -1,4 +1,4 @@
-"""The section of the tree about distillation: a teacher, and how much and how long a student learns from it.
+"""The section `distillation`: a teacher, and how much and how long a student learns from it.
 
 Flags are Megatron-DeepSpeed's for its mixture of students (Rajbhandari et al. 2022).
 """

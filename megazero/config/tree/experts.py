@@ -1,4 +1,4 @@
-"""A part of the section of the tree about the model: which layers have experts, and what is beside these.
+"""Settings of experts in the section `model`: which layers have them, and the MLPs beside them.
 
 Names are those of Megatron-LM's `--moe-*` flags (Fedus et al. 2022, Lepikhin et al. 2021); the layers'
 placement by `--expert-interval`, pyramids and residual experts are DeepSpeed-MoE's (Rajbhandari et al. 2022).
@@ -22,7 +22,7 @@ def _dense_is_empty(counts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 Counts = Annotated[tuple[PositiveInt, ...], BeforeValidator(listed), AfterValidator(_dense_is_empty)]
-"""Numbers of experts; ``()`` if no layer has any."""
+"""Number of experts of each layer with experts, or one number for all; ``()`` without experts."""
 
 Pattern = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(listed), Field(min_length=1)]
 """The interval between layers with experts, as one number, or a 0 or 1 for each layer."""
@@ -72,7 +72,7 @@ class ExpertsConfig(HybridConfig):
 
     @property
     def expert_places(self) -> int:
-        """Number of layers that experts are placed in, or would be if the model had some."""
+        """Number of layers that the placement gives experts, whether or not the model has any."""
         if (kinds := self.layer_kinds) is not None:
             return kinds.count(EXPERTS)
         if self.expert_interval is not None:
@@ -83,7 +83,7 @@ class ExpertsConfig(HybridConfig):
         return sum(flag == 1 for flag in pattern)
 
     def expert_place(self, layer: int) -> int | None:
-        """The number of `layer` among the layers for experts, from 0; None if it is not one of them."""
+        """The index of `layer` among the layers with experts, from 0; None if it has none."""
         if (kinds := self.layer_kinds) is not None:
             return kinds[:layer].count(EXPERTS) if kinds[layer : layer + 1] == EXPERTS else None
         if self.expert_interval is not None:
@@ -103,7 +103,7 @@ class ExpertsConfig(HybridConfig):
         return tuple(map(self.experts_at, range(self.num_layers)))
 
     def experts_at(self, layer: int) -> int:
-        """Number of experts of one layer (from 0); 0 for a dense one. Layers behind the last are like it."""
+        """Number of experts of a layer (from 0); 0 for a dense one. Layers beyond the last are like it."""
         layer = min(layer, self.num_layers - 1)
         place = self.expert_place(layer) if self.num_experts else None
         if place is None:

@@ -1,4 +1,4 @@
-"""The section of the tree about fine-tuning on labelled samples."""
+"""The section `finetune`: fine-tuning on labelled samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section of the tree about the checks that a run makes on itself, and its answers to what they find."""
+"""The section `guards`: the checks that a run makes on itself, and what it does about faults."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def _window(updates: int) -> int:
     return updates
 
 
-Window = Annotated[int, AfterValidator(_window)]
-"""Updates that a running estimate is made of: enough for a median, few enough to be saved."""
+SpikeWindow = Annotated[int, AfterValidator(_window)]
+"""Updates that a running median is taken of: enough for a median, and few enough to be saved."""
 
 
 class GuardsConfig(Section):
@@ -57,7 +57,7 @@ class GuardsConfig(Section):
     update out; or go back to the last healthy checkpoint and train without its samples"""
     spike_threshold: PositiveFloat = option(10.0)
     """how far above the median of the latest updates a spike is, in robust standard deviations"""
-    spike_window: Window = option(
+    spike_window: SpikeWindow = option(
         128,
         f"updates that the median is taken of, from {_FEWEST} to {_MOST}; a run looks for spikes once it has "
         f"made {_FEWEST}",

@@ -1,4 +1,4 @@
-"""The section of the tree about what a run tells."""
+"""The section `logging`: what a run reports, and where."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_WANDB = here.wandb_project.because("nothing goes to Weights & Biases")
 Operation = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "barrier"
 ]
-"""An operation of a group."""
+"""A collective or a message between ranks."""
 
 
 class LoggingConfig(Section):
@@ -76,5 +76,5 @@ class LoggingConfig(Section):
 
     @property
     def breakdown_level(self) -> int:
-        """The detail of the table of where the time went; 0 for none."""
+        """The detail of the table of times; 0 for no table."""
         return 2 if self.wall_clock_breakdown else self.timing_log_level

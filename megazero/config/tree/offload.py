@@ -1,4 +1,4 @@
-"""The section of the tree about state that is kept in the host's memory or on disk."""
+"""The section `offload`: state that is kept in the host's memory or on disk."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megazero.config.condition import config, here, when
 from megazero.config.tree.optimizer import ELEMENTWISE_NAMES
 from megazero.config.tree.option import Section, option
 
-Share = Annotated[float, Field(ge=0, le=1)]
-"""A share of a whole, from none to all."""
+Fraction = Annotated[float, Field(ge=0, le=1)]
+"""A fraction from 0 to 1, both included."""
 
 
 class OffloadConfig(Section):
@@ -38,7 +38,7 @@ class OffloadConfig(Section):
         needs=((config.zero.stage == 3).because("it shards them"), when("nvme", here.path)),
     )
     """stage 3: where each rank keeps its slices of the weights between gathers"""
-    fraction: Share = option(
+    fraction: Fraction = option(
         1.0, flag="--offload-fraction", aliases=("--optimizer-offload-fraction",), needs=here.optimizer
     )
     """share of the elements whose masters and moments are offloaded, in whole buckets; the others stay on the

@@ -1,4 +1,4 @@
-"""The section of the tree about the layout of ranks and their communication."""
+"""The section `parallel`: the layout of ranks, and their communication."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p"]
 
 
 def _listed(value: Any) -> Any:
-    """One word stands for a list of it."""
+    """Make a list of one word."""
     return (value,) if isinstance(value, str) else value
 
 

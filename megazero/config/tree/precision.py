@@ -1,4 +1,4 @@
-"""The section of the tree about types, loss scales and 8-bit products."""
+"""The section `precision`: types, loss scales and 8-bit products."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class PrecisionConfig(Section):
     """how many last layers `--first-last-layers-bf16` leaves out"""
 
     def layers_in_16_bits(self, layers: int) -> frozenset[int]:
-        """The layers, of `layers` in a model, whose products are in 16 bits; all of them without fp8."""
+        """The layers, in a model of `layers` layers, whose products are in 16 bits; all without fp8."""
         if self.fp8_format == "none":
             return frozenset(range(layers))
         if not self.first_last_layers_bf16:

@@ -1,4 +1,4 @@
-"""The section of the tree about looking into single steps: traces, FLOPs by module, memory over time."""
+"""The section `profiling`: traces, FLOPs by module and memory over time of single steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TRACES = here.profile | here.memory_timeline_step | config.logging.comms_logger
 _UNTRACED = _TRACES.because("no step is traced")
 
 Depth = Annotated[int, Field(ge=-1)]
-"""How far down a tree: -1 is to its leaves."""
+"""A depth in the tree of modules; -1 is down to its leaves."""
 
 RankOrAll = Annotated[int, Field(ge=-1)]
 """A rank of the world; -1 stands for all of them."""

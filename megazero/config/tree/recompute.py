@@ -1,4 +1,4 @@
-"""The section of the tree about activation recompute."""
+"""The section `recompute`: activations that backward computes again."""
 
 from __future__ import annotations
 

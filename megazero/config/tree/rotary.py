@@ -1,4 +1,4 @@
-"""The rotary part of the section about the model: how fast the channels of a head turn with the position."""
+"""Rotary settings of the section `model`: how fast the channels of a head turn with the position."""
 
 from __future__ import annotations
 
@@ -100,6 +100,6 @@ class YarnConfig(RotaryConfig):
 
     @property
     def scaled_to(self) -> float | None:
-        """The sequence length that such positions are scaled to."""
+        """The sequence length that positions are scaled to; None where they are not."""
         factor = self.rope_scaling_factor if self.use_rope_scaling else self.rotary_scaling_factor
         return None if self.scaled_from is None else self.scaled_from * factor

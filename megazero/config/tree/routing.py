@@ -1,4 +1,4 @@
-"""Parts of the section of the tree about the model: how tokens get to experts, whatever these are."""
+"""Routing settings of the section `model`: how tokens are sent to experts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Capacity = Annotated[PositiveFloat | None, BeforeValidator(_none_if_negative)]
 """A capacity factor; None if an expert takes all that is sent to it."""
 
 Balance = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
-"""The part of the data that a load-balancing loss counts over: a micro-batch, a sequence, a global batch; or
-an assignment in the place of losses."""
+"""The data over which a load-balancing loss counts: a micro-batch, a sequence or a global batch. Instead of
+losses, sinkhorn is an even assignment."""
 
 
 class ChoiceConfig(Section):
@@ -128,7 +128,7 @@ class BalanceConfig(Section):
 
     @property
     def balance_losses(self) -> dict[str, float]:
-        """Kind of load-balancing loss -> its weight, of those that are in use."""
+        """Kind of load-balancing loss -> its weight, for the losses in use."""
         pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=True)
         return {kind: weight for kind, weight in pairs if kind not in ("none", "sinkhorn") and weight}
 

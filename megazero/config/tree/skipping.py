@@ -1,4 +1,4 @@
-"""The section of the tree about what a step leaves out of its layers: tokens, and whole layers."""
+"""The section `skipping`: tokens and whole layers that a step leaves out."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megazero.config.pacing import MOST_CHANGES, FromZero, Pacing, root_of
 from megazero.config.tree.option import Section, option
 from megazero.config.tree.roles import Role
 
-Share = Annotated[float, Field(gt=0, le=1)]
-"""A share above 0, up to 1."""
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
+"""A fraction above 0, up to 1."""
 
 
 class RandomLtdConfig(Section):
@@ -80,7 +80,7 @@ class LayerDropConfig(Section):
     progressive_layer_drop: bool = option(False, needs=config.finetune.task.is_none)
     """leave out whole layers, more of them the longer training lasts and the deeper they are; evaluations and
     generation run all"""
-    pld_theta: Share = option(0.5)
+    pld_theta: PositiveFraction = option(0.5)
     """in the end, layer l of L, from 0, runs in 1 - l / L x (1 - theta) of the steps"""
     pld_gamma: PositiveFloat = option(0.001, roles=Role.RATE)
     """how fast theta is reached: after t steps it is theta + (1 - theta) x exp(-gamma x t)"""

@@ -1,4 +1,4 @@
-"""A part of the section of the tree about the model: block-sparse attention, after DeepSpeed's keys."""
+"""Block-sparse attention in the section `model`, with the names of DeepSpeed's keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section of the tree about the tokenizer."""
+"""The section `tokenizer`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TokenizerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _model_by_another_name(cls, data: Any) -> Any:
-        """Scripts of forks give the model of any tokenizer by `--vocab-file`."""
+        """Take `--vocab-file` for the tokenizer's model, by which scripts of forks give it."""
         if not isinstance(data, dict) or data.get("tokenizer_type") not in _OF_MODELS:
             return data
         if data.get("tokenizer_model") is not None or data.get("vocab_file") is None:
@@ -87,15 +87,15 @@ class TokenizerConfig(Section):
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files, or the folder, by the setting that names them."""
+        """Setting -> the file or folder that it names."""
         named = {name: getattr(self, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
         return {name: Path(path) for name, path in named.items() if path is not None}
 
     def located(self, *folders: Path) -> TokenizerConfig:
-        """The same tokenizer, its files named wherever one works: by absolute paths.
+        """Return the tokenizer with absolute paths of its files, which hold in any working directory.
 
-        A file that is not where it was is looked for by its name in these folders. A name that is no file at
-        all, as of a tokenizer on a hub, stays as it is.
+        A file that is missing is looked for by its name in `folders`. A name that is no file, as of a
+        tokenizer on a hub, stays as it is.
         """
         places = {
             name: next(filter(Path.exists, (path, *(folder / path.name for folder in folders))), None)

@@ -1,4 +1,4 @@
-"""Sections of the tree about the length of a training, its evaluations and its batches."""
+"""The sections `training` and `batch`: the length of a training, its evaluations and its batches."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ def _none_below_zero(batches: Any) -> Any:
 
 
 Batches = Annotated[NonNegativeInt, BeforeValidator(_none_below_zero)]
-
-"""How many batches; both Megatrons evaluate where there is at least one, so -1 is none."""
+"""A number of batches. Both Megatrons evaluate if it is at least 1, so a negative number is 0."""
 
 
 class TrainingConfig(Section):

@@ -1,4 +1,4 @@
-"""The shape of a transformer: a part of the section of the tree about the model."""
+"""The shape of a transformer with dense layers, in the section `model`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "quick_geglu", "sq
 _GATED = here.activation.among("swiglu", "geglu", "quick_geglu")
 _LOGITS = (here.family == "gpt").because("the heads of other families have no such factor")
 Positions = Literal["learned_absolute", "rope", "yarn", "alibi", "relative", "none"]
-"""The ways in which tokens learn their position."""
+"""The kinds of position embedding."""
 
 
 class TransformerConfig(Section):
@@ -195,5 +195,5 @@ class TransformerConfig(Section):
 
     @property
     def positions(self) -> int:
-        """Longest sequence that the model can be given."""
+        """The longest sequence that the model takes."""
         return self.max_position_embeddings or self.seq_length

@@ -1,4 +1,4 @@
-"""The section of the tree about ZeRO: what is sharded, and how it communicates."""
+"""The section `zero`: what ZeRO shards, and how ranks exchange it."""
 
 from __future__ import annotations
 

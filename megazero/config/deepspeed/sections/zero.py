@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from megazero.config.deepspeed.section import (
-    LARGEST,
     NOTHING,
     PLACE,
     Anything,
@@ -13,9 +12,9 @@ from megazero.config.deepspeed.section import (
     Convert,
     Count,
     Integer,
+    JsonSection,
     Number,
     Object,
-    Section,
     Size,
     Text,
     Values,
@@ -27,6 +26,7 @@ from megazero.config.deepspeed.section import (
     refused,
     sets,
 )
+from megazero.config.numbers import LARGEST
 
 Place = Annotated[Any, PLACE]
 
@@ -42,7 +42,7 @@ _WHOLE = "a checkpoint always holds whole weights"
 
 
 def _at_stage_3(place: object, values: Values) -> Any:
-    """Where parameters lie: below stage 3 they stay where they are used, as in DeepSpeed."""
+    """Take the place of parameters at stage 3 alone, as DeepSpeed does."""
     return place if values.get("zero_optimization.stage", 3) == 3 else NOTHING
 
 
@@ -50,7 +50,7 @@ def _to_cpu(on: bool, values: Values) -> Any:
     return _at_stage_3("cpu", values) if on else NOTHING
 
 
-class Zero(Section):
+class Zero(JsonSection):
     """`zero_optimization`."""
 
     at, heading = "zero_optimization", "ZeRO"
@@ -177,7 +177,7 @@ AT_STAGE_3 = frozenset(
 """Keys that DeepSpeed gives to its engine of stage 3 alone."""
 
 
-class BesideZero(Section):
+class BesideZero(JsonSection):
     """The keys at the top that belong to ZeRO."""
 
     heading = "ZeRO"
@@ -201,7 +201,7 @@ _ONE_BY_ONE = "requests are started one by one, and always overlap"
 _THREADS = "`queue_depth` requests are under way at a time, each in a thread"
 
 
-class OffloadOptimizer(Section):
+class OffloadOptimizer(JsonSection):
     """`offload_optimizer`."""
 
     at, heading = "zero_optimization.offload_optimizer", "Offload"
@@ -222,7 +222,10 @@ class OffloadOptimizer(Section):
 
 
 def _shared(field: str, name: str, default: object) -> Any:
-    """Declare a key of the parameters that sets what the optimizer's sets, and must not differ from it."""
+    """Declare a key of `offload_param` that sets the field of its namesake of `offload_optimizer`, too.
+
+    The two must not differ.
+    """
     own, optimizers = f"zero_optimization.offload_param.{name}", f"{OffloadOptimizer.at}.{name}"
     convert: Convert = lambda value, values: NOTHING if optimizers in values else value  # noqa: E731
 
@@ -235,7 +238,7 @@ def _shared(field: str, name: str, default: object) -> Any:
     return sets(field, convert=convert, faults=faults, default=default)
 
 
-class OffloadParam(Section):
+class OffloadParam(JsonSection):
     """`offload_param`."""
 
     at, heading = "zero_optimization.offload_param", "Offload"
@@ -248,7 +251,7 @@ class OffloadParam(Section):
     max_in_cpu: Size = ignored(_BUFFERS, 1_000_000_000)
 
 
-class Aio(Section):
+class Aio(JsonSection):
     """`aio`."""
 
     at, heading, attribute, mapping = "aio", "Offload", "aio_config", True
@@ -269,7 +272,7 @@ class Aio(Section):
 _MEMORY = "memory housekeeping is left to torch"
 
 
-class ActivationCheckpointing(Section):
+class ActivationCheckpointing(JsonSection):
     """`activation_checkpointing`."""
 
     at, heading = "activation_checkpointing", "Activation checkpointing"
@@ -289,7 +292,7 @@ _STAGES = "stages are set by `--pipeline-model-parallel-size` and `--pipeline-pa
 _SENT = "how stages send to each other changes only the speed"
 
 
-class Pipeline(Section):
+class Pipeline(JsonSection):
     """`pipeline`."""
 
     at, heading, attribute, mapping = "pipeline", "Pipeline", "pipeline", True
