@@ -11,9 +11,16 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.fields import FieldSpec, Kind
-from megazero.config.lists import Unreadable, plain_text, read_list
 from megazero.config.metric_text import read_metrics
-from megazero.config.numbers import of_64_bits, read_count, read_float, read_int
+from megazero.config.numbers import (
+    Unreadable,
+    of_64_bits,
+    plain_text,
+    read_count,
+    read_float,
+    read_int,
+    read_list,
+)
 from megazero.config.words import nearest
 
 
@@ -95,14 +102,6 @@ def _read_ints(spec: FieldSpec, value: Any) -> tuple[int, ...]:
     return tuple(_read_int(spec, item) for item in items)
 
 
-def _read_floats(spec: FieldSpec, value: Any) -> tuple[float, ...]:
-    return tuple(map(read_float, _items(value)))
-
-
-def _read_choices(spec: FieldSpec, value: Any) -> tuple[Any, ...]:
-    return tuple(_read_choice(spec, item) for item in _items(value))
-
-
 def _read_texts(spec: FieldSpec, value: Any) -> tuple[str, ...]:
     """Read the texts of a list, or split one string at blanks, as a shell does."""
     items = _items(value)
@@ -119,8 +118,8 @@ _READERS: Mapping[Kind, Callable[[FieldSpec, Any], Any]] = MappingProxyType(
         Kind.CHOICE: _read_choice,
         Kind.BOOL: _read_bool,
         Kind.INTS: _read_ints,
-        Kind.FLOATS: _read_floats,
-        Kind.CHOICES: _read_choices,
+        Kind.FLOATS: lambda spec, value: tuple(map(read_float, _items(value))),
+        Kind.CHOICES: lambda spec, value: tuple(_read_choice(spec, item) for item in _items(value)),
         Kind.TEXTS: _read_texts,
         Kind.METRICS: lambda spec, value: read_metrics(value),
     }

@@ -18,8 +18,8 @@ from megazero.config.bounded import bounded_text, expansion_fault
 from megazero.config.coerce import coerce
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, FieldSpec, Kind
 from megazero.config.flags import Setting
-from megazero.config.lists import Unreadable, plain_text
 from megazero.config.metric_text import as_mapping, repeated_key
+from megazero.config.numbers import Unreadable, plain_text
 from megazero.config.tree.config import Config
 from megazero.config.words import Few, nearest
 from megazero.regular_file import why_unreadable

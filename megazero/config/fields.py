@@ -41,8 +41,8 @@ class FieldSpec:
     Attributes:
         length: the number of items of a list; None for a list of any length and for anything else.
         roles: what the field is for.
-        flag: the flag's name, ``--field-name`` by default. For a boolean whose default is true, this is
-            the flag that turns it off (Megatron's ``store_false`` flags).
+        flag: the flag's name, by default ``--field-name``. For a boolean whose default is true, it is the
+            flag that turns it off, by default ``--no-field-name`` (Megatron's ``store_false`` flags).
         aliases: other spellings of the same flag, such as an older name.
         switches: valueless flags that set this field to a constant, name -> constant.
         yielding: the switches and aliases that give way to any other flag of this field, as they do in
@@ -191,7 +191,7 @@ def _field_spec(section: str, model: type[Section], name: str, annotation: Any) 
         roles |= said & ~RESUME if roles & RESUME else said
     resolved = {
         "roles": roles,
-        "flag": extra.get("flag") or "--" + name.replace("_", "-"),
+        "flag": extra.get("flag") or ("--no-" if info.default is True else "--") + name.replace("_", "-"),
         "needs": tuple(need.within(section) for need in (needs if isinstance(needs, tuple) else (needs,))),
         "idle_without": None if idle is None else idle.within(section),
     }

@@ -16,7 +16,7 @@ from megazero.config.coerce import coerce
 from megazero.config.compat.dialects import translate
 from megazero.config.compat.foreign import FOREIGN_FLAGS, Ignored, verdict
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, FieldSpec, Kind, spoken
-from megazero.config.lists import Unreadable
+from megazero.config.numbers import Unreadable
 from megazero.config.words import Few, dashed, is_flag, nearest, says_on, values_after
 
 

@@ -13,8 +13,7 @@ from typing import Any, get_args
 import yaml
 
 from megazero.config.bounded import bounded_text, expansion_fault
-from megazero.config.lists import Unreadable, plain_text
-from megazero.config.numbers import read_float, read_int
+from megazero.config.numbers import Unreadable, plain_text, read_float, read_int
 from megazero.config.tree.data_sampling import CurriculumMetric
 from megazero.config.words import nearest
 from megazero.regular_file import why_unreadable

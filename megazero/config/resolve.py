@@ -22,8 +22,7 @@ from megazero.config.document import Document, read_file
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, FieldSpec, spoken
 from megazero.config.flags import LeftOut, Scan, Setting, scan
 from megazero.config.help import format_help, meanings
-from megazero.config.rules.notes import notes_on
-from megazero.config.rules.ramps import cut_short
+from megazero.config.rules.notes import cut_short, notes_on
 from megazero.config.rules.rule import Case, value_at
 from megazero.config.rules.table import check
 from megazero.config.shown import shown_config
@@ -97,7 +96,8 @@ def parse_config(
     if fewer := fewer_expert_ranks(names, {path: setting.value for path, setting in settings.items()}):
         path = "parallel.expert_model_parallel_size"
         settings[path], said = replace(settings[path], value=fewer[0]), [*said, fewer[1]]
-    config = _with_default_tokenizer(_build(settings, broken, problems), broken)
+    sections = {name: _build_section(name, settings, broken, problems) for name in SECTIONS}
+    config = _with_default_tokenizer(Config.model_construct(None, **sections), broken)
     code = settings.get(_CODE)
     if code is not None and code not in effective and (only_look or flags.check_only):
         config = config.model_copy(update={"curriculum": config.curriculum.without_code()})
@@ -295,12 +295,6 @@ def world_size_of_environment(problems: list[str]) -> int | None:
     return None
 
 
-def _build(settings: dict[str, Setting], broken: set[str], problems: list[str]) -> Config:
-    """The tree from the settings. Fields that fail are added to `broken` and keep their default."""
-    sections = {name: _build_section(name, settings, broken, problems) for name in SECTIONS}
-    return Config.model_construct(None, **sections)
-
-
 def build_section(section: str, settings: Iterable[Setting]) -> Section:
     """One section of the tree, from the settings that belong to it; ConfigError names every bad value."""
     problems: list[str] = []
@@ -313,6 +307,7 @@ def build_section(section: str, settings: Iterable[Setting]) -> Section:
 def _build_section(
     section: str, settings: dict[str, Setting], broken: set[str], problems: list[str]
 ) -> Section:
+    """Build a section. Fields that fail are added to `broken`, with a problem, and keep their default."""
     model = SECTIONS[section]
     given = model.implied({s.spec.name: s.value for s in settings.values() if s.spec.section == section})
     try:

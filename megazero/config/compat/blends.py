@@ -74,11 +74,8 @@ def weighted(text: str) -> Iterator[str]:
                 f"`{' '.join(words)[:80]}`; correct it."
             )
         yield words[0]
-        yield words[2] if _whole(words[1]) else f"{words[2]}[{words[1]}]"
-
-
-def _whole(part: str) -> bool:
-    return re.fullmatch(r"0(\.0*)?:1(\.0*)?", part) is not None
+        is_whole = re.fullmatch(r"0(\.0*)?:1(\.0*)?", words[1]) is not None
+        yield words[2] if is_whole else f"{words[2]}[{words[1]}]"
 
 
 def prefix_of(name: str) -> str:

@@ -111,7 +111,11 @@ def _leave_out(
     reading: Reading, tables: list[list[str]], known: Mapping[str, str], forks: Sequence[str]
 ) -> None:
     """Add the defaults of the forks whose flags are on the line, for the flags that it leaves out."""
-    by_fork = {fork: [row for row in LEFT_OUT[fork] if _is_left_out(row, reading)] for fork in forks}
+    given = reading.given
+    by_fork = {
+        fork: [row for row in LEFT_OUT[fork] if row.name not in given and row.when.is_beside(given)]
+        for fork in forks
+    }
     # A row with `beside` goes with one flag of its fork. The others are about the whole line, and must agree.
     whole = {tuple(row for row in rows if not row.when.beside) for rows in by_fork.values()}
     if len(whole) > 1:
@@ -120,14 +124,10 @@ def _leave_out(
             f"such as `{COMMAND} {forks[0]}`."
         )
         return
-    meant = Reading(problems=reading.problems, given=reading.given)
+    meant = Reading(problems=reading.problems, given=given)
     for row in dict.fromkeys(row for rows in by_fork.values() for row in rows):
         _read_all(meant, tables, known, row.same or ())
     reading.left_out = Meant(tuple(fork for fork, rows in by_fork.items() if rows), tuple(meant.argv))
-
-
-def _is_left_out(row: Row, reading: Reading) -> bool:
-    return row.name not in reading.given and row.when.is_beside(reading.given)
 
 
 def _read(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -179,12 +179,12 @@ def _nested_deeply(document: Values) -> bool:
     level: list[object] = [document]
     for _ in range(_DEEPEST):
         holders = [holder for holder in level if isinstance(holder, Mapping | list | tuple)]
-        level = [child for holder in holders for child in _children(holder)]
+        level = [
+            child
+            for holder in holders
+            for child in (holder.values() if isinstance(holder, Mapping) else holder)
+        ]
     return bool(level)
-
-
-def _children(holder: Values | Sequence[object]) -> Iterator[object]:
-    return iter(holder.values() if isinstance(holder, Mapping) else holder)
 
 
 def _read_keys(result: DeepSpeedSettings, document: Values, given: Values) -> tuple[dict[str, Any], set[str]]:

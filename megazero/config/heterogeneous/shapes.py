@@ -50,11 +50,8 @@ def read_text(path: str) -> str:
         with open(path, encoding="utf-8") as file:
             return read_layers(file.read())
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"must be a JSON file that can be read ({_reason(error)})") from error
-
-
-def _reason(error: OSError | UnicodeDecodeError) -> str:
-    return error.reason if isinstance(error, UnicodeDecodeError) else str(error.strerror or error)
+        reason = error.reason if isinstance(error, UnicodeDecodeError) else error.strerror or error
+        raise ValueError(f"must be a JSON file that can be read ({reason})") from error
 
 
 def read_layers(text: str) -> str:

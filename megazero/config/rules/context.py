@@ -18,11 +18,6 @@ def _shared(case: Case) -> bool:
     return case.parallel.context_parallel_size > 1
 
 
-def _by_distance(case: Case) -> bool:
-    model = case.model
-    return model.has_windows or model.position_embedding_type == "alibi"
-
-
 @rule(
     (_MODEL.seq_length, _SIZE, _TYPES, _TENSOR, _PARALLEL.sequence_parallel),
     "change the length or a size, or leave out `--sequence-parallel`",
@@ -78,7 +73,8 @@ def heads_over_context_ranks(case: Case) -> bool:
 )
 def random_ltd_attends_to_all_it_keeps(case: Case) -> bool:
     """`random_ltd` must go without windows and linear biases where ranks share sequences"""
-    return not (_shared(case) and case.config.skipping.random_ltd and _by_distance(case))
+    by_distance = case.model.has_windows or case.model.position_embedding_type == "alibi"
+    return not (_shared(case) and case.config.skipping.random_ltd and by_distance)
 
 
 @rule((_SIZE, _FINETUNE.task), "leave out `--context-parallel-size`: samples of tasks are short")

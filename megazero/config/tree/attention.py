@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from megazero.config.condition import config, here
-from megazero.config.rotation import RotationConfig
 from megazero.config.tree.option import SkipPattern, is_interval, of_model
 from megazero.config.tree.roles import Role
+from megazero.config.tree.rotary import RotationConfig
 
 _NOT_BIASED = here.position_embedding_type.among("learned_absolute", "rope", "yarn", "none")
 

@@ -76,7 +76,7 @@ class DataConfig(Section):
     """cyclic in Megatron's order, rank by rank; a resume on other ranks repeats and leaves out samples"""
     num_workers: NonNegativeInt = option(2, roles=Role.LOCAL)
     """batches read ahead by a background thread; 0 reads in line"""
-    verify_data: bool = option(True, flag="--no-verify-data", switches={"--verify-data": True})
+    verify_data: bool = option(True, switches={"--verify-data": True})
     """trust the files of the data: neither compare blocks of tokens with their checksums (.sum) when they are
     first used, nor look whether files change under the run or before it resumes"""
     reset_position_ids: bool = option(False, idle_without=_OF_GPT)

@@ -61,9 +61,7 @@ class ProfilingConfig(Section):
     """depth down to which modules are listed; -1 for all"""
     flops_profiler_top_modules: PositiveInt = option(1, needs=here.flops_profiler)
     """types of modules that are named at each depth"""
-    flops_profiler_detailed: bool = option(
-        True, flag="--no-flops-profiler-detailed", needs=here.flops_profiler
-    )
+    flops_profiler_detailed: bool = option(True, needs=here.flops_profiler)
     """list all modules"""
     flops_profiler_output_file: str | None = option(None, needs=here.flops_profiler)
     """file for these tables, instead of standard output"""

@@ -27,13 +27,9 @@ class ZeroConfig(Section):
         16_000_000, aliases=("--zero-reduce-bucket-size", "--ddp-bucket-size"), unit="elements"
     )
     """parameters per bucket; a bucket is reduced or gathered by one call"""
-    overlap_grad_reduce: bool = option(
-        True, flag="--no-overlap-grad-reduce", switches={"--overlap-grad-reduce": True}
-    )
+    overlap_grad_reduce: bool = option(True, switches={"--overlap-grad-reduce": True})
     """reduce gradients after backward instead of while it runs"""
-    overlap_param_gather: bool = option(
-        True, flag="--no-overlap-param-gather", switches={"--overlap-param-gather": True}
-    )
+    overlap_param_gather: bool = option(True, switches={"--overlap-param-gather": True})
     """gather the parameters of stage 3 when they are used instead of ahead, and wait for those that stages 1
     and 2 have updated before the step ends instead of where the next forward uses them"""
     prefetch_size: NonNegativeInt = option(50_000_000, flag="--zero-prefetch-bucket-size", unit="elements")

@@ -148,11 +148,6 @@ def _rates(value: float, values: Values) -> tuple[Any, ...]:
     return (value, rest if isinstance(rest, float | int) else NOTHING)
 
 
-def _corrects(on: bool) -> str:
-    # DeepSpeed's FusedLamb multiplies the learning rate, after the trust ratio.
-    return "rate" if on else "none"
-
-
 _BITS = "bits travel over the groups that everything else does"
 _NO_VARIANT = "there is no such variant; leave it out"
 _FASTEST = "the fastest update that is built is used, and all of them compute the same"
@@ -225,8 +220,11 @@ class OptimizerParams(JsonSection):
     )
     max_coeff: Amount = _above_0("lamb_max_coeff", "a trust ratio of 0 moves nothing; choose 10")
     min_coeff: Amount = sets("optimizer.lamb_min_coeff")
-    bias_correction: Bool = sets("optimizer.lamb_bias_correction", convert=_of_lamb(_corrects), absent=True)
-    # apex's name for what DeepSpeed's LAMB always does.
+    # DeepSpeed's FusedLamb corrects the learning rate, after the trust ratio.
+    bias_correction: Bool = sets(
+        "optimizer.lamb_bias_correction", convert=_of_lamb(lambda on: "rate" if on else "none"), absent=True
+    )
+    # apex has a name for it; DeepSpeed's LAMB always does it.
     use_nvlamb: Bool = sets("optimizer.lamb_adapt_all", convert=_of_lamb(lambda on: on), absent=True)
     freeze_step: Count = sets("optimizer.onebit_freeze_step")
     coeff_beta: Amount = sets(
