@@ -1,7 +1,7 @@
 """Numbers and lists of integers as users write them.
 
-1e6 and 300_000 are integers, because that is exact; true is no number. Lists may be as in Megatron-LM's scripts,
-`([0]*3+[1]*21)`, and are read without evaluating them.
+1e6 and 300_000 are integers, because that is exact; true is no number. Lists may be as in scripts of
+Megatron-LM, `([0]*3+[1]*21)`, and are read without evaluating them.
 """
 
 from __future__ import annotations
