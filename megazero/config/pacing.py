@@ -117,7 +117,7 @@ def reached(pacing: Pacing) -> int:
 def pieces(pacing: Pacing) -> tuple[tuple[int, int], ...]:
     """The pieces of constant difficulty: (count done before, difficulty from there on), ascending from 0.
 
-    The step that follows when `count` are done is the `count + 1`-th, and has the difficulty at that.
+    The step after `count` steps is step `count + 1`, whose difficulty is the one at that count.
     """
     return tuple(_changes(pacing))
 

@@ -14,7 +14,7 @@ from megazero.config.tree.config import Config
 def shown_config(config: Config, world_size: int) -> str:
     """Return a YAML document of the same run on `world_size` ranks, with derived facts as comments.
 
-    Settings that are still null are off, or nothing in the configuration determines them.
+    A setting that stays null is off, or not determined by the configuration.
     """
     replicas = data_parallel_size(config, world_size)
     if config.finetune.task is not None:  # the length follows from files that are not read here

@@ -90,7 +90,7 @@ class BatchStairs:
         return self.pieces[max(0, self._following(consumed_samples) - 1)][1]
 
     def steps_held(self, consumed_samples: int) -> int | None:
-        """The number of steps after `consumed_samples` for which the size stays; None if for good."""
+        """The number of steps after `consumed_samples` with this size; None if it never changes again."""
         following = self._following(consumed_samples)
         if following == len(self.pieces):
             return None

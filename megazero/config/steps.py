@@ -1,7 +1,7 @@
 """The consumption of each step of a training: a pure function of what was consumed before it.
 
-The batch size follows the samples consumed so far (a ramp), the sequence length the steps done or the tokens
-(a curriculum), and the tokens that layers see the steps done (random-LTD). Counts of a whole training are
+The batch size follows from the samples consumed so far (a ramp), the sequence length from the steps or tokens
+(a curriculum), and the tokens that layers see from the steps (random-LTD). Counts over a whole training are
 sums over segments of equal steps, found by bisection, in integers.
 """
 
@@ -154,7 +154,7 @@ class BatchRamp:
         return self.final if done == self.increments else self.start + done * self.increment
 
     def steps_held(self, consumed_samples: int) -> int | None:
-        """The number of steps after `consumed_samples` for which the size stays; None if for good."""
+        """The number of steps after `consumed_samples` with this size; None if it never changes again."""
         done = self._increments_done(consumed_samples)
         if done == self.increments:
             return None
@@ -214,7 +214,7 @@ class SequenceLengths:
         return 1 if self.reshaped is None else self.reshaped // length
 
     def steps_held(self, progress: Progress, tokens: int) -> int | None:
-        """The number of steps after `progress` for which the length stays the same; None if for good.
+        """The number of steps after `progress` with the same length; None if it never changes again.
 
         `tokens` is the number in each of these steps.
         """
@@ -312,7 +312,7 @@ class Steps:
 
     @property
     def from_beginning(self) -> Steps:
-        """The steps of a training that has had these settings from the beginning on."""
+        """The steps of a training with these settings from its beginning."""
         return self if self.start == BEGINNING else replace(self, start=BEGINNING)
 
     def at(self, progress: Progress) -> Step:

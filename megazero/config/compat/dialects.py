@@ -71,7 +71,7 @@ class Reading:
 
 
 def translate(argv: Sequence[str], known: Mapping[str, str]) -> Reading:
-    """Read the flags of a fork, whichever it is, and write known ones as they are spelled here.
+    """Rewrite a command line, of whichever fork, in the flags of this project.
 
     The fork is that of `--dialect`, or else the one that knows the most of the flags that are unknown here.
 
@@ -190,10 +190,11 @@ def _given(argv: Sequence[str]) -> dict[str, list[str]]:
 def _filled(token: str, values: Sequence[str], given: Mapping[str, list[str]]) -> list[str]:
     """Fill a placeholder with a fork's values; a result that begins with a brace lacks a flag to fill it.
 
-    ``{}`` are the values, ``{n}`` is how many parts commas make of the first, ``{--flag}`` is the value of
-    another flag and ``{/--flag}`` the first divided by that, ``{range}`` are the steps 5-7 9-10 and
-    ``{pairs}`` the steps 5 7 9 10, ``{weighted}`` is a blend of parts of datasets, ``{layout}``, ``{ends}``
-    and ``{split}`` are the arguments about layers of stages, and ``{evals}`` those about evaluations.
+    ``{}`` are the values, and ``{n}`` is the number of parts between commas of the first value.
+    ``{--flag}`` is the value of another flag, and ``{/--flag}`` the first value divided by it. ``{range}``
+    are the steps of 5-7 9-10, and ``{pairs}`` those of 5 7 9 10. ``{weighted}`` is a blend of parts of
+    datasets. ``{layout}``, ``{ends}`` and ``{split}`` are arguments about the layers of stages, and
+    ``{evals}`` are arguments about evaluations.
     """
     first = values[0] if values else ""
     other = given.get(token.strip("{/}"), [])
@@ -226,7 +227,7 @@ def _filled(token: str, values: Sequence[str], given: Mapping[str, list[str]]) -
 def _row(
     name: str, values: Sequence[str], tables: list[list[str]], reading: Reading, known: Mapping[str, str]
 ) -> Row | None:
-    """The row on a flag; None if none fits, or if forks that may be meant differ about it."""
+    """Return the row of a flag; None if none fits, or if the forks in question disagree."""
     is_known, given = name in known, reading.given
     # A flag that is known here has another meaning only on a line of the fork itself.
     for names in tables[:1] if is_known else tables:

@@ -89,7 +89,7 @@ def verdict(foreign: Foreign, values: Sequence[str]) -> Ignored | str:
 
 
 def arity(marked: str) -> tuple[str, Arity]:
-    """A flag's name without its mark, and how many values it has."""
+    """Split a flag from its mark, and return its name and its number of values."""
     name, equals, many = marked.partition("=")
     return name, _ARITIES[equals + many]
 

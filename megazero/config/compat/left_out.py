@@ -75,10 +75,10 @@ def megatron_deepspeed(flags: Set[str], settings: Mapping[str, Any]) -> tuple[st
 
 
 def fewer_expert_ranks(flags: Set[str], settings: Mapping[str, Any]) -> tuple[int, str] | None:
-    """Return the expert-parallel size where Megatron-DeepSpeed's flag exceeds a layer's experts, and a line.
+    """Return a smaller expert-parallel size, and a line, where the flag exceeds a layer's experts.
 
     DeepSpeed then spreads such a layer over as many ranks as it has experts; the placement of experts changes
-    no number. None if the flag is Megatron-LM's, or fits.
+    no number. None if the flag is not Megatron-DeepSpeed's, or does not exceed them.
     """
     ranks = settings.get(_EXPERT_RANKS, 1)
     if _OWN[0] not in flags or ranks < 1:

@@ -17,7 +17,7 @@ _LEFT_OUT = "left out"
 
 @dataclass(frozen=True)
 class When:
-    """The values of a flag, and the line around it, that a row is about.
+    """The values of a flag, and the other flags of the line, to which a row applies.
 
     Attributes:
         least: how many values must follow the flag.
@@ -30,7 +30,7 @@ class When:
     beside: tuple[str, ...] = ()
 
     def fits(self, values: Sequence[str], given: Mapping[str, list[str]]) -> bool:
-        """Whether it is a flag with these values, on a line with these flags."""
+        """Whether the row applies to these values, on a line with these flags."""
         if len(values) < self.least or not self.is_beside(given):
             return False
         if not self.values:
@@ -38,7 +38,7 @@ class When:
         return bool(values) and any(fnmatchcase(values[0].lower(), value) for value in self.values)
 
     def is_beside(self, given: Mapping[str, list[str]]) -> bool:
-        """Whether what must be on the line is among these flags."""
+        """Whether one of the flags in `beside` is on the line; true if there are none."""
         pairs = [flag.partition("=")[::2] for flag in self.beside]
         return not pairs or any(
             name in given and (not value or [value] == [word.lower() for word in given[name]])

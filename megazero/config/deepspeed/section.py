@@ -17,7 +17,7 @@ AUTO = "auto"
 
 
 class Nothing(Enum):
-    """No value: of another type, left out, or of no consequence."""
+    """The absence of a value: it is of another type, left out, or has no effect."""
 
     NOTHING = 0
 
@@ -176,7 +176,7 @@ class Upstream:
     Attributes:
         default: its default; NOTHING if it has none, or has no such key any more.
         absent: the value that it assumes if `when` is on and the key is missing; flags and YAML override it.
-        getter: the engine's method that returns the value; True for the name by `Section.getter_of`.
+        getter: the engine's method that returns the value; True for the name by `JsonSection.getter_of`.
         attribute: the attribute of `DeepSpeedConfig` that has the value; True for the key's name.
     """
 
@@ -309,7 +309,7 @@ class JsonSection:
 
     @classmethod
     def rows(cls) -> tuple[KeyRow, ...]:
-        """Its keys, in order."""
+        """The rows of its keys, in order."""
         module = vars(sys.modules[cls.__module__])
         # `typing.get_type_hints` does the same, and takes longer than everything else in this package.
         types = {name: eval(cls.__annotations__[name], module) for name in cls.names()}

@@ -1,4 +1,4 @@
-"""The shapes of layers that have their own, as a JSON text gives them.
+"""The shapes of layers with sizes of their own, as a JSON text gives them.
 
 Names and defaults are Megatron-LM's, which reads the `block_configs` of Hugging Face's Nemotron models (made
 by Puzzle, Bercovich et al. 2024).
@@ -155,7 +155,7 @@ def _width(half: Mapping[str, Any], hidden: int, width: int) -> int:
 
 
 def text_of(shapes: tuple[LayerShape, ...]) -> str:
-    """The text of layers of these shapes."""
+    """Write layers of these shapes as a text."""
     halves = [
         {
             "attention": {"num_query_groups": shape.groups} if shape.groups else {"no_op": True},

@@ -67,5 +67,5 @@ def seqlen_divides_over_ranks(case: Case) -> bool:
 
 @rule((_CURRICULUM.seqlen_custom_schedule,), "correct it", detail=lambda c: _fault(c) or "")
 def seqlen_custom_is_a_pacing(case: Case) -> bool:
-    """the function of `seqlen_custom_schedule` must be one from counts to lengths that never fall"""
+    """the function of `seqlen_custom_schedule` must map counts to lengths that never fall"""
     return _fault(case) is None

@@ -98,7 +98,7 @@ def _task(case: Case) -> Task:
     where=_fine_tunes,
 )
 def task_has_data(case: Case) -> bool:
-    """`train_data` must be set with `task`, or with 0 `epochs` something to evaluate"""
+    """`train_data` must be set with `task`; with 0 `epochs`, `valid_data` or `test_data` must be"""
     finetune = case.config.finetune
     return bool(finetune.train_data if finetune.epochs else finetune.valid_data or finetune.test_data)
 

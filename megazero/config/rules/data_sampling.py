@@ -52,8 +52,8 @@ def metric_is_sampled_by(metric: CurriculumMetric) -> bool:
 )
 def metric_ramp_has_its_numbers(metric: CurriculumMetric) -> bool:
     """`min_difficulty`, `max_difficulty` and `total_curriculum_step` of `curriculum_metrics` must be set with
-    a `schedule_type` of fixed_linear or fixed_root, and the last of these, as `difficulty_step`, with no
-    other"""
+    a `schedule_type` of fixed_linear or fixed_root; with others, `total_curriculum_step` and
+    `difficulty_step` must be left out"""
     if metric.schedule_type == "fixed_discrete":
         return metric.total_curriculum_step is None and metric.difficulty_step == 1
     return None not in (metric.min_difficulty, metric.end, metric.total_curriculum_step)

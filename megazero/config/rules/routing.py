@@ -130,7 +130,7 @@ def assignment_alone(case: Case) -> bool:
     where=has_experts,
 )
 def hash_layers_have_experts(case: Case) -> bool:
-    """the first `moe_n_hash_layers` layers must have experts, one of them at least"""
+    """at least one of the first `moe_n_hash_layers` layers must have experts"""
     model = case.model
     return not model.moe_n_hash_layers or any(model.experts_by_layer[: model.moe_n_hash_layers])
 

@@ -29,7 +29,7 @@ _GETTERS = MappingProxyType({spec.path: attrgetter(spec.path) for spec in FIELDS
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration that is judged, and the number of ranks that it is to run on, where that is known."""
+    """A configuration to be judged, and its number of ranks, if that is known."""
 
     config: Config
     world_size: int | None = None

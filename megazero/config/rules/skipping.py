@@ -21,8 +21,8 @@ def _drops_tokens(case: Case) -> bool:
 
 @rule((_MIN, _MAX, _MODEL.seq_length), "let layers see more tokens, up to all of them", where=_drops_tokens)
 def random_ltd_grows(case: Case) -> bool:
-    """`random_ltd_min_value` must be at most `random_ltd_max_value`, which is `seq_length` if unset, and that
-    at most `seq_length`"""
+    """`random_ltd_min_value` must be at most `random_ltd_max_value`, and `random_ltd_max_value`, which is
+    `seq_length` if unset, at most `seq_length`"""
     skipping, length = case.config.skipping, case.model.seq_length
     return (skipping.random_ltd_min_value or 1) <= (skipping.random_ltd_max_value or length) <= length
 

@@ -86,7 +86,7 @@ def tokens_countable(case: Case) -> bool:
     "lower one or raise the other",
 )
 def decoupled_min_lr_below_lr(case: Case) -> bool:
-    """`decoupled_min_lr` must be at most `decoupled_lr`, each the rest's where it is left out"""
+    """`decoupled_min_lr` must be at most `decoupled_lr`; left out, they are `min_lr` and `lr`"""
     optimizer = case.config.optimizer
     peak, floor = decoupled(optimizer)
     return (peak, floor) == (optimizer.lr, optimizer.min_lr) or floor <= peak
@@ -201,7 +201,7 @@ def recompute_units_within_model(case: Case) -> bool:
     "leave out of `--recompute-modules` what the model does not have",
 )
 def recompute_modules_are_there(case: Case) -> bool:
-    """`recompute.modules` must be parts of the model: moe and moe_act of one with experts, shared_experts of
-    one that has them, layernorm of one that normalizes the inputs of attention and MLP, mla_up_proj of one
-    with latent attention, and in a hybrid model no whole halves and norms"""
+    """`recompute.modules` must be parts of the model: moe and moe_act need experts, shared_experts need shared
+    experts, layernorm needs norms of the inputs of attention and MLP, mla_up_proj needs latent attention, and
+    a hybrid model has no layernorm, mlp and moe to recompute"""
     return not set(case.config.recompute.modules) & _absent_modules(case.model)
