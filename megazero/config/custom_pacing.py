@@ -44,6 +44,7 @@ class Custom:
         value = self.ask(count)
         self._counts.insert(place, count)
         self._values.insert(place, value)
+        # Counts are kept in order, so a fall shows between the new count and a neighbour.
         for first in (place - 1, place):
             if first >= 0 and first + 1 < len(self._counts):
                 self._compare(first, first + 1)

@@ -99,6 +99,7 @@ def _read_text(text: str, name: str, above: tuple[Path, ...]) -> Document:
     document, base = Document(), None
     try:
         loader = yaml.SafeLoader(text)
+        # Nodes keep the line numbers that messages name; constructed values would have lost them.
         root = loader.get_single_node()
         fault = None if root is None else expansion_fault(root)
         if fault is not None:
@@ -160,6 +161,7 @@ def _entries(
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else str(key_node.tag)
+        # PyYAML itself takes the last of repeated keys, and says nothing.
         if key in seen:
             document.repeated.add(document.problems, partial(_given_again, f"{name}:{line}", key, seen[key]))
             continue

@@ -299,6 +299,7 @@ def _settle(result: Scan) -> list[Setting]:
         by_path.setdefault(setting.spec.path, []).append(setting)
     settled = []
     for path, given in by_path.items():
+        # Scripts of both Megatrons give such flags beside the ones that overrule them there.
         given = [s for s in given if not FLAGS[s.source].yields] or given
         last_of_flag = {setting.source: setting for setting in given}
         for name, last in last_of_flag.items():

@@ -103,6 +103,7 @@ def _load(text: str) -> Any:
 
 def _json(text: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # json itself takes the last of repeated keys, and says nothing.
         again = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
         if again:
             raise Unreadable(f"must have each key once (`{again[0]}` is given again)")

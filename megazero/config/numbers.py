@@ -13,7 +13,7 @@ from typing import Any
 
 _LARGEST_EXPONENT = 30  # 1e30 is more than any count here; 1e999999999 would fill the memory
 _BEYOND = Decimal(10) ** _LARGEST_EXPONENT  # stands for all that is larger
-_LONGEST_NUMBER = 40  # characters
+_LONGEST_NUMBER = 40  # characters; the time to convert more grows with their square
 LARGEST = 2**63 - 1
 """The largest integer of 64 bits, in which samples and file offsets are numbered."""
 _LONGEST_TEXT = 2000  # characters

@@ -135,6 +135,7 @@ def _changes(pacing: Pacing) -> Iterator[tuple[int, int]]:
 
 def _first_above(pacing: Pacing, difficulty: int, done: int) -> int:
     """The least count after which the difficulty is above `difficulty`; it is more than `done`."""
+    # Double the reach until the difficulty is above, then bisect: a user's function may be slow.
     reach = 1
     while done + reach < _LAST and pacing.at(done + reach + 1) <= difficulty:
         reach *= 2

@@ -83,6 +83,7 @@ def parse_config(
     said = deepspeed.overruled + overruled(flags.settings, deepspeed.settings)
     problems += [*deepspeed.problems, *deepspeed.script_problems]
     idle = flags_without_effect(flags.settings, deepspeed.values)
+    # An idle flag neither contradicts the JSON nor overrides it.
     effective = [setting for setting in flags.settings if setting not in idle]
     problems += conflicts(effective, deepspeed.settings)
     layers = (deepspeed.defaults, document.settings, deepspeed.settings, effective)
@@ -98,6 +99,7 @@ def parse_config(
         settings[path], said = replace(settings[path], value=fewer[0]), [*said, fewer[1]]
     sections = {name: _build_section(name, settings, broken, problems) for name in SECTIONS}
     config = _with_default_tokenizer(Config.model_construct(None, **sections), broken)
+    # A file may come from somebody else: whoever only looks at it does not run its code.
     code = settings.get(_CODE)
     if code is not None and code not in effective and (only_look or flags.check_only):
         config = config.model_copy(update={"curriculum": config.curriculum.without_code()})
@@ -320,6 +322,7 @@ def _build_section(
                 problems.append(_problem(spec, texts[spec.name], settings.get(spec.path), detail))
             broken.add(spec.path)
             given.pop(spec.name, None)
+    # Rules still judge the fields that are sound, so that all violations are reported at once.
     return model.model_construct(**given)
 
 

@@ -376,6 +376,7 @@ class Steps:
             spans = [self.ramp.steps_held(progress.samples), self.lengths.steps_held(progress, first.tokens)]
             if self.kept is not None:
                 spans.append(self.kept.lengths.steps_held(progress, first.tokens))
+            # All steps are equal until the first of these spans ends.
             finite = [span for span in spans if span is not None]
             if not finite:
                 return

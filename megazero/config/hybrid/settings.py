@@ -85,6 +85,7 @@ class HybridConfig(HeterogeneousConfig):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, data: Any) -> Any:
+        # A section that is made by hand has the same implications as one of a command line.
         return cls.implied(data) if isinstance(data, dict) else data
 
     @classmethod

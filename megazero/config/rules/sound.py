@@ -24,6 +24,7 @@ class _SoundSection:
     def __getattr__(self, name: str) -> Any:
         if f"{self._name}.{name}" in self._broken:
             raise Unsound(f"{self._name}.{name}")
+        # What is computed must read through this view too, so that a broken field is noticed.
         member = getattr(type(self._section), name, None)
         if isinstance(member, property) and member.fget is not None:
             return member.fget(self)

@@ -201,7 +201,7 @@ def recompute_units_within_model(case: Case) -> bool:
     "leave out of `--recompute-modules` what the model does not have",
 )
 def recompute_modules_are_there(case: Case) -> bool:
-    """`recompute.modules` must be parts of the model: moe and moe_act need experts, shared_experts need shared
-    experts, layernorm needs norms of the inputs of attention and MLP, mla_up_proj needs latent attention, and
-    a hybrid model has no layernorm, mlp and moe to recompute"""
+    """`recompute.modules` must be parts of the model: moe and moe_act need experts, shared_experts needs
+    shared experts, layernorm needs norms of the inputs of attention and MLP, mla_up_proj needs latent
+    attention, and a hybrid model has no layernorm, mlp and moe to recompute"""
     return not set(case.config.recompute.modules) & _absent_modules(case.model)
