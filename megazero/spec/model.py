@@ -56,7 +56,7 @@ class LayerSpec:
 
     @property
     def sides(self) -> int:
-        """The number of its parts: a layer of attention or a mixer, and an MLP, has two."""
+        """The number of its parts: 2 with attention or a mixer and an MLP, else 1."""
         return (self.attention is not None or self.mixer is not None) + (self.mlp is not None)
 
 

@@ -24,7 +24,7 @@ def _file(path: str) -> str:
 
 
 class HeterogeneousConfig(TransformerConfig):
-    """Layers with numbers of key/value heads and widths of their own, some without attention or MLP"""
+    """Layers with their own numbers of key/value heads and widths, some without attention or MLP"""
 
     heterogeneous_layers_config_path: Annotated[str, AfterValidator(_file)] | None = of_model(None)
     """a JSON file whose `block_configs` give each layer key/value heads and an inner width, or leave its

@@ -29,7 +29,7 @@ Pattern = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(listed), Field(m
 
 
 class ExpertsConfig(HybridConfig):
-    """The layers that have experts, and what these are"""
+    """Which layers have experts, and the sizes of these"""
 
     roles = Role.EXPERTS
 

@@ -54,7 +54,7 @@ class RotaryConfig(LatentConfig):
 
 
 class YarnConfig(RotaryConfig):
-    """YaRN, and what follows for all rotary positions"""
+    """YaRN's scaling, and properties of all rotary positions"""
 
     needs = (here.position_embedding_type == "yarn") | here.multi_latent_attention
     roles = Role.ROTARY | Role.YARN

@@ -17,7 +17,7 @@ _SOFTMAX = (here.moe_router_score_function == "softmax").because(
 
 
 def _none_if_negative(value: Any) -> Any:
-    """Megatron-LM writes a negative capacity factor for none."""
+    """Turn a negative capacity factor, which is Megatron-LM's way to say none, into None."""
     return None if isinstance(value, int | float) and value < 0 else value
 
 
@@ -30,7 +30,7 @@ losses, sinkhorn is an even assignment."""
 
 
 class ChoiceConfig(Section):
-    """The choice of the experts of a token"""
+    """The choice of a token's experts"""
 
     roles = Role.EXPERTS
 
@@ -134,7 +134,7 @@ class BalanceConfig(Section):
 
 
 class RouterConfig(BalanceConfig, ChoiceConfig):
-    """All that a router reads"""
+    """The settings of a router: choice and balance"""
 
 
 class CapacityConfig(Section):
@@ -185,4 +185,4 @@ class CapacityConfig(Section):
 
 
 class RoutingConfig(CapacityConfig, RouterConfig):
-    """The experts that a token is sent to, and those that take it"""
+    """The choice of experts, and their capacity"""
