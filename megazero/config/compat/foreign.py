@@ -16,7 +16,8 @@ from megazero.config.condition import Condition, Need
 from megazero.config.fields import check_needs
 from megazero.config.tables import blocks, rows
 
-_UNLIMITED = 1_000_000
+UNLIMITED = 1_000_000
+"""The most values of a flag that takes any number of them."""
 
 
 class Arity(NamedTuple):
@@ -29,7 +30,7 @@ class Arity(NamedTuple):
 _SWITCH = Arity(0, 0)
 
 
-_ARITIES = MappingProxyType({"": _SWITCH, "=": Arity(1, 1), "=?": Arity(0, 1), "=*": Arity(0, _UNLIMITED)})
+_ARITIES = MappingProxyType({"": _SWITCH, "=": Arity(1, 1), "=?": Arity(0, 1), "=*": Arity(0, UNLIMITED)})
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
-from megazero.config.compat.foreign import FOREIGN_FLAGS, arity
+from megazero.config.compat.foreign import FOREIGN_FLAGS, UNLIMITED, arity
 from megazero.config.tables import blocks, names_in
 from megazero.config.words import dashed, nearest
 
-_ANY = 1_000_000
 _LEFT_OUT = "left out"
 
 
@@ -82,7 +81,7 @@ def _rows_of(table: str) -> dict[str, tuple[Row, ...]]:
     for head, words in blocks(table):
         if head == _LEFT_OUT:
             continue
-        for row in _rows(head, words, most=_ANY if "/" in table else 0):
+        for row in _rows(head, words, most=UNLIMITED if "/" in table else 0):
             rows.setdefault(dashed(row.name), []).append(row)
     return {name: tuple(several) for name, several in rows.items()}
 
@@ -104,7 +103,7 @@ def _rows(head: str, words: Sequence[str], most: int) -> Iterator[Row]:
         if few:
             name, (least, many) = arity(theirs)
         else:
-            name, least, many = marked, 1, _ANY if choices[0] == "*" else 1
+            name, least, many = marked, 1, UNLIMITED if choices[0] == "*" else 1
         values = () if few else tuple(choices.lower().split(","))
         switch, when = few and many == 0, When(least, values, tuple(filter(None, beside.split("|"))))
         if verb in ("same", _LEFT_OUT):
@@ -169,7 +168,7 @@ def of_family(name: str, known: Mapping[str, str]) -> Row | None:
     reason = next((reason for reason, pattern in _FAMILIES if fnmatchcase(name, pattern)), None)
     if reason is None or (name not in _FAMILY_NAMES and nearest(name, _meaningful(known))):
         return None
-    return Row(name, When(0), _ANY, accepted=reason)
+    return Row(name, When(0), UNLIMITED, accepted=reason)
 
 
 def _meaningful(known: Mapping[str, str]) -> list[str]:
