@@ -27,7 +27,7 @@ LARGE_CONSTRUCTORS = {
     "megazero.config.deepspeed.extras.Extras": 15,
     "megazero.config.deepspeed.read.DeepSpeedSettings": 12,
     "megazero.config.deepspeed.section.KeyRow": 13,
-    "megazero.config.fields.FieldSpec": 24,  # with what a setting says it is for, which 46 lists said before
+    "megazero.config.fields.FieldSpec": 23,  # with what a setting says it is for, which 46 lists said before
     "megazero.config.flags.Scan": 11,
     "megazero.data.t5.dataset.T5Settings": 9,
     "megazero.deepspeed.config.settings.UserSettings": 11,

@@ -1,7 +1,7 @@
-"""The bounds of a document of settings, so that a hostile one is refused before it takes memory.
+"""Bounds on a document of settings, so that a hostile one is refused before it fills the memory.
 
-A YAML document may name a part of itself again and again (`*alias`). Where parts name parts, a few lines
-stand for more than any memory holds, once something writes them out or copies them.
+A YAML document may repeat a part of itself by an alias (`*alias`). Aliases of aliases let a few lines expand
+to more than any memory holds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import yaml
 from megazero.regular_file import open_regular
 
 MOST_CHARACTERS = 1 << 20
-"""The most characters of a file, and of a YAML document whose aliases are written out."""
+"""The most characters of a file, and of a YAML document after its aliases are expanded."""
 
 
 def bounded_text(path: str | Path) -> str:
@@ -33,9 +33,9 @@ def bounded_text(path: str | Path) -> str:
 
 
 def expansion_fault(root: yaml.Node) -> str | None:
-    """The reason why a document cannot be written out without aliases, after "must"; None if it can.
+    """Say why a document's aliases cannot be expanded, in the words after "must"; None if they can.
 
-    Each node is counted once, in time that is proportional to the document as it stands.
+    Each node is counted once, so the time is linear in the document before the expansion.
     """
     sizes: dict[int, int] = {}
     above: set[int] = set()

@@ -11,10 +11,16 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.fields import FieldSpec, Kind
-from megazero.config.lists import Unreadable, plain_text, read_list
 from megazero.config.metric_text import read_metrics
-from megazero.config.numbers import of_64_bits, read_count, read_float, read_int
-from megazero.config.tree.data_sampling import CurriculumMetric
+from megazero.config.numbers import (
+    Unreadable,
+    of_64_bits,
+    plain_text,
+    read_count,
+    read_float,
+    read_int,
+    read_list,
+)
 from megazero.config.words import nearest
 
 
@@ -31,10 +37,6 @@ def _read_int(spec: FieldSpec, value: Any) -> int:
     if isinstance(value, str) and value in spec.synonyms:
         return int(spec.synonyms[value])
     return read_count(value) if spec.is_endless else read_int(value)
-
-
-def _read_float(spec: FieldSpec, value: Any) -> float:
-    return read_float(value)
 
 
 def _read_text(spec: FieldSpec, value: Any) -> str:
@@ -54,7 +56,7 @@ def _read_choice(spec: FieldSpec, value: Any) -> Any:
 
 
 def _why_not(spec: FieldSpec, value: Any) -> str:
-    """The reason why a choice is not offered, or the nearest one that is; empty without either."""
+    """Say why a choice is not offered, or which offered one is nearest; empty if neither is known."""
     if not isinstance(value, str):
         return ""
     reasons = {name.lower(): f" ({name} {reason})" for name, reason in spec.refused.items()}
@@ -100,38 +102,25 @@ def _read_ints(spec: FieldSpec, value: Any) -> tuple[int, ...]:
     return tuple(_read_int(spec, item) for item in items)
 
 
-def _read_floats(spec: FieldSpec, value: Any) -> tuple[float, ...]:
-    return tuple(_read_float(spec, item) for item in _items(value))
-
-
-def _read_choices(spec: FieldSpec, value: Any) -> tuple[Any, ...]:
-    return tuple(_read_choice(spec, item) for item in _items(value))
-
-
 def _read_texts(spec: FieldSpec, value: Any) -> tuple[str, ...]:
-    """Read texts: those of a list as they are, those of one string by blanks, as a shell splits them."""
+    """Read the texts of a list, or split one string at blanks, as a shell does."""
     items = _items(value)
     if any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
         raise Unreadable("must be a list of texts")
     return tuple(plain_text(str(item)) for item in items)
 
 
-def _read_metrics(spec: FieldSpec, value: Any) -> tuple[CurriculumMetric, ...]:
-    """Read metrics from a mapping of names to settings, its JSON, or the name of a file that holds it."""
-    return read_metrics(value)
-
-
 _READERS: Mapping[Kind, Callable[[FieldSpec, Any], Any]] = MappingProxyType(
     {
         Kind.INT: _read_int,
-        Kind.FLOAT: _read_float,
+        Kind.FLOAT: lambda spec, value: read_float(value),
         Kind.TEXT: _read_text,
         Kind.CHOICE: _read_choice,
         Kind.BOOL: _read_bool,
         Kind.INTS: _read_ints,
-        Kind.FLOATS: _read_floats,
-        Kind.CHOICES: _read_choices,
+        Kind.FLOATS: lambda spec, value: tuple(map(read_float, _items(value))),
+        Kind.CHOICES: lambda spec, value: tuple(_read_choice(spec, item) for item in _items(value)),
         Kind.TEXTS: _read_texts,
-        Kind.METRICS: _read_metrics,
+        Kind.METRICS: lambda spec, value: read_metrics(value),
     }
 )

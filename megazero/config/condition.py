@@ -1,7 +1,7 @@
-"""Conditions on fields as Python values: `here.kd` (it is set), `config.model.family == "gpt"`.
+"""Conditions on fields, written as Python values: `here.kd` (is set), `config.model.family == "gpt"`.
 
-`here` is the section that declares the setting, `config` the whole tree. Neither knows the fields while
-sections are being declared: `fields.py` checks names and values once all of them are.
+`here` is the section that declares the setting, and `config` is the whole tree. Both take any name while
+sections are being declared; `fields.py` checks the names and values afterwards.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 @dataclass(frozen=True)
 class Condition:
-    """The condition that the field at `path` is one of `values` or, if there are none, that it is set.
+    """A condition: the field at `path` has one of `values` or, if there are no values, is set.
 
-    A switch is set if it is on, a choice if it is not `none`, and a number whatever it is.
+    A switch is set if it is on, a choice if it is not `none`, and a number always.
     """
 
     path: str
@@ -29,12 +29,12 @@ class Condition:
 
 @dataclass(frozen=True)
 class Need:
-    """The need of a setting that one of some conditions holds.
+    """A requirement of a setting: at least one of the conditions must hold.
 
     Attributes:
         conditions: the conditions.
-        why: the reason, where it is not plain.
-        of: the values of the setting that have this need; empty for all but its default.
+        why: the reason, for the message.
+        of: the values of the setting that have this requirement; empty for all values but the default.
     """
 
     conditions: tuple[Condition, ...]
@@ -48,29 +48,29 @@ class Need:
         raise TypeError("a `Need` must be joined by `|` or listed, but is asked whether it is true")
 
     def because(self, why: str) -> Need:
-        """The same need, with its reason."""
+        """Add the reason."""
         return Need(self.conditions, why, self.of)
 
     def within(self, section: str) -> Need:
-        """The same need, with the whole paths of fields of `section` itself."""
+        """Complete the paths that begin with `here`: `.kd` becomes `distillation.kd`."""
         whole = (section + c.path if c.path[0] == "." else c.path for c in self.conditions)
         conditions = map(Condition, whole, (c.values for c in self.conditions))
         return Need(tuple(conditions), self.why, self.of)
 
 
 def when(values: Any, need: Need) -> Need:
-    """The need of these values of a setting alone: of one, or of each in a tuple."""
+    """Limit a requirement to one value of the setting, or to the values of a tuple."""
     return Need(need.conditions, need.why, values if isinstance(values, tuple) else (values,))
 
 
 class _Field(Need):
-    """A field, of which conditions are made; alone, the need that it is set."""
+    """A field in a condition; by itself it requires that the field is set."""
 
     def __init__(self, path: str) -> None:
         super().__init__((Condition(path),))
 
     def among(self, *values: Any) -> Need:
-        """The need that the field is one of these values."""
+        """Require one of these values."""
         return Need((Condition(self.conditions[0].path, values),))
 
     def __eq__(self, value: object) -> Need:  # type: ignore[override]
@@ -78,17 +78,17 @@ class _Field(Need):
 
     @property
     def is_none(self) -> Need:
-        """The need that the field is None."""
+        """Require None."""
         return self.among(None)
 
     @property
     def is_off(self) -> Need:
-        """The need that the switch is off."""
+        """Require the switch to be off."""
         return self.among(False)
 
 
-class _Section:
-    """A section, whose attributes are its fields, as `_Field`."""
+class _Fields:
+    """A section; its attributes are its fields."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -97,12 +97,12 @@ class _Section:
         return _Field(f"{self._name}.{name}")
 
 
-class _Tree:
-    """The tree, whose attributes are its sections."""
+class _Sections:
+    """The tree; its attributes are its sections."""
 
-    def __getattr__(self, name: str) -> _Section:
-        return _Section(name)
+    def __getattr__(self, name: str) -> _Fields:
+        return _Fields(name)
 
 
-here = _Section("")
-config = _Tree()
+here = _Fields("")
+config = _Sections()

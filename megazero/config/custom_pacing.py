@@ -12,16 +12,16 @@ from megazero.errors import ConfigError
 
 _FLAG = "seqlen_custom_schedule"
 _LOOKS = 1000
-"""The number of further counts at which a function is asked, to see whether it falls."""
+"""The number of extra counts at which a function is tried, to see whether it ever falls."""
 
 
 class Custom:
-    """The pacing by a user's function, limited to `hardest`.
+    """A user's function as a pacing, with `hardest` as the largest difficulty.
 
     Args:
         name: name of the function in messages.
-        function: the difficulty, a positive whole number, for every count from 1 on. It must depend on
-            nothing else, as every rank asks its own, and must never fall.
+        function: maps a count, from 1 on, to a difficulty: a positive integer that never falls. It must
+            depend on the count alone, because every rank calls a copy of its own.
         hardest: the difficulty at the end.
     """
 
@@ -36,7 +36,7 @@ class Custom:
         """The difficulty at `count`.
 
         Raises:
-            ConfigError: the function fails, gives something else than a positive whole number, or falls.
+            ConfigError: the function fails, returns anything but a positive integer, or falls.
         """
         place = bisect_left(self._counts, count)
         if place < len(self._counts) and self._counts[place] == count:
@@ -44,13 +44,14 @@ class Custom:
         value = self.ask(count)
         self._counts.insert(place, count)
         self._values.insert(place, value)
+        # Counts are kept in order, so a fall shows between the new count and a neighbour.
         for first in (place - 1, place):
             if first >= 0 and first + 1 < len(self._counts):
                 self._compare(first, first + 1)
         return min(value, self.hardest)
 
     def ask(self, count: int) -> int:
-        """The answer of the function itself at `count`, not limited."""
+        """Call the function itself, without the limit of `hardest`."""
         try:
             answer = self._function(count)
         except Exception as error:
@@ -82,13 +83,13 @@ _: type[Pacing] = Custom
 
 
 def custom_pacing(name: str, hardest: int) -> Custom:
-    """The pacing by a function named ``module:function`` or ``path.py:function``.
+    """Make a pacing of the function named ``module:function`` or ``path.py:function``.
 
-    Where it changes is found by bisection, which would not see every fall, so it is asked at further counts
-    up to the last change, and once more at some that it was asked before.
+    Bisection finds where the difficulty changes, but it can miss a fall. So the function is also tried at
+    evenly spread counts up to the last change, and called again at two counts, where it must repeat itself.
 
     Raises:
-        ConfigError: there is no such function, or it is no pacing.
+        ConfigError: there is no such function, or it is not a pacing.
     """
     pacing = Custom(name, user_function(name, _FLAG, ConfigError), hardest)
     last = pieces(pacing)[-1][0] + 1

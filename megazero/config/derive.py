@@ -1,4 +1,4 @@
-"""Facts that follow from the configuration about the model and its layout: ranks, chunks, padding."""
+"""Facts that follow from the configuration: ranks, pipeline chunks, padding, differences of two models."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from megazero.config.tree.zero import ZeroConfig
 from megazero.errors import ConfigError
 
 _RESOLVED = MappingProxyType({spec.name: spec.resolved for spec in FIELDS if spec.resolved})
-"""Settings whose default follows from others, and the properties that have their values."""
+"""Setting whose default follows from others -> the property that has its value."""
 
 EXPERT_FIELDS = names_with(Role.EXPERTS)
-"""The model's settings about experts; they say nothing about a model without any."""
+"""The model's settings that have no meaning without experts."""
 
 _PLACEMENT = names_with(Role.PLACEMENT)
 
 FREE_MODEL_FIELDS = frozenset(names_with(Role.FREE))
-"""The settings that a checkpoint's model need not share.
+"""The model's settings that a checkpoint need not share.
 
-The size of the vocabulary, which four of them determine together, is to be compared by itself.
+Four of them determine the size of the vocabulary, which is compared by itself.
 """
 
 
 def sequence_multiple(parallel: ParallelConfig) -> int:
-    """The number that lengths of sequences are multiples of, so that ranks which share one have equal parts.
+    """Return the number that a sequence's length must be a multiple of, so that ranks have equal parts of it.
 
-    Two runs of columns on each rank of ``cp``, unless attention sends heads alone; and equally many rows on
-    each tensor-parallel rank under sequence parallelism.
+    A context-parallel rank has two runs of positions, or one if attention exchanges heads alone (a2a). With
+    sequence parallelism, its tensor-parallel ranks share these positions equally.
     """
     ranks, heads_alone = parallel.context_parallel_size, set(parallel.cp_comm_type) == {"a2a"}
     rows = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
@@ -44,22 +44,22 @@ def sequence_multiple(parallel: ParallelConfig) -> int:
 
 
 def replicas_per_node(zero: ZeroConfig) -> int:
-    """Data x context ranks of one node, as far as ZeRO is to know of nodes; else 1."""
+    """Data x context ranks of one node, where ZeRO's settings give them; else 1."""
     return max(zero.hpz_partition_size, zero.node_size)
 
 
 DEFAULT_TOKENIZERS = MappingProxyType(
     {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase", "t5": "BertWordPieceLowerCase"}
 )
-"""Family -> the kind of tokenizer that a launch takes if it names none."""
+"""Family -> the tokenizer of a run that names none."""
 
 
 def model_differences(a: ModelConfig, b: ModelConfig, fields: Iterable[str]) -> list[tuple[str, Any, Any]]:
-    """The fields that differ once defaults are filled in: (field, value in a, value in b).
+    """Compare two models with defaults filled in; return (field, value in a, value in b) of each difference.
 
-    Fields that begin with the name of another family than theirs say nothing about them, and those about
-    experts say nothing where one model has none. Which layers have how many experts is one difference,
-    named `num_experts`, whichever settings say it; so is which layers have which window, `window_size`.
+    Fields of a family that neither model belongs to are left out, as are fields about experts where a model
+    has none. The numbers of experts of all layers are one difference, named `num_experts`, whichever settings
+    give them; the windows of all layers are one, named `window_size`.
     """
     families = get_args(ModelConfig.model_fields["family"].annotation)
     others = tuple(f"{family}_" for family in families if family not in (a.family, b.family))
@@ -73,14 +73,14 @@ def model_differences(a: ModelConfig, b: ModelConfig, fields: Iterable[str]) -> 
     for field in fields:
         if field.startswith(others) or field in _PLACEMENT or (dense and field in EXPERT_FIELDS):
             continue
-        ours, theirs = (getattr(model, _RESOLVED.get(field, field)) for model in (a, b))
-        if ours != theirs:
-            differences.append((field, ours, theirs))
+        first, second = (getattr(model, _RESOLVED.get(field, field)) for model in (a, b))
+        if first != second:
+            differences.append((field, first, second))
     return differences
 
 
 def filled_model(model: ModelConfig) -> ModelConfig:
-    """The same model with the settings whose default follows from others written out."""
+    """Write out the settings whose default follows from others."""
     written = {
         name: getattr(model, source)
         for name, source in _RESOLVED.items()
@@ -90,7 +90,7 @@ def filled_model(model: ModelConfig) -> ModelConfig:
 
 
 def balanced_by_micro_batch(model: ModelConfig) -> bool:
-    """Whether what a token gets, or its loss, depends on which sequences share its micro-batch."""
+    """Whether a token's experts, or its loss, depend on the other sequences of its micro-batch."""
     if not model.num_experts:
         return False
     limited = model.drops_tokens and model.moe_capacity_scope == "micro_batch"
@@ -128,8 +128,8 @@ class PipelineShape:
         stages: the number of stages.
         chunks_per_stage: model chunks (virtual stages) that each of them holds.
         kind: the schedule by name, never auto.
-        group: micro-batches that pass through a chunk of the interleaved schedule before the next chunk's
-            turn; None: as many as there are stages.
+        group: micro-batches that pass through one chunk of the interleaved schedule before the next chunk's
+            turn; None for as many as there are stages.
     """
 
     stages: int
@@ -139,7 +139,7 @@ class PipelineShape:
 
     @classmethod
     def of(cls, config: Config) -> PipelineShape:
-        """The stages of a run: one chunk each unless set, two with zb-v.
+        """The pipeline of a run: one chunk per stage unless set, and two with zb-v.
 
         The schedule auto is interleaved with several chunks per stage, else 1f1b.
         """
@@ -162,8 +162,11 @@ class PipelineShape:
 
 
 def fills_groups(stages: int, micro_batches: int, group: int) -> bool:
-    """Whether a step's micro-batches can be interleaved in groups of this size, each of at least as many as
-    there are stages, so that its first comes back from the last stage at the next chunk's turn."""
+    """Whether a step's micro-batches can be interleaved in groups of this size; the last may be smaller.
+
+    Every group needs at least as many micro-batches as there are stages, so that its first one has come back
+    from the last stage at the next chunk's turn.
+    """
     return stages <= group <= micro_batches and not 0 < micro_batches % group < stages
 
 
@@ -174,10 +177,12 @@ def decoupled(optimizer: OptimizerConfig) -> tuple[float, float]:
 
 
 def padded_vocab_size(vocab_size: int, model: ModelConfig, tensor_parallel_size: int) -> int:
-    """Rows of the embedding table of a vocabulary: `pad_vocab_size_to`, or the least multiple that fits.
+    """Rows of the embedding table: `pad_vocab_size_to`, or the vocabulary rounded up to a multiple.
 
-    It is a multiple of `make_vocab_size_divisible_by` x tensor-parallel size. Raises ConfigError if the rows
-    that are asked for are too few.
+    The multiple is `make_vocab_size_divisible_by` x tensor-parallel size.
+
+    Raises:
+        ConfigError: `pad_vocab_size_to` is less than the vocabulary.
     """
     rows, multiple = model.pad_vocab_size_to, model.make_vocab_size_divisible_by * tensor_parallel_size
     if rows is None:

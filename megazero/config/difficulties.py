@@ -1,4 +1,4 @@
-"""The difficulty that each step of a training has, by every metric of its curriculum over samples."""
+"""The difficulty of each training step, by every metric of a curriculum over samples."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Difficulties:
         return cls(metrics, tuple(starts), tuple(zip(*columns, strict=True)), settings.curriculum_unit)
 
     def piece(self, progress: Progress) -> int:
-        """The number of the piece that the step after `progress` lies in."""
+        """The index of the piece that the step after `progress` lies in."""
         return bisect_right(self.starts, progress.count(self.unit)) - 1
 
     def at(self, progress: Progress) -> dict[str, int]:
@@ -52,7 +52,7 @@ class Difficulties:
     def first_samples(self, steps: Steps) -> tuple[int, ...]:
         """The number of samples consumed when each piece begins, in whole steps.
 
-        A piece that began before `steps.start` is taken to begin there: nothing is known of the steps before.
+        A piece that began before `steps.start` counts from there: the steps before are unknown.
         """
         return tuple(self.before(start, steps).samples for start in self.starts)
 

@@ -1,7 +1,7 @@
 """The configuration as a YAML document: read with line numbers, written so that it reads back equal.
 
-A document may name another one that it is built on (`base: FILE`, relative to its own folder). What it says
-itself takes precedence.
+A document may build on another one, which it names (`base: FILE`, relative to its own folder). Its own keys
+take precedence.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megazero.config.bounded import bounded_text, expansion_fault
 from megazero.config.coerce import coerce
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, FieldSpec, Kind
 from megazero.config.flags import Setting
-from megazero.config.lists import Unreadable, plain_text
 from megazero.config.metric_text import as_mapping, repeated_key
+from megazero.config.numbers import Unreadable, plain_text
 from megazero.config.tree.config import Config
 from megazero.config.words import Few, nearest
 from megazero.regular_file import why_unreadable
 
 BASE = "base"
-"""The key that names the document that another one is built on."""
+"""The key that names the document on which another one is built."""
 
 
 @dataclass
@@ -35,9 +35,9 @@ class Document:
     Attributes:
         settings: one for each field that any of them sets.
         problems: why they are refused.
-        broken: paths of the fields whose value could not be read: all of them, if no part of a file could be.
-        unknown: how many keys of the file are unknown.
-        repeated: how many are given again.
+        broken: paths of the fields whose value could not be read; all fields if a whole file could not be.
+        unknown: counts the unknown keys of the file.
+        repeated: counts the keys that are given again.
     """
 
     settings: list[Setting] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Document:
     repeated: Few = field(default_factory=lambda: Few("repeated keys"))
 
     def over(self, base: Document) -> Document:
-        """Both documents, where what this one says takes precedence over `base`."""
+        """Merge this document with `base`; its own settings take precedence."""
         said = {setting.spec.path for setting in self.settings} | self.broken
         return Document(
             [setting for setting in base.settings if setting.spec.path not in said] + self.settings,
@@ -91,7 +91,7 @@ def _read_file(path: str, what: str, above: tuple[Path, ...]) -> Document:
 
 
 def _unread(problem: str) -> Document:
-    """A file of which nothing is known: nothing that a field is, or is not, is then a reason to refuse it."""
+    """Return the result of an unreadable file: all fields count as unread, so that no rule refuses them."""
     return Document(problems=[problem], broken=set(FIELD_BY_PATH))
 
 
@@ -99,6 +99,7 @@ def _read_text(text: str, name: str, above: tuple[Path, ...]) -> Document:
     document, base = Document(), None
     try:
         loader = yaml.SafeLoader(text)
+        # Nodes keep the line numbers that messages name; constructed values would have lost them.
         root = loader.get_single_node()
         fault = None if root is None else expansion_fault(root)
         if fault is not None:
@@ -125,7 +126,7 @@ def _read_text(text: str, name: str, above: tuple[Path, ...]) -> Document:
 
 
 def _base_of(document: Document, entry: _YamlKey, name: str) -> tuple[Path, str] | None:
-    """The file that the key `base` names, and where it does; None and a problem if it names none."""
+    """Return the file that the key `base` names, and the key's place; None and a problem if it names none."""
     where = f"{name}:{entry.line}: `{BASE}`"
     if isinstance(entry.node, yaml.ScalarNode) and entry.node.tag == "tag:yaml.org,2002:str":
         try:
@@ -147,7 +148,7 @@ def _syntax_problem(error: yaml.YAMLError, name: str) -> str:
 def _entries(
     document: Document, node: yaml.Node, name: str, section: str | None = None
 ) -> Iterator[_YamlKey]:
-    """The entries of the document or a section; repeated keys, and what is no mapping, are problems."""
+    """Yield the entries of the document or a section; repeated keys and other nodes are problems."""
     if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null":
         return
     where = f"{name}:{node.start_mark.line + 1}"
@@ -160,6 +161,7 @@ def _entries(
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else str(key_node.tag)
+        # PyYAML itself takes the last of repeated keys, and says nothing.
         if key in seen:
             document.repeated.add(document.problems, partial(_given_again, f"{name}:{line}", key, seen[key]))
             continue
@@ -201,10 +203,10 @@ def _shown(node: yaml.Node) -> str:
 
 
 def _construct(loader: yaml.SafeLoader, spec: FieldSpec, node: yaml.Node) -> Any:
-    """The node's value.
+    """Return the node's value.
 
-    PyYAML refuses what does not fit a tag, such as the date 2026-99-99 or an empty `!!int`, with whatever
-    Python raises for it; all of these are Unreadable here.
+    Where a text does not fit its tag, such as the date 2026-99-99 or an empty `!!int`, PyYAML passes on
+    whatever Python raises; all of these become Unreadable.
     """
     again = repeated_key(node)
     if again is not None:
@@ -216,13 +218,13 @@ def _construct(loader: yaml.SafeLoader, spec: FieldSpec, node: yaml.Node) -> Any
 
 
 def _unknown_key(entry: _YamlKey, name: str, section: str | None = None) -> str:
-    """The problem of an unknown key, with the nearest key of its section, or the section where it belongs."""
+    """Return the problem of an unknown key, with the section that has it, or else the nearest key."""
     path = f"{section}.{entry.key}" if section else str(entry.key)
-    home = next((spec.path for spec in FIELDS if spec.name == entry.key), None)
+    elsewhere = next((spec.section for spec in FIELDS if spec.name == entry.key), None)
     own = [spec.name for spec in FIELDS if spec.section == section] if section else [*SECTIONS, BASE]
     close = nearest(str(entry.key), own)
-    if home:
-        hint = f"it belongs in section `{home.split('.')[0]}`"
+    if elsewhere:
+        hint = f"it belongs in section `{elsewhere}`"
     elif close:
         hint = f"did you mean `{section + '.' if section else ''}{close}`?"
     else:

@@ -41,8 +41,8 @@ class FieldSpec:
     Attributes:
         length: the number of items of a list; None for a list of any length and for anything else.
         roles: what the field is for.
-        flag: the flag's name, ``--field-name`` by default. For a boolean whose default is true, this is
-            the flag that turns it off (Megatron's ``store_false`` flags).
+        flag: the flag's name, by default ``--field-name``. For a boolean whose default is true, it is the
+            flag that turns it off, by default ``--no-field-name`` (Megatron's ``store_false`` flags).
         aliases: other spellings of the same flag, such as an older name.
         switches: valueless flags that set this field to a constant, name -> constant.
         yielding: the switches and aliases that give way to any other flag of this field, as they do in
@@ -51,14 +51,13 @@ class FieldSpec:
         synonyms: other words for a choice, word -> choice, or words for an integer.
         refused: choices of other trainers that are not offered, choice -> the reason.
         unit: the unit of the number.
-        instead_of: fields of the section that say the same in another way.
-        needs: what must hold where the field is not left at its default: ``here.kd``,
+        instead_of: fields of the section that express the same in another way.
+        needs: requirements, all of which must hold where the field is not at its default: ``here.kd``,
             ``(here.save | here.load).because("the reason")``, or for some values alone
-            ``when("nvme", here.path)``; several must all hold. A field of another section is of
-            ``config``. By default, the needs of the class.
-        idle_without: what the field has no effect without, because of what does not happen then: a run says
-            so and goes on.
-        package: the Python package without which a run cannot do what the field says.
+            ``when("nvme", here.path)``. Fields of other sections are attributes of ``config``. By default,
+            the needs of the class.
+        idle_without: the requirement without which the field has no effect; a run then says so and goes on.
+        package: the Python package that a run with this field needs.
         resolved: the property that has the value where the default follows from other fields.
         axis: the axis of the mesh whose size it is.
     """
@@ -71,7 +70,6 @@ class FieldSpec:
     optional: bool
     required: bool
     default: Any
-    help: str
     roles: Role
     flag: str
     aliases: tuple[str, ...] = ()
@@ -105,7 +103,7 @@ class FieldSpec:
 
     @property
     def is_endless(self) -> bool:
-        """Whether it is a length or an interval of the training, which a large number makes endless."""
+        """Whether it is a length or an interval of the training, for which a huge number means never."""
         return (self.section in _OF_RUNS and self.unit in _COUNTED) or self.path == _SCALE_WINDOW
 
     @property
@@ -124,7 +122,7 @@ class FieldSpec:
         return f"{item} ..." if self.length is None else f"{self.length} x {item}"
 
     def takes(self, value: Any) -> bool:
-        """Whether the field can have this value, as far as its type tells."""
+        """Whether the field's type allows this value."""
         if value is None:
             return self.optional
         if self.kind is Kind.CHOICE:
@@ -185,14 +183,15 @@ def _field_spec(section: str, model: type[Section], name: str, annotation: Any) 
     assert isinstance(extra, dict), f"{section}.{name} must be declared with option()"
     bare, optional = _unwrap(annotation)
     kind, choices, length = _kind(bare)
-    # What a class says, it says of the fields that it declares itself.
-    home = vars(next(base for base in model.__mro__ if name in vars(base).get("__annotations__", ())))
-    needs, idle, roles = extra.get("needs", home.get("needs", ())), extra.get("idle_without"), extra["roles"]
-    for said in (home.get("roles", Role.NONE), model.roles):
+    # The needs and roles of a class are those of the fields that it declares itself, and of no inherited one.
+    declared_by = vars(next(base for base in model.__mro__ if name in vars(base).get("__annotations__", ())))
+    needs = extra.get("needs", declared_by.get("needs", ()))
+    idle, roles = extra.get("idle_without"), extra["roles"]
+    for said in (declared_by.get("roles", Role.NONE), model.roles):
         roles |= said & ~RESUME if roles & RESUME else said
     resolved = {
         "roles": roles,
-        "flag": extra.get("flag") or "--" + name.replace("_", "-"),
+        "flag": extra.get("flag") or ("--no-" if info.default is True else "--") + name.replace("_", "-"),
         "needs": tuple(need.within(section) for need in (needs if isinstance(needs, tuple) else (needs,))),
         "idle_without": None if idle is None else idle.within(section),
     }
@@ -205,7 +204,6 @@ def _field_spec(section: str, model: type[Section], name: str, annotation: Any) 
         optional=optional,
         required=info.is_required(),
         default=None if info.is_required() else info.default,
-        help=info.description or "",
         **{**extra, **resolved},
     )
 
@@ -236,11 +234,11 @@ INSTEAD_OF: Mapping[str, frozenset[str]] = types.MappingProxyType(
         if spec.instead_of
     }
 )
-"""Path -> the paths of fields that say the same in another way."""
+"""Path -> the paths of fields that express the same in another way."""
 
 
 def check_needs(of: str, needs: Iterable[Need]) -> None:
-    """Refuse needs of `of` that cannot be met, which would refuse every run, as soon as they are declared.
+    """Check, as soon as they are declared, that the needs of `of` can be met: others would refuse every run.
 
     Raises:
         ValueError: there is no such field, or it has no such value.
@@ -263,7 +261,7 @@ for _spec in FIELDS:
 
 
 class _Paths:
-    """The tree with the paths of fields in the place of their values, or a section of it."""
+    """A mirror of the tree, or of one section, in which the value of each field is its path."""
 
     def __init__(self, section: str = "") -> None:
         self._section = section

@@ -16,7 +16,7 @@ from megazero.config.coerce import coerce
 from megazero.config.compat.dialects import translate
 from megazero.config.compat.foreign import FOREIGN_FLAGS, Ignored, verdict
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, FieldSpec, Kind, spoken
-from megazero.config.lists import Unreadable
+from megazero.config.numbers import Unreadable
 from megazero.config.words import Few, dashed, is_flag, nearest, says_on, values_after
 
 
@@ -45,7 +45,7 @@ class Setting:
 
 @dataclass
 class Unread:
-    """The words of a command line that mean nothing."""
+    """The words of a command line that have no meaning, by kind."""
 
     unknown: Few = field(default_factory=lambda: Few("unknown flags"))
     stray: Few = field(default_factory=lambda: Few("unexpected arguments"))
@@ -53,7 +53,7 @@ class Unread:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Settings of forks of a line for what it leaves out, where nothing else sets these fields."""
+    """Defaults of forks for the fields that a command line of theirs leaves out."""
 
     forks: tuple[str, ...] = ()
     settings: tuple[Setting, ...] = ()
@@ -118,7 +118,7 @@ FLAGS: Mapping[str, Flag] = MappingProxyType(_all_flags())
 """Every flag of the tree: name -> Flag."""
 
 _FILE_OF_SETTINGS = "--yaml-cfg"
-"""A refused flag beside which no field is known to be missing or wrong."""
+"""A refused flag that names a file of settings: beside it, no field can be called missing or wrong."""
 
 _SPELLINGS: Mapping[str, str] = MappingProxyType(
     {dashed(name): name for name in (*FOREIGN_FLAGS, *FLAGS, *COMMANDS, "-h")}
@@ -129,11 +129,7 @@ _SPELLINGS: Mapping[str, str] = MappingProxyType(
 def scan(argv: Sequence[str]) -> Scan:
     """Read a command line. Problems are collected, never raised."""
     reading = translate(argv, _SPELLINGS)
-    result = Scan(
-        problems=reading.problems,
-        warnings=reading.warnings(),
-        ignored=reading.ignored,
-    )
+    result = Scan(problems=reading.problems, warnings=reading.warnings(), ignored=reading.ignored)
     _read_all(result, reading.argv)
     result.settings = _settle(result)
     meant = Scan(problems=result.problems)
@@ -160,7 +156,7 @@ def _read_all(result: Scan, argv: Sequence[str]) -> None:
         values = [inline] if equals else []
         following = [] if equals else values_after(argv, position)
         if not equals and not following and _is_value(name, argv[position : position + 1]):
-            # Read as what was meant, so that nothing else is said to be missing.
+            # Read it as meant, so that no other complaint follows from this one.
             following = [argv[position]]
             result.problems.append(
                 f"`{name}` must be followed by a value; one that begins with a dash is joined to it by an "
@@ -170,7 +166,7 @@ def _read_all(result: Scan, argv: Sequence[str]) -> None:
 
 
 def _is_value(name: str, following: Sequence[str]) -> bool:
-    """Whether what follows a flag of a text is one that begins with a dash, as it is like no flag."""
+    """Whether the word after a text flag is its value despite a dash at its start: it resembles no flag."""
     if name not in FLAGS or FLAGS[name].is_switch or FLAGS[name].spec.kind not in (Kind.TEXT, Kind.TEXTS):
         return False
     return any(
@@ -180,7 +176,7 @@ def _is_value(name: str, following: Sequence[str]) -> bool:
 
 
 def _deepspeed_pair(result: Scan) -> list[str]:
-    """The problem of a `--deepspeed` without `--deepspeed_config`, or the other way round."""
+    """Return the problem of a `--deepspeed` without `--deepspeed_config`, or of the reverse."""
     if result.deepspeed and result.deepspeed_config is None:
         return [
             "`--deepspeed` must go with `--deepspeed_config FILE`, but no file is given; name it, or leave "
@@ -276,7 +272,7 @@ def _read_field(result: Scan, flag: Flag, inline: list[str], following: list[str
 
 
 def _set(result: Scan, flag: Flag, value: Any) -> None:
-    """Set the flag's field, and the other one that the flag implies."""
+    """Set the flag's field, and the other field that the flag implies."""
     spec = flag.spec
     result.settings.append(Setting(spec, value, flag.name))
     if flag.name in spec.implies:
@@ -303,6 +299,7 @@ def _settle(result: Scan) -> list[Setting]:
         by_path.setdefault(setting.spec.path, []).append(setting)
     settled = []
     for path, given in by_path.items():
+        # Scripts of both Megatrons give such flags beside the ones that overrule them there.
         given = [s for s in given if not FLAGS[s.source].yields] or given
         last_of_flag = {setting.source: setting for setting in given}
         for name, last in last_of_flag.items():

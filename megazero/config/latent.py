@@ -1,4 +1,4 @@
-"""The latent part of the section about the model: attention over compressed keys and values (DeepSeek-V2)."""
+"""Latent attention in the section `model`: keys and values compressed to one vector (DeepSeek-V2)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ class LatentConfig(TransformerConfig):
 
     multi_latent_attention: bool = of_model(
         False,
-        "make keys and values of one small vector of each token, beside which one rotated key serves all "
-        "heads; --kv-channels then says nothing (DeepSeek-V2)",
-        Role.VARIANT | Role.MEGATRON_CORE | Role.HYBRIDS_IGNORE,
+        roles=Role.VARIANT | Role.MEGATRON_CORE | Role.HYBRIDS_IGNORE,
         switches={"--no-multi-latent-attention": False},
         needs=(
             here.family == "gpt",
@@ -39,26 +37,21 @@ class LatentConfig(TransformerConfig):
             here.add_qkv_bias.is_off.because("no projection but the last has biases"),
         ),
     )
-    q_lora_rank: PositiveInt | None = of_model(
-        None,
-        "width of the small vector that queries are made of; default: they are made of the token's own",
-        Role.LATENT,
-    )
-    kv_lora_rank: PositiveInt = of_model(
-        32, "width of the small vector that keys and values are made of", Role.LATENT
-    )
-    qk_head_dim: PositiveInt = of_model(
-        128, "channels of a head's queries and keys that are not rotated", Role.LATENT
-    )
-    qk_pos_emb_head_dim: PositiveInt = of_model(
-        64, "channels of a head's queries that are rotated, and of the key that all heads share", Role.LATENT
-    )
-    v_head_dim: PositiveInt = of_model(128, "channels of a head's values", Role.LATENT)
+    """make keys and values of one small vector of each token, beside which one rotated key serves all heads;
+    --kv-channels then says nothing (DeepSeek-V2)"""
+    q_lora_rank: PositiveInt | None = of_model(None, roles=Role.LATENT)
+    """width of the small vector that queries are made of; default: they are made of the token's own"""
+    kv_lora_rank: PositiveInt = of_model(32, roles=Role.LATENT)
+    """width of the small vector that keys and values are made of"""
+    qk_head_dim: PositiveInt = of_model(128, roles=Role.LATENT)
+    """channels of a head's queries and keys that are not rotated"""
+    qk_pos_emb_head_dim: PositiveInt = of_model(64, roles=Role.LATENT)
+    """channels of a head's queries that are rotated, and of the key that all heads share"""
+    v_head_dim: PositiveInt = of_model(128, roles=Role.LATENT)
+    """channels of a head's values"""
     rope_type: Literal["rope", "yarn"] | None = of_model(
         None,
-        "how latent attention scales rotary positions: as --position-embedding-type rope does, or as YaRN; "
-        "default: yarn, where a --rotary-scaling-factor of 1 changes nothing",
-        Role.ROTARY,
+        roles=Role.ROTARY,
         needs=(
             when("yarn", here.multi_latent_attention | (here.position_embedding_type == "yarn")).because(
                 "other attention takes `--position-embedding-type yarn`"
@@ -66,6 +59,8 @@ class LatentConfig(TransformerConfig):
             when("rope", here.multi_latent_attention | (here.position_embedding_type == "rope")),
         ),
     )
+    """how latent attention scales rotary positions: as --position-embedding-type rope does, or as YaRN;
+    default: yarn, where a --rotary-scaling-factor of 1 changes nothing"""
 
     @property
     def head_dim(self) -> int:

@@ -13,8 +13,7 @@ from typing import Any, get_args
 import yaml
 
 from megazero.config.bounded import bounded_text, expansion_fault
-from megazero.config.lists import Unreadable, plain_text
-from megazero.config.numbers import read_float, read_int
+from megazero.config.numbers import Unreadable, plain_text, read_float, read_int
 from megazero.config.tree.data_sampling import CurriculumMetric
 from megazero.config.words import nearest
 from megazero.regular_file import why_unreadable
@@ -39,9 +38,9 @@ def read_metrics(given: Any) -> tuple[CurriculumMetric, ...]:
 
 
 def metrics_of(given: Mapping[Any, Any], where: str = "") -> tuple[tuple[CurriculumMetric, ...], list[str]]:
-    """The sound metrics of a mapping, and the faults of the others, as clauses.
+    """Return the sound metrics of a mapping, and the faults of the others, as clauses.
 
-    In these, `where` stands before a metric's name, such as ``a.b.``.
+    In the clauses, `where` stands before a metric's name, such as ``a.b.``.
     """
     metrics, problems = [], []
     for name, settings in given.items():
@@ -73,7 +72,7 @@ def as_mapping(metrics: tuple[CurriculumMetric, ...]) -> dict[str, dict[str, Any
 
 
 def repeated_key(node: yaml.Node) -> str | None:
-    """A key that a mapping of a YAML document, or one within it, has twice; None if there is none."""
+    """Return a key that occurs twice in one mapping of a YAML document; None if there is none."""
     seen, waiting = set(), [node]
     while waiting:
         node = waiting.pop()
@@ -104,6 +103,7 @@ def _load(text: str) -> Any:
 
 def _json(text: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # json itself takes the last of repeated keys, and says nothing.
         again = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
         if again:
             raise Unreadable(f"must have each key once (`{again[0]}` is given again)")
@@ -177,7 +177,7 @@ def _text(value: Any) -> str:
 
 
 def _choice(field: str, refused: Mapping[str, str] = MappingProxyType({})) -> Callable[[Any], str]:
-    """A reader of one of a metric's choices; a message about a refused one gives its reason."""
+    """Make a reader of one of a metric's choices; the message about a refused choice gives its reason."""
     choices: tuple[str, ...] = get_args(CurriculumMetric.model_fields[field].annotation)
 
     def read(value: Any) -> str:

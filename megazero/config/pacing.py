@@ -27,12 +27,12 @@ class Pacing(Protocol):
         """The difficulty that it grows to."""
 
     def at(self, count: int) -> int:
-        """The difficulty when `count` have been reached, counted from 1."""
+        """The difficulty at a count of steps or tokens, from 1."""
 
 
 @dataclass(frozen=True)
 class Root:
-    """The growth from `easiest` to `hardest` by the `degree`-th root of the share of `total` that is done.
+    """The growth from `easiest` to `hardest` by the `degree`-th root of the done share of `total`.
 
     A `degree` of 1 is linear. The difficulty is rounded down to a multiple of `step`, but not below the first
     one that reaches `easiest`. The share is not cut off at 1: a `hardest` that is no multiple is reached
@@ -92,14 +92,14 @@ _: tuple[type[Pacing], ...] = (Root, Discrete, FromZero)
 def root_of(
     first: int | None, last: int | None, total: int | None, step: int, degree: float | None
 ) -> Root | None:
-    """The ramp of settings that may be missing; None if one is, or if it would not grow."""
+    """Make a ramp; None if a setting is missing, or if the ramp would not grow."""
     if first is None or last is None or total is None or degree is None or first > last:
         return None
     return Root(first, last, total, step, degree)
 
 
 def levels_of(levels: tuple[int, ...], ends: tuple[int, ...]) -> Discrete | None:
-    """The levels of settings that may contradict each other; None if they do."""
+    """Make a pacing by levels; None if the settings contradict each other."""
     grow = all(a < b for values in (levels, ends) for a, b in pairwise(values))
     return Discrete(levels, ends) if grow and len(levels) == len(ends) + 1 else None
 
@@ -117,7 +117,7 @@ def reached(pacing: Pacing) -> int:
 def pieces(pacing: Pacing) -> tuple[tuple[int, int], ...]:
     """The pieces of constant difficulty: (count done before, difficulty from there on), ascending from 0.
 
-    The step that follows when `count` are done is the `count + 1`-th, and has the difficulty at that.
+    The step after `count` steps is step `count + 1`, whose difficulty is the one at that count.
     """
     return tuple(_changes(pacing))
 
@@ -134,7 +134,8 @@ def _changes(pacing: Pacing) -> Iterator[tuple[int, int]]:
 
 
 def _first_above(pacing: Pacing, difficulty: int, done: int) -> int:
-    """The least count after which the difficulty is above `difficulty`; after `done` it is not yet."""
+    """The least count after which the difficulty is above `difficulty`; it is more than `done`."""
+    # Double the reach until the difficulty is above, then bisect: a user's function may be slow.
     reach = 1
     while done + reach < _LAST and pacing.at(done + reach + 1) <= difficulty:
         reach *= 2

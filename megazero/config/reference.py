@@ -18,6 +18,7 @@ from megazero.config.deepspeed.section import NOTHING, KeyRow
 from megazero.config.deepspeed.table import ALIASES, GROUPS
 from megazero.config.fields import FIELDS, SECTIONS, FieldSpec, Kind, section_title, spoken
 from megazero.config.flags import COMMANDS
+from megazero.config.help import meanings
 from megazero.config.rules.needs import must
 from megazero.config.rules.notes import NOTES, Note
 from megazero.config.rules.rule import Rule
@@ -93,7 +94,8 @@ def configuration_page() -> str:
         *_table(("Command", "Meaning"), ((f"`{name}`", text) for name, text in COMMANDS.items())),
     ]
     for section in SECTIONS:
-        rows = (_field_row(spec) for spec in FIELDS if spec.section == section)
+        texts = meanings(section)
+        rows = (_field_row(spec, texts[spec.name]) for spec in FIELDS if spec.section == section)
         lines += ["", f"## {section_title(section)} (`{section}`)", ""]
         lines += _table(("Flag", "Key", "Type", "Default", "Meaning"), rows)
     return "\n".join([*lines, *_default_lines()]) + "\n"
@@ -148,13 +150,7 @@ def compatibility_page() -> str:
 
 def deepspeed_page() -> str:
     """Return docs/deepspeed_json.md: what happens to every key of a DeepSpeed JSON."""
-    lines = [
-        "# DeepSpeed JSON",
-        "",
-        _HEADER,
-        "",
-        *_DEEPSPEED_INTRODUCTION.splitlines(),
-    ]
+    lines = ["# DeepSpeed JSON", "", _HEADER, "", *_DEEPSPEED_INTRODUCTION.splitlines()]
     for title, rows in GROUPS.items():
         lines += ["", f"## {title}", ""]
         lines += _table(("Key", "Type", '"auto"', "What happens to it"), map(_deepspeed_row, rows))
@@ -175,8 +171,8 @@ def _deepspeed_row(row: KeyRow) -> tuple[str, ...]:
         effects += [f"refused in a script: {row.script_refused}"] if row.script_refused else []
     if row.when:
         effects.append(f"with `{row.when}`")
-    if row.there.absent is not NOTHING:
-        effects.append(f"default {row.there.absent}")
+    if row.upstream.absent is not NOTHING:
+        effects.append(f"default {row.upstream.absent}")
     if row.refused:
         effects.append(f"refused{f' unless {row.only.says}' if row.only else ''}: {row.refused}")
     return (f"`{row.key}`", row.shape.says, "yes" if row.auto else "", "; ".join(effects))
@@ -205,7 +201,7 @@ def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]
     ]
 
 
-def _field_row(spec: FieldSpec) -> tuple[str, ...]:
+def _field_row(spec: FieldSpec, meaning: str) -> tuple[str, ...]:
     spellings = [f"`{name}`" for name in (spec.flag, *spec.aliases)]
     spellings += [
         f"`{name}`" + ("" if spec.kind is Kind.BOOL else f" = {spoken(constant)}")
@@ -213,7 +209,7 @@ def _field_row(spec: FieldSpec) -> tuple[str, ...]:
     ]
     unit = f" ({spec.unit})" if spec.unit else ""
     off = "; the flag sets the key to false" if spec.default is True else ""
-    return (", ".join(spellings), f"`{spec.name}`", spec.type_name, _default(spec), spec.help + unit + off)
+    return (", ".join(spellings), f"`{spec.name}`", spec.type_name, _default(spec), meaning + unit + off)
 
 
 def _default(spec: FieldSpec) -> str:

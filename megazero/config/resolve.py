@@ -15,15 +15,14 @@ from pydantic import ValidationError
 from megazero.config.compat.foreign import Ignored, contradiction
 from megazero.config.compat.hub import notice
 from megazero.config.compat.left_out import fewer_expert_ranks, megatron_deepspeed, ungrouped
-from megazero.config.deepspeed.beside import conflicts, left_to_json, overruled, unheard
+from megazero.config.deepspeed.beside import conflicts, flags_without_effect, overruled, without_effect
 from megazero.config.deepspeed.read import DeepSpeedSettings, read_deepspeed
 from megazero.config.derive import DEFAULT_TOKENIZERS
 from megazero.config.document import Document, read_file
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, FieldSpec, spoken
 from megazero.config.flags import LeftOut, Scan, Setting, scan
-from megazero.config.help import format_help
-from megazero.config.rules.notes import notes_on
-from megazero.config.rules.ramps import cut_short
+from megazero.config.help import format_help, meanings
+from megazero.config.rules.notes import cut_short, notes_on
 from megazero.config.rules.rule import Case, value_at
 from megazero.config.rules.table import check
 from megazero.config.shown import shown_config
@@ -35,11 +34,7 @@ from megazero.version import VERSION
 
 _CODE = "curriculum.seqlen_custom_schedule"
 _SHARERS = "parallel.context_parallel_size"
-_MODEL_RANKS = (
-    "parallel.tensor_model_parallel_size",
-    "parallel.pipeline_model_parallel_size",
-    _SHARERS,
-)
+_MODEL_RANKS = ("parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size", _SHARERS)
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ class Resolved:
 
 
 class BrokenRules(ConfigError):
-    """Every setting can be read, but together they break rules. `config` has them."""
+    """The error of settings that can all be read, but break rules; `config` is made of them."""
 
     def __init__(self, violations: list[str], config: Config):
         super().__init__(violations)
@@ -68,12 +63,16 @@ def parse_config(
 ) -> Resolved:
     """Resolve a command line.
 
-    `world_size` defaults to the environment's WORLD_SIZE, as torchrun sets it, or 1. `reader` says what the
-    folder that the weights come from says of the model, for what is left out; None leaves it unread. Where
-    there is only to be looked, as with `--check-config`, no code is run that a file names.
+    Args:
+        argv: the arguments.
+        world_size: the number of ranks; default: the environment's WORLD_SIZE, as torchrun sets it, or 1.
+        reader: reads what the folder of the weights says of the model, which completes the command line;
+            None leaves the folder unread.
+        only_look: run no code that a file names, as with `--check-config`.
 
-    Raises ConfigError with every violation: unknown flags and keys, unreadable values, missing fields,
-    values out of range and broken rules; BrokenRules if it is rules alone.
+    Raises:
+        ConfigError: every violation: unknown flags and keys, unreadable values, missing fields, values out of
+            range and broken rules; `BrokenRules` if rules are all that is broken.
     """
     flags = scan(argv)
     document = Document() if flags.config_file is None else read_file(flags.config_file)
@@ -83,10 +82,11 @@ def parse_config(
     deepspeed = _read_deepspeed(flags, given, ranks)
     said = deepspeed.overruled + overruled(flags.settings, deepspeed.settings)
     problems += [*deepspeed.problems, *deepspeed.script_problems]
-    left = left_to_json(flags.settings, deepspeed.values)
-    heard = [setting for setting in flags.settings if setting not in left]
-    problems += conflicts(heard, deepspeed.settings)
-    layers = (deepspeed.defaults, document.settings, deepspeed.settings, heard)
+    idle = flags_without_effect(flags.settings, deepspeed.values)
+    # An idle flag neither contradicts the JSON nor overrides it.
+    effective = [setting for setting in flags.settings if setting not in idle]
+    problems += conflicts(effective, deepspeed.settings)
+    layers = (deepspeed.defaults, document.settings, deepspeed.settings, effective)
     settings = {setting.spec.path: setting for layer in layers for setting in layer}
     names = _names(flags)
     broken = flags.broken | ((document.broken | deepspeed.broken) - {s.spec.path for s in flags.settings})
@@ -97,9 +97,11 @@ def parse_config(
     if fewer := fewer_expert_ranks(names, {path: setting.value for path, setting in settings.items()}):
         path = "parallel.expert_model_parallel_size"
         settings[path], said = replace(settings[path], value=fewer[0]), [*said, fewer[1]]
-    config = _with_default_tokenizer(_build(settings, broken, problems), broken)
+    sections = {name: _build_section(name, settings, broken, problems) for name in SECTIONS}
+    config = _with_default_tokenizer(Config.model_construct(None, **sections), broken)
+    # A file may come from somebody else: whoever only looks at it does not run its code.
     code = settings.get(_CODE)
-    if code is not None and code not in heard and (only_look or flags.check_only):
+    if code is not None and code not in effective and (only_look or flags.check_only):
         config = config.model_copy(update={"curriculum": config.curriculum.without_code()})
         said.append(f"the function that {code.source} names as `{_CODE}` is not run, and not checked, here.")
     problems += [line for flag in flags.ignored if (line := _contradiction(flag, config, broken))]
@@ -110,7 +112,7 @@ def parse_config(
         raise ConfigError([*problems, *rules])
     if rules:
         raise BrokenRules(rules, config)
-    said += [unheard(flag, deepspeed.name, config.precision) for flag in left]
+    said += [without_effect(flag, deepspeed.name, config.precision) for flag in idle]
     said += [
         line for line in (ungrouped(names, config.model), notice(config.tokenizer.tokenizer_model)) if line
     ]
@@ -119,7 +121,7 @@ def parse_config(
 
 
 def _state(reader: Reader | None, settings: Mapping[str, Setting]) -> Stated | None:
-    """Ask the folder that the weights come from what it says. ConfigError if it cannot be read."""
+    """Read what the folder of the weights says of the model. ConfigError if it cannot be read."""
     try:
         return None if reader is None else reader({path: s.value for path, s in settings.items()})
     except CheckpointError as error:
@@ -127,7 +129,7 @@ def _state(reader: Reader | None, settings: Mapping[str, Setting]) -> Stated | N
 
 
 def _take(stated: Stated | None, settings: dict[str, Setting], broken: set[str]) -> list[str]:
-    """Add to the settings what the folder says and they do not; returns what to say of it."""
+    """Add the folder's settings where nothing else gives them; returns lines for the log."""
     if stated is None:
         return []
     taken = [
@@ -159,13 +161,13 @@ def _with_default_tokenizer(config: Config, broken: set[str]) -> Config:
 
 
 def _names(flags: Scan) -> set[str]:
-    """Names of the flags that were given, except those of commands."""
+    """The names of the given flags, except those of commands."""
     names = {setting.source for setting in flags.settings} | {ignored.name for ignored in flags.ignored}
     return names | {"--deepspeed"} if flags.deepspeed else names
 
 
 def _leave_to_fork(left_out: LeftOut, settings: dict[str, Setting]) -> list[str]:
-    """Add a fork's defaults to the settings of one of its lines; returns what to say of them."""
+    """Add a fork's defaults to the settings of its command line; returns lines for the log."""
     meant = [setting for setting in left_out.settings if setting.spec.path not in settings]
     settings |= {setting.spec.path: setting for setting in meant}
     listed = _listed((setting.source, setting.value) for setting in meant)
@@ -174,12 +176,12 @@ def _leave_to_fork(left_out: LeftOut, settings: dict[str, Setting]) -> list[str]
 
 
 def _listed(settings: Iterable[tuple[str, Any]]) -> str:
-    """Flags with their values; a switch says what it says by its name."""
+    """List flags with their values; a switch has none."""
     return " ".join(flag if isinstance(x, bool) else f"{flag} {spoken(x)}" for flag, x in settings)
 
 
 def _leave_to_megatron_deepspeed(names: set[str], settings: dict[str, Setting]) -> list[str]:
-    """Add Megatron-DeepSpeed's defaults to the settings of one of its lines; returns what to say of them."""
+    """Add Megatron-DeepSpeed's defaults to the settings of its command line; returns lines for the log."""
     left_out = megatron_deepspeed(names, {path: setting.value for path, setting in settings.items()})
     if left_out is None or not left_out[1]:
         return []
@@ -194,7 +196,7 @@ def _leave_to_megatron_deepspeed(names: set[str], settings: dict[str, Setting]) 
 
 
 def _read_deepspeed(flags: Scan, given: list[Setting], ranks: int | None) -> DeepSpeedSettings:
-    """The settings of `--deepspeed_config`, completed by whatever else is given; none without the flag."""
+    """Read the file of `--deepspeed_config`, completed by all other settings; empty without the flag."""
     if flags.deepspeed_config is None:
         return DeepSpeedSettings("")
     known = {setting.spec.path: setting.value for setting in given}
@@ -262,7 +264,10 @@ def resolve_or_exit(
 
 
 def _missing_packages(config: Config) -> list[str]:
-    """The reasons of a check alone: a run needs a package on the rank that writes, which may be elsewhere."""
+    """Return a sentence on each setting whose package is not installed.
+
+    Only `--check-config` refuses it: a run needs the package on the rank that writes, which may be elsewhere.
+    """
     return [
         f"`{spec.flag}` must be left out where the package {spec.package} is not installed, but is "
         f"{value_at(config, spec.path)}; run `pip install {spec.package}`."
@@ -277,7 +282,7 @@ def _say(text: str, speaks: bool, stream: Any) -> None:
     try:
         print(text, file=stream, flush=True)
     except BrokenPipeError:
-        # The reader has seen enough, as in `--help | head`; Python would complain again when it exits.
+        # The reader closed the pipe, as `--help | head` does; Python would complain again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -292,12 +297,6 @@ def world_size_of_environment(problems: list[str]) -> int | None:
     return None
 
 
-def _build(settings: dict[str, Setting], broken: set[str], problems: list[str]) -> Config:
-    """The tree from the settings. Fields that fail are added to `broken` and keep their default."""
-    sections = {name: _build_section(name, settings, broken, problems) for name in SECTIONS}
-    return Config.model_construct(None, **sections)
-
-
 def build_section(section: str, settings: Iterable[Setting]) -> Section:
     """One section of the tree, from the settings that belong to it; ConfigError names every bad value."""
     problems: list[str] = []
@@ -310,25 +309,27 @@ def build_section(section: str, settings: Iterable[Setting]) -> Section:
 def _build_section(
     section: str, settings: dict[str, Setting], broken: set[str], problems: list[str]
 ) -> Section:
+    """Build a section. Fields that fail are added to `broken`, with a problem, and keep their default."""
     model = SECTIONS[section]
     given = model.implied({s.spec.name: s.value for s in settings.values() if s.spec.section == section})
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        by_name = {spec.name: spec for spec in FIELDS if spec.section == section}
+        by_name, texts = {spec.name: spec for spec in FIELDS if spec.section == section}, meanings(section)
         for detail in error.errors():
             spec = by_name[str(detail["loc"][0])]
             if spec.path not in broken:
-                problems.append(_problem(spec, settings.get(spec.path), detail))
+                problems.append(_problem(spec, texts[spec.name], settings.get(spec.path), detail))
             broken.add(spec.path)
             given.pop(spec.name, None)
+    # Rules still judge the fields that are sound, so that all violations are reported at once.
     return model.model_construct(**given)
 
 
-def _problem(spec: FieldSpec, setting: Setting | None, detail: Any) -> str:
-    """The complaint of pydantic about one field, in the form of this project's sentences."""
+def _problem(spec: FieldSpec, meaning: str, setting: Setting | None, detail: Any) -> str:
+    """Return pydantic's complaint about one field, in the form of this project's sentences."""
     if setting is None:
-        return f"`{spec.flag}` must be set ({spec.help}), but is missing."
+        return f"`{spec.flag}` must be set ({meaning}), but is missing."
     reason = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     must = reason if reason.startswith("must") else f"must be {reason}"
     value = " ".join(map(str, setting.value)) if isinstance(setting.value, tuple) else setting.value
@@ -339,11 +340,11 @@ def _problem(spec: FieldSpec, setting: Setting | None, detail: Any) -> str:
 def _warnings(flags: Scan, deepspeed: DeepSpeedSettings) -> tuple[str, ...]:
     """The warnings: at most one line on ignored flags and one on ignored keys, then the rest."""
     keys = [*deepspeed.ignored, *deepspeed.script_ignored]
-    # A launcher adds it to each rank's words, and says the same in the environment.
+    # A launcher adds it to each rank's arguments, and sets the environment's LOCAL_RANK to the same.
     own = "--local-rank" if "LOCAL_RANK" in os.environ else None
-    heard = [flag for flag in flags.ignored if not flag.foreign.silent and flag.name != own]
+    reported = [flag for flag in flags.ignored if not flag.foreign.silent and flag.name != own]
     return (
-        *_without_effect("flags", [(flag.name, flag.reason) for flag in heard]),
+        *_without_effect("flags", [(flag.name, flag.reason) for flag in reported]),
         *_without_effect(f"keys of {deepspeed.name}", [(key.key, key.reason) for key in keys]),
         *flags.warnings,
     )

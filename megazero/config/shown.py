@@ -1,15 +1,10 @@
-"""The configuration as `--check-config` shows it: with the values that follow from others filled in."""
+"""The configuration as `--check-config` shows it, with the values that follow from others filled in."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megazero.config.derive import (
-    PipelineShape,
-    data_parallel_size,
-    filled_model,
-    padded_vocab_size,
-)
+from megazero.config.derive import PipelineShape, data_parallel_size, filled_model, padded_vocab_size
 from megazero.config.document import to_yaml
 from megazero.config.steps import BatchRamp
 from megazero.config.training_plan import TrainingPlan, WarmupLength, training_plan_of
@@ -17,9 +12,9 @@ from megazero.config.tree.config import Config
 
 
 def shown_config(config: Config, world_size: int) -> str:
-    """A YAML document that means the same on `world_size` ranks, with facts that have no key as comments.
+    """Return a YAML document of the same run on `world_size` ranks, with derived facts as comments.
 
-    Settings that are still null are off, or nothing in the configuration determines them.
+    A setting that stays null is off, or not determined by the configuration.
     """
     replicas = data_parallel_size(config, world_size)
     if config.finetune.task is not None:  # the length follows from files that are not read here
@@ -32,7 +27,7 @@ def shown_config(config: Config, world_size: int) -> str:
 
 
 def filled(config: Config, training_plan: TrainingPlan) -> Config:
-    """The same run with its derived sizes and lengths written out."""
+    """Write out a run's derived sizes and lengths."""
     lengths = training_plan.lr
     sized = _filled(config, training_plan.steps.ramp.final)
     decay = config.optimizer.model_copy(update={f"lr_decay_{lengths.unit}": lengths.decay})
@@ -40,7 +35,7 @@ def filled(config: Config, training_plan: TrainingPlan) -> Config:
 
 
 def _filled(config: Config, global_batch_size: int) -> Config:
-    """The same run with its derived sizes written out."""
+    """Write out a run's derived sizes."""
     changes: dict[str, dict[str, Any]] = {
         "parallel": {"pipeline_schedule": PipelineShape.of(config).kind},
         "batch": {"global_batch_size": global_batch_size},

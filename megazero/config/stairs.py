@@ -24,7 +24,7 @@ def _count(text: str) -> int:
 
 
 def _read_stairs(stairs: tuple[str, ...]) -> tuple[str, ...]:
-    """Numbers in full, in the order of thresholds."""
+    """Return the pairs with their numbers in full, in the order of the thresholds."""
     words = [word for text in stairs for word in text.replace(",", " ").split()]
     try:
         pairs = sorted(tuple(map(_count, word.split(":", 1))) for word in words)
@@ -36,7 +36,7 @@ def _read_stairs(stairs: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Stairs = Annotated[tuple[str, ...], AfterValidator(_read_stairs)]
-"""Sizes of the global batch, each with the number of tokens from which on it holds: THRESHOLD:SIZE."""
+"""Sizes of the global batch, each with the number of tokens from which it holds: THRESHOLD:SIZE."""
 
 
 def final_size(stairs: tuple[str, ...]) -> int:
@@ -49,7 +49,7 @@ class BatchStairs:
     """The global batch size as a function of the samples consumed, in steps of any width and height.
 
     Attributes:
-        pieces: (samples from which on it holds, batch size), in ascending order and starting at 0.
+        pieces: (samples from which the size holds, batch size), in ascending order from 0.
     """
 
     pieces: tuple[tuple[int, int], ...]
@@ -62,7 +62,7 @@ class BatchStairs:
 
     @property
     def rise(self) -> bool:
-        """Whether the pieces begin at 0, and each where the one before it has had a sample."""
+        """Whether the pieces begin at 0, and each at least one sample after the one before it."""
         return self.pieces[0][0] == 0 and all(a[0] < b[0] for a, b in pairwise(self.pieces))
 
     @property
@@ -90,7 +90,7 @@ class BatchStairs:
         return self.pieces[max(0, self._following(consumed_samples) - 1)][1]
 
     def steps_held(self, consumed_samples: int) -> int | None:
-        """The number of steps after `consumed_samples` for which the size stays; None if for good."""
+        """The number of steps after `consumed_samples` with this size; None if it never changes again."""
         following = self._following(consumed_samples)
         if following == len(self.pieces):
             return None

@@ -1,4 +1,4 @@
-"""The model that a folder says is in it, as settings: for what a line leaves out, and to compare with it."""
+"""The settings that a folder of weights states: they complete a command line, and are compared with it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Stated:
         place: the file that says so.
         model: the model's settings, with the size of its vocabulary if the tokenizer does not say it.
         tokenizer: the tokenizer's settings.
-        silent: fields of the model that are the launch's all the same.
-        differences: where a configuration has another model than the folder's weights are of.
+        silent: fields of the model that the folder does not determine, so that the command line does.
+        differences: returns the differences of a configuration's model from the folder's.
     """
 
     place: str
@@ -35,10 +35,10 @@ class Stated:
     differences: Callable[[ModelConfig], list[Difference]]
 
     def values(self, given: Set[str]) -> dict[str, Any]:
-        """Return path -> value of what the folder says and `given` paths do not, directly or in another way.
+        """Return path -> value of the folder's settings that the paths `given` do not set in some way.
 
-        A tokenizer is taken whole or not at all. The default of the activation depends on whether there are
-        biases, and that of how many experts a token goes to on whose flags a line has: these are always said.
+        A tokenizer is taken whole or not at all. `activation` and `moe_router_topk` are stated even at their
+        defaults, because these depend on the other flags of the line.
         """
         always = {"activation", *(["moe_router_topk"] if self.model.num_experts else [])}
         unsaid = given | {f"model.{name}" for name in self.silent} | _said_otherwise(given)
@@ -52,11 +52,14 @@ class Stated:
         return values
 
     def other_tokenizer(self, given: Mapping[str, Any]) -> str | None:
-        """The first setting of the tokenizer that settings (path -> value) give otherwise; or None."""
+        """The first tokenizer setting that differs from the given ones (path -> value); None if none does."""
         launch = TokenizerConfig.model_construct(**{path.partition(".")[2]: x for path, x in given.items()})
+        if self.tokenizer.tokenizer_type is None:
+            return None
         ours, theirs = (dict(section.located()) for section in (launch, self.tokenizer))
-        names = [] if self.tokenizer.tokenizer_type is None else [n for n in theirs if theirs[n] != ours[n]]
-        return f"{names[0]} {spoken(theirs[names[0]])}" if names else None
+        return next(
+            (f"{name} {spoken(value)}" for name, value in theirs.items() if value != ours[name]), None
+        )
 
     def check(self, config: Config) -> None:
         """Refuse the model of a configuration that differs from the folder's.
@@ -65,7 +68,7 @@ class Stated:
             ConfigError: a sentence for each field that differs.
         """
         problems, rows = [], self.differences(config.model)
-        # What several fields say is one difference: the layers of a stack, and so those of both.
+        # Fields that express the same are one difference: the layers of one stack, and so of both.
         same = {path for field, _, _ in rows for path in INSTEAD_OF.get(f"model.{field}", ())}
         for field, theirs, ours in (row for row in rows if f"model.{row[0]}" not in same):
             flag = FIELD_BY_PATH[f"model.{field}"].flag
@@ -78,11 +81,11 @@ class Stated:
 
 
 Reader = Callable[[Mapping[str, Any]], Stated | None]
-"""Reads what the folder says that settings (path -> value) name for the weights; None if none has any."""
+"""Reads the folder of weights that settings (path -> value) name; returns None if they name none."""
 
 
 def _said_otherwise(given: Set[str]) -> set[str]:
-    """The paths of fields that say in another way what the paths `given` say."""
+    """The paths of fields that express in another way what the paths `given` express."""
     pairs = [(path, other) for path, others in INSTEAD_OF.items() for other in others]
     return {b for a, b in pairs if a in given} | {a for a, b in pairs if b in given}
 

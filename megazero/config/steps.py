@@ -1,7 +1,7 @@
 """The consumption of each step of a training: a pure function of what was consumed before it.
 
-The batch size follows the samples consumed so far (a ramp), the sequence length the steps done or the tokens
-(a curriculum), and the tokens that layers see the steps done (random-LTD). Counts of a whole training are
+The batch size follows from the samples consumed so far (a ramp), the sequence length from the steps or tokens
+(a curriculum), and the tokens that layers see from the steps (random-LTD). Counts over a whole training are
 sums over segments of equal steps, found by bisection, in integers.
 """
 
@@ -67,7 +67,8 @@ class Step:
         sequence_length: tokens per row.
         rows: rows that each sample is cut into; a rest that does not fill one is dropped.
         kept_tokens: tokens of a row that layers with random-LTD see; None if they see all.
-        layer_tokens: tokens of a row that a layer sees, the mean over the layers, rounded down; None for all.
+        layer_tokens: tokens of a row that a layer sees, as the mean over the layers, rounded down; None for
+            all.
     """
 
     before: Progress
@@ -80,9 +81,9 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """The tokens that the step counts: positions of the batch, before any mask, that a mean layer sees.
+        """The tokens of the step: positions of the batch, before any mask, that a layer sees on average.
 
-        Layers with random-LTD see fewer. This is what Megatron-DeepSpeed counts.
+        Layers with random-LTD see fewer. Megatron-DeepSpeed counts tokens so.
         """
         seen = self.sequence_length if self.layer_tokens is None else self.layer_tokens
         return self.batch_size * self.rows * seen
@@ -98,7 +99,7 @@ class Step:
         return self.repeated(1)
 
     def repeated(self, times: int) -> Progress:
-        """The progress after `times` steps like this one, itself included."""
+        """The progress after `times` steps like this one, of which it is the first."""
         return Progress(
             self.before.iteration + times,
             self.before.samples + times * self.batch_size,
@@ -126,7 +127,7 @@ class BatchRamp:
 
     @classmethod
     def of(cls, batch: BatchConfig, model: ModelConfig, data_parallel_size: int) -> BatchSizes:
-        """The batch sizes of `--rampup-batch-size` or its like; without one, a constant batch.
+        """The batch sizes by the flags: a ramp, a schedule in steps, or a constant size.
 
         If no flag gives the batch size, it is one micro-batch on each replica.
         """
@@ -153,7 +154,7 @@ class BatchRamp:
         return self.final if done == self.increments else self.start + done * self.increment
 
     def steps_held(self, consumed_samples: int) -> int | None:
-        """The number of steps after `consumed_samples` for which the size stays; None if for good."""
+        """The number of steps after `consumed_samples` with this size; None if it never changes again."""
         done = self._increments_done(consumed_samples)
         if done == self.increments:
             return None
@@ -173,8 +174,8 @@ class SequenceLengths:
     """The sequence length as a function of the steps done, or of the tokens.
 
     Attributes:
-        pieces: (count at which it begins, tokens per sample from there on), in ascending order and starting
-            at 0. A curriculum has several pieces; without one there is a single piece.
+        pieces: (count at which a piece begins, tokens per sample in it), in ascending order from 0. Without a
+            curriculum there is a single piece.
         unit: the unit of the counts.
         reshaped: tokens of a whole sample, if it is cut into as many rows as it fills; None if a sample is
             one row.
@@ -213,7 +214,7 @@ class SequenceLengths:
         return 1 if self.reshaped is None else self.reshaped // length
 
     def steps_held(self, progress: Progress, tokens: int) -> int | None:
-        """The number of steps after `progress` for which the length stays the same; None if for good.
+        """The number of steps after `progress` with the same length; None if it never changes again.
 
         `tokens` is the number in each of these steps.
         """
@@ -251,9 +252,9 @@ class KeptTokens:
         return cls(SequenceLengths(pieces(pacing)), dropping, model.num_layers)
 
     def at(self, progress: Progress, length: int) -> tuple[int, int] | tuple[None, None]:
-        """The tokens of a row of `length` that these layers see, and the mean over all layers, rounded down.
+        """Tokens of a row of `length` that these layers see, and the mean over all layers, rounded down.
 
-        None for both where no layer drops any.
+        Both are None where no layer drops tokens.
         """
         kept = self.lengths.at(progress)
         if kept >= length:
@@ -273,7 +274,7 @@ class Steps:
         start: the progress before the first of them. A run resumed with other batch sizes may
             start between two of the steps that it would have taken with them from the beginning.
         kept: the number of tokens that layers with random-LTD see; None without random-LTD.
-        origin: where the settings of the run before `start` began, which may be these.
+        origin: the progress at which the settings of the run before `start` began; they may be the same.
     """
 
     ramp: BatchSizes
@@ -304,14 +305,14 @@ class Steps:
 
     @property
     def began(self) -> Progress:
-        """Where these settings began: at `origin` if these steps lead from there to `start`, or here."""
+        """The progress at which these settings began: `origin` if it leads to `start`, else `start`."""
         origin, start = self.origin, self.start
         led = origin.iteration <= start.iteration
         return origin if led and replace(self, start=origin).before(start.iteration) == start else start
 
     @property
     def from_beginning(self) -> Steps:
-        """The steps of a training that has had these settings from the beginning on."""
+        """The steps of a training with these settings from its beginning."""
         return self if self.start == BEGINNING else replace(self, start=BEGINNING)
 
     def at(self, progress: Progress) -> Step:
@@ -341,9 +342,9 @@ class Steps:
         return first.before.iteration + (samples - first.before.samples) // first.batch_size
 
     def convert(self, length: float, unit: Unit, into: Unit) -> float:
-        """The amount of `into` that is consumed when `length` of `unit` is, as if a step could be divided.
+        """Convert a length from one unit to another, as if a step could be divided.
 
-        Steps before `began` are taken to be all alike.
+        The steps before `began` count as equal.
         """
         if self.start != self.began:
             return replace(self, start=self.began).convert(length, unit, into)
@@ -364,7 +365,7 @@ class Steps:
 
     @cached_property
     def segments(self) -> tuple[Step, ...]:
-        """The first step of each segment of steps that are alike."""
+        """The first step of each segment of equal steps."""
         return tuple(self._walk())
 
     def _walk(self) -> Iterator[Step]:
@@ -372,10 +373,11 @@ class Steps:
         while True:
             first = self.at(progress)
             yield first
-            held = [self.ramp.steps_held(progress.samples), self.lengths.steps_held(progress, first.tokens)]
+            spans = [self.ramp.steps_held(progress.samples), self.lengths.steps_held(progress, first.tokens)]
             if self.kept is not None:
-                held.append(self.kept.lengths.steps_held(progress, first.tokens))
-            ends = [steps for steps in held if steps is not None]
-            if not ends:
+                spans.append(self.kept.lengths.steps_held(progress, first.tokens))
+            # All steps are equal until the first of these spans ends.
+            finite = [span for span in spans if span is not None]
+            if not finite:
                 return
-            progress = first.repeated(min(ends))
+            progress = first.repeated(min(finite))

@@ -1,4 +1,4 @@
-"""The steps and the end of a training: worked out once, and handed to whatever needs a length."""
+"""The steps and the end of a training, computed once for whatever needs a length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Limits:
 
     Attributes:
         iterations: the number of steps.
-        samples: the most samples consumed, in whole steps; a rest that does not fill a step is left over.
+        samples: the most samples consumed, in whole steps; a rest that does not fill a step stays unused.
         tokens: the number of tokens that the last step reaches or passes, as in Megatron-DeepSpeed.
     """
 
@@ -35,7 +35,7 @@ class Limits:
     def end(self, steps: Steps) -> Progress:
         """The progress when these steps stop; their start, if a limit lies before it.
 
-        They stop before 64 bits cannot count their tokens any more, which no run lives to see.
+        They stop before their tokens exceed 64 bits, which no run reaches.
 
         Raises:
             ConfigError: there is no limit.
@@ -73,9 +73,9 @@ class LrLengths:
         warmup: the count at which the warmup ends; not a whole number if it is set as a fraction.
         decay: the count at which the decay ends.
         wsd_decay: the length of the final decay of WSD; None without it.
-        warmup_as_given: the warmup in the unit that it was given in, if that is another. Megatron-DeepSpeed
-            warms up over iterations or samples, and then decays over tokens from those consumed by then.
-        weight_decay: the samples over which a weight decay that moves does so.
+        warmup_as_given: the warmup in its own unit, if that is another. Megatron-DeepSpeed warms up over
+            iterations or samples, and then decays over tokens, from those consumed by then.
+        weight_decay: the samples over which the weight decay changes; 0 if it is constant.
     """
 
     unit: Unit
@@ -111,10 +111,10 @@ class LrLengths:
 def _warmup_length(
     optimizer: ScheduleConfig, training: TrainingConfig, unit: Unit, decay: int
 ) -> WarmupLength:
-    """The warmup in the unit that it is given in.
+    """Return the warmup in the unit in which it is given.
 
-    A fraction is one of the decay. Beside a decay in tokens it is one of the training's iterations or
-    samples, as in Megatron-DeepSpeed.
+    A fraction is a fraction of the decay. Beside a decay in tokens it is a fraction of the training's
+    iterations or samples, as in Megatron-DeepSpeed.
     """
     fraction = optimizer.lr_warmup_fraction
     if fraction is None:
@@ -180,7 +180,7 @@ class Evaluations:
     def samples_until(self, iteration: int) -> int:
         """Validation samples read by a training of `iteration` steps, including the evaluation at its end.
 
-        No more than 64 bits can number: a run does not live to read the others.
+        The count is limited to what 64 bits can number, which no run reaches.
         """
         if self.same or self.interval is None:
             return self.samples
@@ -239,7 +239,7 @@ def training_plan_of(
 
 
 def _lr_unit(optimizer: ScheduleConfig, training: TrainingConfig) -> Unit:
-    """The unit that the learning rate schedule counts in: that of its own lengths, else the training's."""
+    """The unit of the learning rate schedule: that of its own lengths, or else of the training's length."""
     for stem in ("lr_decay", "lr_wsd_decay", "lr_warmup"):
         for unit in UNITS:
             if getattr(optimizer, f"{stem}_{unit}"):

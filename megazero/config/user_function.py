@@ -42,13 +42,16 @@ def user_function(spec: str, what: str, error: type[MegazeroError]) -> Callable[
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    """The module of a file's present text, made once per text: Python's own cache misses a quick edit."""
+    """Return the module of a file's present text, made once per text.
+
+    Python's own cache goes by the time of the last edit, and would miss a quick one.
+    """
     text, where = read_regular(path), str(path.resolve())
     name = f"megazero_user_{hashlib.blake2b(where.encode() + text, digest_size=8).hexdigest()}"
     if name not in sys.modules:
         module = ModuleType(name)
         module.__file__ = where
-        sys.modules[name] = module  # where dataclasses and pickles of the module look for it
+        sys.modules[name] = module  # dataclasses and pickles of the module look for it there
         try:
             exec(compile(text, where, "exec"), module.__dict__)
         except BaseException:

@@ -1,4 +1,4 @@
-"""Words of a command line: the flags of a training among them, and the known word that a user meant."""
+"""Words of a command line: which of them are flags, and which known word a misspelled one stands for."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 MOST_LISTED = 20
-"""Complaints of one kind that are put into words; the others are counted."""
+"""The most complaints of one kind that are reported one by one; the others are counted."""
 
 
 @dataclass
 class Few:
-    """Complaints of one kind, as many as there are.
+    """Complaints of one kind, of which the first are reported one by one.
 
     Attributes:
-        what: what they are about, in the plural.
-        count: how many there are.
+        what: their subject, in the plural.
+        count: the number of complaints so far.
     """
 
     what: str
     count: int = 0
 
     def add(self, problems: list[str], sentence: Callable[[], str]) -> None:
-        """One more; among `problems` if it is one of the first."""
+        """Count one more, and add its sentence to `problems` if it is one of the first."""
         self.count += 1
         if self.count <= MOST_LISTED:
             problems.append(sentence())
 
     def rest(self) -> list[str]:
-        """A line that counts the others; none if there are none."""
+        """One line that counts the unreported complaints; empty if there are none."""
         others = self.count - MOST_LISTED
         return [f"there are {others:,} more {self.what}."] if others > 0 else []
 
 
 def split_training_flags(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Split a command's own words from those after ``--``, flags of a training; None without a ``--``."""
+    """Split a command's own words from the training's flags after ``--``; None without a ``--``."""
     own = list(argv)
     if "--" not in own:
         return own, None
@@ -77,7 +77,7 @@ def _plain(word: str) -> str:
 
 
 def dashed(flag: str) -> str:
-    """A flag with `-` for `_`."""
+    """Return a flag with `-` for each `_`."""
     return flag.replace("_", "-")
 
 
@@ -97,7 +97,7 @@ def values_after(argv: Sequence[str], position: int) -> list[str]:
 
 
 def _edits(word: str, other: str) -> int | None:
-    """The number of letters to change, add, leave out or swap; None if it is too many."""
+    """The number of letters to change, add, drop or swap; None if there are too many."""
     most = max(1, len(word) // 4)
     if abs(len(word) - len(other)) > most:
         return None

@@ -13,12 +13,12 @@ class CapacitySpec:
     """The most tokens that an expert takes, as multiples of an even share.
 
     Attributes:
-        factor: the multiple; None if no token is dropped.
-        eval_factor: that of evaluations; None for the same.
-        least: tokens that an expert takes at least.
+        factor: the multiple in training; None if no token is dropped.
+        eval_factor: the multiple in evaluations; None for that of training.
+        least: the least capacity of an expert, in tokens.
         policy: which tokens an expert keeps.
-        together: whether capacity is counted over the sequences of a micro-batch; else within each.
-        padded: whether every expert gets as many rows as its capacity.
+        together: whether capacity is counted over all sequences of a micro-batch; else within each sequence.
+        padded: whether every expert gets exactly as many rows as its capacity.
     """
 
     factor: float | None = None
@@ -43,16 +43,16 @@ class RouterSpec:
         sigmoid: whether scores are sigmoids of the logits; else they are a softmax.
         pre_softmax: whether the softmax is over all experts before the choice.
         bias: whether logits have a learned bias.
-        groups, group_topk: groups of neighbouring experts, and how many of them a token chooses first.
+        groups, group_topk: the number of groups of neighbouring experts, and of those that a token chooses.
         scaling: multiplies the weights of the chosen experts; None for 1.
-        expert_bias: whether a bias of each expert, which follows the loads, takes part in the choice.
-        bias_rate: how far it moves in a step.
-        balance: kinds of load-balancing losses that are in use, and their weights.
-        assigns: whether training chooses by an even assignment (sinkhorn).
+        expert_bias: whether each expert has a bias in the choice, which moves towards equal loads.
+        bias_rate: the change of that bias in a step.
+        balance: (kind, weight) of each load-balancing loss in use.
+        assigns: whether training chooses experts by an even assignment (sinkhorn).
         z_loss: weight of the z-loss.
-        jitter: training multiplies the input by noise in 1 - jitter to 1 + jitter.
-        sampling: the choice that Gumbel noise is added for.
-        forced: whether training takes random numbers for logits.
+        jitter: training multiplies the router's input by noise from 1 - jitter to 1 + jitter.
+        sampling: the choice, of the first or the second expert, to which Gumbel noise is added.
+        forced: whether training puts random numbers in the place of the logits, for benchmarks.
         hashed: whether a fixed table names the experts by the tokens' ids.
         capacity: the most tokens that an expert takes.
     """
@@ -81,14 +81,14 @@ class MoeSpec:
     """Experts in the place of an MLP.
 
     Attributes:
-        experts: how many there are.
-        expert: each of them.
-        router: how tokens get to them.
-        routers: layers of the model that have one.
+        experts: the number of experts.
+        expert: the MLP of each expert.
+        router: how tokens are sent to experts.
+        routers: the number of layers of the model with a router.
         length: tokens of a sequence in training.
-        shared: the MLP beside them that all tokens go through; None for none.
-        shared_gate: whether it is weighed by a sigmoid gate of each token.
-        dense: the MLP that is mixed with them; None for none.
+        shared: the shared experts, an MLP that all tokens go through; None without them.
+        shared_gate: whether the shared experts are weighed by a sigmoid gate of each token.
+        dense: the MLP that is mixed with the experts (residual experts); None without it.
     """
 
     stream: StreamSpec

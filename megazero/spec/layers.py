@@ -1,4 +1,4 @@
-"""`LayerSpecs`: the layers of a model, by their numbers."""
+"""`LayerSpecs`: makes the layers of a model from its settings, by number."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megazero.spec.parts import (
 
 
 def norm_spec(model: ModelConfig, features: int) -> NormSpec:
-    """The norm of so many channels."""
+    """Make a norm of `features` channels."""
     by_mean = model.normalization == "LayerNorm"
     return NormSpec(
         features=features,
@@ -56,7 +56,7 @@ def _sparse(model: ModelConfig) -> SparseSpec | None:
 
 
 class LayerSpecs:
-    """Makes the layers of a model, by number; those behind the last are those of further tokens."""
+    """Makes the layers of a model, by number; layers beyond the last predict further tokens."""
 
     def __init__(self, model: ModelConfig, stream: StreamSpec, norm: NormSpec, router: RouterSpec | None):
         self.model, self.stream, self.norm, self.router = model, stream, norm, router
@@ -69,7 +69,7 @@ class LayerSpecs:
         self.experts = {place: count for place in places if (count := model.experts_at(place))}
 
     def at(self, number: int) -> LayerSpec:
-        """One layer."""
+        """Make the layer `number`."""
         model = self.model
         layer = LayerSpec(
             self.stream,
@@ -92,7 +92,7 @@ class LayerSpecs:
         )
 
     def _single(self, layer: LayerSpec, number: int, letter: str) -> LayerSpec:
-        """A layer of a hybrid model, which is one part."""
+        """Make a layer of a hybrid model, which has a single part."""
         if letter == ATTENTION:
             return replace(layer, attention=self._attention(number, self.model.kv_heads))
         if letter == MAMBA:
@@ -136,7 +136,7 @@ class LayerSpecs:
         return 1.0 if self.model.t5_style == "google" else 1 / math.sqrt(self.model.head_dim)
 
     def _cross(self) -> AttentionSpec:
-        """A decoder's attention to the encoder."""
+        """Make a decoder's attention to the encoder's output."""
         model = self.model
         return AttentionSpec(
             stream=self.stream,

@@ -24,12 +24,12 @@ class LayerSpec:
 
     Attributes:
         norm: the norm of hidden states.
-        attention, mixer: what mixes the tokens; at most one of the two.
-        cross: attention to what an encoder has made.
+        attention, mixer: the part that mixes tokens; at most one of the two.
+        cross: attention to an encoder's output.
         mlp: an MLP, or experts.
         norms: what is normalized: the inputs of the parts, their outputs, or both.
         parallel: whether the MLP reads the input of attention instead of its result.
-        one_norm: whether both read one norm then.
+        one_norm: whether attention and MLP share one norm of that input.
         residual_after_norm: whether the residual is taken after the norm.
     """
 
@@ -56,19 +56,19 @@ class LayerSpec:
 
     @property
     def sides(self) -> int:
-        """The number of its parts: a layer of attention or a mixer, and an MLP, has two."""
+        """The number of its parts: 2 with attention or a mixer and an MLP, else 1."""
         return (self.attention is not None or self.mixer is not None) + (self.mlp is not None)
 
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """The embedding of words, positions and kinds of tokens.
+    """The embedding of words, positions and token types.
 
     Attributes:
-        factor: of the words' embeddings.
-        positions: rows of the table of positions; 0 for none.
-        token_types: rows of the table of kinds of tokens; 0 for none.
-        norm: of the words' embeddings, before positions are added; None for none.
+        factor: factor of the words' embeddings.
+        positions: rows of the position table; 0 without one.
+        token_types: rows of the token-type table; 0 without one.
+        norm: norm of the words' embeddings, before positions are added; None without one.
     """
 
     stream: StreamSpec
@@ -83,12 +83,12 @@ class HeadSpec:
     """The output layer of a model, behind its final norm.
 
     Attributes:
-        tied: whether its weight is that of the words' embedding.
-        factor: of what the weight is multiplied with.
+        tied: whether it shares the weight of the words' embedding.
+        factor: factor of its input.
         softcap: bound c of the logits, which become c tanh(logit / c).
         bias: whether logits have a bias.
         exact_gelu: whether a masked-LM head takes the erf form of GELU.
-        binary: whether there is a head for the order of segments.
+        binary: whether there is a head for the order of segments (BERT).
         classes: classes of a classifier; None for a model that predicts words.
     """
 
@@ -105,11 +105,11 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class RelativeSpec:
-    """T5's biases of kinds of distance (Raffel et al. 2020).
+    """T5's learned biases by buckets of distance (Raffel et al. 2020).
 
     Attributes:
-        kinds: how many there are.
-        furthest: the distance from which on all keys are of the same kind.
+        kinds: the number of buckets.
+        furthest: the distance from which all keys share a bucket.
     """
 
     kinds: int
@@ -126,15 +126,15 @@ class ModelSpec:
         norm: the norm of hidden states.
         embedding, head: its ends.
         layers: its layers, an encoder's before a decoder's.
-        encoder_layers: how many of them are an encoder's; all of one stack.
-        further: the layers that predict further tokens (DeepSeek-V3), behind the last one.
+        encoder_layers: the number of an encoder's layers; all layers in a model of one stack.
+        further: the layers of multi-token prediction (DeepSeek-V3), after the last layer.
         further_weight: weight of the mean of their losses.
-        rotary: the tables that turn queries and keys.
-        relative: T5's biases; None for none.
-        router: the routers' settings, where the model has experts.
+        rotary: the rotary tables.
+        relative: T5's biases; None without them.
+        router: the routers' settings; None without experts.
         length: tokens of a sequence in training.
-        decoder_length: most tokens that a decoder is given.
-        positions: longest sequence that the model can be given.
+        decoder_length: the most tokens that a decoder takes.
+        positions: the longest sequence that the model takes.
     """
 
     family: Literal["gpt", "bert", "t5"]
@@ -155,7 +155,7 @@ class ModelSpec:
 
     @property
     def every_layer(self) -> tuple[LayerSpec, ...]:
-        """All layers, those that predict further tokens behind the others."""
+        """All layers, with those of multi-token prediction at the end."""
         return self.layers + self.further
 
     def attentions(self) -> Iterator[AttentionSpec | LatentAttentionSpec]:
@@ -164,5 +164,5 @@ class ModelSpec:
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        """The layers that have experts, by number from 0, in order; those of further tokens too."""
+        """The numbers, from 0, of all layers with experts, those of multi-token prediction included."""
         return tuple(number for number, layer in enumerate(self.every_layer) if layer.experts)

@@ -20,11 +20,11 @@ class StreamSpec:
     Attributes:
         width: h.
         std: standard deviation of initial weights.
-        out_std: that of the layers that write to the stream (GPT-2, Radford et al. 2019).
+        out_std: standard deviation for the layers that write to the stream (GPT-2, Radford et al. 2019).
         bias: whether linear layers have biases.
-        dropout: share of what a part adds to the stream, and of the embedding, that is dropped.
-        scale: factor of what a part adds to it.
-        fp32: whether it is kept in fp32.
+        dropout: dropout rate of the embedding and of each part's output.
+        scale: factor of each part's output.
+        fp32: whether the stream is kept in fp32.
     """
 
     width: int
@@ -42,14 +42,14 @@ class NormSpec:
 
     Attributes:
         features: the number of channels that are normalized together.
-        by_mean: whether it is layer norm, which takes the mean off; else RMSNorm.
+        by_mean: whether it is LayerNorm, which subtracts the mean; else RMSNorm.
         bias: whether it adds a bias.
         eps: added to the variance.
         centred: whether its weight is stored less 1.
-        scope: for queries and keys, of which each tensor-parallel rank has some heads. ``head``: features are
-            the channels of one head, and all heads share the weights. ``projection``: they are those of all
-            heads, and a rank has its part of them. None for hidden states.
-        decays: whether its weight and bias decay.
+        scope: of a norm of queries or keys. ``head``: over the channels of one head, with weights that all
+            heads share. ``projection``: over the channels of all heads, of which a tensor-parallel rank has
+            its part. None for hidden states.
+        decays: whether weight decay applies to its weight and bias.
     """
 
     features: int
@@ -69,15 +69,15 @@ class SparseSpec:
         kind: how they are chosen, by DeepSpeed's names.
         block: tokens of a block.
         blocks: blocks of the longest sequence.
-        heads: layouts: one for each query head, or 1 for all.
-        seed: of the random blocks.
+        heads: the number of layouts: one for each query head, or 1 for all.
+        seed: seed of the random blocks.
         local: blocks of a window of `fixed`.
-        globals_: global blocks of each window, or the first ones.
-        patterns: choices of the global blocks of a window.
+        globals_: the number of global blocks, of each window or at the beginning.
+        patterns: the number of choices of a window's global blocks.
         horizontal: whether global blocks see all others.
-        random: random blocks that each block sees.
+        random: the number of random blocks that each block sees.
         windows: blocks of each window of `variable`.
-        starts, ends: runs of global blocks; no ends for runs of one block.
+        starts, ends: first block and end of each run of global blocks; None for runs of one block.
         sliding: blocks of a window that slides.
     """
 
@@ -99,13 +99,13 @@ class SparseSpec:
 
 @dataclass(frozen=True)
 class SightSpec:
-    """The keys that a token sees by their places.
+    """The keys that a token sees, by position.
 
     Attributes:
         causal: whether it sees only itself and earlier ones.
         window: the most keys before and after its own; None for all.
-        sinks: first tokens of a document that no window hides.
-        sparse: the blocks that it sees; None for all.
+        sinks: the number of a document's first tokens that no window hides.
+        sparse: the blocks that it sees; None for all blocks.
     """
 
     causal: bool
@@ -116,16 +116,16 @@ class SightSpec:
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """How slow channels are slowed down further, for sequences longer than those of the first training.
+    """The scaling of rotary positions to sequences longer than those of the first training.
 
     Attributes:
         kind: linear divides positions; llama3 and yarn slow those channels that turn few times.
-        factor: by how much.
-        original: the length of the first training.
-        slow, fast: turns in that length below which a channel slows down by all, and above which by nothing.
-        rounded: whether the limits of yarn fall on channels.
-        sharper: yarn's two factors of the logarithm by which attention is sharper, of queries and keys, and
-            of all channels.
+        factor: the new sequence length over the original one.
+        original: the sequence length of the first training.
+        slow, fast: turns in the original length: a channel with fewer than `slow` slows down by the whole
+            factor, one with more than `fast` not at all.
+        rounded: whether the limits of yarn are rounded to whole channels.
+        sharper: yarn's `mscale` and `mscale_all_dim`, by which attention is sharpened.
     """
 
     kind: Literal["linear", "llama3", "yarn"]
@@ -139,13 +139,13 @@ class RotaryScaling:
 
 @dataclass(frozen=True)
 class RotarySpec:
-    """A table of cosines and sines by which queries and keys are turned.
+    """A table of cosines and sines by which queries and keys are rotated.
 
     Attributes:
         channels: channels of a head that are rotated.
         base: base of the frequencies.
-        scaling: None for channels that keep their speed.
-        positions: the longest sequence that the model can be given.
+        scaling: the scaling of positions; None without one.
+        positions: the longest sequence that the model takes.
     """
 
     channels: int
@@ -163,14 +163,15 @@ class AttentionSpec:
         head_dim: d.
         sight: the keys that a token sees.
         qkv_bias: whether queries, keys and values have biases.
-        dropout: share of the probabilities that is dropped.
+        dropout: dropout rate of the probabilities.
         scale: factor of the products of queries and keys; None for 1 / sqrt(d).
         softcap: bound c of the scores, which become c tanh(score / c).
         softmax: as `--softmax-type`.
         q_norm, k_norm: norms of queries and keys before they are rotated.
         gated: whether the result is multiplied by the sigmoid of a projection of the input.
-        rotary: the number of the model's rotary table that turns queries and keys; None: they are not turned.
-        interleaved: channels of a head whose neighbours turn together; None: those half a rotation apart do.
+        rotary: the index of the model's rotary table for queries and keys; None if they are not rotated.
+        interleaved: channels of a head that are rotated in neighbouring pairs; None for pairs that are half
+            the rotated width apart.
         alibi: whether scores have biases that are linear in the distance.
     """
 
@@ -199,19 +200,19 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class LatentAttentionSpec:
-    """Attention whose keys and values are made of one small vector of each token (DeepSeek-V2).
+    """Multi-latent attention, whose keys and values are made of one small vector of each token (DeepSeek-V2).
 
     Attributes:
         heads: n.
-        query_rank: width of the small vector of queries; None: they are made of the token's own.
+        query_rank: width of the small vector of queries; None if queries are made of the hidden state.
         rank: width r of the small vector of keys and values.
         plain_dim: channels of a head's queries and keys that are not rotated.
-        rotary_dim: channels of its queries that are rotated, and of the key that all heads share.
+        rotary_dim: channels of a head's queries that are rotated, and of the key that all heads share.
         value_dim: channels of a head's values.
         query_norm, latent_norm: norms of the small vectors.
         sight, dropout, softcap: as in `AttentionSpec`.
         scale: factor of the products of queries and keys.
-        rotary: the number of the model's rotary table.
+        rotary: the index of the model's rotary table.
     """
 
     stream: StreamSpec
@@ -236,7 +237,7 @@ class LatentAttentionSpec:
 
     @property
     def groups(self) -> int:
-        """Heads with keys and values of their own: all."""
+        """The number of heads with keys and values of their own: all heads."""
         return self.heads
 
 
@@ -246,8 +247,8 @@ class MixerSpec:
 
     Attributes:
         heads: heads of `head_dim` channels each.
-        groups: groups of heads that share what is written and read.
-        state: numbers in the state of each channel.
+        groups: the number of groups of heads that share the input and output maps of the state (B and C).
+        state: size of the state of each channel.
         min_step: the shortest step of a head.
         eps: added to the variance by its norm.
     """
@@ -267,7 +268,7 @@ class MixerSpec:
 
     @property
     def rows(self) -> int:
-        """Outputs of its first projection: gates, inputs, what groups write and read by, and steps."""
+        """Outputs of its first projection: gates, inputs, the groups' B and C, and step sizes."""
         return 2 * (self.width + self.groups * self.state) + self.heads
 
 

@@ -1,4 +1,4 @@
-"""`model_spec`: the settings of a model, read once and for all layers."""
+"""`model_spec`: reads the settings of a model once, for all layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megazero.spec.parts import NormSpec, RotaryScaling, RotarySpec, StreamSpec
 
 
 def model_spec(model: ModelConfig) -> ModelSpec:
-    """Resolve the settings into a model, layer by layer."""
+    """Resolve a model's settings, layer by layer."""
     stream, norm = _stream(model), norm_spec(model, model.hidden_size)
     router = router_spec(model) if model.num_experts else None
     layers = LayerSpecs(model, stream, norm, router)
@@ -47,7 +47,7 @@ def model_spec(model: ModelConfig) -> ModelSpec:
 
 
 def router_spec(model: RoutingConfig) -> RouterSpec:
-    """How tokens get to experts, in layers that look nothing up."""
+    """Make the router of a layer whose experts are not chosen by a hash table."""
     return RouterSpec(
         topk=model.moe_router_topk,
         sigmoid=model.moe_router_score_function == "sigmoid",
@@ -106,7 +106,7 @@ def _head(model: ModelConfig, stream: StreamSpec, norm: NormSpec) -> HeadSpec:
 
 
 def _rotary(model: ModelConfig) -> tuple[RotarySpec, ...]:
-    """The table of all layers, then that of layers with a window where these have a base of their own."""
+    """Make the rotary table of all layers, and one for layers with a window if these have their own base."""
     if not model.rotates:
         return ()
     table = RotarySpec(model.rotary_dim, model.rotary_base, _rotary_scaling(model), model.positions)

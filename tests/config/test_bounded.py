@@ -9,8 +9,8 @@ import pytest
 
 from megazero.config.bounded import MOST_CHARACTERS
 from megazero.config.document import read_file, read_text
-from megazero.config.lists import Unreadable
 from megazero.config.metric_text import read_metrics
+from megazero.config.numbers import Unreadable
 from megazero.config.resolve import parse_config
 from megazero.errors import ConfigError
 from tests.tables import over_table

@@ -6,7 +6,7 @@ import pytest
 
 from megazero.config.coerce import coerce
 from megazero.config.fields import FIELD_BY_PATH
-from megazero.config.lists import Unreadable
+from megazero.config.numbers import Unreadable
 from megazero.config.words import nearest
 from tests.tables import over_table
 

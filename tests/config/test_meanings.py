@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config.fields import FIELD_BY_PATH
+from megazero.config.help import meanings
 from megazero.config.resolve import Resolved, parse_config
 from megazero.config.training_plan import training_plan_of
 from megazero.data.splits import parse_split
@@ -118,7 +118,7 @@ def test_a_window_of_spikes_has_bounds_with_a_reason(window: int) -> None:
         "`--spike-window` must be from 20, the fewest updates whose median says what is usual, to 10000, but "
         f"is `{window}`."
     ]
-    assert "from 20 to 10000" in FIELD_BY_PATH["guards.spike_window"].help
+    assert "from 20 to 10000" in meanings("guards")["spike_window"]
 
 
 class _MegatronDeepSpeedRates:

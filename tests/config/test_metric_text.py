@@ -9,8 +9,8 @@ import yaml
 
 from megazero.config.document import read_text
 from megazero.config.flags import scan
-from megazero.config.lists import Unreadable
 from megazero.config.metric_text import as_mapping, read_metrics
+from megazero.config.numbers import Unreadable
 from tests.config.deepspeed.data_efficiency_keys import BY_RARITY, RARITY
 from tests.tables import over_table
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from megazero.config.compat.foreign import FOREIGN_FLAGS
 from megazero.config.deepspeed.table import ROWS as DEEPSPEED_ROWS
-from megazero.config.fields import FIELDS
+from megazero.config.fields import FIELDS, SECTIONS
 from megazero.config.flags import FLAGS
-from megazero.config.help import format_help
+from megazero.config.help import format_help, meanings
 from megazero.config.reference import (
     compatibility_page,
     configuration_page,
@@ -65,8 +65,12 @@ def test_help_fits_its_width_and_names_every_flag() -> None:
     assert all(name in whole for name in FLAGS)
 
 
-@over_table("spec", FIELDS, ids=lambda spec: spec.path)
-def test_every_field_is_documented(spec) -> None:
-    assert spec.help
-    assert not spec.help.endswith(".")
-    assert spec.flag.startswith("--")
+@over_table("section", SECTIONS)
+def test_every_field_is_documented(section) -> None:
+    for name, meaning in meanings(section).items():
+        assert meaning, f"{section}.{name} has no text below its declaration"
+        assert not meaning.endswith("."), f"{section}.{name}"
+
+
+def test_every_flag_has_dashes() -> None:
+    assert all(spec.flag.startswith("--") for spec in FIELDS)

@@ -1,4 +1,4 @@
-"""Blends in a file, or with a part of each dataset, in the forms of Megatron-LM and its forks."""
+"""Blends of datasets in a file, and parts of datasets, in the forms of Megatron-LM and its forks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megazero.errors import DataError
 from megazero.regular_file import read_regular_text, why_unreadable
 
 MARK = "@"
-"""It begins the name of a file with a blend, where the blend itself could stand."""
+"""The first character of a data path that names a file with a blend."""
 
 _PART = re.compile(r"(?P<prefix>.+)\[(?P<start>[\d.]+):(?P<stop>[\d.]+)\]")
 
 
 def expanded(entries: Sequence[str], split: str) -> tuple[str, ...]:
-    """`--data-path` or a sibling of it, as prefixes and weights.
+    """Return `--data-path` or a sibling flag as prefixes and weights.
 
     Args:
         entries: as given, or ``@FILE``: words as on a command line, lines of weight, prefix and corpus, a
@@ -60,7 +60,7 @@ def _of_json(text: str, split: str, path: Path) -> tuple[str, ...]:
 
 
 def weighted(text: str) -> Iterator[str]:
-    """The weights and prefixes of groups ``NAME: WEIGHT START:STOP PREFIX, ...``, with their parts.
+    """Yield the weights and prefixes of groups ``NAME: WEIGHT START:STOP PREFIX, ...``, parts included.
 
     Several groups, which BigScience evaluates apart, are one blend. Raises DataError for another form.
     """
@@ -74,11 +74,8 @@ def weighted(text: str) -> Iterator[str]:
                 f"`{' '.join(words)[:80]}`; correct it."
             )
         yield words[0]
-        yield words[2] if _whole(words[1]) else f"{words[2]}[{words[1]}]"
-
-
-def _whole(part: str) -> bool:
-    return re.fullmatch(r"0(\.0*)?:1(\.0*)?", part) is not None
+        is_whole = re.fullmatch(r"0(\.0*)?:1(\.0*)?", words[1]) is not None
+        yield words[2] if is_whole else f"{words[2]}[{words[1]}]"
 
 
 def prefix_of(name: str) -> str:

@@ -24,7 +24,7 @@ _SAME = "it is so without it"
 
 @dataclass(frozen=True)
 class Meant:
-    """Arguments for what a line leaves out, where a fork has another default."""
+    """Arguments that stand for the defaults of forks, for the flags that a line leaves out."""
 
     forks: tuple[str, ...] = ()
     argv: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Reading:
         problems: why it cannot be read.
         replaced: the flag of a fork or another trainer, with its values -> what is read instead.
         given: every flag of the line, with dashes -> its values.
-        left_out: what it leaves out.
+        left_out: the defaults of its forks, for the flags that it leaves out.
     """
 
     argv: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Reading:
     left_out: Meant = Meant()
 
     def warnings(self) -> list[str]:
-        """A line on the flags of a fork that were read as others, and one on names that any trainer uses."""
+        """Lines on the flags that were read as others: those of a fork, and names that any trainer uses."""
         whose = f" (`{COMMAND} {self.assumed[0]}` says so)" if self.assumed else ""
         named = {theirs: dashed(theirs.partition(" ")[0]) in SYNONYMS for theirs in self.replaced}
         lines = []
@@ -71,7 +71,7 @@ class Reading:
 
 
 def translate(argv: Sequence[str], known: Mapping[str, str]) -> Reading:
-    """Read the flags of a fork, whichever it is, and write known ones as they are spelled here.
+    """Rewrite a command line, of whichever fork, in the flags of this project.
 
     The fork is that of `--dialect`, or else the one that knows the most of the flags that are unknown here.
 
@@ -84,7 +84,7 @@ def translate(argv: Sequence[str], known: Mapping[str, str]) -> Reading:
     counts = Counter([named]) if named else _counts(known, reading)
     best = [fork for fork in DIALECTS if counts and counts[fork] == max(counts.values())]
     reading.assumed = [] if named else best
-    # The forks to ask about a flag, those first that all must agree.
+    # The forks to ask about a flag: first those that must all agree, then the others.
     tables = [best] if named or not best else [best, [fork for fork in DIALECTS if fork not in best]]
     _read_all(reading, tables, known, argv)
     _leave_out(reading, tables, known, [fork for fork in DIALECTS if fork in counts])
@@ -110,9 +110,13 @@ def _read_all(
 def _leave_out(
     reading: Reading, tables: list[list[str]], known: Mapping[str, str], forks: Sequence[str]
 ) -> None:
-    """Add what the forks of whose flags there are some mean by what the line leaves out."""
-    by_fork = {fork: [row for row in LEFT_OUT[fork] if _is_left_out(row, reading)] for fork in forks}
-    # What goes with a flag of one fork alone is meant by that flag; what goes with none, by the whole line.
+    """Add the defaults of the forks whose flags are on the line, for the flags that it leaves out."""
+    given = reading.given
+    by_fork = {
+        fork: [row for row in LEFT_OUT[fork] if row.name not in given and row.when.is_beside(given)]
+        for fork in forks
+    }
+    # A row with `beside` goes with one flag of its fork. The others are about the whole line, and must agree.
     whole = {tuple(row for row in rows if not row.when.beside) for rows in by_fork.values()}
     if len(whole) > 1:
         reading.problems.append(
@@ -120,14 +124,10 @@ def _leave_out(
             f"such as `{COMMAND} {forks[0]}`."
         )
         return
-    meant = Reading(problems=reading.problems, given=reading.given)
+    meant = Reading(problems=reading.problems, given=given)
     for row in dict.fromkeys(row for rows in by_fork.values() for row in rows):
         _read_all(meant, tables, known, row.same or ())
     reading.left_out = Meant(tuple(fork for fork, rows in by_fork.items() if rows), tuple(meant.argv))
-
-
-def _is_left_out(row: Row, reading: Reading) -> bool:
-    return row.name not in reading.given and row.when.is_beside(reading.given)
 
 
 def _read(
@@ -188,12 +188,13 @@ def _given(argv: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _filled(token: str, values: Sequence[str], given: Mapping[str, list[str]]) -> list[str]:
-    """The arguments of a place for a fork's values; one that begins with a brace lacks a flag to fill it.
+    """Fill a placeholder with a fork's values; a result that begins with a brace lacks a flag to fill it.
 
-    ``{}`` are the values, ``{n}`` is how many parts commas make of the first, ``{--flag}`` is the value of
-    another flag and ``{/--flag}`` the first divided by that, ``{range}`` are the steps 5-7 9-10 and
-    ``{pairs}`` the steps 5 7 9 10, ``{weighted}`` is a blend of parts of datasets, ``{layout}``, ``{ends}``
-    and ``{split}`` are the arguments about layers of stages, and ``{evals}`` those about evaluations.
+    ``{}`` are the values, and ``{n}`` is the number of parts between commas of the first value.
+    ``{--flag}`` is the value of another flag, and ``{/--flag}`` the first value divided by it. ``{range}``
+    are the steps of 5-7 9-10, and ``{pairs}`` those of 5 7 9 10. ``{weighted}`` is a blend of parts of
+    datasets. ``{layout}``, ``{ends}`` and ``{split}`` are arguments about the layers of stages, and
+    ``{evals}`` are arguments about evaluations.
     """
     first = values[0] if values else ""
     other = given.get(token.strip("{/}"), [])
@@ -214,7 +215,7 @@ def _filled(token: str, values: Sequence[str], given: Mapping[str, list[str]]) -
     if token in ("{range}", "{pairs}"):
         ends = [int(end) for value in values for end in value.split("-")]
         spans = zip(ends[::2], ends[1::2], strict=False)
-        # Of steps, which are numbered from 1 there, and by the steps before them here.
+        # The fork numbers steps from 1; here a step is named by the number of steps before it.
         return [str(number) for start, stop in spans for number in range(max(start, 1) - 1, stop)]
     if token.startswith("{/") and other:
         return [repr(float(first) / float(other[0]))]
@@ -226,9 +227,9 @@ def _filled(token: str, values: Sequence[str], given: Mapping[str, list[str]]) -
 def _row(
     name: str, values: Sequence[str], tables: list[list[str]], reading: Reading, known: Mapping[str, str]
 ) -> Row | None:
-    """The row on a flag; None if none fits, or if forks that may be meant differ about it."""
+    """Return the row of a flag; None if none fits, or if the forks in question disagree."""
     is_known, given = name in known, reading.given
-    # A flag that is known here means something else only in the fork whose line this is.
+    # A flag that is known here has another meaning only on a line of the fork itself.
     for names in tables[:1] if is_known else tables:
         meanings = {
             fork: row for fork in names if (row := first(DIALECTS[fork], name, values, given)) is not None
@@ -255,7 +256,7 @@ def _row(
         if meanings:
             return next(iter(meanings.values()))
     row = first(SYNONYMS, name, values, given)
-    if is_known:  # some of its values may have other names, but itself it is read as it is
+    if is_known:  # some of its values may have other names, but the flag itself keeps its meaning
         return row if row is not None and row.when.values else None
     return row or of_family(name, known)
 
@@ -280,7 +281,7 @@ def _named(argv: Sequence[str], reading: Reading) -> str | None:
 
 
 def _counts(known: Mapping[str, str], reading: Reading) -> Counter[str]:
-    """Every fork of whose flags there are some -> how many."""
+    """Fork -> the number of flags on the line that are its own."""
     return Counter(
         fork
         for name, values in reading.given.items()
@@ -296,7 +297,7 @@ def _tells(
     reading: Reading,
     known: Mapping[str, str],
 ) -> bool:
-    """Whether a flag with these values is a fork's, of whom these rows are, and nobody else reads it."""
+    """Whether only the fork with these rows knows a flag with these values."""
     row = first(rows, name, values, reading.given)
     if row is None or first(SYNONYMS, name, values, reading.given) is not None:
         return False

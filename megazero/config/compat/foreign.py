@@ -16,7 +16,8 @@ from megazero.config.condition import Condition, Need
 from megazero.config.fields import check_needs
 from megazero.config.tables import blocks, rows
 
-_UNLIMITED = 1_000_000
+UNLIMITED = 1_000_000
+"""The most values of a flag that takes any number of them."""
 
 
 class Arity(NamedTuple):
@@ -29,7 +30,7 @@ class Arity(NamedTuple):
 _SWITCH = Arity(0, 0)
 
 
-_ARITIES = MappingProxyType({"": _SWITCH, "=": Arity(1, 1), "=?": Arity(0, 1), "=*": Arity(0, _UNLIMITED)})
+_ARITIES = MappingProxyType({"": _SWITCH, "=": Arity(1, 1), "=?": Arity(0, 1), "=*": Arity(0, UNLIMITED)})
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class Foreign:
         accepted: why it needs no effect here; None if it is refused whatever its value.
         refused: what to do instead; None if it is accepted whatever its value.
         values: the values it is accepted with, compared in lower case; empty means any (none for a switch).
-            Those with a ! at their end need none of the conditions.
+            A value with a ! at its end is accepted whatever the conditions.
         arity: how many values it has.
-        where: conditions on the tree once everything is resolved, of which one must hold.
+        where: conditions on the resolved tree, of which one must hold.
         silent: whether a run says nothing about it, because the setting in `where` has its effect.
     """
 
@@ -66,7 +67,7 @@ class Ignored:
 
 
 def contradiction(ignored: Ignored, value_of: Callable[[str], Any]) -> str | None:
-    """The reason for refusing a flag after all, now that fields have values; None if it is not refused."""
+    """Return why a flag is refused after all, once fields have values; None if it is not."""
     foreign = ignored.foreign
     if not foreign.where or any(condition.holds(value_of(condition.path)) for condition in foreign.where):
         return None
@@ -89,7 +90,7 @@ def verdict(foreign: Foreign, values: Sequence[str]) -> Ignored | str:
 
 
 def arity(marked: str) -> tuple[str, Arity]:
-    """A flag's name without its mark, and how many values it has."""
+    """Split a flag from its mark, and return its name and its number of values."""
     name, equals, many = marked.partition("=")
     return name, _ARITIES[equals + many]
 

@@ -12,11 +12,11 @@ _FIRST = ("--decoder-first-pipeline-num-layers", "--num-layers-in-first-pipeline
 _LAST = ("--decoder-last-pipeline-num-layers", "--num-layers-in-last-pipeline-stage")
 _EMBEDDING, _LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
 
-Given = Mapping[str, Sequence[str]]
+FlagValues = Mapping[str, Sequence[str]]
 """Every flag of a line -> its values."""
 
 
-def of_layout(layout: str, given: Given) -> list[str]:
+def of_layout(layout: str, given: FlagValues) -> list[str]:
     """The arguments for a layout such as ``Et*3|(tt|)*29m|L``: E is the embedding, t a layer, L the loss.
 
     Raises ValueError for another text, and for a stage without a layer.
@@ -33,7 +33,7 @@ def _repeated(match: re.Match[str]) -> str:
     return (match[1] if match[2] is None else match[2]) * int(match[3])
 
 
-def of_ends(given: Given) -> list[str]:
+def of_ends(given: FlagValues) -> list[str]:
     """The arguments for flags that give the first or the last stage another number of layers.
 
     Raises ValueError if the layers do not come out even, or if there are several chunks on a stage.
@@ -68,11 +68,11 @@ def of_ends(given: Given) -> list[str]:
     return _partition(counts, given)
 
 
-def of_split(rank: int, given: Given) -> list[str]:
+def of_split(rank: int, given: FlagValues) -> list[str]:
     """The arguments where the stages before this one have T5's encoder, and the others its decoder.
 
-    Both Megatrons read it of a model with both on several stages; for others there is nothing to say.
-    Raises ValueError if a stack's layers do not come out even over its stages, or has none.
+    Both Megatrons read the flag for a T5 on several stages alone; for other models there are no arguments.
+    Raises ValueError if a stack has no stage, or its layers do not come out even over its stages.
     """
     stages = _number(given, (_STAGES,)) or 1
     if stages == 1 or given.get("--model-family") != ["t5"]:
@@ -88,10 +88,10 @@ def of_split(rank: int, given: Given) -> list[str]:
     return _partition(counts, given)
 
 
-def of_evaluations(size: int, given: Given) -> list[str]:
-    """No arguments where evaluations take batches of the training, as they do here.
+def of_evaluations(size: int, given: FlagValues) -> list[str]:
+    """No arguments where evaluations have the training's batch size, as they do here.
 
-    Raises ValueError for another size, with the number of batches here that have as many samples.
+    Raises ValueError for another size, with the number of batches that have as many samples here.
     """
     batch, evaluations = _number(given, ("--global-batch-size",)), _number(given, ("--eval-iters",)) or 100
     if batch == size:
@@ -105,11 +105,11 @@ def of_evaluations(size: int, given: Given) -> list[str]:
     )
 
 
-def _number(given: Given, names: Sequence[str]) -> int | None:
+def _number(given: FlagValues, names: Sequence[str]) -> int | None:
     return next((int(given[name][0]) for name in names if given.get(name)), None)
 
 
-def _partition(counts: Sequence[int], given: Given) -> list[str]:
+def _partition(counts: Sequence[int], given: FlagValues) -> list[str]:
     stages = _number(given, (_STAGES,)) or 1
     if min(counts) < 1:
         raise ValueError(

@@ -45,15 +45,12 @@ _FACTOR = "model.moe_expert_capacity_factor"
 _EXPERT_RANKS = "parallel.expert_model_parallel_size"
 _TENSOR_RANKS = "parallel.tensor_model_parallel_size"
 _CHOICES: Mapping[int, Mapping[str, Any]] = MappingProxyType(
-    {
-        1: {"model.moe_router_pre_softmax": True},
-        2: {"model.moe_router_sampling": "second"},
-    }
+    {1: {"model.moe_router_pre_softmax": True}, 2: {"model.moe_router_sampling": "second"}}
 )
-"""What DeepSpeed does with so many choices of each token: path -> value."""
+"""Experts per token -> DeepSpeed's settings for that number, as path -> value."""
 
 _DROPPED = MappingProxyType({1: "random", 2: "position"})
-"""Which tokens DeepSpeed drops with so many choices; with more, those of the least probability."""
+"""Experts per token -> DeepSpeed's policy of dropping tokens; with more, the least probable are dropped."""
 
 
 def megatron_deepspeed(flags: Set[str], settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
@@ -78,10 +75,10 @@ def megatron_deepspeed(flags: Set[str], settings: Mapping[str, Any]) -> tuple[st
 
 
 def fewer_expert_ranks(flags: Set[str], settings: Mapping[str, Any]) -> tuple[int, str] | None:
-    """The ranks of the experts, where Megatron-DeepSpeed's flag names more than a layer has experts.
+    """Return a smaller expert-parallel size, and a line, where the flag exceeds a layer's experts.
 
-    DeepSpeed's first layers were over as many ranks as they had experts then. Where experts lie changes no
-    number. None if the flag is Megatron-LM's, or fits.
+    DeepSpeed then spreads such a layer over as many ranks as it has experts; the placement of experts changes
+    no number. None if the flag is not Megatron-DeepSpeed's, or does not exceed them.
     """
     ranks = settings.get(_EXPERT_RANKS, 1)
     if _OWN[0] not in flags or ranks < 1:
@@ -130,7 +127,7 @@ def _meant(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ungrouped(flags: Set[str], model: ModelConfig) -> str | None:
-    """The line on `--num-query-groups` alone, which Megatron-LM ignores; None if that is the same model.
+    """Return the line on `--num-query-groups` alone, which Megatron-LM ignores; None if it changes nothing.
 
     Args:
         flags: names of the flags that were given.

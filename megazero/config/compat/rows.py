@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
-from megazero.config.compat.foreign import FOREIGN_FLAGS, arity
+from megazero.config.compat.foreign import FOREIGN_FLAGS, UNLIMITED, arity
 from megazero.config.tables import blocks, names_in
 from megazero.config.words import dashed, nearest
 
-_ANY = 1_000_000
 _LEFT_OUT = "left out"
 
 
 @dataclass(frozen=True)
 class When:
-    """The values of a flag, and the line around it, that a row is about.
+    """The values of a flag, and the other flags of the line, to which a row applies.
 
     Attributes:
         least: how many values must follow the flag.
@@ -30,7 +29,7 @@ class When:
     beside: tuple[str, ...] = ()
 
     def fits(self, values: Sequence[str], given: Mapping[str, list[str]]) -> bool:
-        """Whether it is a flag with these values, on a line with these flags."""
+        """Whether the row applies to these values, on a line with these flags."""
         if len(values) < self.least or not self.is_beside(given):
             return False
         if not self.values:
@@ -38,7 +37,7 @@ class When:
         return bool(values) and any(fnmatchcase(values[0].lower(), value) for value in self.values)
 
     def is_beside(self, given: Mapping[str, list[str]]) -> bool:
-        """Whether what must be on the line is among these flags."""
+        """Whether one of the flags in `beside` is on the line; true if there are none."""
         pairs = [flag.partition("=")[::2] for flag in self.beside]
         return not pairs or any(
             name in given and (not value or [value] == [word.lower() for word in given[name]])
@@ -82,7 +81,7 @@ def _rows_of(table: str) -> dict[str, tuple[Row, ...]]:
     for head, words in blocks(table):
         if head == _LEFT_OUT:
             continue
-        for row in _rows(head, words, most=_ANY if "/" in table else 0):
+        for row in _rows(head, words, most=UNLIMITED if "/" in table else 0):
             rows.setdefault(dashed(row.name), []).append(row)
     return {name: tuple(several) for name, several in rows.items()}
 
@@ -92,7 +91,7 @@ def _rows(head: str, words: Sequence[str], most: int) -> Iterator[Row]:
 
     Args:
         head, words: the block.
-        most: as many values belong at least to a flag that is not read, whatever its mark says.
+        most: the least number of values that are skipped with a flag without effect, whatever its mark.
     """
     verb, _, reason = head.partition(": ")
     for word in words:
@@ -100,11 +99,11 @@ def _rows(head: str, words: Sequence[str], most: int) -> Iterator[Row]:
         ours, _, beside = ours.partition("&")
         marked, _, choices = theirs.partition("=")
         few = choices in ("", "*", "?")
-        # What a value only ends with may be followed by more.
+        # A pattern that begins with a star is of the last value, and others may come before it.
         if few:
             name, (least, many) = arity(theirs)
         else:
-            name, least, many = marked, 1, _ANY if choices[0] == "*" else 1
+            name, least, many = marked, 1, UNLIMITED if choices[0] == "*" else 1
         values = () if few else tuple(choices.lower().split(","))
         switch, when = few and many == 0, When(least, values, tuple(filter(None, beside.split("|"))))
         if verb in ("same", _LEFT_OUT):
@@ -162,18 +161,18 @@ _MEANT: tuple[str, ...] = tuple(
 
 
 def of_family(name: str, known: Mapping[str, str]) -> Row | None:
-    """The row of a flag that nobody knows, but whose name says that it changes no number.
+    """The row of an unknown flag whose name says that it changes no number; None for another name.
 
-    A name that is nearly that of a flag which does something is such a flag, misspelled.
+    A name close to that of a flag with an effect counts as a misspelling of it, and has no row.
     """
     reason = next((reason for reason, pattern in _FAMILIES if fnmatchcase(name, pattern)), None)
     if reason is None or (name not in _FAMILY_NAMES and nearest(name, _meaningful(known))):
         return None
-    return Row(name, When(0), _ANY, accepted=reason)
+    return Row(name, When(0), UNLIMITED, accepted=reason)
 
 
 def _meaningful(known: Mapping[str, str]) -> list[str]:
-    """The flags, by their names with dashes, that are not accepted without effect whatever they say."""
+    """The flags, by their names with dashes, that have an effect or may be refused."""
     foreign = [FOREIGN_FLAGS.get(spelled) for spelled in known.values()]
     matter = [row is None or row.accepted is None or bool(row.values or row.where) for row in foreign]
     return [name for name, matters in zip(known, matter, strict=True) if matters] + [*_MEANT]

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON beside flags: which of the two counts, where they say different things."""
+"""A DeepSpeed JSON beside flags: which of the two takes precedence where they differ."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ from megazero.config.flags import Setting
 from megazero.config.tree.precision import PrecisionConfig
 
 _FLAG_COUNTS = ("optimizer.lr", "logging.tensorboard_dir")
-"""Fields, besides the batch sizes, of which a flag takes precedence over the JSON."""
+"""Fields whose flag takes precedence over the JSON, as the flags of batch sizes do."""
 
 
-def left_to_json(flags: Sequence[Setting], values: Values) -> list[Setting]:
-    """The flags that have no effect beside this JSON: `--loss-scale`, where the JSON has no static scale, and
-    `--fp16`, where the JSON enables bf16.
+def flags_without_effect(flags: Sequence[Setting], values: Values) -> list[Setting]:
+    """Return the flags that have no effect beside this JSON.
 
-    In Megatron-DeepSpeed the engine scales the loss in fp16 alone, and looks at the JSON alone. Its scripts
-    give the flag the exponent of the first scale (`--loss-scale 15` beside `initial_scale_power` 15). It
-    casts the model to the type that the JSON enables, whatever Megatron made it in. fp16 where a script says
-    `--bf16` would overflow what the author has not thought of, and stays refused. `values` are path -> value
-    of all fields that the JSON sets or implies.
+    These are `--loss-scale`, where the JSON has no static scale, and `--fp16`, where the JSON enables bf16:
+    Megatron-DeepSpeed's engine reads the type and the loss scale from the JSON alone. Its scripts pass the
+    exponent of the first scale by the flag (`--loss-scale 15` beside `initial_scale_power` 15). The reverse,
+    fp16 in the JSON beside `--bf16`, stays refused: it may overflow where the author does not expect it.
+
+    Args:
+        flags: the flags that are given.
+        values: path -> value of all fields that the JSON sets or implies.
     """
     dtype = values.get("precision.dtype")
     dynamic = dtype in ("fp16", "bf16") and not values.get("precision.loss_scale")
 
-    def is_unheard(flag: Setting) -> bool:
+    def has_none(flag: Setting) -> bool:
         cast = flag.spec.path == "precision.dtype" and (flag.value, dtype) == ("fp16", "bf16")
         return cast or (dynamic and flag.spec.path == "precision.loss_scale")
 
-    return list(filter(is_unheard, flags))
+    return list(filter(has_none, flags))
 
 
-def unheard(flag: Setting, name: str, precision: PrecisionConfig) -> str:
-    """The sentence on a flag that has no effect beside the JSON of this name."""
+def without_effect(flag: Setting, name: str, precision: PrecisionConfig) -> str:
+    """Return the sentence on a flag that has no effect beside the JSON `name`."""
     source = f"`{precision.dtype}.enabled` of {name}, as in Megatron-DeepSpeed"
     if flag.spec.path == "precision.dtype":
         return (
@@ -52,7 +54,7 @@ def unheard(flag: Setting, name: str, precision: PrecisionConfig) -> str:
 
 
 def overruled(flags: Sequence[Setting], settings: Sequence[Setting]) -> list[str]:
-    """A sentence on each setting of the JSON that gives way to a flag, as it does in Megatron-DeepSpeed."""
+    """Return a sentence on each setting of the JSON that a flag overrides, as in Megatron-DeepSpeed."""
     by_path = {flag.spec.path: flag for flag in flags if flag.spec.path in _FLAG_COUNTS}
     return [
         _overruled(by_path[json_setting.spec.path], json_setting.source, json_setting.value)
@@ -66,7 +68,7 @@ def _overruled(flag: Setting, source: str, value: Any) -> str:
 
 
 def conflicts(flags: Sequence[Setting], settings: Sequence[Setting]) -> list[str]:
-    """Every field that a flag and the JSON set differently, as sentences."""
+    """Return a sentence on each field that a flag and the JSON set differently."""
     by_path = {setting.spec.path: setting for setting in flags}
     rivals = [(by_path[setting.spec.path], setting) for setting in settings if setting.spec.path in by_path]
     return [
@@ -80,7 +82,7 @@ def conflicts(flags: Sequence[Setting], settings: Sequence[Setting]) -> list[str
 def leave_batch_to_flags(
     name: str, values: dict[str, Any], flags: Mapping[str, Setting], data_parallel: int | None
 ) -> list[str]:
-    """Take those batch sizes out of a JSON's `values` that differ from flags, or do not go with these.
+    """Remove the batch sizes from a JSON's `values` that contradict the flags.
 
     Args:
         name: what messages call the file.
@@ -89,7 +91,7 @@ def leave_batch_to_flags(
         data_parallel: ranks that samples are split over, or None.
 
     Returns:
-        A sentence on each of them.
+        A sentence on each size that was removed.
     """
     said: list[str] = []
     total, micro, steps = BatchSizes.names()

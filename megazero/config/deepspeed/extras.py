@@ -1,6 +1,6 @@
-"""The settings of a DeepSpeed JSON for an engine that is given its model; `megazero.initialize` reads it.
+"""The settings of a DeepSpeed JSON that no field of the tree has; `megazero.initialize` reads them.
 
-The settings of training itself are fields of the tree; these are the rest. Defaults are DeepSpeed's.
+Defaults are DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ class Named:
 
     Attributes:
         type: its name.
-        params: the arguments of its class; those that are null are left out, and so are most that are
-            "auto".
+        params: the arguments of its class, without those that are null, and without most that are "auto".
     """
 
     type: str
@@ -26,13 +25,13 @@ class Named:
 
 @dataclass(frozen=True)
 class RankExtras:
-    """Ranks that share sequences.
+    """The layout of ranks.
 
     Attributes:
-        sequence_parallel_size: how many share a sequence.
-        data_parallel_size: ranks with samples of their own, if the JSON says more than one.
-        seq_parallel_communication_data_type: the type of gradients on their way between ranks, some of which
-            share sequences; None: as for others.
+        sequence_parallel_size: ranks that share a sequence.
+        data_parallel_size: data-parallel ranks, if the JSON says more than one.
+        seq_parallel_communication_data_type: the type in which gradients are reduced where ranks share
+            sequences; None for the type that is used without sharing.
     """
 
     sequence_parallel_size: int = 1
@@ -46,7 +45,7 @@ class CheckpointExtras:
 
     Attributes:
         tag_validation: what happens if ranks save under different tags.
-        use_node_local_storage: each node has a folder of its own, which the others do not see.
+        use_node_local_storage: whether each node writes to a folder that the others do not see.
     """
 
     tag_validation: Literal["warn", "ignore", "fail"] = "warn"
@@ -63,17 +62,17 @@ class Extras:
         steps_per_print: optimizer steps between log lines.
         auto_cast: cast floating point inputs of the model to its type.
         prescale_gradients: divide gradients by the number of ranks before they are summed, not after.
-        gradient_predivide_factor: without `prescale_gradients`, divide by this before the sum and by the
-    rest after it.
+        gradient_predivide_factor: without `prescale_gradients`, divide by this factor before the sum, and by
+            the number of ranks over this factor after it.
         dataloader_drop_last: leave out the last batch if it is short.
-        zero_allow_untested_optimizer: not asked; each optimizer runs on pieces or whole parameters.
+        zero_allow_untested_optimizer: no effect; ZeRO here takes any optimizer.
         gather_16bit_weights_on_save: write whole weights in the model's type beside a checkpoint.
         dump_state: print the configuration at start.
-        consecutive_hysteresis: every step without an overflow gives the tolerated overflows back.
+        consecutive_hysteresis: restore the number of tolerated overflows at every step without one.
         managed_gradient_accumulation: count micro-batches; without it, every step updates.
-        ranks: how ranks are laid out.
-        checkpoint: how checkpoints are written.
-        sections: the content of sections that are read elsewhere, as it stands in the JSON: for example
+        ranks: the layout of ranks.
+        checkpoint: the section `checkpoint`.
+        sections: the content of sections that are read elsewhere, as the JSON has it, such as
             `tensor_parallel`.
     """
 

@@ -1,4 +1,4 @@
-"""The object in a DeepSpeed file, or what is wrong with the file and where, in a user's words."""
+"""Load the object of a DeepSpeed JSON file, or say what is wrong with the file, and where."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _WORD = re.compile(r"\$\{\w+\}|\{+ *\w+ *\}+|<[\w -]+>|[@$%]?[\w.-]+[@%]?")
 _LITERALS: Mapping[str, str] = MappingProxyType(
     {"true": "true", "false": "false", "none": "null", "null": "null", "nan": "a number"}
 )
-"""How other notations write values -> what JSON has in their place."""
+"""A value as other notations write it -> the value that JSON has."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a text that should be JSON: its index there, the reason, and what to do about it."""
+    """A fault of a text that should be JSON: its position, the reason, and what to do about it."""
 
     position: int
     reason: str
     remedy: str
 
     def sentence(self, name: str, text: Relaxed) -> str:
-        """The complaint about the file of this name."""
+        """Return the complaint about the file `name`."""
         where = f"{name}:{text.place(self.position)}"
         return f"{where}: the file must be valid JSON, but {self.reason}; {self.remedy}."
 
@@ -50,9 +50,10 @@ class _Constant(ValueError):
 
 
 def load_json(source: str | os.PathLike[str]) -> tuple[Mapping[str, Any], list[str]]:
-    """The object that a file holds, and why the file is refused, as sentences; then it may be empty.
+    """Return the object that a file holds, and the reasons to refuse the file, as sentences.
 
-    `source` may also be the file's text itself in base64, as accelerate's launcher passes it.
+    Where there are reasons, the object may be empty. `source` may also be the file's text itself in base64,
+    as accelerate's launcher passes it.
     """
     if (text := _decoded(source)) is not None:
         return read_json(text, "the DeepSpeed configuration")
@@ -67,7 +68,7 @@ def load_json(source: str | os.PathLike[str]) -> tuple[Mapping[str, Any], list[s
 
 
 def load_ds_config(config: Any) -> dict[str, Any]:
-    """The document of a JSON: of a file, of its text in base64, or itself, also within a `DeepSpeedConfig`.
+    """Return the content of a JSON: of a file, a text in base64, a dictionary, or a `DeepSpeedConfig`.
 
     Raises:
         ConfigError: it is none of these, or names everything that is wrong with the text.
@@ -87,7 +88,7 @@ def load_ds_config(config: Any) -> dict[str, Any]:
 
 
 def _decoded(source: str | os.PathLike[str]) -> str | None:
-    """The text that base64 stands for; None if it is none, or the name of a file."""
+    """Decode a text in base64; None if `source` is not such a text, or names a file."""
     if not isinstance(source, str) or os.path.exists(source):
         return None
     try:
@@ -98,7 +99,7 @@ def _decoded(source: str | os.PathLike[str]) -> str | None:
 
 
 def plain_paths(value: Any) -> Any:
-    """A JSON's content with paths, which may be of any class, as text."""
+    """Return a JSON's content with path objects as text."""
     if isinstance(value, Mapping):
         return {key: plain_paths(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -107,7 +108,7 @@ def plain_paths(value: Any) -> Any:
 
 
 def read_json(given: str, name: str) -> tuple[Mapping[str, Any], list[str]]:
-    """The object that a text holds, and why it is refused, as `load_json` does."""
+    """Return the object that a text holds, and the reasons to refuse it, as `load_json` does."""
     text = relaxed(given.removeprefix("\ufeff"))
     repeats: list[bool] = []
 
@@ -146,7 +147,7 @@ def _fault(text: str, error: ValueError) -> Fault:
 
 
 def _fault_at(position: int, rest: str, message: str) -> Fault:
-    """The fault of a text that goes on with `rest`, where the parser stopped with `message`."""
+    """Return the fault at `position`, where the parser stopped with `message` before `rest`."""
     word = _WORD.match(rest)
     if rest.startswith(("/*", "'")):
         return Fault(position, "what begins there has no end", "close it")
@@ -168,16 +169,16 @@ _OF_PARSER = (
     ("Invalid \\", "a backslash begins no escape that JSON knows", "write two of them"),
     ("Extra data", "something follows the object", "remove it"),
 )
-"""How a message of Python's parser begins -> the fault, and what to do."""
+"""The beginning of a message of Python's parser, the fault, and what to do."""
 
 
 def _first(pattern: re.Pattern[str], text: str) -> int:
-    """Where the pattern's group first matches outside texts."""
+    """Return the first position outside strings at which the pattern's group matches."""
     return next((match.start() for match in pattern.finditer(text) if match[1]), 0)
 
 
 def _repeated(name: str, text: Relaxed) -> list[str]:
-    """A sentence on each key of a valid JSON text that its object has had already."""
+    """Return a sentence on each key that its object has already."""
     problems: list[str] = []
     others = Few("repeated keys")
     for key, position, first in _repeated_keys(text.json):
@@ -193,7 +194,7 @@ def _sentence_of(name: str, text: Relaxed, key: str, position: int, first: int) 
 
 
 def _repeated_keys(text: str) -> Iterator[tuple[str, int, int]]:
-    """Each such key, where it stands and where it stood first."""
+    """Yield each repeated key, its position, and the position of its first occurrence."""
     open_objects: list[dict[str, int]] = []
     for token, following in pairwise(_TOKEN.finditer(text)):
         if token[0] in "{[":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
 from megazero.config.deepspeed.beside import leave_batch_to_flags
 from megazero.config.deepspeed.extras import Extras, Named
 from megazero.config.deepspeed.load import load_json, plain_paths
-from megazero.config.deepspeed.section import AUTO, LARGEST, NOTHING, OR_NEVER, SECTION, KeyRow, Values, say
+from megazero.config.deepspeed.section import AUTO, NOTHING, OR_NEVER, SECTION, KeyRow, Values, say
 from megazero.config.deepspeed.sections.optimizer import optimizer_faults, uncorrected
 from megazero.config.deepspeed.sections.training import BatchSizes
 from megazero.config.deepspeed.sections.zero import AT_STAGE_3
@@ -34,6 +34,7 @@ from megazero.config.deepspeed.table import (
 )
 from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.flags import Setting
+from megazero.config.numbers import LARGEST
 from megazero.config.words import Few
 from megazero.errors import ConfigError
 
@@ -44,9 +45,9 @@ _NO_FLAGS: Mapping[str, Setting] = MappingProxyType({})
 _NEEDED: Mapping[str, frozenset[str]] = MappingProxyType(
     {"optimizer": frozenset({"lr"}), "scheduler": frozenset({"total_num_steps", "warmup_num_steps"})}
 )
-"""Arguments that must be written down where nobody replaces "auto"; others have their defaults then."""
+"""Arguments that stay "auto" where nothing replaces it; others are left out, and have their defaults."""
 _SCRIPTS_ALONE = "optimizer."
-"""How the keys begin whose values `megazero.initialize` passes to a class, which judges them."""
+"""The beginning of keys whose values `megazero.initialize` leaves to the optimizer's class to judge."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,17 @@ class DeepSpeedSettings:
     Attributes:
         name: what messages call the file.
         settings: the fields of the tree that it sets, with the key as the source.
-        defaults: what it implies, DeepSpeed's defaults and resolved "auto"; everything else overrides them.
+        defaults: fields that it implies, by DeepSpeed's defaults or a resolved "auto"; all other sources
+            override them.
         ignored: keys without effect.
         script_ignored: keys that have an effect in `megazero.initialize` but not in a training script.
         script_problems: why a training script refuses it.
-        unknown: keys that are not in the table, where DeepSpeed leaves such keys alone.
+        unknown: keys that are not in the table, of sections in which DeepSpeed ignores such keys.
         problems: why it is refused.
         broken: paths of fields whose value could not be read.
-        extras: what it says beyond the tree.
+        extras: the settings that no field of the tree has.
         batch: the batch sizes, if they could be resolved.
-        overruled: sentences on its batch sizes that give way to flags.
+        overruled: sentences on its batch sizes that flags override.
     """
 
     name: str
@@ -96,7 +98,7 @@ class DeepSpeedSettings:
 
     @property
     def strangers(self) -> tuple[str, ...]:
-        """One line on the unknown keys that DeepSpeed leaves alone, with the keys that they resemble."""
+        """One line on the unknown keys that DeepSpeed ignores, with the keys that they resemble."""
         listed = []
         for path in (path for path in self.unknown if not path.startswith("optimizer.params.")):
             near = near_miss(path)
@@ -146,7 +148,7 @@ def read_deepspeed(
 
 
 def _as_deepspeed_takes(result: DeepSpeedSettings, document: Values) -> Values:
-    """The document in the present spelling, where DeepSpeed takes an older one for the same."""
+    """Return the document with spellings of older releases, which DeepSpeed still takes, made current."""
     changed = dict(document)
     if isinstance(stage := document.get("zero_optimization"), bool):  # how the first releases said stage 1
         changed["zero_optimization"] = {"stage": int(stage)}
@@ -162,7 +164,7 @@ def _as_deepspeed_takes(result: DeepSpeedSettings, document: Values) -> Values:
 
 
 def _named(section: object, values: Values, kind: str) -> Named | None:
-    """The class that a section names, with its arguments as they were read, or as they stand there."""
+    """Return the class that a section names, with its arguments, as read or else as given."""
     if not isinstance(section, Mapping) or not isinstance(section.get("type"), str):
         return None
     given = section.get("params")
@@ -177,16 +179,16 @@ def _nested_deeply(document: Values) -> bool:
     level: list[object] = [document]
     for _ in range(_DEEPEST):
         holders = [holder for holder in level if isinstance(holder, Mapping | list | tuple)]
-        level = [child for holder in holders for child in _children(holder)]
+        level = [
+            child
+            for holder in holders
+            for child in (holder.values() if isinstance(holder, Mapping) else holder)
+        ]
     return bool(level)
 
 
-def _children(holder: Values | Sequence[object]) -> Iterator[object]:
-    return iter(holder.values() if isinstance(holder, Mapping) else holder)
-
-
 def _read_keys(result: DeepSpeedSettings, document: Values, given: Values) -> tuple[dict[str, Any], set[str]]:
-    """The readable values by key path, and those of the paths that were resolved from "auto"."""
+    """Return key path -> value of the readable keys, and the paths whose value was "auto"."""
     values: dict[str, Any] = {}
     resolved: set[str] = set()
     unknown, left = Few("unknown keys"), Few("unknown keys")
@@ -212,7 +214,7 @@ def _read_keys(result: DeepSpeedSettings, document: Values, given: Values) -> tu
 def _leaves(
     result: DeepSpeedSettings, node: Values, unknown: Few, section: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Path and value of every key that has a row; other keys are unknown."""
+    """Yield path and value of each key that has a row, and note the other keys as unknown."""
     for key, value in node.items():
         path = f"{section}.{key}" if section else str(key)
         path = ALIASES.get(path, path)
@@ -258,14 +260,14 @@ def _refuse(result: DeepSpeedSettings, row: KeyRow, value: object) -> None:
 
 
 def _limit(row: KeyRow, value: object) -> str:
-    """The clause that asks for a number that fits 64 bits; empty where the value does."""
+    """Return the clause that asks for a number of 64 bits; empty if the value fits."""
     if not isinstance(value, int | float) or abs(value) <= LARGEST:
         return ""
     return " of at most 64 bits" if "integer" in row.shape.says else ", that a float can hold"
 
 
 def _shown(value: object) -> str:
-    """A value in a message, cut short."""
+    """Return a value for a message, cut short."""
     if isinstance(value, Mapping):
         return "an object"
     if isinstance(value, int) and value.bit_length() > 64:
@@ -275,11 +277,7 @@ def _shown(value: object) -> str:
 
 
 def _apply(
-    result: DeepSpeedSettings,
-    row: KeyRow,
-    values: Values,
-    resolved: Set[str],
-    extras: dict[str, Any],
+    result: DeepSpeedSettings, row: KeyRow, values: Values, resolved: Set[str], extras: dict[str, Any]
 ) -> None:
     """Apply the meaning of one row's value, or of its absence, to the result."""
     off = _off(row, values)
@@ -288,9 +286,9 @@ def _apply(
             result.ignored.append(IgnoredKey(row.key, off))
         return
     if row.key not in values:
-        if row.there.absent is not NOTHING:
+        if row.upstream.absent is not NOTHING:
             source = f"{result.name}: DeepSpeed's default of `{row.key}`"
-            _set_fields(row, row.there.absent, values, source, result.defaults)
+            _set_fields(row, row.upstream.absent, values, source, result.defaults)
         return
     value, source = values[row.key], f"{result.name}: `{row.key}`"
     if row.is_of_another and not row.takes(value):
@@ -319,7 +317,7 @@ def _apply(
 
 
 def _off(row: KeyRow, values: Values) -> str | None:
-    """The reason why a key does not count beside others; None if it counts."""
+    """Return why a key has no effect beside the others; None if it has one."""
     stage = values.get("zero_optimization.stage")
     if row.key in AT_STAGE_3 and stage in (0, 1, 2):
         return f"DeepSpeed reads it at stage 3 alone, and `zero_optimization.stage` is {stage}"
@@ -371,7 +369,7 @@ def _set_batch(result: DeepSpeedSettings, values: Values, given: Values, data_pa
 
 
 def _settle(result: DeepSpeedSettings) -> None:
-    """One setting per field; keys that set one field differently are a problem."""
+    """Keep one setting per field; keys that set one field differently are a problem."""
     by_path: dict[str, Setting] = {}
     for setting in result.settings:
         first = by_path.setdefault(setting.spec.path, setting)

@@ -2,8 +2,8 @@
 
 DeepSpeed reads its files with hjson. The part of it that people write by hand is read here too: comments
 (``#``, ``//``, ``/* */``), commas before a closing bracket or missing at the end of a line, keys without
-quotes, texts in single quotes, and a file without its outer braces. A value without quotes would be a text
-to the end of its line there, so that ``False,`` is true: it stays a fault.
+quotes, texts in single quotes, and a file without its outer braces. A value without quotes stays a fault:
+hjson takes it as text up to the end of its line, so that ``False,`` would be true.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Relaxed:
     Attributes:
         given: the text as it was given.
         json: the text as JSON, on the same lines.
-        edits: position in `json` from which on it is so much longer than `given`, in order.
+        edits: (position in `json`, number of characters by which `json` is longer from there on), in order.
     """
 
     given: str
@@ -48,7 +48,7 @@ class Relaxed:
 
 
 def relaxed(text: str) -> Relaxed:
-    """The text as JSON, as far as that can be told."""
+    """Turn a text into JSON, as far as its meaning is clear."""
     bare = _COMMENT.sub(lambda match: re.sub(r"\S", " ", match[0]) if match[1] else match[0], text)
     pieces, edits, at, longer, length = [], [], 0, 0, 0
     for start, stop, replacement in _edits(bare):
@@ -61,7 +61,7 @@ def relaxed(text: str) -> Relaxed:
 
 
 def _edits(text: str) -> Iterator[tuple[int, int, str]]:
-    """Where the text begins and ends to be no JSON, and what replaces it."""
+    """Yield (start, end, replacement) of each part of the text that is not JSON."""
     tokens = [*_TOKEN.finditer(text)]
     open_ended = len(tokens) > 1 and tokens[1][0] == ":"
     before, depth = "{", int(open_ended)

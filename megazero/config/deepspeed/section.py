@@ -11,13 +11,13 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
+from megazero.config.numbers import LARGEST
+
 AUTO = "auto"
-LARGEST = 2**63 - 1
-"""The largest integer of 64 bits."""
 
 
 class Nothing(Enum):
-    """No value: of another type, left out, or of no consequence."""
+    """The absence of a value: it is of another type, left out, or has no effect."""
 
     NOTHING = 0
 
@@ -27,7 +27,7 @@ NOTHING = Nothing.NOTHING
 Values = Mapping[str, Any]
 """Key path -> value of a whole JSON, as read; `"auto"` if it could not be resolved."""
 Convert = Callable[[Any, Values], Any]
-"""Turns a key's value, beside those of all keys, into that of its field, or NOTHING."""
+"""Maps a key's value, and the values of all keys, to the value of its field or to NOTHING."""
 Read = Callable[[object], Any]
 Auto = Callable[[Values], Any]
 """Resolves "auto" from what flags, YAML or the caller give: path -> value."""
@@ -170,14 +170,14 @@ NOTHING_ENABLED = Only("nothing in it `enabled`", _enables_nothing)
 
 
 @dataclass(frozen=True)
-class There:
+class Upstream:
     """DeepSpeed's side of a key: its default, and the names under which scripts find it.
 
     Attributes:
         default: its default; NOTHING if it has none, or has no such key any more.
-        absent: what it assumes if `when` is on and the key is missing; flags and YAML override it.
-        getter: the engine's method that returns the value; True for one of the key's name.
-        attribute: the attribute of `DeepSpeedConfig` that has the value; True likewise.
+        absent: the value that it assumes if `when` is on and the key is missing; flags and YAML override it.
+        getter: the engine's method that returns the value; True for the name by `JsonSection.getter_of`.
+        attribute: the attribute of `DeepSpeedConfig` that has the value; True for the key's name.
     """
 
     default: Any = NOTHING
@@ -185,10 +185,13 @@ class There:
     getter: str | bool | None = None
     attribute: str | bool | None = None
 
-    def named(self, name: str) -> There:
-        """The same, with the key's name for True."""
-        named = {kind: name for kind in ("getter", "attribute") if getattr(self, kind) is True}
-        return replace(self, **named)
+    def named(self, getter: str, attribute: str) -> Upstream:
+        """Replace True by these names."""
+        return replace(
+            self,
+            getter=getter if self.getter is True else self.getter,
+            attribute=attribute if self.attribute is True else self.attribute,
+        )
 
 
 @dataclass(frozen=True)
@@ -199,20 +202,19 @@ class KeyRow:
         key: its path, such as `zero_optimization.stage`. Nothing below a key of shape SECTION is looked at.
         shape: what it must hold.
         fields: paths of the tree that it sets.
-        convert: turns the value and those of all keys into the field's value, or into one for each of several
-            fields, or into NOTHING, also for one of several; None if another key sets the fields from both.
+        convert: maps the value, and the values of all keys, to the field's value, or to a tuple of one value
+            for each field; NOTHING leaves a field alone. None if another key sets the fields from both.
         extra: the attribute of `Extras` that it sets; without `fields`, only `megazero.initialize` reads it.
         accepted: why it has no effect; together with `extra`, why it has none in a training script.
         refused: what to do instead.
         only: the values with which it is accepted; with others it is `refused`.
         script_refused: what to do instead in a training script, if only an engine takes it.
-        when: the key that must be on for this one to count, as must be the one that it counts beside; "" for
-            none, although the section has one.
-        faults: what is wrong with the value, or with all values because of it, as sentences without their
-            period; for what is looked at below a key of shape SECTION.
-        auto: how "auto" is resolved from what flags and YAML give (path -> value); NOTHING leaves it to
-            them. None if the key cannot be "auto".
-        there: what DeepSpeed has for it.
+        when: the key that must be on for this one to count, and whose own `when` must be on, too; "" for none
+            where the section has one.
+        faults: returns what is wrong with the value beside all others, as sentences without a period.
+        auto: resolves "auto" from what flags and YAML give (path -> value), or returns NOTHING to leave the
+            field to them. None if the key cannot be "auto".
+        upstream: DeepSpeed's default and names for it.
     """
 
     key: str
@@ -227,11 +229,11 @@ class KeyRow:
     when: str | None = None
     auto: Auto | None = None
     faults: Callable[[Any, Values], list[str]] | None = None
-    there: There = There()
+    upstream: Upstream = Upstream()
 
     @property
     def is_of_another(self) -> bool:
-        """Whether it only ever refuses something of what another key turns on."""
+        """Whether it sets nothing, and can only be refused where another key is on."""
         return self.when is not None and not (self.fields or self.extra)
 
     def takes(self, value: Any) -> bool:
@@ -257,29 +259,29 @@ def refused(remedy: str, taken: Only | None = None, default: Any = NOTHING, **ef
 
 
 def does(default: Any = NOTHING, **effect: Any) -> Any:
-    """Declare a key with this default in DeepSpeed; the rest are attributes of `There` and `KeyRow`.
+    """Declare a key with this default in DeepSpeed; the rest are attributes of `Upstream` and `KeyRow`.
 
-    ``seen`` stands for a getter and an attribute of the key's name.
+    ``seen=True`` stands for ``getter=True, attribute=True``.
     """
     if effect.pop("seen", False):
         effect |= {"getter": True, "attribute": True}
-    there = There(default, **{name: effect.pop(name) for name in _THERE if name in effect})
-    return Declared(there, MappingProxyType(effect))
+    upstream = Upstream(default, **{name: effect.pop(name) for name in _UPSTREAM if name in effect})
+    return Declared(upstream, MappingProxyType(effect))
 
 
 @dataclass(frozen=True)
 class Declared:
-    """A key as its section's body has it: DeepSpeed's side of it, and attributes of its `KeyRow`."""
+    """A declared key, before it becomes a `KeyRow`: DeepSpeed's side, and the row's other attributes."""
 
-    there: There
+    upstream: Upstream
     effect: Mapping[str, Any]
 
 
-_THERE = ("absent", "getter", "attribute")
+_UPSTREAM = ("absent", "getter", "attribute")
 
 
-class Section:
-    """The keys of one object of the JSON that are declared together.
+class JsonSection:
+    """The keys of one object of the JSON, declared together.
 
     Attributes:
         at: its path in the JSON; "" for keys at the top.
@@ -296,13 +298,18 @@ class Section:
     mapping: ClassVar[bool] = False
 
     @classmethod
+    def getter_of(cls, name: str) -> str:
+        """The name of a key's getter, where the key does not say another."""
+        return name
+
+    @classmethod
     def names(cls) -> tuple[str, ...]:
         """The names of its keys, in order."""
         return tuple(name for name, value in vars(cls).items() if isinstance(value, Declared))
 
     @classmethod
     def rows(cls) -> tuple[KeyRow, ...]:
-        """Its keys, in order."""
+        """The rows of its keys, in order."""
         module = vars(sys.modules[cls.__module__])
         # `typing.get_type_hints` does the same, and takes longer than everything else in this package.
         types = {name: eval(cls.__annotations__[name], module) for name in cls.names()}
@@ -313,18 +320,18 @@ class Section:
         declared: Declared = vars(cls)[name]
         key = f"{cls.at}.{name}" if cls.at else name
         when = declared.effect.get("when", None if cls.when == key else cls.when)
-        there = declared.there.named(name)
-        return KeyRow(key, shape, **{**declared.effect, "when": when or None, "there": there})
+        upstream = declared.upstream.named(cls.getter_of(name), name)
+        return KeyRow(key, shape, **{**declared.effect, "when": when or None, "upstream": upstream})
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """Key -> DeepSpeed's default, for those that have one."""
-        there = {name: vars(cls)[name].there.default for name in cls.names()}
-        return {name: default for name, default in there.items() if default is not NOTHING}
+        defaults = {name: vars(cls)[name].upstream.default for name in cls.names()}
+        return {name: default for name, default in defaults.items() if default is not NOTHING}
 
 
 def say(value: object) -> str:
-    """A value as JSON writes it; None is what was not set."""
+    """Write a value as JSON does; None is "unset"."""
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -334,7 +341,7 @@ def plainly(value: Any, values: Values) -> Any:
 
 
 def if_enabled(section: Any, values: Values) -> Any:
-    """The converter of a section that counts if something in it is enabled."""
+    """The converter of a section that has an effect only if something in it is enabled."""
     return NOTHING if NOTHING_ENABLED.holds(section) else section
 
 

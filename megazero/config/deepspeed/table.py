@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megazero.config.deepspeed.section import NOTHING, KeyRow, Section
-from megazero.config.deepspeed.sections.data import DATA_SECTIONS
-from megazero.config.deepspeed.sections.features import FEATURE_SECTIONS
-from megazero.config.deepspeed.sections.layers import LAYER_SECTIONS
-from megazero.config.deepspeed.sections.optimizer import OPTIMIZER_SECTIONS
-from megazero.config.deepspeed.sections.training import TRAINING_SECTIONS
-from megazero.config.deepspeed.sections.zero import ZERO_SECTIONS
+from megazero.config.deepspeed.section import NOTHING, JsonSection, KeyRow
+from megazero.config.deepspeed.sections import data, features, layers, optimizer, training, zero
 from megazero.config.words import nearest
 
-MODELS: tuple[type[Section], ...] = (
-    *OPTIMIZER_SECTIONS,
-    *TRAINING_SECTIONS,
-    *ZERO_SECTIONS,
-    *DATA_SECTIONS,
-    *LAYER_SECTIONS,
-    *FEATURE_SECTIONS,
+MODELS: tuple[type[JsonSection], ...] = tuple(
+    section
+    for module in (optimizer, training, zero, data, layers, features)
+    for section in vars(module).values()
+    if isinstance(section, type) and issubclass(section, JsonSection) and section is not JsonSection
 )
 """All sections, in the order of the docs."""
 
@@ -71,37 +64,37 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         **{
             key.replace("stage3_", ""): key
             for key, row in ROWS.items()
-            if key.startswith(_STAGE_3) and row.there.default is not NOTHING and key != _FORMER
+            if key.startswith(_STAGE_3) and row.upstream.default is not NOTHING and key != _FORMER
         },
     }
 )
-"""Other names of sections and keys: those of stage 3 go without its name too, as long as they are current."""
+"""Other names of sections and keys. A current key `stage3_X` may also be written `X`."""
 
 SECTIONS: frozenset[str] = frozenset(
     ".".join(key.split(".")[:depth]) for key in ROWS for depth in range(1, key.count(".") + 1)
 )
-"""Paths that are not keys themselves but hold some."""
+"""Paths of the objects that hold keys."""
 
 
 def is_remark(path: str) -> bool:
-    """Whether a key that is not in the table is a remark, or is known to be read by nobody."""
+    """Whether a key that is not in the table is a remark, or one that nothing reads."""
     name = path.rpartition(".")[2].lower()
     return name.startswith(("_", "#", "//", "comment")) or name == "cuda_visible_devices"
 
 
 def near_miss(path: str) -> str | None:
-    """The key of the table that one that is not there may stand for."""
+    """Return the key of the table that an unknown key may stand for; None if there is none."""
     section, _, name = path.rpartition(".")
     known = [key for key in (*ROWS, *SECTIONS) if key.rpartition(".")[0] == section]
     close = nearest(name, [key.rpartition(".")[2] for key in known])
-    home = next((key for key in ROWS if key.rpartition(".")[2] == name), None)
-    if home is None and close is not None:
-        home = f"{section}.{close}" if section else close
-    return home
+    elsewhere = next((key for key in ROWS if key.rpartition(".")[2] == name), None)
+    if elsewhere is None and close is not None:
+        return f"{section}.{close}" if section else close
+    return elsewhere
 
 
 def unknown_key(path: str) -> str:
-    """The complaint about a key that is not in the table, with the nearest one that is."""
-    home = near_miss(path)
-    hint = f"did you mean `{home}`?" if home else "docs/deepspeed_json.md lists the keys."
+    """Return the complaint about a key that is not in the table, with the nearest one that is."""
+    near = near_miss(path)
+    hint = f"did you mean `{near}`?" if near else "docs/deepspeed_json.md lists the keys."
     return f"unknown key `{path}`; {hint}"

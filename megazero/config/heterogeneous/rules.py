@@ -7,14 +7,13 @@ from types import MappingProxyType
 from megazero.config.condition import config
 from megazero.config.fields import paths
 from megazero.config.heterogeneous.shapes import LayerShape, facts_of
-from megazero.config.rules.rule import Case, Rule, conditions, display_name, say, value_at
+from megazero.config.rules.rule import Case, conditions, rule, unmet
 
 _MODEL, _PARALLEL = paths.model, paths.parallel
 
 _TEXT = _MODEL.heterogeneous_layers_config_encoded_json
-_NAME = "`heterogeneous_layers_config_encoded_json`"
 
-# What other settings must be beside layers of their own sizes.
+# Only the plain decoder layer can have sizes of its own: these settings must keep to it.
 _PLAIN = conditions(
     "layers_of_a_plain_gpt",
     config.model.family == "gpt",
@@ -38,39 +37,31 @@ _ACTIVATIONS = MappingProxyType(
 
 
 def _shapes(case: Case) -> tuple[LayerShape, ...]:
-    return case.config.model.layer_shapes or ()
-
-
-def _others(case: Case) -> list[str]:
-    return [
-        f"`{display_name(condition.path)}` {say(value)}"
-        for condition in _PLAIN
-        if not condition.holds(value := value_at(case.config, condition.path))
-    ]
+    return case.model.layer_shapes or ()
 
 
 def _uneven(case: Case) -> dict[int, LayerShape]:
-    """The layers whose heads or widths tensor-parallel ranks cannot share."""
-    ranks = case.config.parallel.tensor_model_parallel_size
+    """The layers, by number, whose key/value heads or width the tensor-parallel size does not divide."""
+    ranks = case.parallel.tensor_model_parallel_size
     return {n: s for n, s in enumerate(_shapes(case)) if s.groups % ranks or s.width % ranks}
 
 
 def _first_uneven(case: Case) -> str:
     number, shape = next(iter(_uneven(case).items()))
-    ranks = case.config.parallel.tensor_model_parallel_size
+    ranks = case.parallel.tensor_model_parallel_size
     sizes = f"{shape.groups} key/value heads and an inner width of {shape.width}"
     return f"layer {number} has {sizes} for {ranks} ranks"
 
 
 def _broken_groups(case: Case) -> list[int]:
-    """The layers whose query heads do not share keys in equal groups."""
-    heads = case.config.model.num_attention_heads
+    """The numbers of layers whose key/value heads do not divide the query heads."""
+    heads = case.model.num_attention_heads
     return [n for n, shape in enumerate(_shapes(case)) if shape.groups and heads % shape.groups]
 
 
 def _facts_otherwise(case: Case) -> list[str]:
-    """Facts about the whole model that the file gives otherwise than other settings."""
-    model = case.config.model
+    """Clauses on the facts of the whole model in which the file and the settings differ."""
+    model = case.model
     text = model.heterogeneous_layers_config_encoded_json
     llama3, linear = model.rope_scaling_factor, model.rotary_seq_len_interpolation_factor
     ours = {
@@ -94,66 +85,72 @@ def _facts_otherwise(case: Case) -> list[str]:
     ]
 
 
-HETEROGENEOUS_RULES: tuple[Rule, ...] = (
-    Rule(
-        "layers_given_once",
-        (_MODEL.heterogeneous_layers_config_path, _TEXT),
-        "layers must be described by a file or by a text",
-        "leave one of `--heterogeneous-layers-config-path` and `--heterogeneous-layers-config-encoded-json` "
-        "out",
-        lambda c: c.config.model.heterogeneous_layers_config_path is None,
-        lambda c: f"are by the file {c.config.model.heterogeneous_layers_config_path} and by a text",
-        in_detail=True,
-    ),
-    Rule(
-        "layers_given_are_all",
-        (_TEXT, _MODEL.num_layers),
-        "`block_configs` must have an entry for each of `num_layers`",
-        "change one of the two, or leave `--num-layers` out",
-        lambda c: not _shapes(c) or len(_shapes(c)) == c.config.model.num_layers,
-        lambda c: f"are {len(_shapes(c))} entries for {c.config.model.num_layers} layers",
-        in_detail=True,
-    ),
-    Rule(
-        "layers_of_a_plain_gpt",
-        (_TEXT, *(condition.path for condition in _PLAIN)),
-        f"{_NAME} must describe a GPT of attention and MLPs that read normalized inputs one after the other",
-        "leave one of the two out",
-        lambda c: not _shapes(c) or not _others(c),
-        lambda c: " and ".join(_others(c)),
-        in_detail=True,
-    ),
-    Rule(
-        "layers_query_groups_divide_heads",
-        (_TEXT, _MODEL.num_attention_heads),
-        "query heads of each layer must share keys in groups of one size",
-        "change `num_query_groups` or `n_heads_in_group` of that layer",
-        lambda c: not _broken_groups(c),
-        lambda c: (
-            f"layer {_broken_groups(c)[0]} does not divide {c.config.model.num_attention_heads} heads so"
-        ),
-        in_detail=True,
-    ),
-    Rule(
-        "layers_over_tensor_ranks",
-        (_TEXT, _PARALLEL.tensor_model_parallel_size),
-        "the key/value heads and the inner width of each layer must be multiples of "
-        "`tensor_model_parallel_size`",
-        "use fewer tensor-parallel ranks, or change that layer",
-        lambda c: not _uneven(c),
-        _first_uneven,
-        in_detail=True,
-    ),
-    Rule(
-        "layers_given_fit_the_model",
-        (
-            *(_TEXT, _MODEL.num_layers, _MODEL.hidden_size, _MODEL.num_attention_heads, _MODEL.activation),
-            *(_MODEL.rotary_base, _MODEL.norm_epsilon, _MODEL.untie_embeddings_and_output_weights),
-        ),
-        "settings of the whole model beside `block_configs` must be the launch line's",
-        "give the flags that the file asks for",
-        lambda c: not _facts_otherwise(c),
-        lambda c: "; ".join(_facts_otherwise(c)),
-        in_detail=True,
-    ),
+@rule(
+    (_MODEL.heterogeneous_layers_config_path, _TEXT),
+    "leave one of `--heterogeneous-layers-config-path` and `--heterogeneous-layers-config-encoded-json` out",
+    facts=lambda c: f"are by the file {c.model.heterogeneous_layers_config_path} and by a text",
 )
+def layers_given_once(case: Case) -> bool:
+    """layers must be described by a file or by a text"""
+    return case.model.heterogeneous_layers_config_path is None
+
+
+@rule(
+    (_TEXT, _MODEL.num_layers),
+    "change one of the two, or leave `--num-layers` out",
+    facts=lambda c: f"are {len(_shapes(c))} entries for {c.model.num_layers} layers",
+)
+def layers_given_are_all(case: Case) -> bool:
+    """`block_configs` must have an entry for each of `num_layers`"""
+    return not _shapes(case) or len(_shapes(case)) == case.model.num_layers
+
+
+@rule(
+    (_TEXT, *(condition.path for condition in _PLAIN)),
+    "leave one of the two out",
+    facts=lambda c: unmet(_PLAIN, c),
+)
+def layers_of_a_plain_gpt(case: Case) -> bool:
+    """`heterogeneous_layers_config_encoded_json` must describe a GPT of attention and MLPs that read
+    normalized inputs one after the other"""
+    return not _shapes(case) or not unmet(_PLAIN, case)
+
+
+@rule(
+    (_TEXT, _MODEL.num_attention_heads),
+    "change `num_query_groups` or `n_heads_in_group` of that layer",
+    facts=lambda c: f"layer {_broken_groups(c)[0]} does not divide {c.model.num_attention_heads} heads so",
+)
+def layers_query_groups_divide_heads(case: Case) -> bool:
+    """query heads of each layer must share keys in groups of one size"""
+    return not _broken_groups(case)
+
+
+@rule(
+    (_TEXT, _PARALLEL.tensor_model_parallel_size),
+    "use fewer tensor-parallel ranks, or change that layer",
+    facts=_first_uneven,
+)
+def layers_over_tensor_ranks(case: Case) -> bool:
+    """the key/value heads and the inner width of each layer must be multiples of
+    `tensor_model_parallel_size`"""
+    return not _uneven(case)
+
+
+@rule(
+    (
+        _TEXT,
+        _MODEL.num_layers,
+        _MODEL.hidden_size,
+        _MODEL.num_attention_heads,
+        _MODEL.activation,
+        _MODEL.rotary_base,
+        _MODEL.norm_epsilon,
+        _MODEL.untie_embeddings_and_output_weights,
+    ),
+    "give the flags that the file asks for",
+    facts=lambda c: "; ".join(_facts_otherwise(c)),
+)
+def layers_given_fit_the_model(case: Case) -> bool:
+    """settings of the whole model beside `block_configs` must be the launch line's"""
+    return not _facts_otherwise(case)

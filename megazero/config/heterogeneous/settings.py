@@ -1,4 +1,4 @@
-"""A part of the section of the tree about the model: layers with widths of their own.
+"""Layers with sizes of their own, in the section `model`.
 
 The names are Megatron-LM's; such models are made by Puzzle (Bercovich et al. 2024), as Nemotron's are.
 """
@@ -24,24 +24,22 @@ def _file(path: str) -> str:
 
 
 class HeterogeneousConfig(TransformerConfig):
-    """Layers with numbers of key/value heads and widths of their own, some without attention or MLP"""
+    """Layers with their own numbers of key/value heads and widths, some without attention or MLP"""
 
-    heterogeneous_layers_config_path: Annotated[str, AfterValidator(_file)] | None = of_model(
-        None,
-        "a JSON file whose `block_configs` give each layer key/value heads and an inner width, or leave its "
-        "attention or MLP out (Nemotron); it is read once, and checkpoints have its text",
-    )
+    heterogeneous_layers_config_path: Annotated[str, AfterValidator(_file)] | None = of_model(None)
+    """a JSON file whose `block_configs` give each layer key/value heads and an inner width, or leave its
+    attention or MLP out (Nemotron); it is read once, and checkpoints have its text"""
     heterogeneous_layers_config_encoded_json: Annotated[str, AfterValidator(read_layers)] | None = of_model(
-        None,
-        "the text of such a file, in place of one",
-        Role.VARIANT,
-        instead_of=("heterogeneous_layers_config_path",),
-        resolved="layers_said",
+        None, roles=Role.VARIANT, instead_of=("heterogeneous_layers_config_path",), resolved="layers_said"
     )
+    """the text of such a file, in place of one"""
 
     @classmethod
     def implied(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The text of a file, and the model's depth; a file that cannot be read is left to its own check."""
+        """Replace the file by its text, and take the model's depth from it.
+
+        A file that cannot be read stays, and its field's own check refuses it.
+        """
         values = dict(super().implied(values))
         if values.get(_TEXT) is None and isinstance(path := values.get(_PATH), str):
             try:
@@ -70,6 +68,6 @@ class HeterogeneousConfig(TransformerConfig):
 
     @property
     def layers_said(self) -> str | None:
-        """The sizes of each layer as a text, by which two models are compared."""
+        """The sizes of all layers as a text, by which two models are compared."""
         shapes = self.layer_shapes
         return None if shapes is None else text_of(shapes)

@@ -1,4 +1,4 @@
-"""The shapes of layers that have their own, as a JSON text gives them.
+"""The shapes of layers with sizes of their own, as a JSON text gives them.
 
 Names and defaults are Megatron-LM's, which reads the `block_configs` of Hugging Face's Nemotron models (made
 by Puzzle, Bercovich et al. 2024).
@@ -45,20 +45,17 @@ class LayerShape:
 
 
 def read_text(path: str) -> str:
-    """The layers that a file describes, as `read_layers` writes them; ValueError says what is wrong."""
+    """Read a file, and normalize its text by `read_layers`. ValueError says what is wrong with it."""
     try:
         with open(path, encoding="utf-8") as file:
             return read_layers(file.read())
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"must be a JSON file that can be read ({_reason(error)})") from error
-
-
-def _reason(error: OSError | UnicodeDecodeError) -> str:
-    return error.reason if isinstance(error, UnicodeDecodeError) else str(error.strerror or error)
+        reason = error.reason if isinstance(error, UnicodeDecodeError) else error.strerror or error
+        raise ValueError(f"must be a JSON file that can be read ({reason})") from error
 
 
 def read_layers(text: str) -> str:
-    """The text without what says nothing about sizes, written in one way; ValueError says what is wrong."""
+    """Normalize a text: keep what it says of sizes, in one notation. ValueError says what is wrong."""
     try:
         given = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
@@ -80,7 +77,7 @@ def _no_number(name: str) -> Any:
 
 
 def _half(layer: Any, name: str, number: int) -> dict[str, Any]:
-    """The size of a half by its name, or `no_op`; empty where it has that of the model."""
+    """Return the size of one half of a layer, or `no_op`; empty where the half has the model's size."""
     where = f"`block_configs` [{number}]"
     spellings = ("ffn", "mlp") if name == "ffn" else (name,)
     halves = [layer[word] for word in spellings if word in layer] if isinstance(layer, dict) else []
@@ -117,7 +114,7 @@ def _sound(key: str, value: Any) -> bool:
 
 
 def shapes_of(text: str, heads: int, hidden: int, size: LayerShape) -> tuple[LayerShape, ...]:
-    """The shapes of the layers of a text that `read_layers` wrote.
+    """Return the shapes of the layers of a text that `read_layers` made.
 
     `ffn_mult` counts two of the three matrices of a gated MLP, and the width is rounded up to a multiple of
     256. Groups that do not divide the heads evenly become more groups than heads, which a rule refuses.
@@ -125,7 +122,7 @@ def shapes_of(text: str, heads: int, hidden: int, size: LayerShape) -> tuple[Lay
     Args:
         text: the layers.
         heads, hidden: query heads, and the width of the model.
-        size: that of a layer which says nothing.
+        size: the shape of a layer that gives no sizes.
     """
     layers = json.loads(text)["block_configs"]
     return tuple(
@@ -158,7 +155,7 @@ def _width(half: Mapping[str, Any], hidden: int, width: int) -> int:
 
 
 def text_of(shapes: tuple[LayerShape, ...]) -> str:
-    """The text of layers of these shapes."""
+    """Write layers of these shapes as a text."""
     halves = [
         {
             "attention": {"num_query_groups": shape.groups} if shape.groups else {"no_op": True},

@@ -1,4 +1,4 @@
-"""A part of the section of the tree about the model: layers of one mixer or one MLP, in a pattern of letters.
+"""Hybrid models in the section `model`: each layer is one mixer or one MLP, by a pattern of letters.
 
 The names and the pattern's letters are Megatron-LM's (Waleffe et al. 2024); Mamba-2 is Dao & Gu 2024.
 """
@@ -42,8 +42,7 @@ class HybridConfig(HeterogeneousConfig):
 
     is_hybrid_model: bool = of_model(
         False,
-        "make each layer one mixer or one MLP, by the pattern or the ratios; without them, all are Mamba-2",
-        Role.PLACEMENT | Role.VARIANT,
+        roles=Role.PLACEMENT | Role.VARIANT,
         needs=(
             (here.family == "gpt").because("a state-space layer sees earlier tokens alone"),
             (config.parallel.context_parallel_size == 1).because(
@@ -60,44 +59,38 @@ class HybridConfig(HeterogeneousConfig):
             config.distillation.kd.is_off.because("the pattern is of the student's depth"),
         ),
     )
+    """make each layer one mixer or one MLP, by the pattern or the ratios; without them, all are Mamba-2"""
     hybrid_layer_pattern: Letters | None = of_model(
         None,
-        "a letter for each layer: M Mamba-2, * attention, - MLP, E experts; `--num-layers` may be left out",
         aliases=("--hybrid-override-pattern",),
         instead_of=("hybrid_attention_ratio", "hybrid_mlp_ratio"),
         resolved="layer_kinds",
     )
-    hybrid_attention_ratio: Ratio = of_model(
-        0.0, "share of the layers that are attention, evenly spread", Role.PLACEMENT
-    )
-    hybrid_mlp_ratio: Ratio = of_model(
-        0.0, "share of the layers that are MLPs, evenly spread", Role.PLACEMENT
-    )
-    mamba_state_dim: PositiveInt = of_model(
-        128, "numbers in the state of each channel of a Mamba-2 layer", Role.MAMBA
-    )
-    mamba_head_dim: PositiveInt = of_model(64, "channels of a head of a Mamba-2 layer", Role.MAMBA)
-    mamba_num_groups: PositiveInt = of_model(
-        8, "groups of heads that share what is written and read", Role.MAMBA
-    )
-    mamba_num_heads: PositiveInt | None = of_model(
-        None,
-        "heads of a Mamba-2 layer; default: 2 x hidden / --mamba-head-dim",
-        Role.MAMBA,
-        resolved="mamba_heads",
-    )
-    mamba_min_step: NonNegativeFloat = of_model(
-        0.0, "shortest step of a head of a Mamba-2 layer; Nemotron-H has 0.001 in transformers"
-    )
+    """a letter for each layer: M Mamba-2, * attention, - MLP, E experts; `--num-layers` may be left out"""
+    hybrid_attention_ratio: Ratio = of_model(0.0, roles=Role.PLACEMENT)
+    """share of the layers that are attention, evenly spread"""
+    hybrid_mlp_ratio: Ratio = of_model(0.0, roles=Role.PLACEMENT)
+    """share of the layers that are MLPs, evenly spread"""
+    mamba_state_dim: PositiveInt = of_model(128, roles=Role.MAMBA)
+    """numbers in the state of each channel of a Mamba-2 layer"""
+    mamba_head_dim: PositiveInt = of_model(64, roles=Role.MAMBA)
+    """channels of a head of a Mamba-2 layer"""
+    mamba_num_groups: PositiveInt = of_model(8, roles=Role.MAMBA)
+    """groups of heads that share what is written and read"""
+    mamba_num_heads: PositiveInt | None = of_model(None, roles=Role.MAMBA, resolved="mamba_heads")
+    """heads of a Mamba-2 layer; default: 2 x hidden / --mamba-head-dim"""
+    mamba_min_step: NonNegativeFloat = of_model(0.0)
+    """shortest step of a head of a Mamba-2 layer; Nemotron-H has 0.001 in transformers"""
 
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, data: Any) -> Any:
+        # A section that is made by hand has the same implications as one of a command line.
         return cls.implied(data) if isinstance(data, dict) else data
 
     @classmethod
     def implied(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """A pattern has the model's depth, and it or a ratio makes a model hybrid."""
+        """Take the model's depth from the pattern; a pattern or a ratio makes a model hybrid."""
         values = super().implied(values)
         pattern = values.get("hybrid_layer_pattern")
         if pattern or values.get("hybrid_attention_ratio") or values.get("hybrid_mlp_ratio"):
@@ -115,7 +108,8 @@ class HybridConfig(HeterogeneousConfig):
     def letters_by_ratio(self) -> str:
         """The letters that the ratios ask for.
 
-        Attention lies between equally long runs of other layers; then MLPs, spread over these to the right.
+        Attention layers separate equally long runs of other layers. MLPs are then spread evenly over these,
+        each at the end of a run of Mamba-2 layers.
         """
         attention, mlps = (
             round(self.num_layers * ratio) for ratio in (self.hybrid_attention_ratio, self.hybrid_mlp_ratio)
@@ -137,7 +131,7 @@ class HybridConfig(HeterogeneousConfig):
         return tuple(ATTENTION * (shape.groups > 0) + DENSE * (shape.width > 0) for shape in shapes)
 
     def layers_of(self, letters: str) -> int:
-        """The number of layers with one of these letters; of all where each is attention and an MLP."""
+        """The number of layers with one of these letters; all layers where each is attention and an MLP."""
         parts = self.layer_parts
         return self.num_layers if parts is None else sum(bool({*part} & {*letters}) for part in parts)
 
@@ -155,12 +149,12 @@ class HybridConfig(HeterogeneousConfig):
 
     @property
     def residual_writers(self) -> int:
-        """The number of mixers and MLPs, which add to the residual stream."""
+        """The number of mixers and MLPs in the model: each adds to the residual stream."""
         return self.num_layers * (1 if self.is_hybrid_model else 2)
 
 
 def _spread(gap: float) -> Iterator[bool]:
-    """Whether a place is taken, one after the other, of places taken after about `gap` others each."""
+    """Yield for each place in turn whether it is taken; about `gap` free ones precede each taken one."""
     left = gap
     while True:
         taken = left < 0.5

@@ -1,19 +1,16 @@
 """Rules about mixtures of experts: which layers have them, which ranks hold them, and what they begin as.
 
-Like those of `routing.py`, they hold for a model without experts, whose settings about them have no effect
-(`notes.py`).
+A model without experts keeps all of them, and those of `routing.py`: there, settings about experts have no
+effect (`notes.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from megazero.config.derive import expert_tensor_size
 from megazero.config.fields import paths
-from megazero.config.rules.routing import expert_counts, with_experts
-from megazero.config.rules.rule import Case, Rule
+from megazero.config.rules.routing import expert_counts, has_experts
+from megazero.config.rules.rule import Case, rule
 from megazero.config.tree.experts import is_frequency
-from megazero.config.tree.model import ModelConfig
 
 _MODEL, _PARALLEL = paths.model, paths.parallel
 
@@ -25,146 +22,122 @@ def _ranks_of_stage(case: Case) -> int | None:
     """Ranks of a pipeline stage; None while the world size is unknown or does not factor."""
     if case.world_size is None or case.data_parallel is None:
         return None
-    return case.world_size // case.config.parallel.pipeline_model_parallel_size
-
-
-def _fill_stage(case: Case) -> bool:
-    ranks = _ranks_of_stage(case)
-    if ranks is None or not case.config.model.num_experts:
-        return True
-    return ranks % (case.config.parallel.expert_model_parallel_size * expert_tensor_size(case.config)) == 0
+    return case.world_size // case.parallel.pipeline_model_parallel_size
 
 
 def _stage_clause(case: Case) -> str:
-    of_experts = case.config.parallel.expert_model_parallel_size * expert_tensor_size(case.config)
+    of_experts = case.parallel.expert_model_parallel_size * expert_tensor_size(case.config)
     return f"a stage has {_ranks_of_stage(case)} ranks, and a multiple of {of_experts} is needed"
 
 
-def _dense_widths_divide(case: Case) -> bool:
-    """Whether the widths of shared and residual MLPs divide by the tensor-parallel size."""
-    model, ranks = case.config.model, case.config.parallel.tensor_model_parallel_size
-    if not model.num_experts:
-        return True
+@rule((_MODEL.num_experts, _PARALLEL.expert_model_parallel_size), "change one of the two")
+def experts_over_expert_ranks(case: Case) -> bool:
+    """`num_experts` of every layer must be a multiple of `expert_model_parallel_size`"""
+    return all(count % case.parallel.expert_model_parallel_size == 0 for count in expert_counts(case.model))
+
+
+@rule(
+    (_PARALLEL.expert_model_parallel_size, _PARALLEL.expert_tensor_parallel_size, _TENSOR_RANKS),
+    "lower one of the two, or start more ranks",
+    where=has_experts,
+    detail=_stage_clause,
+)
+def expert_ranks_fill_stages(case: Case) -> bool:
+    """the ranks of a pipeline stage must be a multiple of `expert_model_parallel_size` x
+    `expert_tensor_parallel_size`, which is the tensor-parallel size if it is not set"""
+    ranks = _ranks_of_stage(case)
+    return (
+        ranks is None
+        or ranks % (case.parallel.expert_model_parallel_size * expert_tensor_size(case.config)) == 0
+    )
+
+
+@rule(
+    (_MODEL.moe_ffn_hidden_size, _PARALLEL.expert_tensor_parallel_size, _TENSOR_RANKS),
+    "set `--moe-ffn-hidden-size` to a multiple, or `--expert-tensor-parallel-size 1`",
+    where=has_experts,
+    detail=lambda c: f"the inner width is {c.model.expert_ffn_size}",
+)
+def expert_width_over_expert_tensor_ranks(case: Case) -> bool:
+    """an expert's inner width must be a multiple of `expert_tensor_parallel_size`, which is the
+    tensor-parallel size if it is not set"""
+    return case.model.expert_ffn_size % expert_tensor_size(case.config) == 0
+
+
+@rule(
+    (_MODEL.moe_shared_expert_intermediate_size, _MODEL.mlp_type, _TENSOR_RANKS),
+    "choose a multiple",
+    where=has_experts,
+)
+def dense_width_over_tensor_ranks(case: Case) -> bool:
+    """the inner width of shared experts, and of the MLP beside residual experts, must be a multiple of
+    `tensor_model_parallel_size`"""
+    model, ranks = case.model, case.parallel.tensor_model_parallel_size
     residual = model.mlp_type == "residual" and model.expert_ffn_size % ranks
     return (model.moe_shared_expert_intermediate_size or 0) % ranks == 0 and not residual
 
 
-LAYOUT_RULES: tuple[Rule, ...] = (
-    Rule(
-        "experts_over_expert_ranks",
-        (_MODEL.num_experts, _PARALLEL.expert_model_parallel_size),
-        "`num_experts` of every layer must be a multiple of `expert_model_parallel_size`",
-        "change one of the two",
-        lambda c: all(
-            count % c.config.parallel.expert_model_parallel_size == 0
-            for count in expert_counts(c.config.model)
-        ),
-    ),
-    Rule(
-        "expert_ranks_fill_stages",
-        (_PARALLEL.expert_model_parallel_size, _PARALLEL.expert_tensor_parallel_size, _TENSOR_RANKS),
-        "the ranks of a pipeline stage must be a multiple of `expert_model_parallel_size` x "
-        "`expert_tensor_parallel_size`, which is the tensor-parallel size if it is not set",
-        "lower one of the two, or start more ranks",
-        _fill_stage,
-        _stage_clause,
-    ),
-    Rule(
-        "expert_width_over_expert_tensor_ranks",
-        (_MODEL.moe_ffn_hidden_size, _PARALLEL.expert_tensor_parallel_size, _TENSOR_RANKS),
-        "an expert's inner width must be a multiple of `expert_tensor_parallel_size`, which is the "
-        "tensor-parallel size if it is not set",
-        "set `--moe-ffn-hidden-size` to a multiple, or `--expert-tensor-parallel-size 1`",
-        lambda c: (
-            not c.config.model.num_experts
-            or c.config.model.expert_ffn_size % expert_tensor_size(c.config) == 0
-        ),
-        lambda c: f"the inner width is {c.config.model.expert_ffn_size}",
-    ),
-    Rule(
-        "dense_width_over_tensor_ranks",
-        (_MODEL.moe_shared_expert_intermediate_size, _MODEL.mlp_type, _TENSOR_RANKS),
-        "the inner width of shared experts, and of the MLP beside residual experts, must be a multiple of "
-        "`tensor_model_parallel_size`",
-        "choose a multiple",
-        _dense_widths_divide,
-    ),
-)
+def _pattern_clause(case: Case) -> str:
+    pattern = case.model.moe_layer_freq or ()
+    return f"it has {len(pattern)} items, and there are {case.model.num_layers} layers"
 
 
-def _pattern_fits(model: ModelConfig) -> bool:
-    pattern = model.moe_layer_freq
+@rule((_PLACEMENT[0], _MODEL.num_layers), "correct it", where=has_experts, detail=_pattern_clause)
+def layer_pattern_is_whole(case: Case) -> bool:
+    """`moe_layer_freq` must be one number above 0, or a 0 or 1 for each layer"""
+    pattern = case.model.moe_layer_freq
     if pattern is None or is_frequency(pattern):
         return True
-    return len(pattern) == model.num_layers and set(pattern) <= {0, 1}
+    return len(pattern) == case.model.num_layers and set(pattern) <= {0, 1}
 
 
-def _pattern_clause(case: Case) -> str:
-    pattern = case.config.model.moe_layer_freq or ()
-    return f"it has {len(pattern)} items, and there are {case.config.model.num_layers} layers"
-
-
-def _places_counted(model: ModelConfig) -> bool:
-    return not _pattern_fits(model) or len(model.num_experts) in (1, model.expert_places)
-
-
-PLACEMENT_RULES: tuple[Rule, ...] = (
-    Rule(
-        "layer_pattern_is_whole",
-        (_PLACEMENT[0], _MODEL.num_layers),
-        "`moe_layer_freq` must be one number above 0, or a 0 or 1 for each layer",
-        "correct it",
-        with_experts(_pattern_fits),
-        _pattern_clause,
-    ),
-    Rule(
-        "some_layer_has_experts",
-        (_MODEL.num_layers, *_PLACEMENT),
-        "at least one layer must have experts with `num_experts`",
-        "place them in some layer, or leave out `--num-experts`",
-        with_experts(lambda model: not _pattern_fits(model) or model.expert_places > 0),
-    ),
-    Rule(
-        "pyramid_has_all_layers",
-        (_MODEL.num_experts, *_PLACEMENT),
-        "`num_experts` must be one number, or one for each layer with experts",
-        "name as many, or place the experts otherwise (Megatron-DeepSpeed's default is "
-        "`--expert-interval 2`)",
-        with_experts(lambda model: model.expert_places == 0 or _places_counted(model)),
-        lambda c: f"layers with experts: {c.config.model.expert_places}",
-    ),
+@rule(
+    (_MODEL.num_layers, *_PLACEMENT),
+    "place them in some layer, or leave out `--num-experts`",
+    where=has_experts,
 )
-
-EXPERT_RULES: tuple[Rule, ...] = (*LAYOUT_RULES, *PLACEMENT_RULES)
-
-
-def _upcycled(holds: Callable[[ModelConfig], bool]) -> Callable[[Case], bool]:
-    """Make a predicate on any case of one on models that upcycle experts; it holds for all others."""
-    return lambda case: not case.config.checkpoint.moe_use_upcycling or with_experts(holds)(case)
+def some_layer_has_experts(case: Case) -> bool:
+    """at least one layer must have experts with `num_experts`"""
+    return not layer_pattern_is_whole.holds(case) or case.model.expert_places > 0
 
 
-def _weights_sum_to_one(model: ModelConfig) -> bool:
+@rule(
+    (_MODEL.num_experts, *_PLACEMENT),
+    "name as many, or place the experts otherwise (Megatron-DeepSpeed's default is `--expert-interval 2`)",
+    where=has_experts,
+    detail=lambda c: f"layers with experts: {c.model.expert_places}",
+)
+def pyramid_has_all_layers(case: Case) -> bool:
+    """`num_experts` must be one number, or one for each layer with experts"""
+    places = case.model.expert_places
+    return places == 0 or not layer_pattern_is_whole.holds(case) or len(case.model.num_experts) in (1, places)
+
+
+def _upcycles(case: Case) -> bool:
+    return case.config.checkpoint.moe_use_upcycling and has_experts(case)
+
+
+@rule(
+    (_MODEL.moe_router_pre_softmax, _MODEL.moe_router_score_function, _MODEL.moe_router_topk),
+    "take the softmax after the choice, with `--moe-router-topk 2` or more",
+    where=_upcycles,
+)
+def upcycled_weights_sum_to_one(case: Case) -> bool:
+    """the weights of a token's experts must sum to one with `moe_use_upcycling`, so that copies of one MLP
+    compute what it does: `moe_router_pre_softmax` must be off with softmax scores, and `moe_router_topk`
+    above 1 with sigmoid scores"""
+    model = case.model
     if model.moe_router_score_function == "softmax":
         return not model.moe_router_pre_softmax
     return model.moe_router_topk > 1
 
 
-UPCYCLING_RULES: tuple[Rule, ...] = (
-    Rule(
-        "upcycled_weights_sum_to_one",
-        (_MODEL.moe_router_pre_softmax, _MODEL.moe_router_score_function, _MODEL.moe_router_topk),
-        "the weights of a token's experts must sum to one with `moe_use_upcycling`, so that copies of one "
-        "MLP compute what it does: `moe_router_pre_softmax` must be off with softmax scores, and "
-        "`moe_router_topk` above 1 with sigmoid scores",
-        "take the softmax after the choice, with `--moe-router-topk 2` or more",
-        _upcycled(_weights_sum_to_one),
-    ),
-    Rule(
-        "upcycled_experts_have_the_mlp_s_width",
-        (_MODEL.moe_ffn_hidden_size, _MODEL.ffn_hidden_size),
-        "`moe_ffn_hidden_size` must be the MLP's width with `moe_use_upcycling`",
-        "leave it out",
-        _upcycled(lambda model: model.expert_ffn_size == model.ffn_size),
-        lambda c: f"the MLP's width is {c.config.model.ffn_size}",
-    ),
+@rule(
+    (_MODEL.moe_ffn_hidden_size, _MODEL.ffn_hidden_size),
+    "leave it out",
+    where=_upcycles,
+    detail=lambda c: f"the MLP's width is {c.model.ffn_size}",
 )
+def upcycled_experts_have_the_mlp_s_width(case: Case) -> bool:
+    """`moe_ffn_hidden_size` must be the MLP's width with `moe_use_upcycling`"""
+    return case.model.expert_ffn_size == case.model.ffn_size

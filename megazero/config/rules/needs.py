@@ -1,4 +1,4 @@
-"""The one rule of all settings that need others, which say so where they are declared (`option`)."""
+"""The one rule of all settings that need others: each declares its needs by `option`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NEEDY = tuple(spec for spec in FIELDS if spec.needs)
 
 
 def unmet_needs(config: Config) -> Iterator[tuple[str, str]]:
-    """The rules and the sentences on settings that are given without what they need, in the tree's order."""
+    """Yield rule name and sentence for each setting that is given without what it needs."""
     for spec in _NEEDY:
         try:
             given = getattr(config, spec.section).model_fields_set
@@ -39,11 +39,11 @@ def _unmet(config: Config, spec: FieldSpec) -> Iterator[tuple[str, str]]:
 
 
 def _counts(config: Config, spec: FieldSpec, of: tuple[Any, ...]) -> bool:
-    """Whether a field has one of these values, if any but its default, and means something by it."""
+    """Whether a need applies: the field has a value of `of` or, without any, not its default."""
     value = value_at(config, spec.path)
     if value not in of if of else value == spec.default:
         return False
-    # Without experts, settings about them say nothing.
+    # Without experts, settings about them have no meaning, whatever their values.
     return spec.section != "model" or spec.name not in EXPERT_FIELDS or bool(config.model.num_experts)
 
 
@@ -58,7 +58,7 @@ def _sentence(config: Config, spec: FieldSpec, need: Need) -> str:
 
 
 def must(need: Need) -> str:
-    """The sentence on what must hold, as "`optimizer` must be lamb or onebit-lamb"."""
+    """Return the sentence on what must hold, such as "`optimizer` must be lamb or onebit-lamb"."""
     return " or ".join(f"`{display_name(c.path)}` must be {_wanted(c)}" for c in need.conditions)
 
 
@@ -73,7 +73,7 @@ def _wanted(condition: Condition) -> str:
 
 
 def _choices(spec: FieldSpec) -> tuple[str, ...]:
-    """The choices of a field but for `none`, if they are few."""
+    """The choices of a field other than `none`, if there are few of them."""
     choices = tuple(str(choice) for choice in spec.choices if choice != "none")
     return choices if spec.kind is Kind.CHOICE and len(choices) <= _FEW else ()
 

@@ -1,4 +1,4 @@
-"""Settings that are accepted without the effect that their name promises: what a run says about them."""
+"""Notes of a run on settings without the effect that their name promises, and on curricula cut short."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 from megazero.config.condition import Need
 from megazero.config.derive import PipelineShape
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, fields_with, paths
+from megazero.config.pacing import pieces, reached
 from megazero.config.rules.routing import expert_counts
-from megazero.config.rules.rule import display_name, value_at
+from megazero.config.rules.rule import Case, display_name, value_at
+from megazero.config.steps import Progress, Unit
 from megazero.config.tree.config import Config
 from megazero.config.tree.roles import Role
 
@@ -24,9 +26,9 @@ class Note:
 
     Attributes:
         fields: paths of the settings.
-        needs: what they have no effect without, in words.
-        met: whether a configuration has that.
-        effect: what does not happen, as a clause.
+        needs: the setting or value without which they have no effect, in words.
+        met: whether a configuration has it.
+        effect: the consequence of its absence, as a clause.
     """
 
     fields: tuple[Any, ...]
@@ -45,9 +47,9 @@ class Note:
 
 
 def _idle_settings() -> Iterator[Note]:
-    """A note for each thing that settings say they are idle without, in the tree's order.
+    """Make one note for all settings with the same `idle_without`, in the tree's order.
 
-    Where they are idle for want of experts, another note says so.
+    Where a model has no experts, another note names the settings about them.
     """
     takers: dict[tuple[Need, bool], list[str]] = {}
     for spec in FIELDS:
@@ -58,7 +60,7 @@ def _idle_settings() -> Iterator[Note]:
 
 
 def _words(need: Need) -> str:
-    """The words for a need: a setting by its name, or a value by its flag."""
+    """Put a need into words: a setting by its name, or a value with its flag."""
     words = [
         f"`{FIELD_BY_PATH[condition.path].flag} {value}`" if condition.values else f"`{value}`"
         for condition in need.conditions
@@ -73,7 +75,7 @@ def _met(need: Need, of_experts: bool, config: Config) -> bool:
 
 
 def _floor_counts(config: Config) -> bool:
-    """Whether the least capacity of an expert is more than the capacity in training, in every layer."""
+    """Whether `moe_min_capacity` is above the capacity by `moe_expert_capacity_factor` in every layer."""
     model, counts = config.model, expert_counts(config.model)
     if model.moe_expert_capacity_factor is None or not counts:
         return False
@@ -83,7 +85,7 @@ def _floor_counts(config: Config) -> bool:
 
 
 def _window_hides(config: Config) -> bool:
-    """Whether a window is shorter than the sequence, whose last token it is to hide the first ones from."""
+    """Whether a window is shorter than the sequence, so that it hides something."""
     sides, last = config.model.window_size or (), config.model.seq_length - 1
     return any(0 <= side < last for side in sides[: 1 if config.model.family == "gpt" else 2])
 
@@ -138,3 +140,48 @@ NOTES: tuple[Note, ...] = (
 def notes_on(config: Config) -> list[str]:
     """The notes of a run on its settings without effect."""
     return [line for note in NOTES if (line := note.sentence(config))]
+
+
+def cut_short(case: Case) -> list[str]:
+    """Return a sentence on each curriculum that the training cuts short."""
+    return [] if case.end is None else [*_lengths(case), *_metrics(case), *_kept_tokens(case)]
+
+
+def _counted(end: Progress, unit: Unit) -> str:
+    return f"{end.count(unit)} {'iterations' if unit == 'iters' else unit}"
+
+
+def _lengths(case: Case) -> Iterator[str]:
+    settings, end = case.config.curriculum, case.end
+    pacing = settings.seqlen(case.config.model.seq_length)
+    if pacing is None or end is None:
+        return
+    last, unit = pieces(pacing)[-1][0], settings.seqlen_unit
+    if last and last >= end.count(unit):
+        yield (
+            f"the training ends after {_counted(end, unit)}, before the sequence length of "
+            f"`seqlen_schedule` stops growing at {last}."
+        )
+
+
+def _metrics(case: Case) -> Iterator[str]:
+    settings, end = case.config.data_sampling, case.end
+    for metric in settings.curriculum_metrics:
+        if metric.pacing is None or end is None:
+            continue
+        last, unit = reached(metric.pacing), settings.curriculum_unit
+        if last >= end.count(unit) > 0:
+            yield (
+                f"the training ends after {_counted(end, unit)}, before the curriculum of `{metric.name}` "
+                f"gets to its end at {last}."
+            )
+
+
+def _kept_tokens(case: Case) -> Iterator[str]:
+    settings, end = case.config.skipping, case.end
+    total = settings.random_ltd_require_steps
+    if settings.random_ltd and total is not None and end is not None and total > end.iteration:
+        yield (
+            f"the training ends after {end.iteration} iterations, before layers with `random_ltd` see all "
+            f"tokens at {total}."
+        )

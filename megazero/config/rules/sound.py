@@ -1,4 +1,4 @@
-"""A view of a configuration that has lost some of its fields, for rules that judge what is left of it."""
+"""A view of a configuration without the fields that could not be read, so that rules can judge the rest."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Unsound(Exception):
     """A field was read whose value is not to be trusted."""
 
 
-class _Part:
-    """A section without some of its fields. What it computes from its fields is computed from those left."""
+class _SoundSection:
+    """A section without some of its fields; its properties and methods are computed from the others."""
 
     def __init__(self, section: Section, name: str, broken: Set[str]) -> None:
         self._section, self._name, self._broken = section, name, broken
@@ -24,29 +24,30 @@ class _Part:
     def __getattr__(self, name: str) -> Any:
         if f"{self._name}.{name}" in self._broken:
             raise Unsound(f"{self._name}.{name}")
+        # What is computed must read through this view too, so that a broken field is noticed.
         member = getattr(type(self._section), name, None)
         if isinstance(member, property) and member.fget is not None:
             return member.fget(self)
         return MethodType(member, self) if isinstance(member, FunctionType) else getattr(self._section, name)
 
 
-class _Tree:
+class _SoundTree:
     """A configuration of which some sections may be missing."""
 
-    def __init__(self, parts: Mapping[str, _Part]) -> None:
-        self._parts = parts
+    def __init__(self, sections: Mapping[str, _SoundSection]) -> None:
+        self._sections = sections
 
     def __getattr__(self, name: str) -> Any:
-        if name in SECTIONS and name not in self._parts:
+        if name in SECTIONS and name not in self._sections:
             raise Unsound(name)
-        return self._parts[name]
+        return self._sections[name]
 
 
 def sound_part(sections: Mapping[str, Section], broken: Set[str] = frozenset()) -> Config:
-    """Return the configuration that these sections are, or are a part of.
+    """View some sections as a configuration.
 
-    Reading another section of it, or a field whose path is in `broken`, raises Unsound, wherever it is read:
-    so nothing needs to say beforehand which fields it depends on.
+    Reading another section, or a field whose path is in `broken`, raises Unsound. So a rule need not say
+    beforehand which fields it reads.
     """
-    parts = {name: _Part(section, name, broken) for name, section in sections.items()}
-    return cast("Config", _Tree(parts))
+    parts = {name: _SoundSection(section, name, broken) for name, section in sections.items()}
+    return cast("Config", _SoundTree(parts))

@@ -5,68 +5,51 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 
 from megazero.config.fields import SECTIONS
-from megazero.config.heterogeneous.rules import HETEROGENEOUS_RULES
-from megazero.config.hybrid.rules import HYBRID_RULES
-from megazero.config.rules.attention import ATTENTION_RULES, SPARSE_RULES
-from megazero.config.rules.context import CONTEXT_RULES
-from megazero.config.rules.curriculum import CURRICULUM_RULES
-from megazero.config.rules.data import DATA_RULES, FINETUNING_RULES
-from megazero.config.rules.data_sampling import DATA_SAMPLING_RULES
-from megazero.config.rules.experts import EXPERT_RULES, UPCYCLING_RULES
-from megazero.config.rules.model import BATCH_RULES, MODEL_RULES, PARALLEL_RULES
+from megazero.config.heterogeneous import rules as heterogeneous
+from megazero.config.hybrid import rules as hybrid
+from megazero.config.rules import (
+    attention,
+    context,
+    curriculum,
+    data,
+    data_sampling,
+    experts,
+    model,
+    pipeline,
+    routing,
+    skipping,
+    training,
+    zero,
+)
 from megazero.config.rules.needs import unmet_needs
-from megazero.config.rules.pipeline import PIPELINE_RULES
-from megazero.config.rules.routing import ROUTING_RULES
 from megazero.config.rules.rule import Case, Rule
-from megazero.config.rules.skipping import SKIPPING_RULES
 from megazero.config.rules.sound import Unsound, sound_part
-from megazero.config.rules.training import LENGTH_RULES, OPTIMIZER_RULES, PRECISION_RULES, SCHEDULE_RULES
-from megazero.config.rules.zero import OFFLOAD_RULES, ZERO_RULES
-from megazero.config.t5.rules import ENCODER_DECODER_RULES
+from megazero.config.t5 import rules as t5
 from megazero.config.tree.config import Config
 from megazero.config.tree.option import Section
 
-RULES: tuple[Rule, ...] = (
-    *MODEL_RULES,
-    *ATTENTION_RULES,
-    *HETEROGENEOUS_RULES,
-    *HYBRID_RULES,
-    *PARALLEL_RULES,
-    *CONTEXT_RULES,
-    *EXPERT_RULES,
-    *ROUTING_RULES,
-    *UPCYCLING_RULES,
-    *BATCH_RULES,
-    *PIPELINE_RULES,
-    *ZERO_RULES,
-    *OFFLOAD_RULES,
-    *LENGTH_RULES,
-    *SCHEDULE_RULES,
-    *OPTIMIZER_RULES,
-    *PRECISION_RULES,
-    *DATA_RULES,
-    *FINETUNING_RULES,
-    *CURRICULUM_RULES,
-    *DATA_SAMPLING_RULES,
-    *SKIPPING_RULES,
-    *SPARSE_RULES,
-    *ENCODER_DECODER_RULES,
+_MODEL = (model, attention, heterogeneous, hybrid, t5, experts, routing)
+_STEP = (context, pipeline, zero, training, data, curriculum, data_sampling, skipping)
+
+RULES: tuple[Rule, ...] = tuple(
+    rule for module in (*_MODEL, *_STEP) for rule in vars(module).values() if isinstance(rule, Rule)
 )
+"""Every rule, by module and in the order in which they are written."""
 
 
 def check(config: Config, world_size: int | None, unknown_fields: Set[str] = frozenset()) -> list[str]:
-    """Judge a configuration; returns all violations, as sentences.
+    """Judge a configuration, and return all violations as sentences.
 
     Args:
         config: the configuration.
         world_size: number of ranks, or None to leave out the rules that depend on it.
-        unknown_fields: paths whose values are not to be trusted; rules that read one are left out.
+        unknown_fields: paths of fields that could not be read; rules that read one of them are left out.
     """
     return [sentence for _, sentence in _violations(_case(config, world_size, unknown_fields))]
 
 
 def check_sections(sections: Mapping[str, Section]) -> list[str]:
-    """The violations of the rules that read nothing but these sections, a part of a configuration."""
+    """The violations of the rules that read these sections alone."""
     return [sentence for _, sentence in _violations(Case(sound_part(sections)))]
 
 
@@ -82,7 +65,7 @@ def _case(config: Config, world_size: int | None, unknown_fields: Set[str]) -> C
 
 
 def _violations(case: Case) -> Iterator[tuple[str, str]]:
-    """The names of broken rules, and the sentences on them; rules on what is not known are left out."""
+    """Yield the name and the sentence of each broken rule; a rule that reads an unknown field is left out."""
     yield from unmet_needs(case.config)
     for rule in RULES:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megazero.config.condition import config
 from megazero.config.derive import sequence_multiple
 from megazero.config.fields import paths
-from megazero.config.rules.rule import Case, Rule, conditions, display_name, value_at
+from megazero.config.rules.rule import Case, conditions, rule, unmet
 from megazero.config.tree.optimizer import ELEMENTWISE_NAMES
 
 _MODEL, _PARALLEL = paths.model, paths.parallel
@@ -13,7 +13,7 @@ _MODEL, _PARALLEL = paths.model, paths.parallel
 _LAYERS = (_MODEL.num_layers, _MODEL.t5_encoder_layers, _MODEL.t5_decoder_layers)
 _LENGTHS = (_MODEL.seq_length, _MODEL.t5_decoder_seq_length)
 
-# Settings of other models and methods, each with the values that say nothing.
+# Settings of other models and methods, each with the values that turn it off.
 _ALONE = conditions(
     "t5_alone",
     config.model.position_embedding_type.among("learned_absolute", "relative", "none"),
@@ -43,56 +43,52 @@ _ALONE = conditions(
 )
 
 
-def _others(case: Case) -> str:
-    """The settings that are given, and may not be beside a T5."""
-    given = [(c, value_at(case.config, c.path)) for c in _ALONE if case.config.model.family == "t5"]
-    return ", ".join(f"`{display_name(c.path)}` is {value}" for c, value in given if not c.holds(value))
+def _is_t5(case: Case) -> bool:
+    return case.model.family == "t5"
 
 
-def _stacks_add_up(case: Case) -> bool:
-    model = case.config.model
-    both = model.encoder_layers + (model.t5_decoder_layers or 0)
-    return model.family != "t5" or model.encoder_layers < model.num_layers == both
-
-
-def _decoder_fits(case: Case) -> bool:
-    model, multiple = case.config.model, sequence_multiple(case.config.parallel)
-    length = model.decoder_length
-    return model.family != "t5" or (length <= model.seq_length and length % multiple == 0)
-
-
-ENCODER_DECODER_RULES: tuple[Rule, ...] = (
-    Rule(
-        "t5_alone",
-        (_MODEL.family, *(condition.path for condition in _ALONE)),
-        "a T5 must be trained without the settings of other models and methods",
-        "leave them out",
-        lambda c: not _others(c),
-        _others,
-        in_detail=True,
-    ),
-    Rule(
-        "stacks_add_up",
-        (_MODEL.family, *_LAYERS),
-        "`num_layers` must be the layers of a T5's encoder and decoder together",
-        "give `--encoder-num-layers` and `--decoder-num-layers`, or `--num-layers` for the layers of each",
-        _stacks_add_up,
-    ),
-    Rule(
-        "decoder_fits",
-        (_MODEL.family, *_LENGTHS, _PARALLEL.tensor_model_parallel_size, _PARALLEL.sequence_parallel),
-        "`t5_decoder_seq_length` must be at most `seq_length`, and divide over the ranks that share a "
-        "sequence",
-        "raise `--encoder-seq-length` (shorter texts take no more time, as padding is left out), or change "
-        "the decoder's",
-        _decoder_fits,
-    ),
-    Rule(
-        "relative_kinds",
-        (_MODEL.position_embedding_type, _MODEL.t5_relative_buckets, _MODEL.t5_relative_distance),
-        "`t5_relative_buckets` must be at least 4, two for keys on either side, and `t5_relative_distance` "
-        "more than half of that, which are single distances",
-        "raise `--relative-attention-num-buckets` or `--relative-attention-max-distance`",
-        lambda c: c.config.model.position_embedding_type != "relative" or c.config.model.tells_distances,
-    ),
+@rule(
+    (_MODEL.family, *(condition.path for condition in _ALONE)),
+    "leave them out",
+    where=_is_t5,
+    facts=lambda c: unmet(_ALONE, c),
 )
+def t5_alone(case: Case) -> bool:
+    """a T5 must be trained without the settings of other models and methods"""
+    return not unmet(_ALONE, case)
+
+
+@rule(
+    (_MODEL.family, *_LAYERS),
+    "give `--encoder-num-layers` and `--decoder-num-layers`, or `--num-layers` for the layers of each",
+    where=_is_t5,
+)
+def stacks_add_up(case: Case) -> bool:
+    """`num_layers` must be the layers of a T5's encoder and decoder together"""
+    model = case.model
+    both = model.encoder_layers + (model.t5_decoder_layers or 0)
+    return model.encoder_layers < model.num_layers == both
+
+
+@rule(
+    (_MODEL.family, *_LENGTHS, _PARALLEL.tensor_model_parallel_size, _PARALLEL.sequence_parallel),
+    "raise `--encoder-seq-length` (shorter texts take no more time, as padding is left out), or change "
+    "the decoder's",
+    where=_is_t5,
+)
+def decoder_fits(case: Case) -> bool:
+    """`t5_decoder_seq_length` must be at most `seq_length`, and divide over the ranks that share a
+    sequence"""
+    length = case.model.decoder_length
+    return length <= case.model.seq_length and length % sequence_multiple(case.parallel) == 0
+
+
+@rule(
+    (_MODEL.position_embedding_type, _MODEL.t5_relative_buckets, _MODEL.t5_relative_distance),
+    "raise `--relative-attention-num-buckets` or `--relative-attention-max-distance`",
+    where=lambda c: c.model.position_embedding_type == "relative",
+)
+def relative_kinds(case: Case) -> bool:
+    """`t5_relative_buckets` must be at least 4, two for keys on either side, and `t5_relative_distance` more
+    than half of that, which are single distances"""
+    return case.model.tells_distances

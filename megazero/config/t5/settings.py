@@ -1,4 +1,4 @@
-"""The part of the section about the model that says how an encoder and a decoder make one."""
+"""Settings of an encoder and a decoder (T5) in the section `model`."""
 
 from __future__ import annotations
 
@@ -17,44 +17,33 @@ class T5Config(AttentionConfig):
     needs = here.family == "t5"
 
     t5_encoder_layers: PositiveInt | None = of_model(
-        None,
-        "T5: layers of the encoder; default: --num-layers, which then counts those of one stack alone",
-        flag="--encoder-num-layers",
-        instead_of=("num_layers",),
+        None, flag="--encoder-num-layers", instead_of=("num_layers",)
     )
-    t5_decoder_layers: PositiveInt | None = of_model(
-        None, "T5: layers of the decoder; default: as many as the encoder's", flag="--decoder-num-layers"
-    )
-    t5_decoder_seq_length: PositiveInt | None = of_training(
-        None,
-        "T5: most tokens that the decoder is given; default: as many as the encoder",
-        flag="--decoder-seq-length",
-        unit="tokens",
-    )
+    """T5: layers of the encoder; default: --num-layers, which then counts those of one stack alone"""
+    t5_decoder_layers: PositiveInt | None = of_model(None, flag="--decoder-num-layers")
+    """T5: layers of the decoder; default: as many as the encoder's"""
+    t5_decoder_seq_length: PositiveInt | None = of_training(None, flag="--decoder-seq-length", unit="tokens")
+    """T5: most tokens that the decoder is given; default: as many as the encoder"""
     t5_relative_buckets: PositiveInt = of_model(
-        32,
-        "T5: kinds of distance between two tokens, each with a bias of its own for every head",
-        flag="--relative-attention-num-buckets",
-        needs=here.position_embedding_type == "relative",
+        32, flag="--relative-attention-num-buckets", needs=here.position_embedding_type == "relative"
     )
+    """T5: kinds of distance between two tokens, each with a bias of its own for every head"""
     t5_relative_distance: PositiveInt = of_model(
         128,
-        "T5: the distance from which on all tokens are of the same kind",
         flag="--relative-attention-max-distance",
         unit="tokens",
         needs=here.position_embedding_type == "relative",
     )
-    t5_style: Literal["megatron", "google"] = of_model(
-        "megatron",
-        "T5: megatron divides scores by the root of the head's width and gives a tied head a bias; "
-        "google does neither, and divides what a tied head is given by the root of the hidden size (Raffel "
-        "et al. 2020, and transformers)",
-    )
+    """T5: the distance from which on all tokens are of the same kind"""
+    t5_style: Literal["megatron", "google"] = of_model("megatron")
+    """T5: megatron divides scores by the root of the head's width and gives a tied head a bias; google does
+    neither, and divides what a tied head is given by the root of the hidden size (Raffel et al. 2020, and
+    transformers)"""
 
     @model_validator(mode="before")
     @classmethod
     def _layers_of_both(cls, data: Any) -> Any:
-        """`num_layers` counts all layers of the model; in a launch of Megatron-LM it is the encoder's."""
+        """Count the layers of both stacks in `num_layers`, which in Megatron-LM's flags are one stack's."""
         if not isinstance(data, dict) or data.get("family") != "t5":
             return data
         said, encoder = data.get("num_layers"), data.get("t5_encoder_layers")
@@ -72,7 +61,7 @@ class T5Config(AttentionConfig):
 
     @property
     def tells_distances(self) -> bool:
-        """Whether the kinds of distance are enough for both sides, and reach beyond the single ones."""
+        """Whether there are buckets for keys on both sides, and for distances beyond the single ones."""
         return self.t5_relative_buckets >= 4 and self.t5_relative_distance > self.t5_relative_buckets // 2
 
     @property

@@ -1,4 +1,4 @@
-"""The section of the tree about how a step's work is prepared and launched, which changes only its speed."""
+"""The section `acceleration`: how a step's work is compiled and launched, which changes only its speed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ class AccelerationConfig(Section):
 
     compile: bool = option(
         False,
-        "compile each layer by torch.compile, which fuses what is between its matrix products; the first "
-        "step takes as long as that needs",
         needs=(
             (config.model.num_experts == ()).because(
                 "routers decide anew in each step how many rows an expert gets"
@@ -31,9 +29,10 @@ class AccelerationConfig(Section):
             ),
         ),
     )
+    """compile each layer by torch.compile, which fuses what is between its matrix products; the first step
+    takes as long as that needs"""
     cuda_graph: bool = option(
         False,
-        "launch each layer's forward and backward as one CUDA graph each, from the fourth micro-batch on",
         needs=(
             config.parallel.device.among("auto", "cuda"),
             here.compile.is_off.because("what is compiled is launched by code of its own"),
@@ -58,9 +57,7 @@ class AccelerationConfig(Section):
             ),
         ),
     )
-    compile_backend: Literal["inductor", "aot_eager", "eager"] = option(
-        "inductor",
-        "what `--compile` makes of a layer: inductor generates kernels; aot_eager and eager only trace, to "
-        "find faults",
-        needs=here.compile,
-    )
+    """launch each layer's forward and backward as one CUDA graph each, from the fourth micro-batch on"""
+    compile_backend: Literal["inductor", "aot_eager", "eager"] = option("inductor", needs=here.compile)
+    """what `--compile` makes of a layer: inductor generates kernels; aot_eager and eager only trace, to find
+    faults"""

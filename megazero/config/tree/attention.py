@@ -1,4 +1,4 @@
-"""The part of the section about the model: the keys that attention sees, and the softmax over them."""
+"""Attention settings of the section `model`: the keys that a query sees, and the softmax over them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from megazero.config.condition import config, here
-from megazero.config.rotation import RotationConfig
 from megazero.config.tree.option import SkipPattern, is_interval, of_model
 from megazero.config.tree.roles import Role
+from megazero.config.tree.rotary import RotationConfig
 
 _NOT_BIASED = here.position_embedding_type.among("learned_absolute", "rope", "yarn", "none")
 
@@ -23,22 +23,14 @@ Window = tuple[WindowSide, WindowSide]
 class AttentionConfig(RotationConfig):
     """The keys that attention sees, and the softmax over them"""
 
-    window_size: Window | None = of_model(
-        None,
-        "L,R: a token attends to at most L tokens before it and R after it, besides itself; -1 for no limit. "
-        "W,0 shows W + 1 tokens, a `sliding_window` of W in transformers one less",
-        Role.PLACEMENT,
-    )
-    window_attn_skip_freq: SkipPattern | None = of_model(
-        None,
-        "N: every N-th layer has no window (counted from 1: N, 2N, ...); or for each layer a 1, or a 0 for "
-        "no window, such as ([1]*5+[0])*4; default: all layers have it",
-        Role.PLACEMENT,
-        needs=here.window_size,
-    )
+    window_size: Window | None = of_model(None, roles=Role.PLACEMENT)
+    """L,R: a token attends to at most L tokens before it and R after it, besides itself; -1 for no limit. W,0
+    shows W + 1 tokens, a `sliding_window` of W in transformers one less"""
+    window_attn_skip_freq: SkipPattern | None = of_model(None, roles=Role.PLACEMENT, needs=here.window_size)
+    """N: every N-th layer has no window (counted from 1: N, 2N, ...); or for each layer a 1, or a 0 for no
+    window, such as ([1]*5+[0])*4; default: all layers have it"""
     window_sink_tokens: NonNegativeInt = of_model(
         0,
-        "first tokens of each document that no window hides (StreamingLLM)",
         unit="tokens",
         needs=(
             here.window_size,
@@ -46,57 +38,41 @@ class AttentionConfig(RotationConfig):
             config.skipping.random_ltd.is_off.because("a layer would not see them where they are dropped"),
         ),
     )
-    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = of_model(
-        "vanilla",
-        "off-by-one: the denominator of attention's softmax has a 1 more, so that a head can attend to "
-        "nothing; learnable: the exponential of a number that each head learns",
-        Role.VARIANT,
-    )
+    """first tokens of each document that no window hides (StreamingLLM)"""
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = of_model("vanilla", roles=Role.VARIANT)
+    """off-by-one: the denominator of attention's softmax has a 1 more, so that a head can attend to nothing;
+    learnable: the exponential of a number that each head learns"""
     softmax_scale: PositiveFloat | None = of_model(
-        None,
-        "factor of the products of queries and keys; default: 1 / sqrt(width of a head)",
-        Role.VARIANT | Role.MEGATRON | Role.MEGATRON_CORE,
+        None, roles=Role.VARIANT | Role.MEGATRON | Role.MEGATRON_CORE
     )
+    """factor of the products of queries and keys; default: 1 / sqrt(width of a head)"""
     attn_logit_softcapping: PositiveFloat | None = of_model(
-        None,
-        "bound c of attention's scores, which become c tanh(score / c) before anything is masked (Gemma 2)",
-        Role.VARIANT,
-        needs=_NOT_BIASED.because("linear biases have no bound"),
+        None, roles=Role.VARIANT, needs=_NOT_BIASED.because("linear biases have no bound")
     )
+    """bound c of attention's scores, which become c tanh(score / c) before anything is masked (Gemma 2)"""
     qk_layernorm: bool = of_model(
-        False,
-        "normalize queries and keys before they are rotated, or latent attention's small vectors",
-        Role.VARIANT | Role.MEGATRON | Role.MEGATRON_CORE | Role.HYBRIDS_IGNORE,
+        False, roles=Role.VARIANT | Role.MEGATRON | Role.MEGATRON_CORE | Role.HYBRIDS_IGNORE
     )
-    qk_layernorm_scope: Literal["head", "projection"] = of_model(
-        "head",
-        "head: each head alone, all with the same weights (Qwen3, Gemma 3); projection: all heads together "
-        "(OLMo-2, OLMoE)",
-        needs=here.qk_layernorm,
-    )
-    apply_wd_to_qk_layernorm: bool = of_model(
-        False,
-        "decay weights and biases of these norms too, but not of latent attention's norm for keys and values "
-        "(Qwen3-Next)",
-        Role.MEGATRON,
-        needs=here.qk_layernorm,
-    )
-    attention_output_gate: bool = of_model(
-        False,
-        "multiply what attention gives by the sigmoid of a projection of its input (Qwen3-Next)",
-        Role.VARIANT,
-    )
+    """normalize queries and keys before they are rotated, or latent attention's small vectors"""
+    qk_layernorm_scope: Literal["head", "projection"] = of_model("head", needs=here.qk_layernorm)
+    """head: each head alone, all with the same weights (Qwen3, Gemma 3); projection: all heads together
+    (OLMo-2, OLMoE)"""
+    apply_wd_to_qk_layernorm: bool = of_model(False, roles=Role.MEGATRON, needs=here.qk_layernorm)
+    """decay weights and biases of these norms too, but not of latent attention's norm for keys and values
+    (Qwen3-Next)"""
+    attention_output_gate: bool = of_model(False, roles=Role.VARIANT)
+    """multiply what attention gives by the sigmoid of a projection of its input (Qwen3-Next)"""
 
     @property
     def window(self) -> Window | None:
-        """The window of layers that have one, as far as it hides something; None if it hides nothing."""
+        """The window of the layers that have one; None if it hides nothing."""
         left, right = self.window_size or (-1, -1)
-        if self.family == "gpt":  # which sees nothing later anyway
+        if self.family == "gpt":  # its tokens see no later ones anyway
             right = -1 if left < 0 else 0
         return None if (left, right) == (-1, -1) else (left, right)
 
     def window_at(self, layer: int) -> Window | None:
-        """The window of one layer (from 0); None if it has none. Layers behind the last are like it."""
+        """The window of a layer (from 0); None if it has none. Layers beyond the last are like it."""
         layer = min(layer, self.num_layers - 1)
         pattern = self.window_attn_skip_freq
         if pattern is None:
@@ -106,7 +82,7 @@ class AttentionConfig(RotationConfig):
 
     @property
     def has_windows(self) -> bool:
-        """Whether some layer has a window. Takes no longer if there are many layers."""
+        """Whether some layer has a window, in constant time."""
         pattern = self.window_attn_skip_freq
         return self.window is not None and (pattern is None or is_interval(pattern) or 1 in pattern)
 

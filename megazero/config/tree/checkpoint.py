@@ -1,4 +1,4 @@
-"""The section of the tree about checkpoints."""
+"""The section `checkpoint`: saving, loading and keeping checkpoints."""
 
 from __future__ import annotations
 
@@ -19,21 +19,16 @@ class CheckpointConfig(Section):
 
     roles = Role.QUIET
 
-    save: str | None = option(None, "folder to write checkpoints to")
-    load: str | None = option(None, "folder to read the latest checkpoint from")
-    ckpt_step: NonNegativeInt | None = option(
-        None,
-        "load the checkpoint of this iteration, and no other; default: the latest",
-        unit="iterations",
-        idle_without=_UNREAD,
-    )
-    load_hf: str | None = option(
-        None, "folder of a Hugging Face model to take the weights from, where --load has no checkpoint yet"
-    )
+    save: str | None = option(None)
+    """folder to write checkpoints to"""
+    load: str | None = option(None)
+    """folder to read the latest checkpoint from"""
+    ckpt_step: NonNegativeInt | None = option(None, unit="iterations", idle_without=_UNREAD)
+    """load the checkpoint of this iteration, and no other; default: the latest"""
+    load_hf: str | None = option(None)
+    """folder of a Hugging Face model to take the weights from, where --load has no checkpoint yet"""
     moe_use_upcycling: bool = option(
         False,
-        "where --load or --load-hf has a dense model, begin experts from it: each is a copy of the MLP whose "
-        "place it takes",
         needs=(
             config.model.num_experts,
             (here.load | here.load_hf).because("it is the folder of the dense model"),
@@ -50,43 +45,24 @@ class CheckpointConfig(Section):
             ),
         ),
     )
-    save_interval: Interval = option(
-        None,
-        "iterations between checkpoints; default, and with 0: one where the run ends, and no other",
-        unit="iterations",
-        idle_without=_UNSAVED,
-    )
-    save_retain_interval: PositiveInt | None = option(
-        None,
-        "keep one checkpoint per this many iterations; others but the newest --keep-last are removed",
-        unit="iterations",
-        idle_without=_UNSAVED,
-    )
-    keep_last: PositiveInt | None = option(
-        None,
-        "keep this many of the newest checkpoints; default: all, or 1 with --save-retain-interval",
-        aliases=("--most-recent-k",),
-        idle_without=_UNSAVED,
-    )
-    async_save: bool = option(
-        False, "write checkpoints in the background while training goes on", idle_without=_UNSAVED
-    )
-    async_save_limit: PositiveInt = option(
-        1, "checkpoints that may be on their way to disk at a time", needs=here.async_save
-    )
-    verify_checkpoint: Literal["full", "size"] = option(
-        "full", "what to check when loading a checkpoint: the hash of everything that is read, or file sizes"
-    )
-    finetune: bool = option(
-        False,
-        "load weights only and start counting anew",
-        aliases=("--load-weights-only",),
-        idle_without=_UNREAD,
-    )
+    """where --load or --load-hf has a dense model, begin experts from it: each is a copy of the MLP whose
+    place it takes"""
+    save_interval: Interval = option(None, unit="iterations", idle_without=_UNSAVED)
+    """iterations between checkpoints; default, and with 0: one where the run ends, and no other"""
+    save_retain_interval: PositiveInt | None = option(None, unit="iterations", idle_without=_UNSAVED)
+    """keep one checkpoint per this many iterations; others but the newest --keep-last are removed"""
+    keep_last: PositiveInt | None = option(None, aliases=("--most-recent-k",), idle_without=_UNSAVED)
+    """keep this many of the newest checkpoints; default: all, or 1 with --save-retain-interval"""
+    async_save: bool = option(False, idle_without=_UNSAVED)
+    """write checkpoints in the background while training goes on"""
+    async_save_limit: PositiveInt = option(1, needs=here.async_save)
+    """checkpoints that may be on their way to disk at a time"""
+    verify_checkpoint: Literal["full", "size"] = option("full")
+    """what to check when loading a checkpoint: the hash of everything that is read, or file sizes"""
+    finetune: bool = option(False, aliases=("--load-weights-only",), idle_without=_UNREAD)
+    """load weights only and start counting anew"""
     extend_context: bool = option(
         False,
-        "take weights of a training at shorter sequences, with another base, scaling or range of the "
-        "rotary positions",
         needs=(
             here.load,
             config.model.position_embedding_type.among("rope", "yarn").because(
@@ -94,32 +70,33 @@ class CheckpointConfig(Section):
             ),
         ),
     )
-    no_load_optim: bool = option(False, "leave the optimizer state unread", idle_without=_UNREAD)
-    no_load_rng: bool = option(
-        False, "take the seed of dropout from the configuration, not the checkpoint", idle_without=_UNREAD
-    )
-    no_save_optim: bool = option(False, "leave the optimizer state unsaved", idle_without=_UNSAVED)
-    no_save_rng: bool = option(False, "leave the state of random generators unsaved", idle_without=_UNSAVED)
-    exit_on_missing_checkpoint: bool = option(
-        False, "fail if --load finds nothing, instead of starting anew", idle_without=_UNREAD
-    )
+    """take weights of a training at shorter sequences, with another base, scaling or range of the rotary
+    positions"""
+    no_load_optim: bool = option(False, idle_without=_UNREAD)
+    """leave the optimizer state unread"""
+    no_load_rng: bool = option(False, idle_without=_UNREAD)
+    """take the seed of dropout from the configuration, not the checkpoint"""
+    no_save_optim: bool = option(False, idle_without=_UNSAVED)
+    """leave the optimizer state unsaved"""
+    no_save_rng: bool = option(False, idle_without=_UNSAVED)
+    """leave the state of random generators unsaved"""
+    exit_on_missing_checkpoint: bool = option(False, idle_without=_UNREAD)
+    """fail if --load finds nothing, instead of starting anew"""
     override_opt_param_scheduler: bool = option(
-        False,
-        "go on with the schedules of this configuration where the checkpoint's are others, which is refused "
-        "without it",
-        flag="--override-opt_param-scheduler",
-        aliases=("--override-opt-param-scheduler",),
+        False, flag="--override-opt_param-scheduler", aliases=("--override-opt-param-scheduler",)
     )
+    """go on with the schedules of this configuration where the checkpoint's are others, which is refused
+    without it"""
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
-        "go on with the checkpoint's learning rate and weight decay, and their lengths, whatever this "
-        "configuration says",
         flag="--use-checkpoint-opt_param-scheduler",
         aliases=("--use-checkpoint-opt-param-scheduler",),
         needs=here.override_opt_param_scheduler.is_off.because(
             "one takes the checkpoint's schedule, the other this run's"
         ),
     )
+    """go on with the checkpoint's learning rate and weight decay, and their lengths, whatever this
+    configuration says"""
 
     @property
     def kept_last(self) -> int | None:

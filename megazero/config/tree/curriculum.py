@@ -1,4 +1,4 @@
-"""The section of the tree about curriculum learning over the sequence length."""
+"""The section `curriculum`: curriculum learning over the sequence length."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ class CurriculumConfig(Section):
 
     seqlen_schedule: Literal["none", "fixed_linear", "fixed_root", "fixed_discrete", "custom"] = option(
         "none",
-        "how sequences grow: by a straight line, by a root of the training done, by given levels, or by a "
-        "function of your own; training cuts each sample to the length of its step, evaluations do not",
         needs=(
             when(("fixed_linear", "fixed_root"), here.seqlen_min_difficulty),
             when(("fixed_linear", "fixed_root"), here.seqlen_total_curriculum_step),
@@ -31,10 +29,10 @@ class CurriculumConfig(Section):
             config.finetune.task.is_none,
         ),
     )
+    """how sequences grow: by a straight line, by a root of the training done, by given levels, or by a
+    function of your own; training cuts each sample to the length of its step, evaluations do not"""
     seqlen_kind: Literal["truncate", "reshape"] = option(
         "truncate",
-        "what becomes of the rest of a sample: truncate drops it; reshape cuts it into further rows of that "
-        "length, and drops what does not fill one",
         needs=(
             here.seqlen_schedule.because("otherwise nothing is cut"),
             (config.model.family == "gpt").because(
@@ -42,54 +40,41 @@ class CurriculumConfig(Section):
             ),
         ),
     )
-    seqlen_unit: Literal["iters", "tokens"] = option(
-        "iters", "what the schedule counts; tokens are those before the step"
-    )
+    """what becomes of the rest of a sample: truncate drops it; reshape cuts it into further rows of that
+    length, and drops what does not fill one"""
+    seqlen_unit: Literal["iters", "tokens"] = option("iters")
+    """what the schedule counts; tokens are those before the step"""
     seqlen_min_difficulty: PositiveInt | None = option(
-        None,
-        "length at the beginning",
-        unit="tokens",
-        needs=here.seqlen_schedule.among("fixed_linear", "fixed_root"),
+        None, unit="tokens", needs=here.seqlen_schedule.among("fixed_linear", "fixed_root")
     )
+    """length at the beginning"""
     seqlen_max_difficulty: PositiveInt | None = option(
-        None,
-        "length at the end; default: the sequence length",
-        unit="tokens",
-        needs=here.seqlen_schedule.among("fixed_linear", "fixed_root", "custom"),
+        None, unit="tokens", needs=here.seqlen_schedule.among("fixed_linear", "fixed_root", "custom")
     )
+    """length at the end; default: the sequence length"""
     seqlen_total_curriculum_step: PositiveInt | None = option(
-        None,
-        "fixed_linear, fixed_root: steps or tokens until the length reaches its end",
-        Role.LENGTH,
-        needs=here.seqlen_schedule.among("fixed_linear", "fixed_root"),
+        None, roles=Role.LENGTH, needs=here.seqlen_schedule.among("fixed_linear", "fixed_root")
     )
-    seqlen_difficulty_step: PositiveInt = option(
-        8, "lengths are rounded down to multiples of this", unit="tokens"
-    )
-    seqlen_root_degree: PositiveFloat | None = option(
-        None, "fixed_root: which root; 2 is the square root", needs=here.seqlen_schedule == "fixed_root"
-    )
-    seqlen_difficulty: tuple[PositiveInt, ...] = option(
-        (), "fixed_discrete: the lengths, one after the other", needs=here.seqlen_schedule == "fixed_discrete"
-    )
+    """fixed_linear, fixed_root: steps or tokens until the length reaches its end"""
+    seqlen_difficulty_step: PositiveInt = option(8, unit="tokens")
+    """lengths are rounded down to multiples of this"""
+    seqlen_root_degree: PositiveFloat | None = option(None, needs=here.seqlen_schedule == "fixed_root")
+    """fixed_root: which root; 2 is the square root"""
+    seqlen_difficulty: tuple[PositiveInt, ...] = option((), needs=here.seqlen_schedule == "fixed_discrete")
+    """fixed_discrete: the lengths, one after the other"""
     seqlen_max_step: tuple[PositiveInt, ...] = option(
-        (),
-        "fixed_discrete: the last step, or number of tokens, of each length but the last",
-        Role.LENGTH,
-        needs=here.seqlen_schedule == "fixed_discrete",
+        (), roles=Role.LENGTH, needs=here.seqlen_schedule == "fixed_discrete"
     )
+    """fixed_discrete: the last step, or number of tokens, of each length but the last"""
 
-    seqlen_custom_schedule: str | None = option(
-        None,
-        "custom: the function from steps or tokens, counted from 1, to a length, as module:function or "
-        "path.py:function; the same on every host",
-        needs=here.seqlen_schedule == "custom",
-    )
+    seqlen_custom_schedule: str | None = option(None, needs=here.seqlen_schedule == "custom")
+    """custom: the function from steps or tokens, counted from 1, to a length, as module:function or
+    path.py:function; the same on every host"""
 
     _runs_code: bool = PrivateAttr(True)
 
     def without_code(self) -> CurriculumConfig:
-        """The same settings, for those who only look: the user's function is not run, and nothing is cut."""
+        """Return the settings without the user's function: it is not run, and no sequence is cut."""
         quiet = self.model_copy()
         quiet._runs_code = False
         return quiet
@@ -123,14 +108,14 @@ class CurriculumConfig(Section):
         return ramp and grown // self.seqlen_difficulty_step > MOST_CHANGES
 
     def fault_of_custom(self, sequence_length: int) -> str | None:
-        """A sentence about the fault of the user's function; None if it is sound, or there is none."""
+        """Return a sentence on the fault of the user's function; None if it is sound, or there is none."""
         if self.seqlen_schedule != "custom":
             return None
         pacing = self._custom(self.seqlen_max_difficulty or sequence_length)
         return pacing if isinstance(pacing, str) else None
 
     def _custom(self, last: int) -> Pacing | str | None:
-        """The user's pacing up to `last`, or a sentence about its fault; None if there is none."""
+        """Make the user's pacing up to `last`, or a sentence on its fault; None without a function."""
         if self.seqlen_custom_schedule is None or not self._runs_code:
             return None
         try:

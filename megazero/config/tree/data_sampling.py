@@ -1,4 +1,4 @@
-"""The section of the tree about curricula over difficulties of whole samples, such as rare words."""
+"""The section `data_sampling`: curricula over the difficulty of samples, such as the rarity of words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ANY_ORDER = here.curriculum_metrics.because("samples are not drawn by difficult
 
 
 class CurriculumMetric(Section):
-    """One measure of how difficult samples are, and how much of it a step may take.
+    """A measure of the difficulty of samples, and the schedule of the difficulty that a step may take.
 
     YAML and DeepSpeed's JSON give it as a mapping below its name, with the last five settings in
     `schedule_config`; the names are DeepSpeed's.
@@ -23,7 +23,7 @@ class CurriculumMetric(Section):
     Attributes:
         name: name of the metric.
         index_to_sample_path, index_to_metric_path: the analyzer's files, without .bin or .idx.
-        difficulty_type: whether difficulties are values of the metric, or shares of the samples in its order.
+        difficulty_type: whether difficulties are values of the metric, or percentiles of the samples.
         clustering_type: schedule_based; a single_cluster is not sampled by the metric.
         min_difficulty, max_difficulty: the first and the last difficulty. With percentile,
             `max_difficulty` is all samples, and 100 by default.
@@ -53,7 +53,7 @@ class CurriculumMetric(Section):
 
     @property
     def end(self) -> int | None:
-        """The difficulty that a ramp grows to; with percentile, also the one that means all samples."""
+        """The last difficulty of a ramp; with percentile, it stands for all samples."""
         default = 100 if self.difficulty_type == "percentile" else None
         return default if self.max_difficulty is None else self.max_difficulty
 
@@ -75,21 +75,14 @@ class DataSamplingConfig(Section):
 
     curriculum_metrics: tuple[CurriculumMetric, ...] = option(
         (),
-        "what makes samples difficult, by name, as in DeepSpeed's JSON: training draws from the samples that "
-        "are within the difficulty of the step by all of these metrics; JSON, or a JSON or YAML file",
         needs=(
             config.finetune.task.is_none,
             config.data.data_sharding.is_off.because("that order depends on the ranks"),
         ),
     )
-    curriculum_unit: Literal["iters", "tokens"] = option(
-        "iters",
-        "what the schedules of the metrics count; tokens are those before the step",
-        idle_without=_ANY_ORDER,
-    )
-    curriculum_seed: NonNegativeInt | None = option(
-        None,
-        "seed of the order in which samples are drawn; default: the training's",
-        Role.TOLD,
-        idle_without=_ANY_ORDER,
-    )
+    """what makes samples difficult, by name, as in DeepSpeed's JSON: training draws from the samples that are
+    within the difficulty of the step by all of these metrics; JSON, or a JSON or YAML file"""
+    curriculum_unit: Literal["iters", "tokens"] = option("iters", idle_without=_ANY_ORDER)
+    """what the schedules of the metrics count; tokens are those before the step"""
+    curriculum_seed: NonNegativeInt | None = option(None, roles=Role.TOLD, idle_without=_ANY_ORDER)
+    """seed of the order in which samples are drawn; default: the training's"""

@@ -1,4 +1,4 @@
-"""A part of the section of the tree about the model: which layers have experts, and what is beside these.
+"""Settings of experts in the section `model`: which layers have them, and the MLPs beside them.
 
 Names are those of Megatron-LM's `--moe-*` flags (Fedus et al. 2022, Lepikhin et al. 2021); the layers'
 placement by `--expert-interval`, pyramids and residual experts are DeepSpeed-MoE's (Rajbhandari et al. 2022).
@@ -22,63 +22,48 @@ def _dense_is_empty(counts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 Counts = Annotated[tuple[PositiveInt, ...], BeforeValidator(listed), AfterValidator(_dense_is_empty)]
-"""Numbers of experts; ``()`` if no layer has any."""
+"""Number of experts of each layer with experts, or one number for all; ``()`` without experts."""
 
 Pattern = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(listed), Field(min_length=1)]
 """The interval between layers with experts, as one number, or a 0 or 1 for each layer."""
 
 
 class ExpertsConfig(HybridConfig):
-    """The layers that have experts, and what these are"""
+    """Which layers have experts, and the sizes of these"""
 
     roles = Role.EXPERTS
 
-    num_experts: Counts = of_model(
-        (),
-        "experts in each layer that has them, as one number or one for each such layer (a pyramid), such as "
-        "[32]*10+[64]*2; default: none, and 1 is the dense MLP",
-        Role.PLACEMENT | Role.MEGATRON,
-        aliases=("--num-moe-experts",),
-    )
-    moe_layer_freq: Pattern | None = of_model(
-        None,
-        "N: every N-th layer has experts, the first one included (counted from 0: 0, N, 2N, ...); or a 0 or "
-        "1 for each layer, such as ([0]*3+[1]*21); default: 1, unless --expert-interval is given",
-        Role.PLACEMENT | Role.MEGATRON,
-    )
+    num_experts: Counts = of_model((), roles=Role.PLACEMENT | Role.MEGATRON, aliases=("--num-moe-experts",))
+    """experts in each layer that has them, as one number or one for each such layer (a pyramid), such as
+    [32]*10+[64]*2; default: none, and 1 is the dense MLP"""
+    moe_layer_freq: Pattern | None = of_model(None, roles=Role.PLACEMENT | Role.MEGATRON)
+    """N: every N-th layer has experts, the first one included (counted from 0: 0, N, 2N, ...); or a 0 or 1
+    for each layer, such as ([0]*3+[1]*21); default: 1, unless --expert-interval is given"""
     expert_interval: PositiveInt | None = of_model(
         None,
-        "N: every N-th layer has experts, the N-th being the first (counted from 0: N-1, 2N-1, ...), as in "
-        "Megatron-DeepSpeed; instead of --moe-layer-freq",
-        Role.PLACEMENT,
+        roles=Role.PLACEMENT,
         instead_of=("moe_layer_freq",),
         needs=here.moe_layer_freq.is_none.because(
             "`--moe-layer-freq N` begins with layer 0, this with layer N-1"
         ),
     )
-    moe_ffn_hidden_size: PositiveInt | None = of_model(
-        None,
-        "inner width of an expert; default: that of the MLP",
-        Role.MEGATRON,
-        resolved="expert_ffn_size",
-    )
-    mlp_type: Literal["standard", "residual"] = of_model(
-        "standard",
-        "standard: experts take the place of the MLP; residual: the MLP stays beside them, and a learned mix "
-        "of both goes on",
-    )
+    """N: every N-th layer has experts, the N-th being the first (counted from 0: N-1, 2N-1, ...), as in
+    Megatron-DeepSpeed; instead of --moe-layer-freq"""
+    moe_ffn_hidden_size: PositiveInt | None = of_model(None, roles=Role.MEGATRON, resolved="expert_ffn_size")
+    """inner width of an expert; default: that of the MLP"""
+    mlp_type: Literal["standard", "residual"] = of_model("standard")
+    """standard: experts take the place of the MLP; residual: the MLP stays beside them, and a learned mix of
+    both goes on"""
     moe_shared_expert_intermediate_size: PositiveInt | None = of_model(
         None,
-        "inner width of all shared experts together, through which every token goes; default: none",
-        Role.MEGATRON,
+        roles=Role.MEGATRON,
         needs=(here.mlp_type == "standard").because("shared experts are an MLP beside the experts already"),
     )
+    """inner width of all shared experts together, through which every token goes; default: none"""
     moe_shared_expert_gate: bool = of_model(
-        False,
-        "weigh the shared experts by a learned sigmoid gate of each token",
-        Role.MEGATRON,
-        needs=here.moe_shared_expert_intermediate_size,
+        False, roles=Role.MEGATRON, needs=here.moe_shared_expert_intermediate_size
     )
+    """weigh the shared experts by a learned sigmoid gate of each token"""
 
     @property
     def expert_ffn_size(self) -> int:
@@ -87,7 +72,7 @@ class ExpertsConfig(HybridConfig):
 
     @property
     def expert_places(self) -> int:
-        """Number of layers that experts are placed in, or would be if the model had some."""
+        """Number of layers that the placement gives experts, whether or not the model has any."""
         if (kinds := self.layer_kinds) is not None:
             return kinds.count(EXPERTS)
         if self.expert_interval is not None:
@@ -98,7 +83,7 @@ class ExpertsConfig(HybridConfig):
         return sum(flag == 1 for flag in pattern)
 
     def expert_place(self, layer: int) -> int | None:
-        """The number of `layer` among the layers for experts, from 0; None if it is not one of them."""
+        """The index of `layer` among the layers with experts, from 0; None if it has none."""
         if (kinds := self.layer_kinds) is not None:
             return kinds[:layer].count(EXPERTS) if kinds[layer : layer + 1] == EXPERTS else None
         if self.expert_interval is not None:
@@ -118,7 +103,7 @@ class ExpertsConfig(HybridConfig):
         return tuple(map(self.experts_at, range(self.num_layers)))
 
     def experts_at(self, layer: int) -> int:
-        """Number of experts of one layer (from 0); 0 for a dense one. Layers behind the last are like it."""
+        """Number of experts of a layer (from 0); 0 for a dense one. Layers beyond the last are like it."""
         layer = min(layer, self.num_layers - 1)
         place = self.expert_place(layer) if self.num_experts else None
         if place is None:

@@ -1,4 +1,4 @@
-"""The section of the tree about what a run tells."""
+"""The section `logging`: what a run reports, and where."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_WANDB = here.wandb_project.because("nothing goes to Weights & Biases")
 Operation = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "barrier"
 ]
-"""An operation of a group."""
+"""A collective or a message between ranks."""
 
 
 class LoggingConfig(Section):
@@ -24,66 +24,57 @@ class LoggingConfig(Section):
 
     roles = Role.QUIET
 
-    log_interval: PositiveInt = option(100, "iterations between log lines", unit="iterations")
-    metrics_jsonl: str | None = option(None, "file that gets one JSON object per iteration", Role.LOCAL)
-    tensorboard_dir: str | None = option(
-        None, "folder for TensorBoard events", Role.LOCAL, package="tensorboard"
-    )
-    tensorboard_log_interval: PositiveInt = option(
-        1, "iterations between events", Role.LOCAL, unit="iterations"
-    )
-    tensorboard_queue_size: PositiveInt = option(1000, "events held before they are written", Role.LOCAL)
-    log_validation_ppl_to_tensorboard: bool = option(
-        False, "also record validation perplexity", idle_without=_NO_EVENTS
-    )
-    log_timers_to_tensorboard: bool = option(
-        False, "also record the time of each phase", idle_without=_NO_EVENTS
-    )
-    wall_clock_breakdown: bool = option(
-        False, "also print where the time went; the same as `--timing-log-level 2`"
-    )
-    timing_log_level: Literal[0, 1, 2] = option(
-        0, "also print where the time went: by phase with 1, and with 2 also by what it waited for"
-    )
+    log_interval: PositiveInt = option(100, unit="iterations")
+    """iterations between log lines"""
+    metrics_jsonl: str | None = option(None, roles=Role.LOCAL)
+    """file that gets one JSON object per iteration"""
+    tensorboard_dir: str | None = option(None, roles=Role.LOCAL, package="tensorboard")
+    """folder for TensorBoard events"""
+    tensorboard_log_interval: PositiveInt = option(1, roles=Role.LOCAL, unit="iterations")
+    """iterations between events"""
+    tensorboard_queue_size: PositiveInt = option(1000, roles=Role.LOCAL)
+    """events held before they are written"""
+    log_validation_ppl_to_tensorboard: bool = option(False, idle_without=_NO_EVENTS)
+    """also record validation perplexity"""
+    log_timers_to_tensorboard: bool = option(False, idle_without=_NO_EVENTS)
+    """also record the time of each phase"""
+    wall_clock_breakdown: bool = option(False)
+    """also print where the time went; the same as `--timing-log-level 2`"""
+    timing_log_level: Literal[0, 1, 2] = option(0)
+    """also print where the time went: by phase with 1, and with 2 also by what it waited for"""
     timing_log_option: Literal["max", "minmax", "all"] = option(
-        "minmax",
-        "the ranks whose times are printed beside the first rank's: the slowest, also the fastest, or all",
-        needs=here.wall_clock_breakdown | here.timing_log_level.among(1, 2),
+        "minmax", needs=here.wall_clock_breakdown | here.timing_log_level.among(1, 2)
     )
-    comms_logger: bool = option(False, "count and time communication, and print a table of it at the end")
-    comms_logger_ops: tuple[Operation, ...] = option(
-        (), "the operations that it times; all by default", needs=here.comms_logger
-    )
-    comms_logger_verbose: bool = option(
-        False, "also print each call on the first rank", needs=here.comms_logger
-    )
-    csv_dir: str | None = option(None, "folder for one CSV file per metric", Role.LOCAL)
-    log_params_norm: bool = option(False, "also record the norm of the parameters")
-    log_stability: PositiveInt | None = option(
-        None,
-        "also record how steady the training is: the standard deviation of loss and gradient norm over so "
-        "many updates, and the loss as a multiple of the lowest so far",
-        unit="updates",
-    )
-    straggler_interval: NonNegativeInt = option(
-        100,
-        "iterations after which the ranks' times are compared, to name one that is slow; 0 compares nothing",
-        unit="iterations",
-    )
-    log_num_zeros_in_grad: bool = option(False, "also record how many gradient elements are zero")
-    wandb_project: str | None = option(
-        None, "Weights & Biases project; needs the wandb package", Role.LOCAL, package="wandb"
-    )
-    wandb_exp_name: str | None = option(None, "Weights & Biases run name", Role.LOCAL, idle_without=_NO_WANDB)
-    wandb_save_dir: str | None = option(
-        None, "Weights & Biases local folder", Role.LOCAL, idle_without=_NO_WANDB
-    )
-    wandb_entity: str | None = option(None, "Weights & Biases team", Role.LOCAL, idle_without=_NO_WANDB)
-    wandb_group: str | None = option(
-        None, "Weights & Biases group of runs", Role.LOCAL, idle_without=_NO_WANDB
-    )
+    """the ranks whose times are printed beside the first rank's: the slowest, also the fastest, or all"""
+    comms_logger: bool = option(False)
+    """count and time communication, and print a table of it at the end"""
+    comms_logger_ops: tuple[Operation, ...] = option((), needs=here.comms_logger)
+    """the operations that it times; all by default"""
+    comms_logger_verbose: bool = option(False, needs=here.comms_logger)
+    """also print each call on the first rank"""
+    csv_dir: str | None = option(None, roles=Role.LOCAL)
+    """folder for one CSV file per metric"""
+    log_params_norm: bool = option(False)
+    """also record the norm of the parameters"""
+    log_stability: PositiveInt | None = option(None, unit="updates")
+    """also record how steady the training is: the standard deviation of loss and gradient norm over so many
+    updates, and the loss as a multiple of the lowest so far"""
+    straggler_interval: NonNegativeInt = option(100, unit="iterations")
+    """iterations after which the ranks' times are compared, to name one that is slow; 0 compares nothing"""
+    log_num_zeros_in_grad: bool = option(False)
+    """also record how many gradient elements are zero"""
+    wandb_project: str | None = option(None, roles=Role.LOCAL, package="wandb")
+    """Weights & Biases project; needs the wandb package"""
+    wandb_exp_name: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_WANDB)
+    """Weights & Biases run name"""
+    wandb_save_dir: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_WANDB)
+    """Weights & Biases local folder"""
+    wandb_entity: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_WANDB)
+    """Weights & Biases team"""
+    wandb_group: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_WANDB)
+    """Weights & Biases group of runs"""
 
     @property
     def breakdown_level(self) -> int:
-        """The detail of the table of where the time went; 0 for none."""
+        """The detail of the table of times; 0 for no table."""
         return 2 if self.wall_clock_breakdown else self.timing_log_level

@@ -1,4 +1,4 @@
-"""The section of the tree about the model."""
+"""The section `model`, which is put together from classes by subject."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ class ModelConfig(
 ):
     """Model shape"""
 
-    roles = Role.NONE  # each field says itself whether its value makes another model
+    roles = Role.NONE  # each field is declared by `of_model` or `of_training`

@@ -1,4 +1,4 @@
-"""The section of the tree about state that is kept in the host's memory or on disk."""
+"""The section `offload`: state that is kept in the host's memory or on disk."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megazero.config.condition import config, here, when
 from megazero.config.tree.optimizer import ELEMENTWISE_NAMES
 from megazero.config.tree.option import Section, option
 
-Share = Annotated[float, Field(ge=0, le=1)]
-"""A share of a whole, from none to all."""
+Fraction = Annotated[float, Field(ge=0, le=1)]
+"""A fraction from 0 to 1, both included."""
 
 
 class OffloadConfig(Section):
@@ -19,37 +19,32 @@ class OffloadConfig(Section):
 
     optimizer: Literal["none", "cpu", "nvme"] = option(
         "none",
-        "where masters and moments are kept and updated: on the device, in the host's memory (ZeRO-Offload), "
-        "or on disk, from where they visit the host's memory (ZeRO-Infinity)",
         flag="--offload-optimizer",
         switches={"--optimizer-cpu-offload": "cpu", "--cpu-optimizer": "cpu"},
         needs=when("nvme", here.path),
     )
+    """where masters and moments are kept and updated: on the device, in the host's memory (ZeRO-Offload), or
+    on disk, from where they visit the host's memory (ZeRO-Infinity)"""
     gradients: Literal["auto", "none", "cpu", "nvme"] = option(
         "auto",
-        "where gradient sums are kept once they are complete; auto is where masters and moments are",
         flag="--offload-gradients",
         needs=(when(("cpu", "nvme"), here.optimizer), when("nvme", here.path)),
     )
+    """where gradient sums are kept once they are complete; auto is where masters and moments are"""
     parameters: Literal["none", "cpu", "nvme"] = option(
         "none",
-        "stage 3: where each rank keeps its slices of the weights between gathers",
         flag="--offload-parameters",
         aliases=("--remote-device",),
         needs=((config.zero.stage == 3).because("it shards them"), when("nvme", here.path)),
     )
-    fraction: Share = option(
-        1.0,
-        "share of the elements whose masters and moments are offloaded, in whole buckets; the others stay on "
-        "the device and are updated there (twin-flow)",
-        flag="--offload-fraction",
-        aliases=("--optimizer-offload-fraction",),
-        needs=here.optimizer,
+    """stage 3: where each rank keeps its slices of the weights between gathers"""
+    fraction: Fraction = option(
+        1.0, flag="--offload-fraction", aliases=("--optimizer-offload-fraction",), needs=here.optimizer
     )
+    """share of the elements whose masters and moments are offloaded, in whole buckets; the others stay on the
+    device and are updated there (twin-flow)"""
     delayed_param_update: bool = option(
         False,
-        "update on the host while the next step computes with the weights of the step before, which changes "
-        "the numbers of the training (DPU of ZeRO-Offload)",
         flag="--delayed-param-update",
         needs=(
             (here.optimizer == "cpu").because(
@@ -73,33 +68,24 @@ class OffloadConfig(Section):
             ),
         ),
     )
+    """update on the host while the next step computes with the weights of the step before, which changes the
+    numbers of the training (DPU of ZeRO-Offload)"""
     delayed_param_update_start: NonNegativeInt = option(
-        40,
-        "updates that are made at once before they are delayed, while weights change fast",
-        flag="--delayed-param-update-start",
-        unit="updates",
-        needs=here.delayed_param_update,
+        40, flag="--delayed-param-update-start", unit="updates", needs=here.delayed_param_update
     )
-    path: str | None = option(
-        None, "folder on the disk to offload to; nothing is left there at the end", flag="--offload-path"
-    )
-    block_size: PositiveInt = option(
-        8 << 20, "size of a read or write", flag="--offload-block-size", unit="bytes"
-    )
-    queue_depth: Annotated[int, Field(ge=1, le=256)] = option(
-        4, "reads and writes under way at a time, per rank", flag="--offload-queue-depth"
-    )
-    direct_io: bool = option(
-        True,
-        "read and write through the system's page cache, which then takes memory",
-        flag="--no-offload-direct-io",
-    )
+    """updates that are made at once before they are delayed, while weights change fast"""
+    path: str | None = option(None, flag="--offload-path")
+    """folder on the disk to offload to; nothing is left there at the end"""
+    block_size: PositiveInt = option(8 << 20, flag="--offload-block-size", unit="bytes")
+    """size of a read or write"""
+    queue_depth: Annotated[int, Field(ge=1, le=256)] = option(4, flag="--offload-queue-depth")
+    """reads and writes under way at a time, per rank"""
+    direct_io: bool = option(True, flag="--no-offload-direct-io")
+    """read and write through the system's page cache, which then takes memory"""
     pin_memory: bool = option(
-        True,
-        "leave the host's memory unpinned, which CUDA reads and writes more slowly",
-        flag="--no-offload-pin-memory",
-        aliases=("--no-pin-cpu-grads", "--no-pin-cpu-params"),
+        True, flag="--no-offload-pin-memory", aliases=("--no-pin-cpu-grads", "--no-pin-cpu-params")
     )
+    """leave the host's memory unpinned, which CUDA reads and writes more slowly"""
 
     @property
     def places(self) -> tuple[str, str, str]:

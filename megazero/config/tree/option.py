@@ -1,4 +1,4 @@
-"""`option`, which declares a field of the tree, and the field types that the tree needs beyond pydantic's."""
+"""`option`, which declares a field of the tree, and the field types that pydantic does not have."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from megazero.config.condition import Need
 from megazero.config.tree.roles import Role
 
 
-def option(default: Any, help: str, roles: Role = Role.NONE, **facets: Any) -> Any:
+def option(default: Any, help: str | None = None, roles: Role = Role.NONE, **facets: Any) -> Any:
     """Declare one field of a section.
 
     Args:
         default: the value if neither a file nor a flag sets it; ``...`` makes the field required.
-        help: one sentence for `--help` and the docs.
-        roles: what the field is for, besides what its class says.
-        facets: further attributes of the `FieldSpec`, with which fields.py makes it.
+        help: one sentence for `--help` and the docs; default: the text below the declaration.
+        roles: the field's roles, besides those of its class.
+        facets: further attributes of its `FieldSpec`.
     """
     extra: Any = {"roles": roles, **facets}
     return Field(default, description=help, json_schema_extra=extra)
 
 
-def of_model(default: Any, help: str, roles: Role = Role.NONE, **facets: Any) -> Any:
-    """Declare a field with another value of which the model is another: no checkpoint of the one fits."""
+def of_model(default: Any, help: str | None = None, roles: Role = Role.NONE, **facets: Any) -> Any:
+    """Declare a field that a checkpoint's model must share: another value makes another model."""
     return option(default, help, roles | Role.MODEL, **facets)
 
 
-def of_training(default: Any, help: str, roles: Role = Role.NONE, **facets: Any) -> Any:
-    """Declare a field about the model that its training alone depends on: its checkpoint fits all values."""
+def of_training(default: Any, help: str | None = None, roles: Role = Role.NONE, **facets: Any) -> Any:
+    """Declare a field of the section `model` that a checkpoint's model need not share."""
     return option(default, help, roles | Role.FREE, **facets)
 
 
@@ -50,7 +50,7 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
 def listed(value: Any) -> Any:
-    """One number stands for a list of it."""
+    """Make a list of one number."""
     return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -59,16 +59,16 @@ def _none_if_zero(value: Any) -> Any:
 
 
 Interval = Annotated[PositiveInt | None, BeforeValidator(_none_if_zero)]
-"""Every how many iterations; None, and 0 as in both Megatrons, for never."""
+"""An interval in iterations; None, and 0 as in both Megatrons, for never."""
 
 Duration = Annotated[PositiveFloat | None, BeforeValidator(_none_if_zero)]
-"""After how long; None and 0 for never."""
+"""A time after which something happens; None and 0 for never."""
 
 Scale = Annotated[PositiveFloat | None, BeforeValidator(_none_if_zero)]
-"""A factor that stays as it is; None, and 0 as in both Megatrons, for one that does not."""
+"""A static factor; None, and 0 as in both Megatrons, for a dynamic one."""
 
 Patience = Annotated[float, Field(gt=0, le=10_000_000)]
-"""Minutes to wait: more than none, and 19 years at most, which clocks can count."""
+"""Minutes to wait: more than 0, and at most 19 years, which clocks can count."""
 
 Proportions = Annotated[str, AfterValidator(_split_proportions)]
 """Train, validation and test proportions, separated by commas or slashes; those left out are 0.
@@ -81,9 +81,9 @@ class Section(BaseModel):
     """Base of all sections and of their parts: frozen, and strict about unknown keys.
 
     Attributes:
-        needs: as in `option`, for the fields that this very class declares without any of their own.
-        roles: those of all fields that this very class declares; of the first five, for fields without one.
-            Where neither says one of them, the class of the whole section does.
+        needs: the needs of the fields that this very class declares without needs of their own.
+        roles: further roles of all fields that this very class declares. A role of resume (`RESUME`) is only
+            for fields without one; fields that still have none get that of the whole section's class.
     """
 
     needs: ClassVar[Need | tuple[Need, ...]] = ()
@@ -96,7 +96,7 @@ class Section(BaseModel):
 
     @classmethod
     def implied(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The values, and those of other fields that they imply."""
+        """Add the values of other fields that these values imply."""
         return values
 
 
@@ -105,5 +105,5 @@ SkipPattern = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator
 
 
 def is_interval(pattern: tuple[int, ...]) -> bool:
-    """Whether a pattern of layers is an interval. One of 1 would leave no others, so a single 1 is a list."""
+    """Whether a pattern is an interval. An interval of 1 would leave no layer, so a single 1 is a list."""
     return len(pattern) == 1 and pattern[0] > 1

@@ -1,4 +1,4 @@
-"""The section of the tree about types, loss scales and 8-bit products."""
+"""The section `precision`: types, loss scales and 8-bit products."""
 
 from __future__ import annotations
 
@@ -14,30 +14,24 @@ class PrecisionConfig(Section):
     """Precision"""
 
     dtype: Literal["fp32", "fp16", "bf16"] = option(
-        "fp32",
-        "type of parameters and activations; moments are always fp32, and so are master weights and "
-        "gradient sums unless the section `zero` says otherwise",
-        flag="--params-dtype",
-        switches={"--fp16": "fp16", "--bf16": "bf16"},
+        "fp32", flag="--params-dtype", switches={"--fp16": "fp16", "--bf16": "bf16"}
     )
-    tf32: bool = option(
-        False,
-        "round the factors of fp32 products to TF32 on CUDA, with 10 bits of mantissa: several times faster",
-        needs=config.parallel.device.among("auto", "cuda"),
-    )
-    loss_scale: Scale = option(
-        None,
-        "static loss scale of fp16 and bf16; default, and with 0: dynamic for fp16, none for bf16",
-        needs=here.dtype.among("fp16", "bf16"),
-    )
-    initial_loss_scale: PositiveFloat = option(2.0**32, "first dynamic loss scale")
-    min_loss_scale: PositiveFloat = option(1.0, "floor of the dynamic loss scale")
-    loss_scale_window: PositiveInt = option(1000, "good steps before the scale doubles", unit="iterations")
-    hysteresis: PositiveInt = option(2, "overflows tolerated before the scale halves")
+    """type of parameters and activations; moments are always fp32, and so are master weights and gradient
+    sums unless the section `zero` says otherwise"""
+    tf32: bool = option(False, needs=config.parallel.device.among("auto", "cuda"))
+    """round the factors of fp32 products to TF32 on CUDA, with 10 bits of mantissa: several times faster"""
+    loss_scale: Scale = option(None, needs=here.dtype.among("fp16", "bf16"))
+    """static loss scale of fp16 and bf16; default, and with 0: dynamic for fp16, none for bf16"""
+    initial_loss_scale: PositiveFloat = option(2.0**32)
+    """first dynamic loss scale"""
+    min_loss_scale: PositiveFloat = option(1.0)
+    """floor of the dynamic loss scale"""
+    loss_scale_window: PositiveInt = option(1000, unit="iterations")
+    """good steps before the scale doubles"""
+    hysteresis: PositiveInt = option(2)
+    """overflows tolerated before the scale halves"""
     fp8_format: Literal["none", "e4m3", "hybrid"] = option(
         "none",
-        "multiply 8-bit floats in the linear layers: e4m3 in all products; hybrid has gradients in e5m2, "
-        "which has more range and fewer digits",
         switches={"--fp8": "hybrid", "--fp8-hybrid": "hybrid", "--fp8-e4m3": "e4m3"},
         needs=(
             (config.model.num_experts == ()).because("the products of experts are not of 8-bit floats"),
@@ -46,9 +40,10 @@ class PrecisionConfig(Section):
             ),
         ),
     )
+    """multiply 8-bit floats in the linear layers: e4m3 in all products; hybrid has gradients in e5m2, which
+    has more range and fewer digits"""
     fp8_recipe: Literal["delayed", "tensorwise"] = option(
         "delayed",
-        "where the scales of 8-bit tensors come from: the amaxes of earlier steps, or the tensor itself",
         refused={
             "mxfp8": "needs scales of blocks of 32 elements, which are not built; choose tensorwise",
             "blockwise": "needs scales of blocks, which are not built; choose tensorwise",
@@ -56,32 +51,26 @@ class PrecisionConfig(Section):
         },
         needs=here.fp8_format,
     )
-    fp8_margin: NonNegativeInt = option(
-        0, "powers of two that the scales of 8-bit tensors stay below the largest ones", needs=here.fp8_format
-    )
+    """where the scales of 8-bit tensors come from: the amaxes of earlier steps, or the tensor itself"""
+    fp8_margin: NonNegativeInt = option(0, needs=here.fp8_format)
+    """powers of two that the scales of 8-bit tensors stay below the largest ones"""
     fp8_amax_history_len: PositiveInt = option(
-        1,
-        "delayed: steps whose amaxes are kept",
-        unit="iterations",
-        needs=(here.fp8_format, here.fp8_recipe == "delayed"),
+        1, unit="iterations", needs=(here.fp8_format, here.fp8_recipe == "delayed")
     )
+    """delayed: steps whose amaxes are kept"""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = option(
-        "most_recent",
-        "delayed: which of the kept amaxes makes the scale",
-        needs=(here.fp8_format, here.fp8_recipe == "delayed"),
+        "most_recent", needs=(here.fp8_format, here.fp8_recipe == "delayed")
     )
-    first_last_layers_bf16: bool = option(
-        False, "8-bit products: leave the first and the last layers of the model out", needs=here.fp8_format
-    )
-    num_layers_at_start_in_bf16: NonNegativeInt = option(
-        1, "how many first layers `--first-last-layers-bf16` leaves out", needs=here.first_last_layers_bf16
-    )
-    num_layers_at_end_in_bf16: NonNegativeInt = option(
-        1, "how many last layers `--first-last-layers-bf16` leaves out", needs=here.first_last_layers_bf16
-    )
+    """delayed: which of the kept amaxes makes the scale"""
+    first_last_layers_bf16: bool = option(False, needs=here.fp8_format)
+    """8-bit products: leave the first and the last layers of the model out"""
+    num_layers_at_start_in_bf16: NonNegativeInt = option(1, needs=here.first_last_layers_bf16)
+    """how many first layers `--first-last-layers-bf16` leaves out"""
+    num_layers_at_end_in_bf16: NonNegativeInt = option(1, needs=here.first_last_layers_bf16)
+    """how many last layers `--first-last-layers-bf16` leaves out"""
 
     def layers_in_16_bits(self, layers: int) -> frozenset[int]:
-        """The layers, of `layers` in a model, whose products are in 16 bits; all of them without fp8."""
+        """The layers, in a model of `layers` layers, whose products are in 16 bits; all without fp8."""
         if self.fp8_format == "none":
             return frozenset(range(layers))
         if not self.first_last_layers_bf16:

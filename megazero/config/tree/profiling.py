@@ -1,4 +1,4 @@
-"""The section of the tree about looking into single steps: traces, FLOPs by module, memory over time."""
+"""The section `profiling`: traces, FLOPs by module and memory over time of single steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TRACES = here.profile | here.memory_timeline_step | config.logging.comms_logger
 _UNTRACED = _TRACES.because("no step is traced")
 
 Depth = Annotated[int, Field(ge=-1)]
-"""How far down a tree: -1 is to its leaves."""
+"""A depth in the tree of modules; -1 is down to its leaves."""
 
 RankOrAll = Annotated[int, Field(ge=-1)]
 """A rank of the world; -1 stands for all of them."""
@@ -25,65 +25,48 @@ class ProfilingConfig(Section):
 
     roles = Role.QUIET
 
-    profile_dir: str = option("profile", "folder of traces, pictures and tables, which is made if need be")
-    profile_ranks: tuple[RankOrAll, ...] = option(
-        (0,),
-        "ranks that write traces, pictures and tables of communication; -1 for all",
-        idle_without=_UNTRACED,
-    )
-    profile: bool = option(False, "trace steps with torch's profiler, one file per step and rank")
-    profile_step_start: NonNegativeInt = option(
-        10, "the iteration after which the trace begins", unit="iterations", idle_without=_UNTRACED
-    )
-    profile_step_end: PositiveInt = option(
-        12, "the last iteration that is traced", unit="iterations", idle_without=_UNTRACED
-    )
-    profile_max_mb: PositiveInt = option(
-        500, "a rank traces no further step once its files have this size", needs=here.profile, unit="MB"
-    )
-    pytorch_profiler_collect_shapes: bool = option(
-        False, "traces have the shapes of operators' inputs", needs=here.profile
-    )
-    pytorch_profiler_collect_callstack: bool = option(
-        False, "traces have the lines of code that called each operator", needs=here.profile
-    )
-    memory_timeline_step: PositiveInt | None = option(
-        None, "the iteration whose memory is drawn over time, by what it holds", unit="iterations"
-    )
-    record_memory_history: bool = option(
-        False, "keep the history of CUDA's allocator, and write it at every `--log-interval`"
-    )
-    memory_snapshot_path: str = option(
-        "snapshot.pickle",
-        "file of that history, to whose name each rank adds its number",
-        needs=here.record_memory_history,
-    )
+    profile_dir: str = option("profile")
+    """folder of traces, pictures and tables, which is made if need be"""
+    profile_ranks: tuple[RankOrAll, ...] = option((0,), idle_without=_UNTRACED)
+    """ranks that write traces, pictures and tables of communication; -1 for all"""
+    profile: bool = option(False)
+    """trace steps with torch's profiler, one file per step and rank"""
+    profile_step_start: NonNegativeInt = option(10, unit="iterations", idle_without=_UNTRACED)
+    """the iteration after which the trace begins"""
+    profile_step_end: PositiveInt = option(12, unit="iterations", idle_without=_UNTRACED)
+    """the last iteration that is traced"""
+    profile_max_mb: PositiveInt = option(500, needs=here.profile, unit="MB")
+    """a rank traces no further step once its files have this size"""
+    pytorch_profiler_collect_shapes: bool = option(False, needs=here.profile)
+    """traces have the shapes of operators' inputs"""
+    pytorch_profiler_collect_callstack: bool = option(False, needs=here.profile)
+    """traces have the lines of code that called each operator"""
+    memory_timeline_step: PositiveInt | None = option(None, unit="iterations")
+    """the iteration whose memory is drawn over time, by what it holds"""
+    record_memory_history: bool = option(False)
+    """keep the history of CUDA's allocator, and write it at every `--log-interval`"""
+    memory_snapshot_path: str = option("snapshot.pickle", needs=here.record_memory_history)
+    """file of that history, to whose name each rank adds its number"""
     flops_profiler: bool = option(
         False,
-        "print parameters, MACs and forward time of each module once",
         needs=(
             config.acceleration.compile.is_off.because("what is compiled has no modules within it"),
             config.acceleration.cuda_graph.is_off.because("a graph runs without its modules"),
         ),
     )
-    flops_profiler_step: PositiveInt = option(
-        1, "the iteration that is counted; the one after it is timed", needs=here.flops_profiler
-    )
-    flops_profiler_module_depth: Depth = option(
-        -1, "depth down to which modules are listed; -1 for all", needs=here.flops_profiler
-    )
-    flops_profiler_top_modules: PositiveInt = option(
-        1, "types of modules that are named at each depth", needs=here.flops_profiler
-    )
-    flops_profiler_detailed: bool = option(
-        True, "list all modules", flag="--no-flops-profiler-detailed", needs=here.flops_profiler
-    )
-    flops_profiler_output_file: str | None = option(
-        None, "file for these tables, instead of standard output", needs=here.flops_profiler
-    )
-    flops_profiler_recompute_fwd_factor: NonNegativeFloat = option(
-        0.0, "the share of the forward pass that backward computes again", needs=here.flops_profiler
-    )
+    """print parameters, MACs and forward time of each module once"""
+    flops_profiler_step: PositiveInt = option(1, needs=here.flops_profiler)
+    """the iteration that is counted; the one after it is timed"""
+    flops_profiler_module_depth: Depth = option(-1, needs=here.flops_profiler)
+    """depth down to which modules are listed; -1 for all"""
+    flops_profiler_top_modules: PositiveInt = option(1, needs=here.flops_profiler)
+    """types of modules that are named at each depth"""
+    flops_profiler_detailed: bool = option(True, needs=here.flops_profiler)
+    """list all modules"""
+    flops_profiler_output_file: str | None = option(None, needs=here.flops_profiler)
+    """file for these tables, instead of standard output"""
+    flops_profiler_recompute_fwd_factor: NonNegativeFloat = option(0.0, needs=here.flops_profiler)
+    """the share of the forward pass that backward computes again"""
 
     def chosen(self, rank: int) -> bool:
         """Whether `profile_ranks` names a rank."""

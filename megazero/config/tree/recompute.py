@@ -1,4 +1,4 @@
-"""The section of the tree about activation recompute."""
+"""The section `recompute`: activations that backward computes again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class RecomputeConfig(Section):
 
     granularity: Literal["none", "selective", "full"] = option(
         "none",
-        "what backward computes again: nothing, the attention core, or whole layers",
         flag="--recompute-granularity",
         switches={
             "--recompute-activations": "selective",
@@ -29,11 +28,9 @@ class RecomputeConfig(Section):
         },
         yielding=("--recompute-activations",),
     )
+    """what backward computes again: nothing, the attention core, or whole layers"""
     modules: tuple[Module, ...] = option(
         ("core_attn",),
-        "selective: the parts of a layer that backward computes again: the core of attention, the norms "
-        "before attention and MLP, dense MLPs, routers with all experts, activations of experts, shared "
-        "experts, projections up from latent vectors",
         flag="--recompute-modules",
         switches={"--moe-layer-recompute": ("core_attn", "moe")},
         implies={"--moe-layer-recompute": ("granularity", "selective")},
@@ -44,26 +41,28 @@ class RecomputeConfig(Section):
             config.acceleration.cuda_graph.is_off.because("a graph keeps the memory of its layer anyway"),
         ),
     )
+    """selective: the parts of a layer that backward computes again: the core of attention, the norms before
+    attention and MLP, dense MLPs, routers with all experts, activations of experts, shared experts,
+    projections up from latent vectors"""
     method: Literal["uniform", "block", "every"] = option(
         "uniform",
-        "uniform: every unit of layers; block: only the first layers of each model chunk; "
-        "every: one layer of each unit",
         flag="--recompute-method",
         aliases=("--activations-checkpoint-method",),
         # Megatron 2 recomputed whole layers wherever it was told how.
         implies={"--activations-checkpoint-method": ("granularity", "full")},
         idle_without=_NO_LAYER,
     )
+    """uniform: every unit of layers; block: only the first layers of each model chunk; every: one layer of
+    each unit"""
     num_layers: NonNegativeInt = option(
         1,
-        "uniform, every: layers per unit; block: layers recomputed per model chunk, of which 0 are none",
         flag="--recompute-num-layers",
         aliases=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"),
         idle_without=_NO_LAYER,
     )
+    """uniform, every: layers per unit; block: layers recomputed per model chunk, of which 0 are none"""
     partition_activations: bool = option(
         False,
-        "split what a recomputed unit starts from over the tensor-parallel ranks: each keeps only its part",
         aliases=("--distribute-saved-activations", "--distribute-checkpointed-activations"),
         needs=(
             here.granularity == "full",
@@ -72,16 +71,11 @@ class RecomputeConfig(Section):
             ),
         ),
     )
-    offload: bool = option(
-        False,
-        "keep what a recomputed unit starts from in host memory",
-        flag="--checkpoint-in-cpu",
-        needs=here.granularity == "full",
-    )
+    """split what a recomputed unit starts from over the tensor-parallel ranks: each keeps only its part"""
+    offload: bool = option(False, flag="--checkpoint-in-cpu", needs=here.granularity == "full")
+    """keep what a recomputed unit starts from in host memory"""
     logits: bool = option(
         False,
-        "compute the projection to the vocabulary and the loss by blocks of the vocabulary, and again in "
-        "backward, so that the logits are never whole",
         flag="--recompute-logits",
         needs=(
             (config.model.family == "gpt").because("other heads are small, or need their logits whole"),
@@ -89,18 +83,15 @@ class RecomputeConfig(Section):
             config.distillation.kd.is_off.because("whole logits are compared there"),
         ),
     )
+    """compute the projection to the vocabulary and the loss by blocks of the vocabulary, and again in
+    backward, so that the logits are never whole"""
     logits_tiles: NonNegativeInt = option(
-        0,
-        "tiles of positions in which that loss is computed, one after another; 0 or auto: so many that "
-        "one's logits would take 1 GiB at most in float32",
-        flag="--recompute-logits-tiles",
-        synonyms={"auto": 0},
-        needs=here.logits,
+        0, flag="--recompute-logits-tiles", synonyms={"auto": 0}, needs=here.logits
     )
+    """tiles of positions in which that loss is computed, one after another; 0 or auto: so many that one's
+    logits would take 1 GiB at most in float32"""
     mlp_tiles: NonNegativeInt = option(
         1,
-        "tiles of positions in which each MLP is computed, one after another, and again in backward; 0 or "
-        "auto: of about as many positions as the hidden size",
         synonyms={"auto": 0},
         needs=(
             config.acceleration.compile.is_off.because(
@@ -109,6 +100,8 @@ class RecomputeConfig(Section):
             config.acceleration.cuda_graph.is_off.because("a graph keeps buffers of whole sequences"),
         ),
     )
+    """tiles of positions in which each MLP is computed, one after another, and again in backward; 0 or auto:
+    of about as many positions as the hidden size"""
 
     def again(self, module: Module) -> bool:
         """Whether backward computes this part of a layer again by itself."""

@@ -1,4 +1,4 @@
-"""The section of the tree about what a step leaves out of its layers: tokens, and whole layers."""
+"""The section `skipping`: tokens and whole layers that a step leaves out."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megazero.config.pacing import MOST_CHANGES, FromZero, Pacing, root_of
 from megazero.config.tree.option import Section, option
 from megazero.config.tree.roles import Role
 
-Share = Annotated[float, Field(gt=0, le=1)]
-"""A share above 0, up to 1."""
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
+"""A fraction above 0, up to 1."""
 
 
 class RandomLtdConfig(Section):
@@ -23,8 +23,6 @@ class RandomLtdConfig(Section):
 
     random_ltd: bool = option(
         False,
-        "random layer-wise token dropping: layers see some tokens of each sequence, others bypass them; "
-        "evaluations and generation see all",
         needs=(
             here.random_ltd_min_value.because("layers begin with so many tokens"),
             here.random_ltd_require_steps.because("layers see all tokens after so many steps"),
@@ -34,27 +32,22 @@ class RandomLtdConfig(Section):
             ),
         ),
     )
-    random_ltd_layer_id: tuple[NonNegativeInt, ...] = option(
-        (), "layers that drop tokens, counted from 0; default: all but the first and the last", Role.TOLD
-    )
-    random_ltd_min_value: PositiveInt | None = option(
-        None, "tokens that these layers see at the beginning", unit="tokens"
-    )
-    random_ltd_max_value: PositiveInt | None = option(
-        None, "tokens that they see at the end; default: the sequence length, which drops none", unit="tokens"
-    )
-    random_ltd_require_steps: PositiveInt | None = option(
-        None, "steps from the one to the other, along a straight line", Role.LENGTH, unit="iterations"
-    )
-    random_ltd_seq_per_step: PositiveInt = option(
-        16, "numbers in between are rounded down to multiples of this", unit="tokens"
-    )
-    random_ltd_layer_num: PositiveInt | None = option(
-        None, "refuse another number of layers that drop tokens; default: take any", Role.TOLD
-    )
-    random_ltd_total_layer_num: PositiveInt | None = option(
-        None, "refuse a model with another number of layers; default: take any", Role.TOLD
-    )
+    """random layer-wise token dropping: layers see some tokens of each sequence, others bypass them;
+    evaluations and generation see all"""
+    random_ltd_layer_id: tuple[NonNegativeInt, ...] = option((), roles=Role.TOLD)
+    """layers that drop tokens, counted from 0; default: all but the first and the last"""
+    random_ltd_min_value: PositiveInt | None = option(None, unit="tokens")
+    """tokens that these layers see at the beginning"""
+    random_ltd_max_value: PositiveInt | None = option(None, unit="tokens")
+    """tokens that they see at the end; default: the sequence length, which drops none"""
+    random_ltd_require_steps: PositiveInt | None = option(None, roles=Role.LENGTH, unit="iterations")
+    """steps from the one to the other, along a straight line"""
+    random_ltd_seq_per_step: PositiveInt = option(16, unit="tokens")
+    """numbers in between are rounded down to multiples of this"""
+    random_ltd_layer_num: PositiveInt | None = option(None, roles=Role.TOLD)
+    """refuse another number of layers that drop tokens; default: take any"""
+    random_ltd_total_layer_num: PositiveInt | None = option(None, roles=Role.TOLD)
+    """refuse a model with another number of layers; default: take any"""
 
     def dropping_layers(self, layers: int) -> tuple[int, ...] | range:
         """The layers that drop tokens, in a model of `layers` layers."""
@@ -84,20 +77,13 @@ class LayerDropConfig(Section):
     roles = Role.SCHEDULE
     needs = here.progressive_layer_drop
 
-    progressive_layer_drop: bool = option(
-        False,
-        "leave out whole layers, more of them the longer training lasts and the deeper they are; "
-        "evaluations and generation run all",
-        needs=config.finetune.task.is_none,
-    )
-    pld_theta: Share = option(
-        0.5, "in the end, layer l of L, from 0, runs in 1 - l / L x (1 - theta) of the steps"
-    )
-    pld_gamma: PositiveFloat = option(
-        0.001,
-        "how fast theta is reached: after t steps it is theta + (1 - theta) x exp(-gamma x t)",
-        Role.RATE,
-    )
+    progressive_layer_drop: bool = option(False, needs=config.finetune.task.is_none)
+    """leave out whole layers, more of them the longer training lasts and the deeper they are; evaluations and
+    generation run all"""
+    pld_theta: PositiveFraction = option(0.5)
+    """in the end, layer l of L, from 0, runs in 1 - l / L x (1 - theta) of the steps"""
+    pld_gamma: PositiveFloat = option(0.001, roles=Role.RATE)
+    """how fast theta is reached: after t steps it is theta + (1 - theta) x exp(-gamma x t)"""
 
 
 class SkippingConfig(LayerDropConfig, RandomLtdConfig):

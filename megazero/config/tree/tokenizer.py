@@ -1,4 +1,4 @@
-"""The section of the tree about the tokenizer."""
+"""The section `tokenizer`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ class TokenizerConfig(Section):
         | None
     ) = option(
         None,
-        "kind of tokenizer; default: GPT2BPETokenizer, or BertWordPieceLowerCase for BERT, or none where "
-        "--vocab-size is given without files",
         synonyms={"HuggingFaceTokenizer": "HFTokenizer", "PretrainedFromHF": "HFTokenizer"},
         refused={
             "TikTokenizer": "is not offered: save the vocabulary as a tokenizer.json and take HFTokenizer",
@@ -55,50 +53,49 @@ class TokenizerConfig(Section):
             when("NullTokenizer", config.model.vocab_size),
         ),
     )
+    """kind of tokenizer; default: GPT2BPETokenizer, or BertWordPieceLowerCase for BERT, or none where
+    --vocab-size is given without files"""
 
     @model_validator(mode="before")
     @classmethod
     def _model_by_another_name(cls, data: Any) -> Any:
-        """Scripts of forks give the model of any tokenizer by `--vocab-file`."""
+        """Take `--vocab-file` for the tokenizer's model, by which scripts of forks give it."""
         if not isinstance(data, dict) or data.get("tokenizer_type") not in _OF_MODELS:
             return data
         if data.get("tokenizer_model") is not None or data.get("vocab_file") is None:
             return data
         return {**data, "tokenizer_model": data["vocab_file"], "vocab_file": None}
 
-    vocab_file: str | None = option(None, "vocabulary file (GPT-2: vocab.json; BERT: vocab.txt)", Role.FILE)
-    merge_file: str | None = option(None, "BPE merges file", Role.FILE)
-    tokenizer_model: str | None = option(
-        None,
-        "sentencepiece model, tokenizer.json, a folder with one, or the name of one on the Hugging Face hub",
-        Role.FILE,
-        aliases=("--tokenizer-name-or-path",),
-    )
+    vocab_file: str | None = option(None, roles=Role.FILE)
+    """vocabulary file (GPT-2: vocab.json; BERT: vocab.txt)"""
+    merge_file: str | None = option(None, roles=Role.FILE)
+    """BPE merges file"""
+    tokenizer_model: str | None = option(None, roles=Role.FILE, aliases=("--tokenizer-name-or-path",))
+    """sentencepiece model, tokenizer.json, a folder with one, or the name of one on the Hugging Face hub"""
     vocab_extra_ids: NonNegativeInt = option(
         0,
-        "sentinel tokens added to the vocabulary",
         needs=here.tokenizer_type.among(
             "BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer"
         ),
     )
+    """sentinel tokens added to the vocabulary"""
     wordpiece_first: Literal["bos", "eos"] = option(
-        "bos",
-        "which of [BOS] and [EOS] gets the lower id where vocab.txt lacks them: bos as in Megatron-LM, or "
-        "eos as in checkpoints of earlier versions",
-        needs=here.tokenizer_type.among("BertWordPieceLowerCase", "BertWordPieceCase"),
+        "bos", needs=here.tokenizer_type.among("BertWordPieceLowerCase", "BertWordPieceCase")
     )
+    """which of [BOS] and [EOS] gets the lower id where vocab.txt lacks them: bos as in Megatron-LM, or eos as
+    in checkpoints of earlier versions"""
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files, or the folder, by the setting that names them."""
+        """Setting -> the file or folder that it names."""
         named = {name: getattr(self, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
         return {name: Path(path) for name, path in named.items() if path is not None}
 
     def located(self, *folders: Path) -> TokenizerConfig:
-        """The same tokenizer, its files named wherever one works: by absolute paths.
+        """Return the tokenizer with absolute paths of its files, which hold in any working directory.
 
-        A file that is not where it was is looked for by its name in these folders. A name that is no file at
-        all, as of a tokenizer on a hub, stays as it is.
+        A file that is missing is looked for by its name in `folders`. A name that is no file, as of a
+        tokenizer on a hub, stays as it is.
         """
         places = {
             name: next(filter(Path.exists, (path, *(folder / path.name for folder in folders))), None)

@@ -1,4 +1,4 @@
-"""Sections of the tree about the length of a training, its evaluations and its batches."""
+"""The sections `training` and `batch`: the length of a training, its evaluations and its batches."""
 
 from __future__ import annotations
 
@@ -19,21 +19,17 @@ class BatchConfig(Section):
 
     roles = Role.SCHEDULE
 
-    micro_batch_size: PositiveInt = option(..., "sequences per forward pass on one replica", Role.TOLD)
-    global_batch_size: PositiveInt | None = option(
-        None, "sequences per optimizer step; default: micro batch x data-parallel size"
-    )
-    step_batch_size_schedule: Stairs = option(
-        (),
-        "THRESHOLD:SIZE ...: the global batch from each number of tokens on, such as 0:768 250B:1536; K, M, "
-        "B and T are thousands to trillions; instead of --global-batch-size",
-        needs=(here.rampup_batch_size.is_none, _NO_TASK),
-    )
+    micro_batch_size: PositiveInt = option(..., roles=Role.TOLD)
+    """sequences per forward pass on one replica"""
+    global_batch_size: PositiveInt | None = option(None)
+    """sequences per optimizer step; default: micro batch x data-parallel size"""
+    step_batch_size_schedule: Stairs = option((), needs=(here.rampup_batch_size.is_none, _NO_TASK))
+    """THRESHOLD:SIZE ...: the global batch from each number of tokens on, such as 0:768 250B:1536; K, M, B
+    and T are thousands to trillions; instead of --global-batch-size"""
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = option(
-        None,
-        "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES",
-        needs=(here.global_batch_size.because("it says where the ramp ends"), _NO_TASK),
+        None, needs=(here.global_batch_size.because("it says where the ramp ends"), _NO_TASK)
     )
+    """START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES"""
 
     @property
     def final_batch_size(self) -> int | None:
@@ -47,20 +43,19 @@ def _none_below_zero(batches: Any) -> Any:
 
 
 Batches = Annotated[NonNegativeInt, BeforeValidator(_none_below_zero)]
-
-"""How many batches; both Megatrons evaluate where there is at least one, so -1 is none."""
+"""A number of batches. Both Megatrons evaluate if it is at least 1, so a negative number is 0."""
 
 
 class TrainingConfig(Section):
     """Training length and evaluation"""
 
     train_iters: PositiveInt | None = option(
-        None, "length of the training", Role.LENGTH | Role.SCHEDULE, unit="iterations", needs=_NO_TASK
+        None, roles=Role.LENGTH | Role.SCHEDULE, unit="iterations", needs=_NO_TASK
     )
+    """length of the training"""
     train_samples: PositiveInt | None = option(
         None,
-        "length of the training",
-        Role.LENGTH | Role.SCHEDULE,
+        roles=Role.LENGTH | Role.SCHEDULE,
         unit="samples",
         needs=(
             _NO_TASK,
@@ -69,28 +64,27 @@ class TrainingConfig(Section):
             ),
         ),
     )
+    """length of the training"""
     train_tokens: PositiveInt | None = option(
-        None, "length of the training", Role.LENGTH | Role.SCHEDULE, unit="tokens", needs=_NO_TASK
+        None, roles=Role.LENGTH | Role.SCHEDULE, unit="tokens", needs=_NO_TASK
     )
-    seed: NonNegativeInt = option(1234, "seed of initial weights, data order and dropout")
-    eval_interval: Interval = option(
-        1000, "iterations between evaluations; 0: only one, at the end", Role.LENGTH, unit="iterations"
-    )
-    eval_iters: Batches = option(100, "global batches per evaluation; 0 or less turns it off")
-    eval_from_start: bool = option(
-        False,
-        "let every evaluation read the same validation samples, the first ones, so that losses of different "
-        "steps and runs compare; default: each reads the next ones",
-    )
-    exit_interval: Interval = option(
-        None, "save and exit at multiples of this; default, and with 0: never", unit="iterations"
-    )
-    exit_duration_in_mins: Duration = option(
-        None, "save and exit after so long; default, and with 0: never", unit="minutes"
-    )
+    """length of the training"""
+    seed: NonNegativeInt = option(1234)
+    """seed of initial weights, data order and dropout"""
+    eval_interval: Interval = option(1000, roles=Role.LENGTH, unit="iterations")
+    """iterations between evaluations; 0: only one, at the end"""
+    eval_iters: Batches = option(100)
+    """global batches per evaluation; 0 or less turns it off"""
+    eval_from_start: bool = option(False)
+    """let every evaluation read the same validation samples, the first ones, so that losses of different
+    steps and runs compare; default: each reads the next ones"""
+    exit_interval: Interval = option(None, unit="iterations")
+    """save and exit at multiples of this; default, and with 0: never"""
+    exit_duration_in_mins: Duration = option(None, unit="minutes")
+    """save and exit after so long; default, and with 0: never"""
     skip_train: bool = option(
-        False,
-        "evaluate and test only",
-        needs=config.finetune.task.is_none.because("`--epochs 0` takes its place"),
+        False, needs=config.finetune.task.is_none.because("`--epochs 0` takes its place")
     )
-    deterministic_mode: bool = option(False, "use only kernels that give the same bits each time")
+    """evaluate and test only"""
+    deterministic_mode: bool = option(False)
+    """use only kernels that give the same bits each time"""

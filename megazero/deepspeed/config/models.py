@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, create_model, field_validator
 
-from megazero.config.deepspeed.section import AUTO, Section
+from megazero.config.deepspeed.section import AUTO, JsonSection
 from megazero.config.deepspeed.sections.training import Bf16, Fp16
 from megazero.config.deepspeed.sections.zero import OffloadOptimizer, OffloadParam
 from megazero.deepspeed.asserted import AssertedConfigError
@@ -96,7 +96,7 @@ class _Piped(DeepSpeedConfigModel):
         return self.pipeline_read or self.pipeline_write
 
 
-def _model(name: str, base: type[DeepSpeedConfigModel], section: type[Section]) -> Any:
+def _model(name: str, base: type[DeepSpeedConfigModel], section: type[JsonSection]) -> Any:
     """A section's class; a default of None or a word takes any value, which the engine's reader checks."""
     fields: dict[str, Any] = {
         key: (Any if default is None or isinstance(default, str) else type(default), default)

@@ -81,10 +81,10 @@ def sections_of(given: Mapping[str, Any]) -> dict[str, Any]:
     for model in (model for model in MODELS if model.attribute):
         section = value_at(given, model.at, model.defaults())
         shown[str(model.attribute)] = section if model.mapping else _section(section, model.defaults())
-    for row in (row for row in ROWS.values() if row.there.attribute):
-        value = value_at(given, row.key, row.there.default)
-        is_object = isinstance(row.there.default, dict)
-        shown[str(row.there.attribute)] = _section(value, row.there.default) if is_object else value
+    for row in (row for row in ROWS.values() if row.upstream.attribute):
+        value = value_at(given, row.key, row.upstream.default)
+        is_object = isinstance(row.upstream.default, dict)
+        shown[str(row.upstream.attribute)] = _section(value, row.upstream.default) if is_object else value
     throughput = {"enabled": True, "synchronized": True}
     shown["timers_config"] = _section(value_at(given, "timers.throughput", throughput), throughput)
     shown["torch_autocast_enabled"] = value_at(given, "torch_autocast.enabled", False)

@@ -109,9 +109,9 @@ def _scale_arguments(engine: Any) -> dict[str, Any]:
 GETTERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
     {
         **{
-            str(row.there.getter): partial(_at, row.key, row.there.default)
+            str(row.upstream.getter): partial(_at, row.key, row.upstream.default)
             for row in ROWS.values()
-            if row.there.getter
+            if row.upstream.getter
         },
         **{name: partial(_at, path, default) for name, (path, default) in _BESIDE.items()},
         "aio_config": partial(_at, Aio.at, Aio.defaults()),

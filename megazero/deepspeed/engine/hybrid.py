@@ -15,7 +15,7 @@ from megazero.deepspeed.zero.gathered import GatheredParameters
 from megazero.errors import ConfigError, DataError
 
 SECTION = "hybrid_engine"
-_DEFAULTS: Mapping[str, Any] = MappingProxyType(ROWS[SECTION].there.default)
+_DEFAULTS: Mapping[str, Any] = MappingProxyType(ROWS[SECTION].upstream.default)
 
 
 class DeepSpeedHybridEngine(DeepSpeedEngine):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megazero.config.resolve import parse_config
-from megazero.config.rules.ramps import cut_short
+from megazero.config.rules.notes import cut_short
 from megazero.config.rules.rule import Case
 from megazero.config.rules.table import check
 from tests.config.rules.examples import DROPS, METRIC, RAMP, TASK, WORLD, metric

@@ -12,8 +12,8 @@ from megazero.config.deepspeed.section import (
     Bool,
     Convert,
     Count,
+    JsonSection,
     Object,
-    Section,
     Size,
     Text,
     Values,
@@ -43,12 +43,12 @@ def _length(name: str, *schedules: str) -> Any:
     return sets(f"curriculum.seqlen_{name}", convert=_with(*schedules))
 
 
-class Curriculum(Section):
+class Curriculum(JsonSection):
     """`curriculum_learning`."""
 
     at, heading, when = "curriculum_learning", "Curriculum", "curriculum_learning.enabled"
 
-    # A part of what `schedule_type` says.
+    # `schedule_type` sets the field, and `enabled` only turns it on.
     enabled: Bool = does(fields=("curriculum.seqlen_schedule",))
     curriculum_type: Text = refused("the only difficulty is seqlen", only("seqlen"), when="")
     schedule_type: Text = sets(
@@ -60,7 +60,7 @@ class Curriculum(Section):
     max_difficulty: Count = _length("max_difficulty", *_RAMPS, "custom")
 
 
-class CurriculumSchedule(Section):
+class CurriculumSchedule(JsonSection):
     """`curriculum_learning.schedule_config`."""
 
     at, heading, when = "curriculum_learning.schedule_config", "Curriculum", "curriculum_learning.enabled"
@@ -81,7 +81,7 @@ _FIELD = "data_sampling.curriculum_metrics"
 LENGTHS: Mapping[str, str] = MappingProxyType(
     {"seqlen": "truncate", "seqlen_truncate": "truncate", "seqlen_reshape": "reshape"}
 )
-"""Metrics that, as a single cluster, are lengths that drawn samples are cut to -> how they are."""
+"""Metric that, as a single cluster, gives the length that drawn samples are cut to -> kind of cut."""
 _OF_LENGTHS: Mapping[str, str] = MappingProxyType(
     {
         "schedule_type": "seqlen_schedule",
@@ -103,7 +103,7 @@ def _cuts(metric: CurriculumMetric) -> bool:
 
 
 def _metrics(given: Values, values: Values) -> tuple[Any, ...]:
-    """The metrics to sample by, and the lengths of the one that cuts; NOTHING for what is not given."""
+    """Return the metrics to sample by, and the settings of the one that cuts samples; NOTHING for none."""
     metrics, _ = metrics_of(given)
     sampled = tuple(metric for metric in metrics if not _cuts(metric))
     cut = next((metric for metric in metrics if _cuts(metric)), None)
@@ -118,7 +118,7 @@ def _length_of(metric: CurriculumMetric, name: str) -> Any:
 
 
 def _faults(given: Values, values: Values) -> list[str]:
-    """The faults of metrics, as sentences without an end."""
+    """Return the faults of the metrics, as sentences without a period."""
     metrics, faults = metrics_of(given, f"{_METRICS}.")
     cuts = [metric.name for metric in metrics if _cuts(metric)]
     if len(cuts) > 1:
@@ -146,12 +146,12 @@ def _needs_metrics(on: bool, values: Values) -> list[str]:
     return []
 
 
-class DataEfficiency(Section):
+class DataEfficiency(JsonSection):
     """`data_efficiency`."""
 
     at, heading = _ROOT, "Data efficiency"
 
-    # A part of what the metrics say, and of what random-LTD's own switch says.
+    # The metrics and the switch of random-LTD set the fields, and `enabled` only turns them on.
     enabled: Bool = does(
         False,
         fields=(_FIELD, "skipping.random_ltd"),
@@ -161,7 +161,7 @@ class DataEfficiency(Section):
     seed: Size = sets("data_sampling.curriculum_seed", when=f"{_LEARNING}.enabled")
 
 
-class DataSampling(Section):
+class DataSampling(JsonSection):
     """`data_efficiency.data_sampling`."""
 
     at, heading = _SAMPLING, "Data efficiency"
@@ -179,7 +179,7 @@ class DataSampling(Section):
     )
 
 
-class CurriculumLearning(Section):
+class CurriculumLearning(JsonSection):
     """`data_efficiency.data_sampling.curriculum_learning`."""
 
     at, heading = _LEARNING, "Data efficiency"
@@ -202,12 +202,3 @@ class CurriculumLearning(Section):
     data_cluster_path: Text = ignored(
         "which samples may be drawn follows from the index, and nothing is written"
     )
-
-
-DATA_SECTIONS: tuple[type[Section], ...] = (
-    Curriculum,
-    CurriculumSchedule,
-    DataEfficiency,
-    DataSampling,
-    CurriculumLearning,
-)

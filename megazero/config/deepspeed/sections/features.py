@@ -16,10 +16,10 @@ from megazero.config.deepspeed.section import (
     Bool,
     Convert,
     Integer,
+    JsonSection,
     Number,
     Object,
     Only,
-    Section,
     Size,
     Text,
     Values,
@@ -36,7 +36,7 @@ from megazero.config.tree.logging import Operation
 _JOB_NAME = "DeepSpeedJobName"  # what DeepSpeed calls a job without a name
 
 
-class Printing(Section):
+class Printing(JsonSection):
     """The keys at the top about what is printed and loaded."""
 
     heading = "Logging"
@@ -71,7 +71,7 @@ def _folder_of(section: str, field: str) -> Any:
     return sets(field, convert=convert)
 
 
-class TensorBoard(Section):
+class TensorBoard(JsonSection):
     """`tensorboard`."""
 
     at, heading, when = "tensorboard", "Logging", "tensorboard.enabled"
@@ -81,7 +81,7 @@ class TensorBoard(Section):
     job_name: Text = does(fields=("logging.tensorboard_dir",))
 
 
-class CsvMonitor(Section):
+class CsvMonitor(JsonSection):
     """`csv_monitor`."""
 
     at, heading, when = "csv_monitor", "Logging", "csv_monitor.enabled"
@@ -91,7 +91,7 @@ class CsvMonitor(Section):
     job_name: Text = does(fields=("logging.csv_dir",))
 
 
-class Wandb(Section):
+class Wandb(JsonSection):
     """`wandb`."""
 
     at, heading, when = "wandb", "Logging", "wandb.enabled"
@@ -103,47 +103,49 @@ class Wandb(Section):
 
 
 def _operations(names: tuple[str, ...], values: Values) -> Any:
-    """The operations here that torch's names stand for: ``all_gather_into_tensor`` is an all_gather."""
+    """Map torch's names to operations here: ``all_gather_into_tensor`` is an all_gather."""
     if values.get("comms_logger.prof_all", True):
         return NOTHING
     known = [name for name in get_args(Operation) if any(given.startswith(name) for given in names)]
     return (*known, *(given for given in names if not given.startswith(tuple(known))))
 
 
-class CommsLogger(Section):
+class CommsLogger(JsonSection):
     """`comms_logger`."""
 
     at, heading, when = "comms_logger", "Logging", "comms_logger.enabled"
 
     enabled: Bool = sets("logging.comms_logger", default=False)
     verbose: Bool = sets("logging.comms_logger_verbose", default=False)
-    # It decides whether the list counts.
+    # It decides whether `prof_ops` has an effect.
     prof_all: Bool = does(True, fields=("logging.comms_logger_ops",))
     prof_ops: Annotated[Any, TEXTS] = sets("logging.comms_logger_ops", convert=_operations, default=[])
     debug: Bool = ignored("groups have names, which say what a call is for", False, when="")
 
 
-def _flops(name: str, default: object, field: str, convert: Convert = plainly) -> Any:
-    path = f"profiling.flops_profiler_{field}"
-    return sets(path, convert=convert, default=default, getter=f"flops_profiler_{name}")
+def _flops(field: str, default: object, convert: Convert = plainly) -> Any:
+    return sets(f"profiling.flops_profiler_{field}", convert=convert, default=default, getter=True)
 
 
-class FlopsProfiler(Section):
+class FlopsProfiler(JsonSection):
     """`flops_profiler`."""
 
     at, heading, when = "flops_profiler", "Logging", "flops_profiler.enabled"
     attribute = "flops_profiler_config"
 
-    enabled: Bool = sets("profiling.flops_profiler", default=False, getter="flops_profiler_enabled")
+    @classmethod
+    def getter_of(cls, name: str) -> str:
+        """A getter has the key's name with `flops_profiler_` before it."""
+        return f"flops_profiler_{name}"
+
+    enabled: Bool = sets("profiling.flops_profiler", default=False, getter=True)
     # A step below 0 never comes.
-    profile_step: Integer = _flops(
-        "profile_step", 1, "step", lambda step, values: max(1, step) if step >= 0 else 2**62
-    )
-    module_depth: Integer = _flops("module_depth", -1, "module_depth")
-    top_modules: Integer = _flops("top_modules", 1, "top_modules")
-    detailed: Bool = _flops("detailed", True, "detailed")
-    output_file: Text = _flops("output_file", None, "output_file")
-    recompute_fwd_factor: Number = _flops("recompute_fwd_factor", 0.0, "recompute_fwd_factor")
+    profile_step: Integer = _flops("step", 1, lambda step, values: max(1, step) if step >= 0 else 2**62)
+    module_depth: Integer = _flops("module_depth", -1)
+    top_modules: Integer = _flops("top_modules", 1)
+    detailed: Bool = _flops("detailed", True)
+    output_file: Text = _flops("output_file", None)
+    recompute_fwd_factor: Number = _flops("recompute_fwd_factor", 0.0)
 
 
 def _generates_whole(section: Any) -> bool:
@@ -157,7 +159,7 @@ _ROUTING = (
 
 
 def _routes_as_the_model(section: Any) -> bool:
-    """Whether a section `expert_parallel` changes where experts lie and nothing that is computed."""
+    """Whether a section `expert_parallel` changes the placement of experts alone, and no number."""
     own = all(section.get(key) in (None, AUTO) for key in _ROUTING) and section.get("route_scale", 1) == 1
     return own or DISABLED.holds(section)
 
@@ -168,7 +170,7 @@ _FEWER_BITS = (
 )
 
 
-class Features(Section):
+class Features(JsonSection):
     """The sections that are read elsewhere, or not at all."""
 
     heading = "Other features"
@@ -258,7 +260,7 @@ class Features(Section):
 _ANY_LAYOUT = "a checkpoint is whole or invisible, and loads on any layout"
 
 
-class Checkpoint(Section):
+class Checkpoint(JsonSection):
     """`checkpoint`."""
 
     at, heading = "checkpoint", "Other features"
@@ -283,15 +285,3 @@ class Checkpoint(Section):
         accepted="all ranks write to `--save`, which every node must see",
         seen=True,
     )
-
-
-FEATURE_SECTIONS: tuple[type[Section], ...] = (
-    Printing,
-    TensorBoard,
-    CsvMonitor,
-    Wandb,
-    CommsLogger,
-    FlopsProfiler,
-    Features,
-    Checkpoint,
-)

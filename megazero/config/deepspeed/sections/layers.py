@@ -10,8 +10,8 @@ from megazero.config.deepspeed.section import (
     NOTHING,
     Bool,
     Count,
+    JsonSection,
     Number,
-    Section,
     Size,
     Text,
     Values,
@@ -38,16 +38,16 @@ def _ltd(field: str) -> Any:
     return sets(f"skipping.random_ltd_{field}", convert=_if_all_on)
 
 
-class DataRouting(Section):
+class DataRouting(JsonSection):
     """`data_efficiency.data_routing`."""
 
     at, heading = _ROUTING, _HEADING
 
-    # A part of what `random_ltd.enabled` says, as is `data_efficiency.enabled`.
+    # `random_ltd.enabled` sets the field where this switch and `data_efficiency.enabled` are on.
     enabled: Bool = does(fields=("skipping.random_ltd",))
 
 
-class RandomLtd(Section):
+class RandomLtd(JsonSection):
     """`data_efficiency.data_routing.random_ltd`."""
 
     at, heading = _LTD, _HEADING
@@ -66,7 +66,7 @@ class RandomLtd(Section):
     hidden_state_order: Text = ignored("hidden states have the sequence first")
 
 
-class RandomLtdSchedule(Section):
+class RandomLtdSchedule(JsonSection):
     """`random_ltd.random_ltd_schedule`."""
 
     at, heading = _SCHEDULE, _HEADING
@@ -78,7 +78,7 @@ class RandomLtdSchedule(Section):
     )
 
 
-class RandomLtdSteps(Section):
+class RandomLtdSteps(JsonSection):
     """`random_ltd.random_ltd_schedule.schedule_config`."""
 
     at, heading = f"{_SCHEDULE}.schedule_config", _HEADING
@@ -87,7 +87,7 @@ class RandomLtdSteps(Section):
     seq_per_step: Count = _ltd("seq_per_step")
 
 
-class LayerTokenSchedule(Section):
+class LayerTokenSchedule(JsonSection):
     """`random_ltd.layer_token_lr_schedule`."""
 
     at, heading = f"{_LTD}.layer_token_lr_schedule", _HEADING
@@ -98,7 +98,7 @@ class LayerTokenSchedule(Section):
     )
 
 
-class LayerDrop(Section):
+class LayerDrop(JsonSection):
     """`progressive_layer_drop`."""
 
     at, heading, when = "progressive_layer_drop", _HEADING, "progressive_layer_drop.enabled"
@@ -126,7 +126,7 @@ def _sparse(field: str) -> Any:
     return sets(f"model.sparse_{field}")
 
 
-class SparseAttention(Section):
+class SparseAttention(JsonSection):
     """`sparse_attention`, which DeepSpeed has removed since."""
 
     at, heading, when = "sparse_attention", "Sparse attention", "sparse_attention.mode"
@@ -144,14 +144,3 @@ class SparseAttention(Section):
     global_block_indices: Annotated[Any, INDICES] = _sparse("global_block_indices")
     global_block_end_indices: Annotated[Any, COUNTS] = _sparse("global_block_end_indices")
     num_sliding_window_blocks: Count = _sparse("num_sliding_window_blocks")
-
-
-LAYER_SECTIONS: tuple[type[Section], ...] = (
-    DataRouting,
-    RandomLtd,
-    RandomLtdSchedule,
-    RandomLtdSteps,
-    LayerTokenSchedule,
-    LayerDrop,
-    SparseAttention,
-)

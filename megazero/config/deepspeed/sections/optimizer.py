@@ -13,9 +13,9 @@ from megazero.config.deepspeed.section import (
     Bool,
     Convert,
     Count,
+    JsonSection,
     Number,
     Only,
-    Section,
     Text,
     Values,
     ignored,
@@ -46,7 +46,7 @@ _TYPES: Mapping[str, str] = MappingProxyType(
 _OPTIMIZERS: Mapping[str, str] = MappingProxyType({name.lower(): flag for name, flag in _TYPES.items()})
 
 
-# Keys that not every optimizer has: those that have it, and what others accept, which is what they do.
+# Key that not every optimizer has -> the optimizers that have it, and the value that the others accept.
 _OWNERS: Mapping[str, tuple[tuple[str, ...], Any]] = MappingProxyType(
     {
         **dict.fromkeys(("max_coeff", "min_coeff", "use_nvlamb"), (("lamb", "onebit-lamb"), None)),
@@ -68,7 +68,7 @@ _OWNERS: Mapping[str, tuple[tuple[str, ...], Any]] = MappingProxyType(
 
 
 def optimizer_faults(values: Values) -> Iterator[str]:
-    """The faults of the optimizer's keys together, each sound by itself, as sentences."""
+    """Yield the faults that the optimizer's keys have only together, as sentences."""
     given, chosen = values.get("optimizer.type"), optimizer_of(values)
     for name, (owners, harmless) in _OWNERS.items() if chosen is not None else ():
         key = f"optimizer.params.{name}"
@@ -89,7 +89,7 @@ def optimizer_faults(values: Values) -> Iterator[str]:
 
 
 def optimizer_of(values: Values) -> str | None:
-    """The optimizer that a JSON names, as `--optimizer` does; None if that has no such value."""
+    """Return the value of `--optimizer` for the optimizer that a JSON names; None if there is none."""
     return _OPTIMIZERS.get(values.get("optimizer.type", "").lower())
 
 
@@ -99,7 +99,7 @@ def is_lamb(values: Values) -> bool:
 
 
 def uncorrected(values: Values) -> Iterator[tuple[str, str]]:
-    """The key that asks a script of ours for moments as they are, where DeepSpeed's never are otherwise."""
+    """Yield the key that asks for uncorrected moments of 1-bit or 0/1 Adam, and why it has no effect."""
     key = "optimizer.params.bias_correction"
     if optimizer_of(values) in ("onebit-adam", "zero-one-adam") and values.get(key) is False:
         yield key, "the moments of 1-bit and 0/1 Adam are always corrected"
@@ -111,7 +111,7 @@ def _of_lamb(read: Callable[[Any], Any]) -> Convert:
 
 
 def _betas(pair: tuple[float, float] | None, values: Values) -> Any:
-    """The betas of the optimizer; left out, Lion's are (0.9, 0.999), as in DeepSpeed."""
+    """Return the betas of Adam and of Lion; Lion's default is (0.9, 0.999), as in DeepSpeed."""
     if optimizer_of(values) == "lion":
         return (NOTHING, NOTHING, *(pair or (0.9, 0.999)))
     return NOTHING if pair is None else (*pair, NOTHING, NOTHING)
@@ -124,21 +124,21 @@ def _eps(value: float, values: Values) -> tuple[Any, ...]:
 
 
 def _momentum(value: float | None, values: Values) -> tuple[Any, ...]:
-    """The momentum of SGD, 0 if it is left out, or of Muon, 0.95 if it is left out."""
+    """Return the momentum of SGD, by default 0, and of Muon, by default 0.95."""
     if optimizer_of(values) == "muon":
         return (NOTHING, 0.95 if value is None else value)
     return (value or 0.0, NOTHING)
 
 
 def _nesterov(value: bool | None, values: Values) -> Any:
-    """The Nesterov setting of Muon, on if left out, with the other settings of DeepSpeed's Muon."""
+    """Return Muon's Nesterov switch, by default on, with the other settings of DeepSpeed's Muon."""
     if optimizer_of(values) != "muon":
         return NOTHING
     return (value is not False, "simple", "shape_scaling")
 
 
 def _rate(value: float, values: Values) -> Any:
-    """The learning rate `lr` or, for Muon, its own one; `lr` is then that of the other weights."""
+    """Return `lr` or, with Muon, `muon_lr`; `lr` is then the rate of the other weights."""
     own = values.get("optimizer.params.muon_lr")
     return own if optimizer_of(values) == "muon" and isinstance(own, float | int) else value
 
@@ -146,11 +146,6 @@ def _rate(value: float, values: Values) -> Any:
 def _rates(value: float, values: Values) -> tuple[Any, ...]:
     rest = values.get("optimizer.params.lr")
     return (value, rest if isinstance(rest, float | int) else NOTHING)
-
-
-def _corrects(on: bool) -> str:
-    # DeepSpeed's FusedLamb multiplies the learning rate, after the trust ratio.
-    return "rate" if on else "none"
 
 
 _BITS = "bits travel over the groups that everything else does"
@@ -164,7 +159,7 @@ def _above_0(
     return sets(f"optimizer.{field}", only=Only("above 0", lambda factor: factor > 0), refused=remedy)
 
 
-class NamedOptimizer(Section):
+class NamedOptimizer(JsonSection):
     """`optimizer`."""
 
     at, heading = "optimizer", "Optimizer"
@@ -182,7 +177,7 @@ class NamedOptimizer(Section):
     )
 
 
-class OptimizerParams(Section):
+class OptimizerParams(JsonSection):
     """`optimizer.params`: what a training script does with the arguments of the optimizer's class."""
 
     at, heading, when = "optimizer.params", "Optimizer", "optimizer.type"
@@ -225,8 +220,11 @@ class OptimizerParams(Section):
     )
     max_coeff: Amount = _above_0("lamb_max_coeff", "a trust ratio of 0 moves nothing; choose 10")
     min_coeff: Amount = sets("optimizer.lamb_min_coeff")
-    bias_correction: Bool = sets("optimizer.lamb_bias_correction", convert=_of_lamb(_corrects), absent=True)
-    # apex's name for what DeepSpeed's LAMB always does.
+    # DeepSpeed's FusedLamb corrects the learning rate, after the trust ratio.
+    bias_correction: Bool = sets(
+        "optimizer.lamb_bias_correction", convert=_of_lamb(lambda on: "rate" if on else "none"), absent=True
+    )
+    # apex has a name for it; DeepSpeed's LAMB always does it.
     use_nvlamb: Bool = sets("optimizer.lamb_adapt_all", convert=_of_lamb(lambda on: on), absent=True)
     freeze_step: Count = sets("optimizer.onebit_freeze_step")
     coeff_beta: Amount = sets(
@@ -269,12 +267,9 @@ class OptimizerParams(Section):
     set_grad_none: Bool = ignored(_FASTEST, when="")
 
 
-class Clipping(Section):
+class Clipping(JsonSection):
     """The largest norm of the gradients."""
 
     heading = "Optimizer"
 
     gradient_clipping: Amount = sets("optimizer.clip_grad", auto=left_to_flags)
-
-
-OPTIMIZER_SECTIONS: tuple[type[Section], ...] = (NamedOptimizer, OptimizerParams, Clipping)

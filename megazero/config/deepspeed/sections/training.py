@@ -15,10 +15,10 @@ from megazero.config.deepspeed.section import (
     Count,
     Integer,
     Interval,
+    JsonSection,
     Number,
     Object,
     Only,
-    Section,
     Size,
     Text,
     Values,
@@ -51,7 +51,7 @@ def _dtype(value: str, values: Values) -> str:
 
 
 def _enabled(own: str, other: str) -> Mapping[str, Any]:
-    """The effect of `own.enabled`: false means fp32, unless the other type is on or left open."""
+    """Return the effect of `own.enabled`: false means fp32, unless the other type is on or "auto"."""
 
     def convert(on: bool, values: Values) -> Any:
         if on:
@@ -76,7 +76,7 @@ def _masters(dtype: str) -> Any:
 
 
 def _as_enabled(name: str, values: Values) -> list[str]:
-    """The fault of a type of the parameters that is not the one that is enabled."""
+    """Return the fault of a parameter type that is not the enabled one."""
     kinds = [kind for kind in ("fp16", "bf16") if values.get(f"{kind}.enabled") is True]
     on, key = (kinds or ["fp32"])[0], "data_types.param_dtype"
     return (
@@ -84,7 +84,7 @@ def _as_enabled(name: str, values: Values) -> list[str]:
     )
 
 
-class BatchSizes(Section):
+class BatchSizes(JsonSection):
     """The batch sizes, whose fields `resolve_batch` sets from all three."""
 
     heading = "Batch sizes"
@@ -96,7 +96,7 @@ class BatchSizes(Section):
     )
 
 
-class Scheduler(Section):
+class Scheduler(JsonSection):
     """`scheduler`."""
 
     at, heading = "scheduler", "Learning rate schedule"
@@ -111,7 +111,7 @@ class Scheduler(Section):
     params: Object = does(None, extra="scheduler", when="scheduler.type", getter="scheduler_params")
 
 
-class Fp16(Section):
+class Fp16(JsonSection):
     """`fp16`."""
 
     at, heading, when = "fp16", "Precision and gradients", "fp16.enabled"
@@ -150,7 +150,7 @@ _CHECKED = "gradients are added up as they appear, and every step is checked for
 _UNSCALED = "bf16 needs no loss scale"
 
 
-class Bf16(Section):
+class Bf16(JsonSection):
     """`bf16`, with the keys of `fp16` that examples copy: older releases took any."""
 
     at, heading = "bf16", "Precision and gradients"
@@ -169,7 +169,7 @@ class Bf16(Section):
     check_grad_overflow: Bool = ignored(_CHECKED, True)
 
 
-class DataTypes(Section):
+class DataTypes(JsonSection):
     """`data_types`."""
 
     at, heading = "data_types", "Precision and gradients"
@@ -198,7 +198,7 @@ def _ranks(name: str, script_refused: str | None = None) -> Any:
     return does(convert=convert, extra=f"ranks.{name}", script_refused=script_refused)
 
 
-class Gradients(Section):
+class Gradients(JsonSection):
     """The keys at the top about gradients, ranks and random numbers."""
 
     heading = "Precision and gradients"
@@ -237,6 +237,3 @@ class Gradients(Section):
         "data_parallel_size", "what other axes leave of the ranks is data parallel; leave it out"
     )
     seed: Integer = sets("training.seed")
-
-
-TRAINING_SECTIONS: tuple[type[Section], ...] = (BatchSizes, Scheduler, Fp16, Bf16, DataTypes, Gradients)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from megazero.config.deepspeed.section import (
-    LARGEST,
     NOTHING,
     PLACE,
     Anything,
@@ -13,9 +12,9 @@ from megazero.config.deepspeed.section import (
     Convert,
     Count,
     Integer,
+    JsonSection,
     Number,
     Object,
-    Section,
     Size,
     Text,
     Values,
@@ -27,6 +26,7 @@ from megazero.config.deepspeed.section import (
     refused,
     sets,
 )
+from megazero.config.numbers import LARGEST
 
 Place = Annotated[Any, PLACE]
 
@@ -42,7 +42,7 @@ _WHOLE = "a checkpoint always holds whole weights"
 
 
 def _at_stage_3(place: object, values: Values) -> Any:
-    """Where parameters lie: below stage 3 they stay where they are used, as in DeepSpeed."""
+    """Take the place of parameters at stage 3 alone, as DeepSpeed does."""
     return place if values.get("zero_optimization.stage", 3) == 3 else NOTHING
 
 
@@ -50,19 +50,24 @@ def _to_cpu(on: bool, values: Values) -> Any:
     return _at_stage_3("cpu", values) if on else NOTHING
 
 
-class Zero(Section):
+class Zero(JsonSection):
     """`zero_optimization`."""
 
     at, heading = "zero_optimization", "ZeRO"
+
+    @classmethod
+    def getter_of(cls, name: str) -> str:
+        """A getter has the key's name with `zero_` before it, and without `stage3_`."""
+        return name if name.startswith("zero_") else f"zero_{name.removeprefix('stage3_')}"
 
     stage: Integer = sets("zero.stage", auto=left_to_flags, default=0)
     reduce_bucket_size: Size = sets(
         "zero.bucket_size",
         auto=of_hidden_size(lambda hidden: hidden * hidden),
         default=500_000_000,
-        getter="zero_reduce_bucket_size",
+        getter=True,
     )
-    allgather_bucket_size: Size = ignored(_SHARED, 500_000_000, getter="zero_allgather_bucket_size")
+    allgather_bucket_size: Size = ignored(_SHARED, 500_000_000, getter=True)
     overlap_comm: Bool = sets(
         "zero.overlap_grad_reduce",
         "zero.overlap_param_gather",
@@ -74,24 +79,18 @@ class Zero(Section):
         "zero.prefetch_size",
         auto=of_hidden_size(lambda hidden: int(0.9 * hidden * hidden)),
         default=50_000_000,
-        getter="zero_prefetch_bucket_size",
+        getter=True,
     )
     stage3_param_persistence_threshold: Size = sets(
         "zero.param_persistence_threshold",
         auto=of_hidden_size(lambda hidden: 10 * hidden),
         default=100_000,
-        getter="zero_param_persistence_threshold",
+        getter=True,
     )
-    stage3_max_live_parameters: Size = sets(
-        "zero.max_live_parameters", default=1_000_000_000, getter="zero_max_live_parameters"
-    )
-    stage3_max_reuse_distance: Integer = ignored(_GATHERED, 1_000_000_000, getter="zero_max_reuse_distance")
-    stage3_model_persistence_threshold: Integer = ignored(
-        _GATHERED, LARGEST, getter="zero_model_persistence_threshold"
-    )
-    stage3_module_granularity_threshold: Integer = ignored(
-        _GATHERED, 0, getter="zero_module_granularity_threshold"
-    )
+    stage3_max_live_parameters: Size = sets("zero.max_live_parameters", default=1_000_000_000, getter=True)
+    stage3_max_reuse_distance: Integer = ignored(_GATHERED, 1_000_000_000, getter=True)
+    stage3_model_persistence_threshold: Integer = ignored(_GATHERED, LARGEST, getter=True)
+    stage3_module_granularity_threshold: Integer = ignored(_GATHERED, 0, getter=True)
     zero_hpz_partition_size: Size = sets(
         "zero.hpz_partition_size", convert=lambda n, _: n or 1, default=1, getter=True
     )
@@ -111,33 +110,33 @@ class Zero(Section):
         "use `zero_hpz_partition_size`, which keeps gathers within a node", only(-1, 0)
     )
     mics_hierarchical_params_gather: Bool = refused("leave it out with `mics_shard_size`", only(False))
-    contiguous_gradients: Bool = ignored(_FLAT, True, getter="zero_contiguous_gradients")
-    reduce_scatter: Bool = ignored(_FLAT, True, getter="zero_reduce_scatter")
-    allgather_partitions: Bool = ignored(_FLAT, True, getter="zero_allgather_partitions")
-    round_robin_gradients: Bool = ignored(_FLAT, False, getter="zero_round_robin_gradients")
+    contiguous_gradients: Bool = ignored(_FLAT, True, getter=True)
+    reduce_scatter: Bool = ignored(_FLAT, True, getter=True)
+    allgather_partitions: Bool = ignored(_FLAT, True, getter=True)
+    round_robin_gradients: Bool = ignored(_FLAT, False, getter=True)
     use_multi_rank_bucket_allreduce: Bool = ignored(_FLAT, True, getter="zero_multi_rank_bucket_allreduce")
-    legacy_stage1: Bool = ignored(_FLAT, False, getter="zero_legacy_stage1")
-    parameter_alignment: Bool = ignored(_FLAT, False, getter="zero_parameter_alignment")
+    legacy_stage1: Bool = ignored(_FLAT, False, getter=True)
+    parameter_alignment: Bool = ignored(_FLAT, False, getter=True)
     stage3_use_all_reduce_for_fetch_params: Bool = ignored(_FLAT, False)
-    stage3_allgather_sequential: Bool = ignored(_FLAT, False, getter="zero_allgather_sequential")
+    stage3_allgather_sequential: Bool = ignored(_FLAT, False, getter=True)
     ignore_unused_parameters: Bool = ignored(
-        "a parameter without a gradient takes part with zeros", True, getter="zero_ignore_unused_parameters"
+        "a parameter without a gradient takes part with zeros", True, getter=True
     )
-    elastic_checkpoint: Bool = ignored(_FILES, False, getter="zero_elastic_checkpoint")
-    load_from_fp32_weights: Bool = ignored(_FILES, True, getter="zero_load_from_fp32_weights")
+    elastic_checkpoint: Bool = ignored(_FILES, False, getter=True)
+    load_from_fp32_weights: Bool = ignored(_FILES, True, getter=True)
     pipeline_loading_checkpoint: Bool = ignored(_FILES, False)
     stage3_gather_16bit_weights_on_model_save: Bool = does(
         False,
         extra="gather_16bit_weights_on_save",
         accepted=_WHOLE,
-        getter="zero_gather_16bit_weights_on_model_save",
+        getter=True,
     )
     stage3_gather_fp16_weights_on_model_save: Bool = does(
         False, extra="gather_16bit_weights_on_save", accepted=_WHOLE
     )
     override_module_apply: Bool = ignored(_HOOKS, True)
     memory_efficient_linear: Bool = ignored(_HOOKS, True)
-    log_trace_cache_warnings: Bool = ignored(_HOOKS, False, getter="zero_log_trace_cache_warnings")
+    log_trace_cache_warnings: Bool = ignored(_HOOKS, False, getter=True)
     enable_sanity_checks: Bool = ignored(_HOOKS, False)
     sdma_allgather: Anything = ignored(_WIRE)
     sdma_allgather_max_numel: Anything = ignored(_WIRE)
@@ -147,9 +146,7 @@ class Zero(Section):
         "no key has this name: `stage3_param_persistence_threshold` is meant"
     )
     ignore_missing_optim_state: Bool = refused("use `--finetune`, for weights alone", only(False))
-    compute_grad_norm: Bool = ignored(
-        "the norm of the gradients is always computed", True, getter="zero_compute_grad_norm"
-    )
+    compute_grad_norm: Bool = ignored("the norm of the gradients is always computed", True, getter=True)
     zeropp_loco_param: Object = refused(
         "codes of gradients are sent without what they left out before; leave it out"
     )
@@ -157,16 +154,14 @@ class Zero(Section):
         extra="sections.leaf_module", accepted="every rank runs all layers of the models that flags build"
     )
     save_muon_momentum_buffer_in_memory: Bool = ignored(
-        "it matters only with the Muon optimizer", False, getter="zero_save_muon_momentum_buffer_in_memory"
+        "it matters only with the Muon optimizer", False, getter=True
     )
     zenflow: Object = refused(
         "every gradient takes part in every update; leave it out, and use `offload_optimizer` alone",
         default=None,
         getter="zenflow_config",
     )
-    sub_group_size: Size = ignored(
-        "the optimizer steps bucket by bucket", 1_000_000_000, getter="zero_sub_group_size"
-    )
+    sub_group_size: Size = ignored("the optimizer steps bucket by bucket", 1_000_000_000, getter=True)
     cpu_offload: Bool = sets(
         "offload.optimizer", convert=lambda on, _: "cpu" if on else NOTHING, default=None
     )
@@ -182,7 +177,7 @@ AT_STAGE_3 = frozenset(
 """Keys that DeepSpeed gives to its engine of stage 3 alone."""
 
 
-class BesideZero(Section):
+class BesideZero(JsonSection):
     """The keys at the top that belong to ZeRO."""
 
     heading = "ZeRO"
@@ -206,7 +201,7 @@ _ONE_BY_ONE = "requests are started one by one, and always overlap"
 _THREADS = "`queue_depth` requests are under way at a time, each in a thread"
 
 
-class OffloadOptimizer(Section):
+class OffloadOptimizer(JsonSection):
     """`offload_optimizer`."""
 
     at, heading = "zero_optimization.offload_optimizer", "Offload"
@@ -227,7 +222,10 @@ class OffloadOptimizer(Section):
 
 
 def _shared(field: str, name: str, default: object) -> Any:
-    """Declare a key of the parameters that sets what the optimizer's sets, and must not differ from it."""
+    """Declare a key of `offload_param` that sets the field of its namesake of `offload_optimizer`, too.
+
+    The two must not differ.
+    """
     own, optimizers = f"zero_optimization.offload_param.{name}", f"{OffloadOptimizer.at}.{name}"
     convert: Convert = lambda value, values: NOTHING if optimizers in values else value  # noqa: E731
 
@@ -240,7 +238,7 @@ def _shared(field: str, name: str, default: object) -> Any:
     return sets(field, convert=convert, faults=faults, default=default)
 
 
-class OffloadParam(Section):
+class OffloadParam(JsonSection):
     """`offload_param`."""
 
     at, heading = "zero_optimization.offload_param", "Offload"
@@ -253,7 +251,7 @@ class OffloadParam(Section):
     max_in_cpu: Size = ignored(_BUFFERS, 1_000_000_000)
 
 
-class Aio(Section):
+class Aio(JsonSection):
     """`aio`."""
 
     at, heading, attribute, mapping = "aio", "Offload", "aio_config", True
@@ -274,7 +272,7 @@ class Aio(Section):
 _MEMORY = "memory housekeeping is left to torch"
 
 
-class ActivationCheckpointing(Section):
+class ActivationCheckpointing(JsonSection):
     """`activation_checkpointing`."""
 
     at, heading = "activation_checkpointing", "Activation checkpointing"
@@ -294,7 +292,7 @@ _STAGES = "stages are set by `--pipeline-model-parallel-size` and `--pipeline-pa
 _SENT = "how stages send to each other changes only the speed"
 
 
-class Pipeline(Section):
+class Pipeline(JsonSection):
     """`pipeline`."""
 
     at, heading, attribute, mapping = "pipeline", "Pipeline", "pipeline", True
@@ -311,14 +309,3 @@ class Pipeline(Section):
     pipe_partitioned: Bool = ignored(_SENT, True)
     grad_partitioned: Bool = ignored(_SENT, True)
     use_reentrant: Bool = ignored(_SENT)
-
-
-ZERO_SECTIONS: tuple[type[Section], ...] = (
-    Zero,
-    BesideZero,
-    OffloadOptimizer,
-    OffloadParam,
-    Aio,
-    ActivationCheckpointing,
-    Pipeline,
-)
