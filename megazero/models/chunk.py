@@ -154,9 +154,9 @@ class StagedChunk(ModelChunk[B_contra]):
         """The dtype of the hidden states between chunks."""
         return torch.float32 if self.spec.stream.fp32 else self.placement.dtype
 
-    def gives(self, batch: B_contra) -> Boundary:
-        """As `takes`: all boundaries of a micro-batch are alike."""
-        return self.takes(batch)
+    def output_boundary(self, batch: B_contra) -> Boundary:
+        """The boundary after the chunk; all boundaries of a micro-batch are alike."""
+        return self.input_boundary(batch)
 
     def token_losses(self, logits: Tensor, labels: Tensor, *, overwrite: bool = False) -> Tensor:
         """Cross-entropy of each position, float32 [s, b], from logits [s, b, v/tp] and labels [b, s].

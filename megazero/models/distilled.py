@@ -55,17 +55,17 @@ class DistilledChunk(Chunk[Batch]):
         weight = self.beta * self.temperature**2
         return (*self.student.terms, LossTerm(TERM, weight, over="lm", evaluated=False))
 
-    def takes(self, batch: Batch) -> Boundary:
+    def input_boundary(self, batch: Batch) -> Boundary:
         """[s, b, h of the student + h of the teacher], the student's alone in evaluations; s/tp under
         sequence parallelism. The dtype holds both exactly.
         """
-        (rows, b, width), dtype = self.student.takes(batch)
+        (rows, b, width), dtype = self.student.input_boundary(batch)
         if self.teacher is not None:
             dtype = torch.promote_types(dtype, self.teacher.hidden_dtype)
         teacher = self._teaching()
         return Boundary((rows, b, width + (0 if teacher is None else teacher.spec.stream.width)), dtype)
 
-    gives = takes
+    output_boundary = input_boundary
 
     def run(
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
@@ -82,7 +82,7 @@ class DistilledChunk(Chunk[Batch]):
         mine, sums = self.student.through(batch, mine, deferred=deferred)
         its = _teacher_output(teacher, batch, its)
         if self.student.head is None:
-            dtype = self.gives(batch).dtype
+            dtype = self.output_boundary(batch).dtype
             both = torch.cat([mine.to(dtype), its.to(dtype)], -1)
             return ChunkResult(both, sums.terms, sums.tallies)
         logits: Tensor = self.student.head(mine, deferred)

@@ -40,11 +40,11 @@ class SampleLosses(Chunk[M_contra]):
             )
         return cls(chunk)
 
-    def takes(self, batch: M_contra) -> Boundary:
-        """The hidden states between chunks, as `Trunk.takes` says."""
-        return self.chunk.takes(batch)
+    def input_boundary(self, batch: M_contra) -> Boundary:
+        """The hidden states between chunks, as `Trunk.input_boundary` says."""
+        return self.chunk.input_boundary(batch)
 
-    gives = takes
+    output_boundary = input_boundary
 
     def run(
         self, batch: M_contra, hidden: Tensor | None = None, *, deferred: Deferred | None = None

@@ -67,7 +67,7 @@ class Trunk(StagedChunk[M_contra]):
         router = self.spec.router
         return (*self.own_terms, *(() if router is None else terms_of(router)))
 
-    def takes(self, batch: M_contra) -> Boundary:
+    def input_boundary(self, batch: M_contra) -> Boundary:
         """Hidden states between chunks, of this rank's rows: [s/cp, b, h], or of s/cp/tp of them."""
         b, s = batch.tokens.shape
         spread = self.placement.spread

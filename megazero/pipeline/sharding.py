@@ -1,4 +1,4 @@
-"""`Gathering` and `Sharding`: the executor's view of the object that keeps the parameters."""
+"""`Gathering` and `Sharding`: the executor's view of the sharded parameters and gradients."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from torch import nn
 
 
 class Gathering(Protocol):
-    """Keeps the parameters, and makes those of a chunk whole while it computes."""
+    """Sharded parameters that are gathered while their chunk computes."""
 
     def gather(self, chunk: int, *, backward: bool) -> None:
-        """Note that the chunk's forward or backward is about to run."""
+        """Start to gather the chunk's parameters for its forward (or backward)."""
 
     def release(self, chunk: int) -> None:
-        """Note that the chunk does not compute for now."""
+        """Free the chunk's gathered parameters."""
 
 
 class Sharding(Gathering, Protocol):
-    """Keeps the parameters and sums the gradients (see `zero.DataParallel`)."""
+    """Sharded parameters and the sums of their gradients (see `zero.DataParallel`)."""
 
     @property
     def most_buffer_bytes(self) -> tuple[int, int]:
-        """The most bytes at a time of gathered weights, and of transient gradient buffers."""
+        """The peak bytes of gathered weights, and of transient gradient buffers."""
 
     def start(self, step: int) -> None:
-        """Begin a step of this number."""
+        """Begin the step of this number."""
 
     def begin_backward(self, chunk: int, *, reduce: bool, ends: bool) -> None:
-        """Note that the gradients that appear from now on are this chunk's.
+        """Announce that gradients from now on are this chunk's.
 
         Args:
             chunk: the chunk.
-            reduce: whether they complete sums, each of which is then reduced as soon as it is complete.
-            ends: whether this is the last backward to bring gradients of its micro-batch.
+            reduce: whether this backward completes sums; each bucket is then reduced once it is complete.
+            ends: whether this is the micro-batch's last backward through the chunk.
         """
 
     def collect(self, param: nn.Parameter) -> None:
-        """Take ``param.grad``."""
+        """Add ``param.grad`` to the sums."""
 
     def end_backward(self) -> None:
-        """Note that no more gradients appear."""
+        """Announce that the backward has ended."""
 
     def reduce(self, chunk: int) -> None:
-        """Reduce the chunk's gradients that no backward has reduced."""
+        """Reduce the gradients of the chunk that no backward has reduced."""
 
     def finish(self) -> None:
-        """Wait until the step's sums are complete."""
+        """Wait until the step's gradient sums are complete."""

@@ -159,7 +159,7 @@ class T5(StagedChunk[PairBatch]):
         """None: a T5 has no experts."""
         return []
 
-    def takes(self, batch: PairBatch) -> Boundary:
+    def input_boundary(self, batch: PairBatch) -> Boundary:
         """Hidden states of both texts between chunks, [s + t, b, h], or a tensor-parallel rank's rows."""
         rows = sum(self._rows(batch))
         return Boundary((rows, len(batch.tokens), self.spec.stream.width), self.hidden_dtype)

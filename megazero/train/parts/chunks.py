@@ -124,7 +124,7 @@ def measured_costs(config: Config, vocabulary: Vocabulary, context: ParallelCont
     for i in sorted(set(firsts)):
         piece = build(blocks[i].part)
         initialize(piece, config.training.seed, context.place)
-        hidden = piece.takes(batch).empty(context.device).zero_()
+        hidden = piece.input_boundary(batch).empty(context.device).zero_()
         seconds[i] = min(_seconds(piece, batch, hidden.requires_grad_()) for _ in range(3))
     context.world.all_reduce(seconds, "max").wait()
     slowest: list[float] = seconds[firsts].tolist()
