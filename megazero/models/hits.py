@@ -1,4 +1,4 @@
-"""The number of right answers, when the vocabulary is sliced over ranks."""
+"""The number of correct predictions over a vocabulary that is sliced over ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from megazero.ops.cross_entropy import VocabularySlice
 
 
 def vocab_parallel_argmax(logits: Tensor, part: VocabularySlice) -> Tensor:
-    """The id with the highest logit, int64 [...], of this rank's logits [..., v/tp].
+    """The id with the highest logit over all ranks, int64 [...], from logits [..., v/tp].
 
-    Of equal logits the lowest id wins, on every layout. Columns at or beyond the vocabulary's size are
-    padding.
+    Of equal logits the lowest id wins, on every layout. Columns beyond the vocabulary are padding.
     """
     if columns := part.held(logits.shape[-1]):
         value, best = logits[..., :columns].max(-1)
@@ -30,5 +29,5 @@ def vocab_parallel_argmax(logits: Tensor, part: VocabularySlice) -> Tensor:
 
 
 def vocab_parallel_hits(logits: Tensor, target: Tensor, part: VocabularySlice) -> Tensor:
-    """The number of targets, int64 [...], with the highest logit: a float32 scalar, equal on all ranks."""
+    """How many targets, int64 [...], have the highest logit: a float32 scalar, equal on all ranks."""
     return (vocab_parallel_argmax(logits, part) == target).sum().float()

@@ -1,4 +1,4 @@
-"""Packing: places for sequences of several lengths, so that they fill few rows."""
+"""Packing of sequences of different lengths into few rows."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a sequence's first token."""
+    """The row and column of a sequence's first token."""
 
     row: int
     column: int
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[Slot]:
-    """A slot for each sequence, in rows of `capacity` tokens, by first fit from the longest to the shortest.
+    """Pack sequences into rows of `capacity` tokens by first-fit decreasing; return the slot of each.
 
-    That takes at most 11/9 of the fewest possible rows, and one more (Johnson 1973).
+    It uses at most 11/9 of the fewest possible rows, plus one (Johnson 1973).
     """
     assert all(0 < length <= capacity for length in lengths), f"{lengths} must fit into {capacity}"
     fill: list[int] = []

@@ -28,7 +28,7 @@ def factor_of(spec: CapacitySpec, inputs: LayerInputs) -> float | None:
 
 
 def capacities(spec: RouterSpec, lengths: Tensor, experts: int, factor: float) -> Tensor:
-    """An expert's capacity for each sequence: int64 [b], ceil(length k / E factor), at least `capacity.least`.
+    """An expert's capacity for each sequence, int64 [b]: ceil(length k / E factor), or `capacity.least`.
 
     Args:
         spec: the routers.

@@ -82,7 +82,7 @@ def combine(outputs: Tensor, weights: Tensor, rows: SortedRows) -> Tensor:
 
 
 def _on_host(counts: Tensor, expected: int) -> list[list[int]]:
-    """Copy `counts` [m, E] to the host, which waits for the device; on meta, spread `expected` rows evenly."""
+    """Copy `counts` [m, E] to the host, after a wait; on meta, spread `expected` rows evenly."""
     if counts.is_meta:
         m, experts = counts.shape
         return [[expected * (e + 1) // experts - expected * e // experts for e in range(experts)]] * m
@@ -154,7 +154,7 @@ def all_to_all_dispatch(
 
 
 def _exchanged(placement: ExpertPlacement, table: Sequence[Sequence[int]], sorted_rows: Tensor) -> Tensor:
-    """Send rows to the ranks of their experts and return the results; `table` [ranks, E] has the row counts."""
+    """Send rows to the ranks of their experts and return the results; `table` [ranks, E] counts rows."""
     group, slices, per_rank = placement.group, placement.slices, placement.per_rank
     own_counts, room = table[group.rank], placement.room
     parts = [sum(own_counts[first : first + per_rank]) for first in range(0, placement.experts, per_rank)]

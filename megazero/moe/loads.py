@@ -68,7 +68,7 @@ class RouterLoads:
             tokens: the result of `update`.
 
         Returns:
-            For each layer with experts, in order, its number (``layer``) and its experts' counts (``tokens``).
+            For each layer with experts, in order, its number (``layer``) and the counts (``tokens``).
         """
         if not self.experts:
             return None

@@ -105,7 +105,7 @@ class MoEMLP(nn.Module):
         return ExpertPlacement(self.total, apply, group, groups["etp"].size, room, reads)
 
     def _room(self, b: int, inputs: LayerInputs) -> int | None:
-        """The rows that each expert is padded to: its capacity for `b` sequences of full length; None without.
+        """The rows that each expert is padded to: its capacity for `b` sequences of full length; or None.
 
         Full length, because it must be the same on all ranks, which may trim their sequences differently.
         """

@@ -138,7 +138,7 @@ class Router(nn.Module):
         return best
 
     def _within_groups(self, ranking: Tensor) -> Tensor:
-        """Set `ranking` to -inf outside of the best groups; a group's score is the sum of its best experts."""
+        """Set `ranking` to -inf outside of the best groups, by the sum of each group's best experts."""
         groups, kept = self.spec.groups, self.spec.group_topk
         assert groups is not None
         assert kept is not None, "a rule has them set together"

@@ -99,7 +99,7 @@ def take_share(x: Tensor, rows: Rows) -> tuple[Tensor, Tokens]:
 
 
 def gather_shares(rows: Tensor, shape: torch.Size, spread: Spread) -> Tensor:
-    """Gather the shares [n, h] of all tensor-parallel ranks to hidden states of `shape`: inverts `take_share`."""
+    """Gather all ranks' shares [n, h] into hidden states of `shape`: the inverse of `take_share`."""
     if spread.split or spread.tp.size == 1:
         return rows.view(shape)
     return gather_sequence(rows, spread.tp)[: shape[0] * shape[1]].view(shape)

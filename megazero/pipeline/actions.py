@@ -99,7 +99,7 @@ class Schedule:
 
     @cached_property
     def backward_op(self) -> Op | None:
-        """The op that computes a chunk's input gradient: `BACKWARD`, or `INPUT` if split; None without one."""
+        """The op that computes a chunk's input gradient: `BACKWARD`, or `INPUT` if split; or None."""
         ops = {action.op for stage in self.actions for action in stage}
         return next((op for op in (Op.BACKWARD, Op.INPUT) if op in ops), None)
 

@@ -210,7 +210,7 @@ class _Forwards(Generic[B]):
         last = key[0] == self.program.schedule.chunks - 1
         assert (result is None) == last, f"chunk {key[0]} must return hidden states unless it is the last"
         if result is not None:
-            # Detached: each chunk's backward starts at its own edges; messages carry gradients between chunks.
+            # Detached: each chunk has a backward of its own, and messages carry gradients between chunks.
             self._hand_over("hidden", key, key[0] + 1, result.detach())
 
     def compute(self, key: Key, hidden: Tensor | None) -> Tensor | None:
@@ -251,7 +251,7 @@ class _Forwards(Generic[B]):
             self.inbox[m.kind, (m.chunk, m.microbatch)] = tensor, work
 
     def _hand_over(self, kind: Kind, key: Key, target: int, tensor: Tensor) -> None:
-        """Pass a tensor to the neighboring chunk: as a message, or directly if that chunk is on this stage."""
+        """Pass a tensor to the neighboring chunk: as a message, or directly if it is on this stage."""
         tensor = tensor.contiguous()
         if self.program.schedule.stage_of[target] == self.stage:
             self.inbox[kind, key] = tensor, None

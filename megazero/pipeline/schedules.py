@@ -105,7 +105,7 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 
 
 class _VStage:
-    """One stage of `zb_v` under construction. Each method appends the next action of its op, if one is due."""
+    """One stage of `zb_v` under construction. Each method appends its next action, if one is due."""
 
     def __init__(self, stages: int, stage: int, microbatches: int):
         self.down, self.up = stage, 2 * stages - 1 - stage
@@ -268,7 +268,7 @@ def _alternate(first: list[T], second: list[T], warmup: int) -> list[T]:
 
 
 def _in_groups(chunks: range, group: int, microbatches: int) -> list[tuple[int, int]]:
-    """Order (chunk, micro-batch) pairs so that each group of micro-batches passes through all chunks in turn."""
+    """Order (chunk, micro-batch) pairs: each group of micro-batches passes through all chunks in turn."""
     return [
         (chunk, m)
         for start in range(0, microbatches, group)

@@ -234,7 +234,7 @@ class _Simulation:
         return self.schedule.stage_of[need.chunk] != number
 
     def _missing(self, number: int, action: Action) -> Action | None:
-        """A prerequisite of `action` that has not ended, or has not sent its result to this stage; or None."""
+        """A prerequisite of `action` that has not ended or not sent its result to this stage; or None."""
         for need in self.schedule.needs(action):
             if not (self.lowered and self._remote(number, need)):
                 if need not in self.ends:

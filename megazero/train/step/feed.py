@@ -14,7 +14,7 @@ from megazero.config.steps import Step
 from megazero.data.blended import SampleDataset, whereabouts
 from megazero.data.sampler import BatchSampler, SamplerSpec
 from megazero.data.sources import changed_files
-from megazero.models.batch import Collate, M, M_co, MicroBatch, RowPlace
+from megazero.models.batch import Collate, M, M_co, MicroBatch, SampleIndex
 from megazero.mpu.threads import helper_pool
 
 
@@ -117,7 +117,7 @@ class Feed(Generic[M_co]):
 
 def cut(
     arrays: dict[str, np.ndarray], samples: tuple[int, ...], length: int | None, rows: int = 1
-) -> tuple[dict[str, np.ndarray], tuple[RowPlace, ...]]:
+) -> tuple[dict[str, np.ndarray], tuple[SampleIndex, ...]]:
     """Cut arrays of b samples into b x `rows` rows of `length` tokens, and give the places of these rows.
 
     Row j of a sample has its columns from j x `length` on; the rows of one sample follow each other. Arrays
@@ -142,7 +142,7 @@ def cut(
         flat = np.ascontiguousarray(array[:, : rows * length]).reshape(-1, length)
         return np.minimum(flat, np.arange(length, dtype=flat.dtype)) if name == "position_ids" else flat
 
-    places: list[RowPlace] = [
+    places: list[SampleIndex] = [
         sample if row == 0 else (sample, row) for sample in samples for row in range(rows)
     ]
     return {name: of(name, array) for name, array in arrays.items()}, tuple(places)
