@@ -234,7 +234,7 @@ def tensor_of(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def documents_on(device: torch.device, ids: np.ndarray | None) -> Documents | None:
-    """Make `Documents` of ids [b, s]; with their runs, which kernels need, if the device is an accelerator."""
+    """Make `Documents` of ids [b, s], with their runs on accelerators, whose kernels need them."""
     if ids is None:
         return None
     runs = None if device.type == "cpu" else Runs.of(ids, device)

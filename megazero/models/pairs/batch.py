@@ -68,7 +68,7 @@ class PairCollate:
         return cls(vocab_size, context.device, lengths, column_multiple(config), seed)
 
     def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[SampleIndex, ...]) -> PairBatch:
-        """Make a batch without waiting for the device; `samples` are positions in the training order.
+        """Make a batch, without waiting for the device; `samples` are positions in the training order.
 
         Raises:
             DataError: a token or label lies outside the vocabulary.

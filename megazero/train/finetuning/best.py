@@ -19,7 +19,7 @@ FOLDER = "best"
 
 
 @dataclass(frozen=True)
-class Mark:
+class BestScore:
     """The accuracy of the model after an iteration."""
 
     iteration: int
@@ -32,7 +32,7 @@ class BestModel:
     Args:
         folder: the folder of the model.
         snapshots: saves the weights there.
-        iteration: progress of the run when it began; a later mark belongs to a run that this one replaces.
+        iteration: progress of the run when it began; a later score belongs to a run that this one replaces.
         disk: removes the previous model.
 
     Raises:
@@ -47,7 +47,7 @@ class BestModel:
         self.disk = disk or Disk()
         look = partial(_marked, folder) if context.rank == 0 else None
         seen = together(context, look, f"look into {folder}")
-        self.mark = Mark(*seen) if seen and seen[0] <= iteration else None
+        self.score = BestScore(*seen) if seen and seen[0] <= iteration else None
 
     @classmethod
     def of(cls, run: Snapshots, iteration: int, disk: Disk | None = None) -> BestModel:
@@ -69,18 +69,18 @@ class BestModel:
         Raises:
             CheckpointError: on every rank, if they cannot be saved; the previous best stays.
         """
-        if self.mark is not None and accuracy <= self.mark.accuracy:
+        if self.score is not None and accuracy <= self.score.accuracy:
             return False
         self.snapshots.save(state, {"accuracy": accuracy})
-        self.mark = Mark(state.iteration, accuracy)
+        self.score = BestScore(state.iteration, accuracy)
         clear = partial(self._clear, state.iteration) if self.context.rank == 0 else None
         together(self.context, clear, f"clear {self.folder}")
         return True
 
     def take(self) -> None:
         """Give the engine the best weights; every rank calls this."""
-        assert self.mark is not None, "no model has been offered"
-        path = iteration_folder(self.folder, self.mark.iteration)
+        assert self.score is not None, "no model has been offered"
+        path = iteration_folder(self.folder, self.score.iteration)
         reader, keepers = Checkpoint.opened(path, "full", self.context), keepers_of(self.engine, ())
 
         def read() -> None:

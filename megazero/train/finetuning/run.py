@@ -14,14 +14,14 @@ from megazero.models.classifier_batch import LabelledBatch
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.launch import Launch
 from megazero.mpu.messages import broadcast_value
-from megazero.train.assemble import Run, Task, assemble
+from megazero.train.assemble import Run, TrainingTask, assemble
 from megazero.train.finetuning.best import BestModel
 from megazero.train.finetuning.evaluation import TaskEvaluation
 from megazero.train.finetuning.predictions import check_writable, write_predictions
 from megazero.train.finetuning.pretrained import take_pretrained
 from megazero.train.finetuning.task import LabelledSplit, TaskData, completed, read_task
 from megazero.train.guards.agreement import labelled_samples
-from megazero.train.observe.evaluation import Evaluations
+from megazero.train.observe.evaluation import PeriodicEvaluation
 from megazero.train.parts.families import classifiers_of
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
 from megazero.train.process import in_job
@@ -66,7 +66,7 @@ def finetune_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
     return assemble(config, vocabulary, joined, task, disk).carry_out(task, disk)
 
 
-class FineTuning(Task):
+class FineTuning(TrainingTask):
     """A run on labelled samples.
 
     Args:
@@ -107,7 +107,7 @@ class FineTuning(Task):
     def remarks(self, run: Run) -> Iterable[str]:
         return *self.data.remarks, *run.resumed.remarks
 
-    def evaluations(self, run: Run, disk: Disk | None) -> Evaluations:
+    def evaluations(self, run: Run, disk: Disk | None) -> PeriodicEvaluation:
         resumed, samples = run.resumed, run.resumed.training_plan.evaluations
         if run.snapshots is not None and "validation" in self._feeds:
             self.best = BestModel.of(run.snapshots, resumed.state.iteration, disk)
@@ -120,18 +120,18 @@ class FineTuning(Task):
             run.monitor,
             run.meters.timers,
         )
-        return Evaluations(self._evaluate, samples.interval, self._feeds.keys() & {"validation"})
+        return PeriodicEvaluation(self._evaluate, samples.interval, self._feeds.keys() & {"validation"})
 
     def conclude(self, run: Run, state: TrainState) -> None:
         """Evaluate the test files with the best model, and write the predictions."""
         path, tests = run.resumed.config.finetune.predictions, "test" in self._feeds
         if not tests and path is None:
             return
-        mark = None if self.best is None else self.best.mark
-        if self.best is not None and mark is not None and mark.iteration != state.iteration:
+        score = None if self.best is None else self.best.score
+        if self.best is not None and score is not None and score.iteration != state.iteration:
             self.best.take()
             run.monitor.message(
-                f"the best model is that of iteration {mark.iteration}, with accuracy {mark.accuracy:.4f}"
+                f"the best model is that of iteration {score.iteration}, with accuracy {score.accuracy:.4f}"
             )
         answers = self._evaluate("test", state) if tests else self._evaluate.answers("validation")
         labelled = self.data.test if tests else self.data.valid

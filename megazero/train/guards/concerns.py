@@ -19,8 +19,8 @@ from megazero.train.observe.stragglers import Stragglers
 from megazero.train.step.concern import (
     CONTINUE,
     Concern,
-    Moment,
     SharedConcern,
+    StepContext,
     Strength,
     Verdict,
     fail,
@@ -47,7 +47,7 @@ class SkippedRow(Concern):
         self.engine = engine
         self.log = log
 
-    def after(self, now: Moment) -> Verdict:
+    def after(self, now: StepContext) -> Verdict:
         state, outcome = now.state, now.result.outcome
         limit: float | None = self.config.max_skipped_updates
         if limit is None:
@@ -70,7 +70,7 @@ class SkippedRow(Concern):
         )
 
 
-class SlowRanks(SharedConcern):
+class SlowRankReports(SharedConcern):
     """Reports the ranks that have become slow, and those that no longer are.
 
     Args:
@@ -82,10 +82,10 @@ class SlowRanks(SharedConcern):
         self.stragglers = stragglers
         self.log = log
 
-    def sees(self, now: Moment) -> Sequence[float]:
+    def sees(self, now: StepContext) -> Sequence[float]:
         return self.stragglers.slots(now.state.iteration)
 
-    def agreed(self, now: Moment, most: Sequence[float]) -> Verdict:
+    def agreed(self, now: StepContext, most: Sequence[float]) -> Verdict:
         for straggler in self.stragglers.after(now.state.iteration, most):
             # A stage of its own may simply have more to do.
             if straggler.recovered or straggler.stage is not None:
@@ -170,10 +170,10 @@ class ExitRequests(SharedConcern):
         late = self._limit is not None and time.monotonic() - self._started >= self._limit
         return [self.signals.requested, late]
 
-    def sees(self, now: Moment) -> Sequence[float]:
+    def sees(self, now: StepContext) -> Sequence[float]:
         return list(map(float, self.asked))
 
-    def agreed(self, now: Moment, most: Sequence[float]) -> Verdict:
+    def agreed(self, now: StepContext, most: Sequence[float]) -> Verdict:
         stopping, late = most
         if now.ends:
             return CONTINUE
@@ -211,13 +211,13 @@ class DataUnchanged(SharedConcern):
         self.asked = asked
         self._changed: list[str] = []
 
-    def sees(self, now: Moment) -> Sequence[float]:
+    def sees(self, now: StepContext) -> Sequence[float]:
         saves = now.verdict.strength >= Strength.SAVE
         looks = saves or now.ends or any(self.asked()) or any(map(now.due, self.intervals))
         self._changed = self.feeds.changed_files() if looks else []
         return [float(bool(self._changed))]
 
-    def agreed(self, now: Moment, most: Sequence[float]) -> Verdict:
+    def agreed(self, now: StepContext, most: Sequence[float]) -> Verdict:
         if not most[0]:
             return CONTINUE
         context = self.engine.context

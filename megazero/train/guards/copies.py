@@ -8,7 +8,16 @@ from megazero.config.tree.guards import GuardsConfig
 from megazero.errors import NumericsError
 from megazero.train.observe.incidents import Action, Incident, IncidentLog
 from megazero.train.resume.load import Restore
-from megazero.train.step.concern import CONTINUE, Concern, Moment, Strength, Verdict, fail, failing, go_back
+from megazero.train.step.concern import (
+    CONTINUE,
+    Concern,
+    StepContext,
+    Strength,
+    Verdict,
+    fail,
+    failing,
+    go_back,
+)
 from megazero.train.step.engine import Engine
 from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
@@ -45,7 +54,7 @@ class EqualCopies(Concern):
         self._check = CopyCheck(engine.optimizer, engine.context)
         self._returns = 0  # to checkpoints, since copies last were equal
 
-    def after(self, now: Moment) -> Verdict:
+    def after(self, now: StepContext) -> Verdict:
         interval = self.config.check_weights_interval
         due = now.ends or now.verdict.strength >= Strength.SAVE or now.due(interval)
         if not interval or not due or failing(self.engine, now.state):

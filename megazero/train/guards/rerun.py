@@ -46,7 +46,7 @@ class Ruling:
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassResults:
     """The results of one rank by itself, as integers: sums of the losses, then fingerprints of gradients.
 
     Attributes:
@@ -65,7 +65,7 @@ class Passes:
     neighbour: int | None = None
 
 
-def rule(passes: Sequence[Passes]) -> Ruling:
+def rule(passes: Sequence[PassResults]) -> Ruling:
     """Conclude from the passes of all ranks, in rank order, what the fault is."""
     changed = {rank: _unlike(result.first, result.again) for rank, result in enumerate(passes)}
     if ranks := tuple(rank for rank, numbers in changed.items() if numbers):
@@ -124,7 +124,7 @@ def repeat(
     latest = replay(own)
     passes = [_names(latest), mine, _bits(latest), (_sums(first), _sums(latest)), lent, neighbour]
     everyone = gather_values(context.world, passes, context.device)
-    return latest, rule([Passes(*fields) for fields in everyone])
+    return latest, rule([PassResults(*fields) for fields in everyone])
 
 
 def _names(attempt: Attempt) -> list[str]:

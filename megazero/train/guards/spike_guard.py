@@ -15,7 +15,7 @@ from megazero.train.guards.facts import step_facts
 from megazero.train.guards.rerun import Cause, Ruling, repeat
 from megazero.train.observe.incidents import Action, Incident, IncidentLog
 from megazero.train.resume.load import Restore
-from megazero.train.step.concern import CONTINUE, Concern, Moment, Verdict, fail, go_back, go_on
+from megazero.train.step.concern import CONTINUE, Concern, StepContext, Verdict, fail, go_back, go_on
 from megazero.train.step.engine import Attempt, Engine, Outcome
 from megazero.train.step.feed import Feed
 from megazero.train.step.spikes import Recent, Spike
@@ -120,7 +120,7 @@ class SpikeGuard(Concern):
         seen.facts = step_facts(self.engine, self.feed, step, attempt, batches)
         return attempt, self._holds(seen)
 
-    def after(self, now: Moment) -> Verdict:
+    def after(self, now: StepContext) -> Verdict:
         """Report and count a step, or go back to a checkpoint."""
         if now.result.outcome is Outcome.PASSED_OVER:
             return CONTINUE
@@ -166,7 +166,7 @@ class SpikeGuard(Concern):
         neighbour = self.feed.of_replica((data.rank + 1) % data.size)
         return neighbour.of_step(step)
 
-    def _act(self, now: Moment, seen: _Seen) -> Verdict:
+    def _act(self, now: StepContext, seen: _Seen) -> Verdict:
         """Do what the settings ask for about a spike, or about numbers that are not finite."""
         state, result = now.state, now.result
         iteration, kind = state.iteration, "spike" if seen.finite else "not finite"

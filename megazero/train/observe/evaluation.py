@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from megazero.config.training_plan import Evaluations as Samples
+from megazero.config.training_plan import Evaluations
 from megazero.data.build_report import Patience
 from megazero.models.batch import MicroBatch
 from megazero.train.observe.metrics import EvalMetrics
 from megazero.train.observe.monitors.base import Monitor
-from megazero.train.step.concern import CONTINUE, Concern, Moment, Verdict
+from megazero.train.step.concern import CONTINUE, Concern, StepContext, Verdict
 from megazero.train.step.engine import Engine
 from megazero.train.step.feed import Feeds
 from megazero.train.step.state import TrainState
@@ -20,7 +20,7 @@ Evaluate = Callable[[str, TrainState], object]
 """Evaluates on a split, ``validation`` or ``test``, and reports the result; every rank calls this."""
 
 
-class Evaluations(Concern):
+class PeriodicEvaluation(Concern):
     """Evaluates at an interval, and at the end.
 
     Args:
@@ -38,7 +38,7 @@ class Evaluations(Concern):
     def stands_at(self, state: TrainState) -> None:
         self._evaluated_at = state.iteration
 
-    def after(self, now: Moment) -> Verdict:
+    def after(self, now: StepContext) -> Verdict:
         if "validation" in self.splits and now.due(self.interval):
             self.evaluate("validation", now.state)
             self._evaluated_at = now.state.iteration
@@ -63,7 +63,7 @@ class LossEvaluation:
         timers: collects the time.
     """
 
-    def __init__(self, engine: Engine, feeds: Feeds, samples: Samples, monitor: Monitor, timers: Timers):
+    def __init__(self, engine: Engine, feeds: Feeds, samples: Evaluations, monitor: Monitor, timers: Timers):
         self.engine = engine
         self.feeds = feeds
         self.samples = samples

@@ -23,7 +23,7 @@ from megazero.checkpoint.manifest import STATE, parse
 from megazero.config.steps import BEGINNING, Progress
 from megazero.config.training_plan import LrLengths
 from megazero.train.step.spikes import Recent
-from megazero.train.step.stability import Spread, Stability
+from megazero.train.step.stability import RunningMoments, Stability
 from megazero.train.step.state import TrainState
 
 PRETRAINING = "pretraining"
@@ -40,8 +40,8 @@ class _FactsModel(BaseModel):
     )
 
 
-class SpreadFacts(_FactsModel):
-    """The fields of `Spread`."""
+class MomentsFacts(_FactsModel):
+    """The fields of `RunningMoments`."""
 
     mean: float
     variance: NonNegativeFloat
@@ -53,8 +53,8 @@ class StabilityFacts(_FactsModel):
     updates: NonNegativeInt
     lowest: float | None
     last: float | None
-    loss: SpreadFacts
-    grad_norm: SpreadFacts
+    loss: MomentsFacts
+    grad_norm: MomentsFacts
 
 
 class RecentFacts(_FactsModel):
@@ -95,7 +95,7 @@ class StateFacts(_FactsModel):
         recent = None if self.recent is None else Recent(**dict(self.recent))
         if self.stability is not None:
             saved = dict(self.stability)
-            spreads = {name: Spread(**dict(saved[name])) for name in ("loss", "grad_norm")}
+            spreads = {name: RunningMoments(**dict(saved[name])) for name in ("loss", "grad_norm")}
             stability = Stability(**{**saved, **spreads})
         return TrainState(progress, **{**facts, "stability": stability, "recent": recent})
 

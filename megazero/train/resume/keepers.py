@@ -1,6 +1,6 @@
 """State that lasts from one job to the next: for each kind, the tensors that are written, and those taken.
 
-The tensors of `Keeper.parts` go into a checkpoint, and `Keeper.taken` says which of a checkpoint's are read
+The tensors of `StateKeeper.parts` go into a checkpoint, and `StateKeeper.taken` says which of a checkpoint's are read
 back, and into which memory. One more part with state is one more keeper in the list of `keepers_of`.
 """
 
@@ -26,7 +26,7 @@ from megazero.zero.delayed import IN_USE
 from megazero.zero.optimizer import Optimizer
 
 
-class Share(Enum):
+class StateGroup(Enum):
     """The part of a run that state belongs to; jobs may leave parts out."""
 
     MODEL = auto()
@@ -35,10 +35,10 @@ class Share(Enum):
     RANDOM = auto()
 
 
-ALL = frozenset(Share)
+ALL = frozenset(StateGroup)
 
 
-class Keeper:
+class StateKeeper:
     """Keeps one kind of state. A keeper that derives from this class defines only what it needs.
 
     Attributes:
@@ -46,7 +46,7 @@ class Keeper:
         kind: the kind of its logical tensors; None for the optimizer's own kinds.
     """
 
-    share: ClassVar[Share] = Share.MODEL
+    group: ClassVar[StateGroup] = StateGroup.MODEL
     kind: ClassVar[str | None] = None
 
     def parts(self) -> list[Part]:
@@ -64,7 +64,7 @@ class Keeper:
         """
 
 
-class Updated(Keeper):
+class Updated(StateKeeper):
     """The optimizer's masters, and its moments if asked for; all of them must be in the source.
 
     Args:
@@ -93,7 +93,7 @@ class Updated(Keeper):
         self.optimizer.publish()
 
 
-class StageKeeper(Keeper):
+class StageKeeper(StateKeeper):
     """Tensors that are equal on all ranks of a stage, whose first rank writes them.
 
     Args:
@@ -121,14 +121,14 @@ class Routers(StageKeeper):
 class Scales(StageKeeper):
     """The histories and scales of 8-bit products; a history of another length begins anew."""
 
-    share = Share.PROGRESS
+    group = StateGroup.PROGRESS
     kind = FP8
 
     def taken(self, source: Source) -> list[Part]:
         return [part for part in self._whole if source.shapes.get(part.key) == part.shape]
 
 
-class InUse(Keeper):
+class InUse(StateKeeper):
     """The weights that the next step reads, where an update that is delayed was not published yet.
 
     They are written with the masters.
@@ -138,7 +138,7 @@ class InUse(Keeper):
         context: all ranks.
     """
 
-    share = Share.UPDATES
+    group = StateGroup.UPDATES
     kind = IN_USE
 
     def __init__(self, optimizer: Optimizer, context: ParallelContext):
@@ -165,7 +165,7 @@ class InUse(Keeper):
         delayed.show_in_use()
 
 
-class Generators(Keeper):
+class Generators(StateKeeper):
     """The random generators that other code may draw from: Python's, numpy's and torch's.
 
     megazero's own randomness comes from stateless streams, so none of its results depend on these generators,
@@ -175,7 +175,7 @@ class Generators(Keeper):
         context: all ranks; only as many as wrote the rows take them.
     """
 
-    share = Share.RANDOM
+    group = StateGroup.RANDOM
     kind = RANDOM
 
     def __init__(self, context: ParallelContext):
@@ -207,24 +207,24 @@ class Generators(Keeper):
 
 
 def keepers_of(
-    engine: Engine, shares: Collection[Share] = ALL, without: Collection[str] = ()
-) -> tuple[Keeper, ...]:
+    engine: Engine, groups: Collection[StateGroup] = ALL, without: Collection[str] = ()
+) -> tuple[StateKeeper, ...]:
     """The keepers of an engine's state, in the order in which their tensors are written and put into effect.
 
     Args:
         engine: has the state.
-        shares: the parts of the run that are kept; the model always is.
+        groups: the parts of the run that are kept; the model always is.
         without: names of weights that are not taken.
     """
     optimizer, context = engine.optimizer, engine.context
-    keepers: tuple[Keeper, ...] = (
-        Updated(optimizer, context, moments=Share.UPDATES in shares, without=without),
+    keepers: tuple[StateKeeper, ...] = (
+        Updated(optimizer, context, moments=StateGroup.UPDATES in groups, without=without),
         Routers(engine.loads.state(), context),
         Scales(engine.fp8.state(), context),
         InUse(optimizer, context),
         Generators(context),
     )
-    return tuple(keeper for keeper in keepers if keeper.share in {Share.MODEL, *shares})
+    return tuple(keeper for keeper in keepers if keeper.group in {StateGroup.MODEL, *groups})
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from megazero.optim.loss_scaler import ScalerState
 from megazero.spec.resolve import model_spec
 from megazero.train.resume.facts import RunFacts
 from megazero.train.resume.fit import check_tensors
-from megazero.train.resume.keepers import Share, keepers_of
+from megazero.train.resume.keepers import StateGroup, keepers_of
 from megazero.train.resume.saved import Checkpoint, candidates_of
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.engine import Engine
@@ -56,10 +56,10 @@ def load_state(
                 "or --finetune"
             )
         counted = run.updates, ScalerState(**dict(run.scaler))
-    wanted = {Share.PROGRESS: run, Share.UPDATES: counted, Share.RANDOM: drawn}
+    wanted = {StateGroup.PROGRESS: run, StateGroup.UPDATES: counted, StateGroup.RANDOM: drawn}
     # The weights of new routers are the seed's, as the dense model has none.
     seeded = router_names(model_spec(config.model)) if begins_experts else ()
-    keepers = keepers_of(engine, {share for share, there in wanted.items() if there is not None}, seeded)
+    keepers = keepers_of(engine, {group for group, there in wanted.items() if there is not None}, seeded)
     held: Source = Upcycled(checkpoint, model_spec(config.model)) if begins_experts else checkpoint
     updated, *others = keepers
     parts = updated.taken(held)

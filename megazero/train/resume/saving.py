@@ -9,7 +9,7 @@ from functools import partial
 from megazero.errors import CheckpointError, LostFolderError
 from megazero.train.observe.monitors.base import Monitor
 from megazero.train.resume.snapshot import Snapshots
-from megazero.train.step.concern import CONTINUE, SAVE, Moment, SharedConcern, Verdict, failing, healthy
+from megazero.train.step.concern import CONTINUE, SAVE, SharedConcern, StepContext, Verdict, failing, healthy
 from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
 
@@ -39,16 +39,16 @@ class Saving(SharedConcern):
     def stands_at(self, state: TrainState) -> None:
         self._saved_at, self._due = state.iteration, False
 
-    def after(self, now: Moment) -> Verdict:
+    def after(self, now: StepContext) -> Verdict:
         self._due |= now.due(self.interval)
         return SAVE if self._due and not failing(self.snapshots.engine, now.state) else CONTINUE
 
-    def sees(self, now: Moment) -> Sequence[float]:
+    def sees(self, now: StepContext) -> Sequence[float]:
         # Ranks finish writing at different times, and `advance` takes all of them: it waits for no one only
         # once none is busy.
         return [float(self.saver.unsettled and self.saver.busy)]
 
-    def agreed(self, now: Moment, most: Sequence[float]) -> Verdict:
+    def agreed(self, now: StepContext, most: Sequence[float]) -> Verdict:
         if self.saver.unsettled and not most[0] and not now.ends:  # at the end all are made visible
             self._on_the_way(lambda: self._tell(self.saver.advance()))
         return CONTINUE

@@ -23,7 +23,7 @@ from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import first_value
 from megazero.mpu.transports import transports
 from megazero.train.resume.facts import PRETRAINING
-from megazero.train.resume.keepers import ALL, Share, keepers_of
+from megazero.train.resume.keepers import ALL, StateGroup, keepers_of
 from megazero.train.step.engine import Engine
 from megazero.train.step.state import TrainState
 from megazero.version import VERSION
@@ -113,8 +113,8 @@ class Snapshots:
         """
         section, engine = self.config.checkpoint, self.engine
         moments = not section.no_save_optim
-        left_out = {Share.UPDATES: section.no_save_optim, Share.RANDOM: section.no_save_rng}
-        keepers = keepers_of(engine, {share for share in ALL if not left_out.get(share)})
+        left_out = {StateGroup.UPDATES: section.no_save_optim, StateGroup.RANDOM: section.no_save_rng}
+        keepers = keepers_of(engine, {share for group in ALL if not left_out.get(group)})
         parts = [part for keeper in keepers for part in keeper.parts()]
         # Before anything is written: a checkpoint that cannot be resumed would push out one that can.
         self._check_finite(parts, state.iteration)

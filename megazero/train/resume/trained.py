@@ -30,7 +30,7 @@ from megazero.train.resume.saved import Checkpoint, SavedModel
 
 
 @dataclass(frozen=True)
-class Sizes:
+class AxisSizes:
     """The number of ranks of each axis; None takes the size used in training, or 1 in a single process."""
 
     tensor: int | None = None
@@ -62,7 +62,7 @@ class Loaded:
 
 
 def load_for_inference(
-    directory: str, launch: Launch, sizes: Sizes | None = None, *, verb: str = "generate"
+    directory: str, launch: Launch, sizes: AxisSizes | None = None, *, verb: str = "generate"
 ) -> Loaded:
     """Load the newest intact model in a run's folder, ready for use, on this rank of the job.
 
@@ -86,7 +86,7 @@ def load_for_inference(
     for folder in checkpoints.folders:
         try:
             checkpoint = Checkpoint(folder, state=checkpoints.states.get(folder))
-            config = _config_of(checkpoint.model, launch, sizes or Sizes(), str(folder), verb)
+            config = _config_of(checkpoint.model, launch, sizes or AxisSizes(), str(folder), verb)
             context = context or join(config.parallel, launch)
             vocabulary, whole = build_vocabulary(config), with_whole_sequences(context)
             chunks = load_chunks(config, vocabulary, whole, checkpoint)
@@ -131,7 +131,7 @@ def load_chunks(
     return chunks
 
 
-def _config_of(saved: SavedModel, launch: Launch, sizes: Sizes, folder: str, verb: str) -> Config:
+def _config_of(saved: SavedModel, launch: Launch, sizes: AxisSizes, folder: str, verb: str) -> Config:
     config = saved.config()
     if config.model.num_classes is not None:
         raise ConfigError(
