@@ -94,7 +94,7 @@ class PairCollate:
         )
 
     def _fitted(self, lengths: np.ndarray, side: int) -> tuple[np.ndarray, int]:
-        """The lengths of the encoder's (0) or the decoder's (1) texts, and the number of columns they need."""
+        """The lengths of the encoder's (0) or the decoder's (1) texts, and how many columns they need."""
         lengths = np.minimum(lengths, self.lengths[side])
         needed = -(-int(lengths.max()) // self.multiple) * self.multiple
         return lengths, min(self.lengths[side], needed)

@@ -1,4 +1,4 @@
-"""The best epoch's model: one checkpoint of weights in `SAVE/best`, replaced when a later one is better."""
+"""The best epoch's model: one checkpoint of weights in `SAVE/best`, replaced when a later epoch is better."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class BestScore:
 
 
 class BestModel:
-    """Keeps the model with the highest accuracy; of equal ones the first.
+    """Saves the model with the highest accuracy; of equal ones the first.
 
     Args:
         folder: the folder of the model.
         snapshots: saves the weights there.
-        iteration: progress of the run when it began; a later score belongs to a run that this one replaces.
+        iteration: the iteration at which the run begins; later models are ignored.
         disk: removes the previous model.
 
     Raises:
-        CheckpointError: on every rank, if the folder cannot be read.
+        CheckpointError: on every rank: the folder cannot be read.
     """
 
     def __init__(self, folder: Path, snapshots: Snapshots, iteration: int, disk: Disk | None = None):
@@ -51,7 +51,7 @@ class BestModel:
 
     @classmethod
     def of(cls, run: Snapshots, iteration: int, disk: Disk | None = None) -> BestModel:
-        """The best model of a run that saves, and that now begins at an iteration."""
+        """Make the best model of a run that begins at `iteration`, in the run's folder."""
         folder = Path(run.saver.directory) / FOLDER
         changes = {
             "save": str(folder),
@@ -64,10 +64,10 @@ class BestModel:
         return cls(folder, run.elsewhere(changes, disk), iteration, disk)
 
     def offer(self, state: TrainState, accuracy: float) -> bool:
-        """Keep the engine's weights if they are the best so far, and return whether; every rank calls this.
+        """Save the engine's weights if they are the best so far, and return whether; every rank calls this.
 
         Raises:
-            CheckpointError: on every rank, if they cannot be saved; the previous best stays.
+            CheckpointError: on every rank: they cannot be saved; the previous best stays.
         """
         if self.score is not None and accuracy <= self.score.accuracy:
             return False
@@ -78,20 +78,20 @@ class BestModel:
         return True
 
     def take(self) -> None:
-        """Give the engine the best weights; every rank calls this."""
+        """Load the best weights into the engine; every rank calls this."""
         assert self.score is not None, "no model has been offered"
         path = iteration_folder(self.folder, self.score.iteration)
         reader, keepers = Checkpoint.opened(path, "full", self.context), keepers_of(self.engine, ())
 
         def read() -> None:
-            reader.read([part for keeper in keepers for part in keeper.taken(reader)])
+            reader.read([part for keeper in keepers for part in keeper.parts_from(reader)])
 
         together(self.context, read, f"load {path}")
         for keeper in keepers:
-            keeper.took(reader, path)
+            keeper.apply(reader, path)
 
     def close(self) -> None:
-        """Release the folder to other jobs."""
+        """Release the folder for other jobs."""
         self.snapshots.saver.close()
 
     def _clear(self, kept: int) -> None:
@@ -101,7 +101,7 @@ class BestModel:
 
 
 def _marked(folder: Path) -> tuple[int, float] | None:
-    """Iteration and accuracy of the model in a folder."""
+    """The iteration and accuracy of the model in a folder; None without one."""
     folders = candidates(folder).folders
     if not folders:
         return None

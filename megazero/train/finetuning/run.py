@@ -36,7 +36,7 @@ def finetune(config: Config, launch: Launch | None = None, disk: Disk | None = N
 
     Args:
         config: the run's configuration, with a task.
-        launch: this rank's place in the job; by default, as given by the launcher.
+        launch: this rank's place in the job; by default, the launcher's environment says it.
         disk: writes the checkpoints.
 
     Raises:
@@ -48,11 +48,11 @@ def finetune(config: Config, launch: Launch | None = None, disk: Disk | None = N
 
 
 def finetune_on(config: Config, joined: ParallelContext, disk: Disk | None = None) -> TrainState:
-    """`finetune` on a rank that has joined its job, such as one of a world of threads.
+    """Fine-tune on a rank that has joined its job, such as a thread of a test.
 
     Args:
         config, disk: as for `finetune`.
-        joined: the rank's place and its groups.
+        joined: the rank's place and groups.
 
     Raises:
         MegazeroError: as `finetune`.
@@ -67,10 +67,10 @@ def finetune_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
 
 
 class FineTuning(TrainingTask):
-    """A run on labelled samples.
+    """The task of fine-tuning.
 
     Args:
-        data: these samples.
+        data: the labelled samples.
     """
 
     _evaluate: TaskEvaluation
@@ -95,7 +95,7 @@ class FineTuning(TrainingTask):
         return labelled_samples(config)
 
     def check(self, resumed: Resumed, feeds: Feeds) -> None:
-        """Refuse a run whose earlier steps had another size: its iteration would be no place in an epoch."""
+        """Refuse a new batch size, with which iterations would no longer be positions in an epoch."""
         state, batch = resumed.state, resumed.config.batch.global_batch_size
         assert batch is not None, "`completed` sets it"
         if self.data.train is not None and state.consumed_samples != state.iteration * batch:
@@ -152,10 +152,7 @@ def _feed(
     split: LabelledSplit | None,
     stream_seed: int | None,
 ) -> Feed[LabelledBatch] | None:
-    """The samples of a split.
-
-    With a stream seed, these are all epochs, each in an order of its own; without, one in the files' order.
-    """
+    """Make the feed of a split: with a stream seed all epochs, shuffled, else one in the files' order."""
     if split is None:
         return None
     batch, trains, classes = config.batch, stream_seed is not None, config.model.num_classes
@@ -180,7 +177,7 @@ def _feed(
 
 
 def _on_first(context: ParallelContext, work: Callable[[], None]) -> None:
-    """Do `work` on the first rank; a DataError is raised on all."""
+    """Do `work` on the first rank; raise its DataError on all."""
     problem = None
     if context.rank == 0:
         try:

@@ -1,4 +1,4 @@
-"""Small concerns of a run: rows of skipped updates, slow ranks, data that change, and requests to stop."""
+"""Small concerns of a run: skipped updates in a row, slow ranks, changed data files, and requests to stop."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class SkippedRow(Concern):
     """Ends a run in which too many updates in a row were skipped.
 
     Args:
-        config: how many are too many.
-        engine: makes the steps.
-        log: takes the incident.
+        config: has the limit.
+        engine: the engine.
+        log: receives the incident.
     """
 
     def __init__(self, config: GuardsConfig, engine: Engine, log: IncidentLog):
@@ -71,11 +71,11 @@ class SkippedRow(Concern):
 
 
 class SlowRankReports(SharedConcern):
-    """Reports the ranks that have become slow, and those that no longer are.
+    """Reports ranks that have become slow, or have recovered.
 
     Args:
-        stragglers: the times of this rank.
-        log: takes the incidents.
+        stragglers: compares the ranks' times.
+        log: receives the incidents.
     """
 
     def __init__(self, stragglers: Stragglers, log: IncidentLog):
@@ -87,7 +87,7 @@ class SlowRankReports(SharedConcern):
 
     def agreed(self, now: StepContext, most: Sequence[float]) -> Verdict:
         for straggler in self.stragglers.after(now.state.iteration, most):
-            # A stage of its own may simply have more to do.
+            # A rank that is alone in its stage may have more work than the others.
             if straggler.recovered or straggler.stage is not None:
                 self.log.monitor.message(str(straggler))
                 continue
@@ -98,7 +98,7 @@ class SlowRankReports(SharedConcern):
 
 
 # SIGTERM: schedulers and `kill`. SIGUSR1: SLURM's `--signal=USR1@...` warning before the time limit.
-# SIGINT is left to Python: Ctrl-C raises KeyboardInterrupt at once.
+# Not SIGINT: Ctrl-C must raise KeyboardInterrupt at once.
 _SIGNAL_NAMES = ("SIGTERM", "SIGUSR1")
 
 _Handler = Callable[[int, FrameType | None], object] | int
@@ -107,8 +107,8 @@ _Handler = Callable[[int, FrameType | None], object] | int
 class StopRequest:
     """Context in which SIGTERM and SIGUSR1 set `requested` instead of ending the process.
 
-    The previous handlers are restored at the end. Python handles signals only in the main thread; in other
-    threads (ranks as threads), entering changes nothing and `requested` stays false.
+    The previous handlers are restored at the end. Python handles signals only in the main thread, so in other
+    threads (ranks as threads) the context does nothing.
 
     Attributes:
         reason: name of the first signal that arrived, such as `SIGTERM`, or None.
@@ -151,10 +151,10 @@ class ExitRequests(SharedConcern):
     """Stops a run on a signal, after a time, or at an iteration.
 
     Args:
-        config: when to stop.
+        config: the time and the interval.
 
     Attributes:
-        signals: the context in which signals are requests.
+        signals: the context in which signals are noted as requests.
     """
 
     def __init__(self, config: TrainingConfig):
@@ -166,7 +166,7 @@ class ExitRequests(SharedConcern):
 
     @property
     def asked(self) -> list[bool]:
-        """Whether this rank got a signal, and whether its time is over."""
+        """Whether this rank received a signal, and whether its time is over."""
         late = self._limit is not None and time.monotonic() - self._started >= self._limit
         return [self.signals.requested, late]
 
@@ -179,7 +179,7 @@ class ExitRequests(SharedConcern):
             return CONTINUE
         if stopping:
             return stop(self.signals.reason or "another rank was asked to stop")
-        if late and self._limit is not None:  # no other rank has another limit
+        if late and self._limit is not None:  # the limit is the same on all ranks
             return stop(f"--exit-duration-in-mins {self._limit / 60:g} is over")
         if now.due(self.interval):
             return stop(f"--exit-interval {self.interval}")
@@ -187,15 +187,15 @@ class ExitRequests(SharedConcern):
 
 
 class DataUnchanged(SharedConcern):
-    """Ends a run if a file of the data is not what it was when the run began.
+    """Ends a run if a file of the data has changed since the run began.
 
-    This is looked at before each save and the end of the run, and at intervals.
+    It checks before each save, at the end of the run, and at intervals.
 
     Args:
         feeds: samples of each split.
-        engine: its ranks agree.
-        intervals: numbers of iterations, or None.
-        asked: whether this rank is about to stop, and why.
+        engine: has all ranks.
+        intervals: intervals of iterations at which to check; None is ignored.
+        asked: whether this rank is about to stop, for each reason.
     """
 
     def __init__(

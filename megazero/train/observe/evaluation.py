@@ -1,4 +1,4 @@
-"""Evaluations: when they are due, and what the evaluation of a pretraining is."""
+"""The concern that evaluates periodically, and the evaluation of pretraining."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
 
 Evaluate = Callable[[str, TrainState], object]
-"""Evaluates on a split, ``validation`` or ``test``, and reports the result; every rank calls this."""
+"""(split, state): evaluate on ``validation`` or ``test`` and report the result; every rank calls this."""
 
 
 class PeriodicEvaluation(Concern):
     """Evaluates at an interval, and at the end.
 
     Args:
-        evaluate: evaluates.
+        evaluate: evaluates a split.
         interval: iterations between evaluations of the validation data, or None.
-        splits: those of ``validation`` and ``test`` that have samples.
+        splits: the splits that have samples, of ``validation`` and ``test``.
     """
 
     def __init__(self, evaluate: Evaluate, interval: int | None, splits: Collection[str]):
@@ -45,7 +45,7 @@ class PeriodicEvaluation(Concern):
         return CONTINUE
 
     def at_the_end(self, state: TrainState) -> None:
-        """Evaluate what has not been evaluated in this state."""
+        """Evaluate the splits that have not been evaluated in this state."""
         if "validation" in self.splits and self._evaluated_at < state.iteration:
             self.evaluate("validation", state)
         if "test" in self.splits:
@@ -53,14 +53,14 @@ class PeriodicEvaluation(Concern):
 
 
 class LossEvaluation:
-    """Reports the losses on the next part of a split, without any effect on training.
+    """Evaluates the losses on the next samples of a split, without any effect on training.
 
     Args:
         engine: has the model.
         feeds: samples of each split.
-        samples: which of them an evaluation reads.
+        samples: which samples an evaluation reads.
         monitor: receives the losses.
-        timers: collects the time.
+        timers: measures the time.
     """
 
     def __init__(self, engine: Engine, feeds: Feeds, samples: Evaluations, monitor: Monitor, timers: Timers):

@@ -1,7 +1,7 @@
-"""State that lasts from one job to the next: for each kind, the tensors that are written, and those taken.
+"""The state in a checkpoint: for each kind, the tensors that are written, and those that are read.
 
-The tensors of `StateKeeper.parts` go into a checkpoint, and `StateKeeper.taken` says which of a checkpoint's are read
-back, and into which memory. One more part with state is one more keeper in the list of `keepers_of`.
+`StateKeeper.parts` are the tensors to write, `StateKeeper.parts_from` those to read, with the memory to read
+them into. A new kind of state is a new keeper in the list of `keepers_of`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megazero.zero.optimizer import Optimizer
 
 
 class StateGroup(Enum):
-    """The part of a run that state belongs to; jobs may leave parts out."""
+    """Groups of state. A job may save or load only some of them; the model always."""
 
     MODEL = auto()
     PROGRESS = auto()
@@ -39,10 +39,10 @@ ALL = frozenset(StateGroup)
 
 
 class StateKeeper:
-    """Keeps one kind of state. A keeper that derives from this class defines only what it needs.
+    """Saves and loads one kind of state. Methods do nothing unless overridden.
 
     Attributes:
-        share: the part of the run that the state belongs to.
+        group: the group of the state.
         kind: the kind of its logical tensors; None for the optimizer's own kinds.
     """
 
@@ -50,28 +50,28 @@ class StateKeeper:
     kind: ClassVar[str | None] = None
 
     def parts(self) -> list[Part]:
-        """The parts that this rank writes; over all ranks each element is written once."""
+        """The parts that this rank writes; together, all ranks write each element once."""
         return []
 
-    def taken(self, source: Source) -> list[Part]:
-        """The parts that this rank reads, of what the source has."""
+    def parts_from(self, source: Source) -> list[Part]:
+        """The parts that this rank reads from the source."""
         return []
 
-    def took(self, source: Source, where: object) -> None:
-        """Put into effect what was read; every rank calls this, after all keepers' parts were read.
+    def apply(self, source: Source, where: object) -> None:
+        """Apply the state after all keepers' parts were read; every rank calls this.
 
         `where` names the source in messages.
         """
 
 
 class Updated(StateKeeper):
-    """The optimizer's masters, and its moments if asked for; all of them must be in the source.
+    """The optimizer's masters, and optionally its moments; the source must have all of them.
 
     Args:
-        optimizer: holds them.
+        optimizer: the optimizer.
         context: all ranks.
-        moments: whether moments are kept, too.
-        without: names of weights that are not taken.
+        moments: whether to include moments.
+        without: names of weights that are not read.
     """
 
     def __init__(
@@ -85,19 +85,19 @@ class Updated(StateKeeper):
     def parts(self) -> list[Part]:
         return parts_to_write(self.optimizer, self.context, moments=self.moments)
 
-    def taken(self, source: Source) -> list[Part]:
+    def parts_from(self, source: Source) -> list[Part]:
         parts = parts_to_read(self.optimizer, self.context, moments=self.moments)
         return [part for part in parts if part.key.name not in self.without]
 
-    def took(self, source: Source, where: object) -> None:
+    def apply(self, source: Source, where: object) -> None:
         self.optimizer.publish()
 
 
 class StageKeeper(StateKeeper):
-    """Tensors that are equal on all ranks of a stage, whose first rank writes them.
+    """Tensors that are equal on all ranks of a stage; the first rank of the stage writes them.
 
     Args:
-        tensors: by global name.
+        tensors: global name -> tensor.
         context: this rank's stage.
     """
 
@@ -108,33 +108,33 @@ class StageKeeper(StateKeeper):
     def parts(self) -> list[Part]:
         return self._whole if self._writes else []
 
-    def taken(self, source: Source) -> list[Part]:
+    def parts_from(self, source: Source) -> list[Part]:
         return [part for part in self._whole if part.key in source.shapes]
 
 
 class Routers(StageKeeper):
-    """The loads and biases of routers. Most converted models have none: their routers begin evenly."""
+    """The loads and biases of routers. Most converted models have none, and begin with even loads."""
 
     kind = ROUTER
 
 
 class Scales(StageKeeper):
-    """The histories and scales of 8-bit products; a history of another length begins anew."""
+    """The scales and amax histories of 8-bit products; a history of another length is not read."""
 
     group = StateGroup.PROGRESS
     kind = FP8
 
-    def taken(self, source: Source) -> list[Part]:
+    def parts_from(self, source: Source) -> list[Part]:
         return [part for part in self._whole if source.shapes.get(part.key) == part.shape]
 
 
 class InUse(StateKeeper):
-    """The weights that the next step reads, where an update that is delayed was not published yet.
+    """The weights of the next step, which differ from the masters while a delayed update is not published.
 
-    They are written with the masters.
+    `Updated` writes them with the masters.
 
     Args:
-        optimizer: its updates may be delayed.
+        optimizer: the optimizer, whose updates may be delayed.
         context: all ranks.
     """
 
@@ -145,8 +145,8 @@ class InUse(StateKeeper):
         self.optimizer = optimizer
         self.context = context
 
-    def took(self, source: Source, where: object) -> None:
-        """Read them, now that the masters were published, which fills the same memory."""
+    def apply(self, source: Source, where: object) -> None:
+        """Read the weights in use, after the masters were published into the same memory."""
         delayed = self.optimizer.delayed
         if delayed is None or all(key.kind != IN_USE for key in source.shapes):
             return
@@ -166,13 +166,13 @@ class InUse(StateKeeper):
 
 
 class Generators(StateKeeper):
-    """The random generators that other code may draw from: Python's, numpy's and torch's.
+    """The random generators of Python, numpy and torch.
 
-    megazero's own randomness comes from stateless streams, so none of its results depend on these generators,
-    but a user's dataset or monitor may use them. The state of each is a row of a tensor over all ranks.
+    megazero's own random numbers are stateless, but a user's dataset or monitor may use these generators. The
+    state of each is a tensor with a row for each rank; it is read only by the same number of ranks.
 
     Args:
-        context: all ranks; only as many as wrote the rows take them.
+        context: all ranks.
     """
 
     group = StateGroup.RANDOM
@@ -185,14 +185,14 @@ class Generators(StateKeeper):
     def parts(self) -> list[Part]:
         return self._rows(random_state(self.context.device))
 
-    def taken(self, source: Source) -> list[Part]:
+    def parts_from(self, source: Source) -> list[Part]:
         self._taken = random_state(self.context.device)
         rows = self._rows(self._taken)
         if any(source.shapes.get(row.key) != row.shape for row in rows):
             self._taken, rows = {}, []
         return rows
 
-    def took(self, source: Source, where: object) -> None:
+    def apply(self, source: Source, where: object) -> None:
         if self._taken:
             state, device = self._taken, self.context.device
             together(self.context, lambda: set_random_state(state, device), f"load {where}")
@@ -209,12 +209,12 @@ class Generators(StateKeeper):
 def keepers_of(
     engine: Engine, groups: Collection[StateGroup] = ALL, without: Collection[str] = ()
 ) -> tuple[StateKeeper, ...]:
-    """The keepers of an engine's state, in the order in which their tensors are written and put into effect.
+    """The keepers of an engine's state, in the order in which they write and apply it.
 
     Args:
-        engine: has the state.
-        groups: the parts of the run that are kept; the model always is.
-        without: names of weights that are not taken.
+        engine: the engine.
+        groups: the groups of state to keep, besides the model.
+        without: names of weights that are not read.
     """
     optimizer, context = engine.optimizer, engine.context
     keepers: tuple[StateKeeper, ...] = (
@@ -231,7 +231,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     """The state of each generator of this process, as tensors of fixed shape."""
     _, words, gauss = random.getstate()
     state = np.random.get_state()
-    assert isinstance(state, tuple), "of the legacy generator"
+    assert isinstance(state, tuple), "the legacy generator has a tuple"
     name, keys, position, has_gauss, cached = state
     assert name == "MT19937", name
     states = {
@@ -247,7 +247,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put each generator of this process into a state that `random_state` gave.
+    """Set each generator of this process to a state from `random_state`.
 
     Raises:
         DamagedCheckpointError: a generator cannot have such a state.
