@@ -22,7 +22,7 @@ class Targets:
     counted: float | None = None
 
     def __post_init__(self) -> None:
-        assert (self.weights is None) == (self.counted is None), "weights and their sum go together"
+        assert (self.weights is None) == (self.counted is None), "weights go with what they count"
 
     @property
     def count(self) -> float:

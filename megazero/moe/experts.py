@@ -67,7 +67,7 @@ class _GroupedWeightHalf:
         self._saved: tuple[Tensor, Tensor, Groups] | None = (x, grad, groups)
 
     def __call__(self) -> nn.Parameter:
-        assert self._saved is not None, "a weight gradient must be computed once"
+        assert self._saved is not None, "this weight gradient has been computed already"
         (x, grad, groups), self._saved = self._saved, None
         gradient = grouped_outer(grad, x, groups).view_as(self.weight)
         self.weight.grad = gradient if self.weight.grad is None else self.weight.grad.add_(gradient)
