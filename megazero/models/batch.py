@@ -163,7 +163,8 @@ class Columns:
         """This rank's columns of an array [b, s]."""
         if self.ranks == 1:
             return array
-        return np.concatenate([array[:, run.start : run.stop] for run in self._runs(array.shape[1])], 1)
+        runs = columns_of(self.rank, self.ranks, array.shape[1], zigzag=self.zigzag)
+        return np.concatenate([array[:, run.start : run.stop] for run in runs], 1)
 
     def places(self, length: int) -> np.ndarray:
         """Map each of `length` columns to its index among this rank's columns, or -1: int64 [length]."""
@@ -171,9 +172,6 @@ class Columns:
         own = self.own(np.arange(length)[None])[0]
         places[own] = np.arange(len(own))
         return places
-
-    def _runs(self, length: int) -> tuple[range, ...]:
-        return columns_of(self.rank, self.ranks, length, zigzag=self.zigzag)
 
 
 ALL_COLUMNS = Columns()

@@ -20,11 +20,10 @@ from megazero.layers.placement import Placement
 from megazero.loss import PADDING, LossTerm
 from megazero.models.bert_batch import BertBatch
 from megazero.models.chunk import HEAD, Block
-from megazero.models.hits import vocab_parallel_hits
 from megazero.models.language_model import MaskedLanguageModel
 from megazero.models.trunk import trunk_blocks
 from megazero.ops.bias_gelu import bias_gelu
-from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
+from megazero.ops.cross_entropy import VocabularySlice, vocab_parallel_cross_entropy
 from megazero.pipeline.chunk import ChunkResult
 from megazero.spec.model import HeadSpec
 from megazero.spec.resolve import model_spec
@@ -78,7 +77,7 @@ class BertHead(nn.Module):
 
 
 def bert_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
-    """The blocks that a BERT of this shape consists of: embedding, layers, head.
+    """The blocks of a BERT of this shape: embedding, layers, head.
 
     Only masked tokens reach the head, and the last layer computes no others beyond their queries, unless
     sequence parallelism gives a rank its share of all rows, or routers have to see them.
@@ -163,3 +162,28 @@ class BERT(MaskedLanguageModel):
         assert self.head is not None, "only a chunk with the head has logits"
         logits: tuple[Tensor, Tensor | None] = self.head(hidden, batch, deferred)
         return logits
+
+
+def vocab_parallel_argmax(logits: Tensor, part: VocabularySlice) -> Tensor:
+    """The id with the highest logit over all ranks, int64 [...], from logits [..., v/tp].
+
+    Of equal logits the lowest id wins, on every layout. Columns beyond the vocabulary are padding.
+    """
+    if columns := part.held(logits.shape[-1]):
+        value, best = logits[..., :columns].max(-1)
+    else:
+        value = logits.new_full(logits.shape[:-1], -torch.inf)
+        best = torch.zeros_like(value, dtype=torch.int64)
+    best = best + part.start
+    if part.group.size == 1:
+        return best
+    highest = value.to(torch.float64, copy=True)
+    part.group.all_reduce(highest, op="max")
+    lowest = torch.where(value == highest, -best.double(), -torch.inf)
+    part.group.all_reduce(lowest, op="max")
+    return -lowest.long()
+
+
+def vocab_parallel_hits(logits: Tensor, target: Tensor, part: VocabularySlice) -> Tensor:
+    """How many targets, int64 [...], have the highest logit: a float32 scalar, equal on all ranks."""
+    return (vocab_parallel_argmax(logits, part) == target).sum().float()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,6 @@ from megazero.models.batch import (
     documents_on,
     tensor_of,
 )
-from megazero.models.packing import Slot, pack
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.rng import sample_keys
 
@@ -96,6 +95,31 @@ class BertBatch(MicroBatch):
             "sequences": samples,
             "micro_batches": 1.0,
         }
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The row and column of a sequence's first token."""
+
+    row: int
+    column: int
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[Slot]:
+    """Pack sequences into rows of `capacity` tokens by first-fit decreasing; return the slot of each.
+
+    It uses at most 11/9 of the fewest possible rows, plus one (Johnson 1973).
+    """
+    assert all(0 < length <= capacity for length in lengths), f"{lengths} must fit into {capacity}"
+    fill: list[int] = []
+    slots: dict[int, Slot] = {}
+    for number in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        row = next((r for r, used in enumerate(fill) if used + lengths[number] <= capacity), len(fill))
+        if row == len(fill):
+            fill.append(0)
+        slots[number] = Slot(row, fill[row])
+        fill[row] += lengths[number]
+    return [slots[number] for number in range(len(lengths))]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`Chunk`: the executor's view of a part of the model."""
+"""`Chunk` and `Sharding`: the executor's view of a part of the model, and of its sharded parameters."""
 
 from __future__ import annotations
 
@@ -67,3 +67,41 @@ class Chunk(Protocol[B_contra]):
             deferred: the list to which backward appends the computation of weight gradients instead of
                 running it; None if backward computes them itself.
         """
+
+
+class Sharding(Protocol):
+    """Sharded parameters, gathered while a chunk computes, and the sums of their gradients."""
+
+    @property
+    def most_buffer_bytes(self) -> tuple[int, int]:
+        """The peak bytes of gathered weights, and of transient gradient buffers."""
+
+    def gather(self, chunk: int, *, backward: bool) -> None:
+        """Start to gather the chunk's parameters for its forward (or backward)."""
+
+    def release(self, chunk: int) -> None:
+        """Free the chunk's gathered parameters."""
+
+    def start(self, step: int) -> None:
+        """Begin the step of this number."""
+
+    def begin_backward(self, chunk: int, *, reduce: bool, ends: bool) -> None:
+        """Announce that gradients from now on are this chunk's.
+
+        Args:
+            chunk: the chunk.
+            reduce: whether this backward completes sums; each bucket is then reduced once it is complete.
+            ends: whether this is the micro-batch's last backward through the chunk.
+        """
+
+    def collect(self, param: nn.Parameter) -> None:
+        """Add ``param.grad`` to the sums."""
+
+    def end_backward(self) -> None:
+        """Announce that the backward has ended."""
+
+    def reduce(self, chunk: int) -> None:
+        """Reduce the gradients of the chunk that no backward has reduced."""
+
+    def finish(self) -> None:
+        """Wait until the step's gradient sums are complete."""

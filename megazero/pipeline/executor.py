@@ -18,8 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megazero.loss import LossTerm
 from megazero.mpu.group import Group, Transfer, Work
 from megazero.pipeline.actions import Action, Exchange, Message, Op, Program
-from megazero.pipeline.chunk import Chunk, ChunkResult, Deferred
-from megazero.pipeline.sharding import Gathering, Sharding
+from megazero.pipeline.chunk import Chunk, ChunkResult, Deferred, Sharding
 
 Key = tuple[int, int]  # (chunk, micro-batch)
 Kind = Literal["hidden", "grad"]
@@ -58,7 +57,7 @@ class Evaluator(Generic[B]):
         chunks: Mapping[int, Chunk[B]],
         pp: Group,
         device: torch.device,
-        gathering: Gathering | None = None,
+        gathering: Sharding | None = None,
         observer: Observer | None = None,
     ):
         self.chunks = dict(chunks)

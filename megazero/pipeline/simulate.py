@@ -199,7 +199,8 @@ class _Simulation:
             self._wake(producer)
 
     def _collective(self, stage: _Stage, action: Action) -> None:
-        if action.op is Op.REDUCE and not self._backward_ended(action):
+        ends = (Action(op, action.chunk, action.microbatch) for op in Op if op.ends_backward)
+        if action.op is Op.REDUCE and not any(end in self.ends for end in ends):
             stage.announced[action.chunk, action.microbatch] = action
             return
         self._communicate(stage, action, stage.clock, stage.clock)
@@ -211,10 +212,6 @@ class _Simulation:
         start = max(earliest, stage.comm_clock)
         stage.comm_clock = max(start + self.costs.of(action, self.schedule), until)
         stage.collectives.append(Span(action, start, stage.comm_clock))
-
-    def _backward_ended(self, action: Action) -> bool:
-        ends = (Action(op, action.chunk, action.microbatch) for op in Op if op.ends_backward)
-        return any(end in self.ends for end in ends)
 
     def _compute(self, number: int, stage: _Stage, action: Action) -> None:
         ready = [self._arrival(number, need) for need in self.schedule.needs(action)]

@@ -41,7 +41,7 @@ from megazero.zero.store.offload import OffloadStore
 from megazero.zero.unit import Unit
 
 if TYPE_CHECKING:
-    from megazero.pipeline.sharding import Sharding
+    from megazero.pipeline.chunk import Sharding
 
     _: type[Sharding] = DataParallel
 

@@ -73,8 +73,13 @@ class BestModel:
             return False
         self.snapshots.save(state, {"accuracy": accuracy})
         self.score = BestScore(state.iteration, accuracy)
-        clear = partial(self._clear, state.iteration) if self.context.rank == 0 else None
-        together(self.context, clear, f"clear {self.folder}")
+
+        def clear() -> None:
+            for iteration in saved_iterations(self.folder):
+                if iteration != state.iteration:
+                    remove_checkpoint(self.disk, self.folder, iteration)
+
+        together(self.context, clear if self.context.rank == 0 else None, f"clear {self.folder}")
         return True
 
     def take(self) -> None:
@@ -93,11 +98,6 @@ class BestModel:
     def close(self) -> None:
         """Release the folder for other jobs."""
         self.snapshots.saver.close()
-
-    def _clear(self, kept: int) -> None:
-        for iteration in saved_iterations(self.folder):
-            if iteration != kept:
-                remove_checkpoint(self.disk, self.folder, iteration)
 
 
 def _marked(folder: Path) -> tuple[int, float] | None:

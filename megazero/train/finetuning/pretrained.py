@@ -56,8 +56,10 @@ def take_pretrained(
     elif hugging_face is not None:
         path = hugging_face
         opener = partial(HFReader.for_model, path, config.model, vocab_size, OF_THE_HEAD | SPARSE_FIELDS)
-        theirs = _described(path, context)
-        same = _same_classes(theirs.model.num_classes, theirs.labels, config)
+        descriptions: list[Description] = []
+        together(context, lambda: descriptions.append(Description.read(Path(path))), f"open {path}")
+        (description,) = descriptions
+        same = _same_classes(description.model.num_classes, description.labels, config)
         without = () if same else ("classifier.",)
     elif config.finetune.epochs == 0:
         raise CheckpointError(
@@ -78,12 +80,6 @@ def take_pretrained(
     said += [f"initialized anew: {', '.join(fresh)}"] if fresh else []
     said += [f"left over there: {', '.join(left)}"] if left else []
     return tuple(said)
-
-
-def _described(path: str, context: ParallelContext) -> Description:
-    descriptions: list[Description] = []
-    together(context, lambda: descriptions.append(Description.read(Path(path))), f"open {path}")
-    return descriptions[0]
 
 
 def _same_classes(classes: int | None, labels: tuple[str, ...], config: Config) -> bool:

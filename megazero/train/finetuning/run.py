@@ -67,11 +67,7 @@ def finetune_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
 
 
 class FineTuning(TrainingTask):
-    """The task of fine-tuning.
-
-    Args:
-        data: the labelled samples.
-    """
+    """The task of fine-tuning."""
 
     _evaluate: TaskEvaluation
 

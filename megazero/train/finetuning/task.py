@@ -130,7 +130,10 @@ def _labels(config: Config, task: Task, train: Sequence[LabelledFile]) -> tuple[
         )
     if seen:
         return tuple(seen)
-    for folder in _checkpoints(config):
+    section, pretrained = config.checkpoint, config.finetune.pretrained_checkpoint
+    folders = list(candidates(section.load, section.ckpt_step).folders[:1]) if section.load else []
+    folders += [one_checkpoint(Path(pretrained))] if pretrained else []
+    for folder in folders:
         saved = Checkpoint(folder, verify=Verify.SIZE).model.sections.get("finetune", {})
         if saved.get("labels"):
             return tuple(saved["labels"])
@@ -139,9 +142,3 @@ def _labels(config: Config, task: Task, train: Sequence[LabelledFile]) -> tuple[
     raise ConfigError(
         "`labels` must be known, but neither the task, training data nor the weights tell; set --labels"
     )
-
-
-def _checkpoints(config: Config) -> list[Path]:
-    section, pretrained = config.checkpoint, config.finetune.pretrained_checkpoint
-    loaded = list(candidates(section.load, section.ckpt_step).folders[:1]) if section.load else []
-    return [*loaded, *([one_checkpoint(Path(pretrained))] if pretrained else [])]

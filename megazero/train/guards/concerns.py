@@ -34,13 +34,7 @@ _SHOWN = 3  # changed files in a message
 
 
 class SkippedRow(Concern):
-    """Ends a run in which too many updates in a row were skipped.
-
-    Args:
-        config: has the limit.
-        engine: the engine.
-        log: receives the incident.
-    """
+    """Ends a run in which too many updates in a row were skipped (`max_skipped_updates`)."""
 
     def __init__(self, config: GuardsConfig, engine: Engine, log: IncidentLog):
         self.config = config
@@ -71,12 +65,7 @@ class SkippedRow(Concern):
 
 
 class SlowRankReports(SharedConcern):
-    """Reports ranks that have become slow, or have recovered.
-
-    Args:
-        stragglers: compares the ranks' times.
-        log: receives the incidents.
-    """
+    """Reports ranks that have become slow, or have recovered."""
 
     def __init__(self, stragglers: Stragglers, log: IncidentLog):
         self.stragglers = stragglers
@@ -149,9 +138,6 @@ class StopRequest:
 
 class ExitRequests(SharedConcern):
     """Stops a run on a signal, after a time, or at an iteration.
-
-    Args:
-        config: the time and the interval.
 
     Attributes:
         signals: the context in which signals are noted as requests.

@@ -42,13 +42,6 @@ def step_facts(
 ) -> dict[str, object]:
     """Gather the facts of a step, as JSON, before its update; every rank calls this.
 
-    Args:
-        engine: has the step's gradients.
-        feed: has its samples.
-        step: the step.
-        attempt: its losses and norms.
-        batches: this rank's micro-batches.
-
     Returns:
         The facts on the first rank, and an empty dict on the others.
     """

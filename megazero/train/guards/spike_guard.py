@@ -89,12 +89,7 @@ class SpikeGuard(Concern):
     ) -> tuple[Attempt, bool]:
         """Check the losses and the gradient norm of a step before its update; every rank calls this.
 
-        Args:
-            now: the progress before the step.
-            step: the step.
-            attempt: its losses and norms.
-            batches: this rank's micro-batches.
-            timers: measures repeated attempts.
+        `now` is the progress before the step, `batches` are this rank's micro-batches.
 
         Returns:
             The latest attempt, whose gradients the engine has, and whether to hold the update.

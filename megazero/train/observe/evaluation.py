@@ -55,12 +55,7 @@ class PeriodicEvaluation(Concern):
 class LossEvaluation:
     """Evaluates the losses on the next samples of a split, without any effect on training.
 
-    Args:
-        engine: has the model.
-        feeds: samples of each split.
-        samples: which samples an evaluation reads.
-        monitor: receives the losses.
-        timers: measures the time.
+    `samples` says which samples an evaluation reads; `monitor` receives the losses.
     """
 
     def __init__(self, engine: Engine, feeds: Feeds, samples: Evaluations, monitor: Monitor, timers: Timers):

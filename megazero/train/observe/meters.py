@@ -163,12 +163,7 @@ class Meters:
         return sizes
 
     def end(self, data_seconds: float, *, made: bool) -> None:
-        """End the measurement of a step.
-
-        Args:
-            data_seconds: the time to read its samples.
-            made: whether the step was made, not passed over.
-        """
+        """End the measurement of a step that was `made`, or passed over; reading took `data_seconds`."""
         waited = self._waits.end_step()
         if made:
             self.stragglers.add(self.seconds, data_seconds, waited)

@@ -171,12 +171,7 @@ def classifiers_of(name: str, num_classes: int) -> Family[LabelledBatch]:
 
 
 class TokenFlops:
-    """FLOPs of forward and backward for one token, given the sequence length and what the step skips.
-
-    Args:
-        config: the run's configuration.
-        vocabulary: the model's vocabulary.
-    """
+    """FLOPs of forward and backward for one token, given the sequence length and what the step skips."""
 
     def __init__(self, config: Config, vocabulary: Vocabulary):
         self._config = config

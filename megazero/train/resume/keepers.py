@@ -68,9 +68,7 @@ class Updated(StateKeeper):
     """The optimizer's masters, and optionally its moments; the source must have all of them.
 
     Args:
-        optimizer: the optimizer.
-        context: all ranks.
-        moments: whether to include moments.
+        optimizer, context, moments: the state, and whether it includes moments.
         without: names of weights that are not read.
     """
 
@@ -94,12 +92,7 @@ class Updated(StateKeeper):
 
 
 class StageKeeper(StateKeeper):
-    """Tensors that are equal on all ranks of a stage; the first rank of the stage writes them.
-
-    Args:
-        tensors: global name -> tensor.
-        context: this rank's stage.
-    """
+    """Tensors, by global name, that are equal on all ranks of a stage; its first rank writes them."""
 
     def __init__(self, tensors: Mapping[str, Tensor], context: ParallelContext):
         self._writes = not context.groups["stage"].rank
@@ -132,10 +125,6 @@ class InUse(StateKeeper):
     """The weights of the next step, which differ from the masters while a delayed update is not published.
 
     `Updated` writes them with the masters.
-
-    Args:
-        optimizer: the optimizer, whose updates may be delayed.
-        context: all ranks.
     """
 
     group = StateGroup.UPDATES
@@ -170,9 +159,6 @@ class Generators(StateKeeper):
 
     megazero's own random numbers are stateless, but a user's dataset or monitor may use these generators. The
     state of each is a tensor with a row for each rank; it is read only by the same number of ranks.
-
-    Args:
-        context: all ranks.
     """
 
     group = StateGroup.RANDOM

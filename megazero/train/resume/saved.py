@@ -192,6 +192,6 @@ class Checkpoint(CheckpointReader):
         Raises:
             DamagedCheckpointError: a fact is missing or has the wrong type.
         """
-        return (
-            read_facts(RunFacts, self.facts, self.folder) if self.facts.get("kind") == PRETRAINING else None
-        )
+        if self.facts.get("kind") != PRETRAINING:
+            return None
+        return read_facts(RunFacts, self.facts, self.folder)

@@ -113,8 +113,8 @@ class Snapshots:
         """
         section, engine = self.config.checkpoint, self.engine
         moments = not section.no_save_optim
-        left_out = {StateGroup.UPDATES: section.no_save_optim, StateGroup.RANDOM: section.no_save_rng}
-        keepers = keepers_of(engine, {group for group in ALL if not left_out.get(group)})
+        omitted = {StateGroup.UPDATES: section.no_save_optim, StateGroup.RANDOM: section.no_save_rng}
+        keepers = keepers_of(engine, {group for group in ALL if not omitted.get(group)})
         parts = [part for keeper in keepers for part in keeper.parts()]
         # Before writing, because a broken checkpoint would make retention delete an intact one.
         self._check_finite(parts, state.iteration)

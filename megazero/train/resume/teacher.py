@@ -37,10 +37,8 @@ def load_teacher(
             vocabulary, or another shape than the settings say.
         ConfigError: the teacher cannot be distributed as the student is.
     """
-    settings = config.distillation
-    over = (
-        settings.kd_train_iters is not None and training_plan.steps.start.iteration >= settings.kd_train_iters
-    )
+    end = config.distillation.kd_train_iters
+    over = end is not None and training_plan.steps.start.iteration >= end
     if over or config.training.skip_train:
         return None
     try:

@@ -122,12 +122,7 @@ class SharedConcern(Concern):
 
 
 class JointConcerns(Concern):
-    """Runs shared concerns with one reduction, because each reduction makes a step wait for all ranks.
-
-    Args:
-        concerns: the concerns.
-        context: all ranks.
-    """
+    """Runs shared concerns with one reduction, because each reduction makes a step wait for all ranks."""
 
     def __init__(self, concerns: Sequence[SharedConcern], context: ParallelContext):
         self.concerns = concerns

@@ -39,12 +39,10 @@ class LayerDrop:
     def scales(self, iteration: int) -> tuple[float, ...]:
         """The scale of each layer's branches: 1 / p if the step runs the layer, else 0."""
         drop = (1.0 - self.keep(iteration)) / self.layers
-        shares = [1.0 - layer * drop for layer in range(self.layers)]
-        return tuple(1.0 / p if self._drawn(iteration, i) < p else 0.0 for i, p in enumerate(shares))
-
-    def _drawn(self, iteration: int, layer: int) -> float:
-        """A random number, uniform in [0, 1)."""
-        return derive_key(self.seed, "layer drop", iteration, layer) / 2.0**63
+        probabilities = [1.0 - layer * drop for layer in range(self.layers)]
+        # Uniform in [0, 1).
+        draws = (derive_key(self.seed, "layer drop", iteration, i) / 2.0**63 for i in range(self.layers))
+        return tuple(1.0 / p if drawn < p else 0.0 for p, drawn in zip(probabilities, draws, strict=True))
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,7 @@ class Recent:
     def spikes(self, loss: float, norm: float, threshold: float) -> list[Spike]:
         """The spikes among a step's loss and norm; none before there are enough earlier updates.
 
-        Args:
-            loss: the total loss.
-            norm: the gradient norm before clipping.
-            threshold: standard deviations above the median.
+        `threshold` is in standard deviations above the median.
         """
         if len(self.losses) < _FEWEST:
             return []

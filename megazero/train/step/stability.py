@@ -53,13 +53,7 @@ class Stability:
     grad_norm: RunningMoments = RunningMoments()
 
     def after(self, loss: float, grad_norm: float, window: int) -> Stability:
-        """Add an update, unless its loss or norm is not finite.
-
-        Args:
-            loss: the total loss.
-            grad_norm: the global gradient norm before clipping.
-            window: number of recent updates in the moments.
-        """
+        """Add an update, unless its loss or norm is not finite; moments are over `window` updates."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return self
         weight = 1.0 / min(self.updates + 1, window)
