@@ -25,7 +25,7 @@ from megazero.mpu.launch import Launch, join, leave
 from megazero.train.assemble import assemble
 from megazero.train.guards.agreement import settings_and_code
 from megazero.train.loop import Loop
-from megazero.train.observe.evaluation import Evaluations
+from megazero.train.observe.evaluation import PeriodicEvaluation
 from megazero.train.observe.monitors.base import CompositeMonitor
 from megazero.train.pretraining import Pretraining
 from megazero.train.step.state import TrainState
@@ -49,7 +49,7 @@ class Trained:
         argv = [*MODEL.split(), *flags.split(), "--global-batch-size", str(8 * ranks)]
         config = parse_config(argv, world_size=ranks).config
         run = assemble(config, joined, Pretraining())
-        evaluations = Evaluations(lambda split, state: None, None, ())
+        evaluations = PeriodicEvaluation(lambda split, state: None, None, ())
         self.loop = Loop(run.meters, run.feeds, CompositeMonitor(), None, evaluations)
         self.state = TrainState()
 

@@ -30,7 +30,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.moe.dispatch import Rows, combine, permute
+from megazero.moe.dispatch import SortedRows, combine, permute
 from megazero.mpu.malloc import keep_freed_memory
 
 EXPERTS, TOPK = 8, 2
@@ -42,7 +42,7 @@ def steps(dtype: torch.dtype, tokens: int, width: int) -> dict[str, tuple[Callab
     generator = torch.Generator().manual_seed(0)
     random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
     chosen = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :TOPK]
-    rows = Rows.sort(chosen, None, EXPERTS)
+    rows = SortedRows.sort(chosen, None, EXPERTS)
     choices = tokens * TOPK
     x, sorted_rows = random(tokens, width), random(choices, width)
     weights = torch.rand(tokens, TOPK, generator=generator)

@@ -32,7 +32,7 @@ from megazero.mpu.launch import Launch, join, leave
 from megazero.train.assemble import assemble
 from megazero.train.guards.agreement import settings_and_code
 from megazero.train.loop import Loop
-from megazero.train.observe.evaluation import Evaluations
+from megazero.train.observe.evaluation import PeriodicEvaluation
 from megazero.train.observe.monitors.base import CompositeMonitor
 from megazero.train.parts.vocabulary import build_vocabulary
 from megazero.train.pretraining import Pretraining
@@ -61,7 +61,7 @@ class Trained:
     def __init__(self, name: str, flags: str, joined):
         config = parse_config([*MODEL.split(), *flags.split()], world_size=joined.world_size).config
         run = assemble(config, build_vocabulary(config), joined, Pretraining())
-        evaluations = Evaluations(lambda split, state: None, None, ())
+        evaluations = PeriodicEvaluation(lambda split, state: None, None, ())
         self.loop = Loop(run.meters, run.feeds, CompositeMonitor(), None, evaluations)
         self.state = TrainState()
 

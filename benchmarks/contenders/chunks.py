@@ -145,7 +145,7 @@ class OurChunk(nn.Module):
         return run(Batch(self.tokens), x, deferred=self.deferred)
 
     def hidden(self) -> Tensor:
-        return self.part.takes(Batch(self.tokens)).empty(torch.device("cpu"))
+        return self.part.input_boundary(Batch(self.tokens)).empty(torch.device("cpu"))
 
     def logits(self) -> Tensor:
         size = self.shape.sequence, self.shape.micro_batch, self.shape.vocab

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megazero.layers.recompute import InputKeeping
+from megazero.pipeline.chunk import Sharding
 from megazero.pipeline.executor import Executor
-from megazero.pipeline.sharding import Sharding
 from megazero.zero.store.store import HELD, Sizes, Store
 
 KINDS = (*HELD, "activations")

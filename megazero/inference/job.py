@@ -50,10 +50,10 @@ def loaded_model(
         MegazeroError: the checkpoint cannot be loaded on this job, or its model is not for this command.
     """
     # This imports every part of megazero, so it waits until the flags are known to be good.
-    from megazero.train.resume.trained import Sizes, load_for_inference
+    from megazero.train.resume.trained import AxisSizes, load_for_inference
 
     context = flags.context_parallel_size
-    sizes = Sizes(flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size, context)
+    sizes = AxisSizes(flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size, context)
     loaded = load_for_inference(flags.load, launch, sizes, verb=verb)
     with reporting(loaded.context):
         if loaded.context.rank == 0:

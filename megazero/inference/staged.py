@@ -117,7 +117,7 @@ class StagedModel(Generic[M]):
                 continue
             chunk = self.chunks[number]
             if number > 0 and self.stage_of[number - 1] != stage:
-                hidden = chunk.takes(batch).empty(batch.tokens.device)
+                hidden = chunk.input_boundary(batch).empty(batch.tokens.device)
                 self._move("recv", hidden, self.stage_of[number - 1], number)
             core = None if cache is None else self._core(cache, chunk)
             hidden = chunk.hidden(batch, hidden, core=core)

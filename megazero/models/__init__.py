@@ -1,8 +1,7 @@
-"""models: each of them short enough to read in one go. `gpt.py` is GPT in all its shapes, `bert.py` BERT.
+"""models: `gpt.py` is GPT in all its shapes (Llama, DeepSeek, ...), `bert.py` BERT, `pairs/` T5.
 
-`classifier.py` puts a classifier on either, `distilled.py` a teacher beside a GPT, and `sample_losses.py`
-computes the loss of each sample. `trunk.py` has the embedding and the layers, which all models share,
-and `layer.py` says what a layer consists of.
-`chunk.py` says what the trainer needs from a model, `language_model.py` what inference needs. `batch.py`,
-`bert_batch.py` and `classifier_batch.py` define micro-batches, and `flops.py` counts what blocks cost.
+`trunk.py` has the embedding and the layers, which GPT and BERT share; `layer.py` builds one layer.
+`classifier.py` is a classifier on either trunk, `distilled.py` a GPT that learns from a teacher, and
+`sample_losses.py` computes the loss of each sample. `chunk.py` is the trainer's interface to a model,
+`language_model.py` inference's. `batch.py`, `bert_batch.py` and `classifier_batch.py` define micro-batches.
 """

@@ -1,4 +1,4 @@
-"""Micro-batches in general, and those of text: arrays of a dataset as tensors on the device."""
+"""`MicroBatch`, and `Batch` for text: the arrays of a dataset as tensors on the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megazero.host_memory import sent_to
 from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
 from megazero.layers.placement import SequenceCut
 from megazero.layers.rows import columns_of
-from megazero.models.multi_token.ahead import Ahead
+from megazero.models.multi_token.inputs import MtpInputs
 from megazero.models.targets import Targets
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.rng import sample_keys
@@ -33,24 +33,24 @@ M_co = TypeVar("M_co", bound="MicroBatch", covariant=True)
 M_contra = TypeVar("M_contra", bound="MicroBatch", contravariant=True)
 COLUMNS = 8
 """Widths of padded micro-batches are multiples of this, which suits every kernel."""
-RowPlace = int | tuple[int, int]
-"""A row's sample, by its position in the training order; with the row's number in it, if not the first."""
-Collate = Callable[[Mapping[str, np.ndarray], tuple[RowPlace, ...]], M_co]
-"""From a dataset's arrays and the places of their rows to a micro-batch."""
+SampleIndex = int | tuple[int, int]
+"""Position of a row's sample in the training order; (position, number of the row) for its further rows."""
+Collate = Callable[[Mapping[str, np.ndarray], tuple[SampleIndex, ...]], M_co]
+"""Make a micro-batch of a dataset's arrays, given the sample of each row."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the tokens of a micro-batch lie: in their sequences, segments, documents and samples.
+    """The positions of a micro-batch's tokens, and their segments, documents and samples.
 
     Attributes:
         positions: positions of the columns in their sequences: a range, or int64 [s] or [b, s]; None means
             from 0.
         embedded: int64 [b, s] or [s], the positions to embed; None means `positions`.
-        token_types: int64 [b, s], the kind of each token; None in families that know no kinds.
-        documents: of [b, s], ids in int32; positions attend only within equal ids. None: no such limit.
-        sample_keys: int64 [b], the keys of the samples' random streams, or [b, s] where samples share rows,
-            so that what is dropped of a sample does not depend on what is beside it; None turns dropout off.
+        token_types: int64 [b, s], the segment of each token; None in families without token types.
+        documents: int32 [b, s], document ids; tokens attend only within equal ids. None: to all.
+        sample_keys: the keys of the samples' random streams, int64 [b]; [b, s] if samples share rows, so that
+            a sample's dropout does not depend on its neighbours. None turns dropout off.
     """
 
     positions: Positions | None = None
@@ -62,15 +62,15 @@ class Places:
 
 @dataclass(frozen=True)
 class MicroBatch(ABC):
-    """`b` sequences of `s` tokens, as every model takes them; families add what their heads need.
+    """`b` sequences of `s` tokens, the input of every model; families add what their heads need.
 
-    Where ranks share the sequences, tokens, their types and what is learnt of them are those of this rank's
-    columns, [b, s/cp]; all else is of whole sequences.
+    With context parallelism, tokens, token types and targets have this rank's columns only, [b, s/cp]; all
+    else is of whole sequences.
 
     Attributes:
         tokens: int64 [b, s].
-        places: where they lie.
-        skipping: the tokens and layers that the step leaves out.
+        places: the positions, segments, documents and samples of the tokens.
+        skipping: the tokens and layers that the step skips.
     """
 
     tokens: Tensor
@@ -79,18 +79,15 @@ class MicroBatch(ABC):
     skipping: Skipping = NOTHING_SKIPPED
 
     of_sequences: ClassVar[frozenset[str]] = frozenset({"sequences", "micro_batches"})
-    """Names of the counts that are of whole sequences, so that each rank with a part of them counts all."""
+    """Names of counts of whole sequences, which every context-parallel rank counts in full."""
 
     @property
     @abstractmethod
     def counts(self) -> dict[str, float]:
-        """The numbers that sums over the micro-batch may be divided by, by the names in `LossTerm.over`.
-
-        They are known on the host.
-        """
+        """Name in `LossTerm.over` -> the divisor of sums over the micro-batch, a number on the host."""
 
     def counts_of_share(self, sharers: int) -> dict[str, float]:
-        """The counts of one of so many ranks that share the sequences, which add up to those of all."""
+        """The counts of one of `sharers` ranks that share the sequences; all of them add up to the total."""
         return {name: n / sharers if name in self.of_sequences else n for name, n in self.counts.items()}
 
 
@@ -99,24 +96,22 @@ class Batch(MicroBatch):
     """A micro-batch of text.
 
     Attributes:
-        targets: the tokens that follow; None when generating.
-        ahead: those of 1, 2, ... positions further on, for models that learn to predict these too.
+        targets: the next token of each position; None when generating.
+        ahead: the inputs of multi-token prediction, for each depth 1, 2, ...
     """
 
     targets: Targets | None = None
-    ahead: tuple[Ahead, ...] = ()
+    ahead: tuple[MtpInputs, ...] = ()
 
     @property
     def learnt(self) -> Targets:
-        """The tokens that follow, of a batch to learn from."""
-        assert self.targets is not None, "a batch to learn from has labels"
+        """The targets, which a training batch has."""
+        assert self.targets is not None, "a training batch has labels"
         return self.targets
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], device: torch.device, vocab_size: int) -> Batch:
-        """Make a batch from a dataset's arrays (keys are the tensor attributes; others are ignored).
-
-        Nothing waits for the device.
+        """Make a batch of a dataset's arrays, by name, without waiting for the device; ignores other names.
 
         Raises:
             DataError: a token or label lies outside [0, vocab_size). The model does not check again.
@@ -139,7 +134,7 @@ class Batch(MicroBatch):
 
     @property
     def counts(self) -> dict[str, float]:
-        """The weighted number of positions that count, and how much there is to route."""
+        """The weighted number of positions with a loss, and the numbers of tokens and sequences."""
         tokens = float(self.tokens.numel())
         return {
             "lm": tokens if self.targets is None else self.targets.count,
@@ -152,7 +147,7 @@ class Batch(MicroBatch):
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of sequences that one of `ranks` has, as `layers.rows.columns_of` cuts them."""
+    """The columns of sequences that context-parallel rank `rank` has (see `layers.rows.columns_of`)."""
 
     rank: int = 0
     ranks: int = 1
@@ -160,7 +155,7 @@ class Columns:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, context: ParallelContext) -> Columns:
-        """The columns of this rank in a run."""
+        """The columns of this rank."""
         group = context.groups["cp"]
         return cls(group.rank, group.size, SequenceCut.of(parallel).zigzag)
 
@@ -168,17 +163,15 @@ class Columns:
         """This rank's columns of an array [b, s]."""
         if self.ranks == 1:
             return array
-        return np.concatenate([array[:, run.start : run.stop] for run in self._runs(array.shape[1])], 1)
+        runs = columns_of(self.rank, self.ranks, array.shape[1], zigzag=self.zigzag)
+        return np.concatenate([array[:, run.start : run.stop] for run in runs], 1)
 
     def places(self, length: int) -> np.ndarray:
-        """For each of `length` columns its place among this rank's, and -1 for those of other ranks."""
+        """Map each of `length` columns to its index among this rank's columns, or -1: int64 [length]."""
         places = np.full(length, -1)
         own = self.own(np.arange(length)[None])[0]
         places[own] = np.arange(len(own))
         return places
-
-    def _runs(self, length: int) -> tuple[range, ...]:
-        return columns_of(self.rank, self.ranks, length, zigzag=self.zigzag)
 
 
 ALL_COLUMNS = Columns()
@@ -186,16 +179,16 @@ ALL_COLUMNS = Columns()
 
 @dataclass(frozen=True)
 class TextCollate:
-    """Turns a dataset's arrays into a `Batch`. Arrays that would change nothing are left out: a mask of ones,
-    and positions that count from 0.
+    """Turns a dataset's arrays into a `Batch`, without arrays that would change nothing: a mask of ones, and
+    positions that count from 0.
 
     Attributes:
-        vocab_size: number of ids that tokens and labels may have.
+        vocab_size: size of the vocabulary.
         device: the device of the tensors.
         with_positions: whether to keep the positions, because they do not count from 0.
         seed: seed of the dropout streams; None for evaluation, which drops nothing.
         columns: the columns of this rank.
-        depths: how many tokens beyond the next one are predicted.
+        depths: number of further tokens to predict (multi-token prediction).
     """
 
     vocab_size: int
@@ -207,14 +200,15 @@ class TextCollate:
 
     @classmethod
     def of(cls, config: Config, vocab_size: int, context: ParallelContext, seed: int | None) -> TextCollate:
-        """The collate function for a run's configuration."""
+        """Make the collate function of a configuration."""
         columns, depths = Columns.of(config.parallel, context), config.model.mtp_num_layers or 0
         return cls(vocab_size, context.device, config.data.reset_position_ids, seed, columns, depths)
 
-    def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[RowPlace, ...]) -> Batch:
-        """Make a batch; `samples` are the places of the sequences in the training order, one per row.
+    def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[SampleIndex, ...]) -> Batch:
+        """Make a batch, given the sample of each row.
 
-        Raises DataError for a token or label outside the vocabulary.
+        Raises:
+            DataError: a token or label lies outside the vocabulary.
         """
         kept = {k: v for k, v in arrays.items() if k != "position_ids" or self.with_positions}
         if "loss_mask" in kept and (kept["loss_mask"] == 1).all():
@@ -223,25 +217,22 @@ class TextCollate:
             kept["sample_keys"] = sample_keys(self.seed, samples)
         kept |= {name: self.columns.own(kept[name]) for name in _BY_COLUMN if name in kept}
         batch = Batch.from_arrays(kept, self.device, self.vocab_size)
-        ahead = Ahead.of_arrays(arrays, self.depths, self.columns.own, self.device)
+        ahead = MtpInputs.of_arrays(arrays, self.depths, self.columns.own, self.device)
         return replace(batch, ahead=ahead) if ahead else batch
 
 
 def column_multiple(config: Config) -> int:
-    """The number that widths of padded micro-batches are multiples of.
-
-    Each of the ranks that split the rows has equally many.
-    """
+    """The divisor of padded widths: that of kernels, and of the ranks that split the rows evenly."""
     return math.lcm(COLUMNS, sequence_multiple(config.parallel))
 
 
 def tensor_of(array: np.ndarray, device: torch.device) -> Tensor:
-    """An array as a tensor on the device, for which nothing waits."""
+    """Copy an array to the device, without waiting for it."""
     return sent_to(device, torch.from_numpy(np.ascontiguousarray(array)))
 
 
 def documents_on(device: torch.device, ids: np.ndarray | None) -> Documents | None:
-    """Documents of ids [b, s]; an accelerator's kernels need their runs, a CPU's find their own."""
+    """Make `Documents` of ids [b, s], with their runs on accelerators, whose kernels need them."""
     if ids is None:
         return None
     runs = None if device.type == "cpu" else Runs.of(ids, device)
@@ -249,7 +240,7 @@ def documents_on(device: torch.device, ids: np.ndarray | None) -> Documents | No
 
 
 def random_text(rng: np.random.Generator, count: int, length: int, vocab_size: int) -> dict[str, np.ndarray]:
-    """Arrays of `count` random sequences; about 1 / (1 + i) of the positions of sequence i count."""
+    """Arrays of `count` random sequences; in sequence i, about 1 / (1 + i) of the positions have a loss."""
     text = rng.integers(0, vocab_size, (count, length + 1))
     share = 1.0 / (1 + np.arange(count))[:, None]
     mask = (rng.random((count, length)) < share).astype(np.float32)

@@ -1,8 +1,7 @@
-"""BERT: embedding with token types, bidirectional layers, and the two heads that pretraining needs.
+"""BERT: embedding with token types, bidirectional layers, and the two heads of pretraining.
 
 The layers are GPT's. With `apply_residual_connection_post_layernorm` the residual is taken after the norm, as
-in the original; that is the same list of norms, where the first one follows the embedding. A pipeline may cut
-the list of blocks anywhere.
+in the original. A pipeline may cut the list of blocks anywhere.
 """
 
 from __future__ import annotations
@@ -21,21 +20,20 @@ from megazero.layers.placement import Placement
 from megazero.loss import PADDING, LossTerm
 from megazero.models.bert_batch import BertBatch
 from megazero.models.chunk import HEAD, Block
-from megazero.models.hits import vocab_parallel_hits
 from megazero.models.language_model import MaskedLanguageModel
 from megazero.models.trunk import trunk_blocks
 from megazero.ops.bias_gelu import bias_gelu
-from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
+from megazero.ops.cross_entropy import VocabularySlice, vocab_parallel_cross_entropy
 from megazero.pipeline.chunk import ChunkResult
 from megazero.spec.model import HeadSpec
 from megazero.spec.resolve import model_spec
 
 
 class BertHead(nn.Module):
-    """Final norm, masked-LM head (dense, GELU, norm, logits with a bias) and, if wanted, the binary head.
+    """Final norm, masked-LM head (dense, GELU, norm, logits with a bias) and optionally the binary head.
 
-    Only rows that something reads go through it: the masked ones, and the first of each sample. All of
-    the sequence-parallel ranks take all of these, so nothing in here has partial gradients.
+    It computes only the rows that have a loss: masked tokens, and the first token of each sample. Every
+    sequence-parallel rank computes all of them, so no parameter in here has partial gradients.
 
     `tied` is the embedding's weight, if it is on this rank.
     """
@@ -61,7 +59,7 @@ class BertHead(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Logits of the masked tokens, [m, 1, v/tp], and of the order of each sample's segments, [n, 2].
 
-        x: [s, b, h] ([s/tp, b, h] under sequence parallelism), or only the wanted rows of it.
+        x: [s, b, h] ([s/tp, b, h] under sequence parallelism), or only its wanted rows [r, b, h].
         """
         x = self.spread.all_columns(x)
         read = batch.targets
@@ -79,7 +77,7 @@ class BertHead(nn.Module):
 
 
 def bert_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
-    """The blocks that a BERT of this shape consists of: embedding, layers, head.
+    """The blocks of a BERT of this shape: embedding, layers, head.
 
     Only masked tokens reach the head, and the last layer computes no others beyond their queries, unless
     sequence parallelism gives a rank its share of all rows, or routers have to see them.
@@ -96,19 +94,19 @@ def bert_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
 class BERT(MaskedLanguageModel):
     """A bidirectional transformer (Devlin et al. 2019; Shoeybi et al. 2019), or a part of it.
 
-    It learns to restore masked tokens (term ``lm``) and, with the binary head, to tell whether two segments
-    are in order (term ``sop``; Lan et al. 2020).
+    It learns to predict masked tokens (term ``lm``) and, with the binary head, whether two segments are in
+    order (term ``sop``; Lan et al. 2020).
     """
 
     head: BertHead | None
 
     def build_head(self, tied: nn.Parameter | None) -> BertHead:
-        """Both heads."""
+        """Build the masked-LM head and the binary head."""
         return BertHead(self.spec.head, self.held.vocab, self.placement, tied)
 
     @property
     def own_terms(self) -> tuple[LossTerm, ...]:
-        """The loss terms, the accuracies that are reported beside them, and the share of padding."""
+        """The loss terms, and as reported figures their accuracies and the fraction of padding."""
         names = ("lm", "sop") if self.spec.head.binary else ("lm",)
         reported = (*(f"{name}_accuracy" for name in names), PADDING)
         return (*(LossTerm(name) for name in names), *(LossTerm(name, 0.0) for name in reported))
@@ -116,18 +114,17 @@ class BERT(MaskedLanguageModel):
     def forward(
         self, batch: BertBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits as `BertHead` returns them, from the hidden states of the previous chunk."""
+        """Compute `BertHead`'s logits from the hidden states of the previous chunk."""
         hidden, _ = self.through(batch, hidden, deferred=deferred, wanted=batch.targets.wanted)
         return self._logits(hidden, batch, deferred)
 
     def run(
         self, batch: BertBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> ChunkResult:
-        """The hidden states for the next chunk, and the sums for the loss terms (see `pipeline.chunk.Chunk`).
+        """Compute the hidden states for the next chunk, or with the head the loss terms (see `Chunk.run`).
 
-        The one with the head adds sums of cross-entropies in nats to ``lm`` and ``sop``, the numbers of
-        correct answers to their accuracies, and the positions that the samples leave empty to ``padding``;
-        all are float32 scalars.
+        ``lm`` and ``sop`` are sums of cross-entropies in nats, their accuracies are numbers of correct
+        answers, ``padding`` is the number of empty positions; all are float32 scalars.
         """
         wanted = None if self.head is None else batch.targets.wanted
         hidden, sums = self.through(batch, hidden, deferred=deferred, wanted=wanted)
@@ -150,7 +147,7 @@ class BERT(MaskedLanguageModel):
     def sample_losses(self, batch: BertBatch, hidden: Tensor | None = None) -> Tensor:
         """The summed masked-LM loss of each sample, in nats, float32 [b]; samples must not share rows.
 
-        Only the chunk with the head has it, from the hidden states of the previous chunk.
+        Called on the chunk with the head, with the hidden states of the previous chunk.
         """
         logits: Tensor = self(batch, hidden)[0]
         losses = vocab_parallel_cross_entropy(
@@ -165,3 +162,28 @@ class BERT(MaskedLanguageModel):
         assert self.head is not None, "only a chunk with the head has logits"
         logits: tuple[Tensor, Tensor | None] = self.head(hidden, batch, deferred)
         return logits
+
+
+def vocab_parallel_argmax(logits: Tensor, part: VocabularySlice) -> Tensor:
+    """The id with the highest logit over all ranks, int64 [...], from logits [..., v/tp].
+
+    Of equal logits the lowest id wins, on every layout. Columns beyond the vocabulary are padding.
+    """
+    if columns := part.held(logits.shape[-1]):
+        value, best = logits[..., :columns].max(-1)
+    else:
+        value = logits.new_full(logits.shape[:-1], -torch.inf)
+        best = torch.zeros_like(value, dtype=torch.int64)
+    best = best + part.start
+    if part.group.size == 1:
+        return best
+    highest = value.to(torch.float64, copy=True)
+    part.group.all_reduce(highest, op="max")
+    lowest = torch.where(value == highest, -best.double(), -torch.inf)
+    part.group.all_reduce(lowest, op="max")
+    return -lowest.long()
+
+
+def vocab_parallel_hits(logits: Tensor, target: Tensor, part: VocabularySlice) -> Tensor:
+    """How many targets, int64 [...], have the highest logit: a float32 scalar, equal on all ranks."""
+    return (vocab_parallel_argmax(logits, part) == target).sum().float()

@@ -1,8 +1,8 @@
-"""One micro-batch of BERT samples: without the columns that only pad, and packed if that is wanted."""
+"""One micro-batch of BERT samples, without columns of padding, and optionally packed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,28 +18,27 @@ from megazero.models.batch import (
     Columns,
     MicroBatch,
     Places,
-    RowPlace,
+    SampleIndex,
     column_multiple,
     documents_on,
     tensor_of,
 )
-from megazero.models.packing import Slot, pack
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.rng import sample_keys
 
 
 @dataclass(frozen=True)
 class MaskedTargets:
-    """The tokens and samples that BERT's heads read, and what they learn of them.
+    """The tokens that BERT's heads read, and their targets.
 
     Attributes:
-        masked: int64 [m], the places of the masked tokens in hidden states [s, b, h] whose first two dims are
-            flattened.
-        labels: int64 [m], the ids that they had.
-        firsts: int64 [n], the places of the samples' first tokens.
-        is_random: int64 [n], 1 where a sample's segments are not in order.
-        wanted: int64 [r, b], the columns of each row that the heads read, those of its masked tokens and of
-            its samples' first ones, and others where a row has fewer than r; None: all.
+        masked: int64 [m], the indices of the masked tokens in hidden states flattened from [s, b, h] to
+            [s b, h].
+        labels: int64 [m], the ids that were masked.
+        firsts: int64 [n], the indices of the samples' first tokens, likewise.
+        is_random: int64 [n], 1 if a sample's segments are not in order.
+        wanted: int64 [r, b], the columns of each row that contain these tokens, filled up with others to r
+            columns; None: all columns.
     """
 
     masked: Tensor
@@ -53,14 +52,13 @@ class MaskedTargets:
 class BertBatch(MicroBatch):
     """A micro-batch of `n` samples in `b` rows of `s` tokens; without packing, `b` is `n`.
 
-    Token types are segments. Positions are given if samples share rows; document ids say then which sample of
-    the row a token belongs to, and -1 stands for padding. Packed samples share the keys of the first one in
-    their row, at other positions.
+    Token types are segments. If samples share rows, positions are explicit. Document ids are the numbers of
+    samples, -1 for padding.
 
     Attributes:
-        targets: what the heads read and learn.
-        padding: number of positions by which the samples fall short of the sequence length.
-        room: number of positions that they would have at that length.
+        targets: the tokens that the heads read, and their targets.
+        padding: number of padding positions, if every sample were padded to the sequence length.
+        room: number of positions of the samples at the sequence length.
     """
 
     of_sequences = frozenset({"micro_batches"})
@@ -70,7 +68,7 @@ class BertBatch(MicroBatch):
     room: int
 
     def places_among_wanted(self, places: Tensor) -> Tensor:
-        """The places in hidden states [r, b, h] of wanted columns, given those in [s, b, h]."""
+        """Convert flat indices into hidden states [s, b, h] to indices into their wanted rows [r, b, h]."""
         wanted = self.targets.wanted
         assert wanted is not None, "all columns are wanted"
         b, s = self.tokens.shape
@@ -83,8 +81,8 @@ class BertBatch(MicroBatch):
     def counts(self) -> dict[str, float]:
         """The count of each loss term: masked tokens, samples, or positions.
 
-        The share of padding is that of the data, whatever is left out or packed here: it does not depend on
-        which samples share a micro-batch.
+        The fraction of padding is that of the dataset, not of this batch, whose trimming and packing depend
+        on which samples share it.
         """
         masked, samples = float(len(self.targets.masked)), float(len(self.targets.firsts))
         return {
@@ -100,22 +98,44 @@ class BertBatch(MicroBatch):
 
 
 @dataclass(frozen=True)
-class BertCollate:
-    """Turns the arrays of a `BERTDataset` into a `BertBatch`.
+class Slot:
+    """The row and column of a sequence's first token."""
 
-    Columns that hold nothing but padding are left out, up to a multiple of 8 (and of the ranks that
-    share a sequence), so that nobody computes them.
+    row: int
+    column: int
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[Slot]:
+    """Pack sequences into rows of `capacity` tokens by first-fit decreasing; return the slot of each.
+
+    It uses at most 11/9 of the fewest possible rows, plus one (Johnson 1973).
+    """
+    assert all(0 < length <= capacity for length in lengths), f"{lengths} must fit into {capacity}"
+    fill: list[int] = []
+    slots: dict[int, Slot] = {}
+    for number in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        row = next((r for r, used in enumerate(fill) if used + lengths[number] <= capacity), len(fill))
+        if row == len(fill):
+            fill.append(0)
+        slots[number] = Slot(row, fill[row])
+        fill[row] += lengths[number]
+    return [slots[number] for number in range(len(lengths))]
+
+
+@dataclass(frozen=True)
+class BertCollate:
+    """Turns the arrays of a `BERTDataset` into a `BertBatch`, trimming columns that hold only padding.
 
     Attributes:
-        vocab_size: number of ids that tokens and labels may have.
+        vocab_size: size of the vocabulary.
         device: the device of the tensors.
         multiple: the number of columns is a multiple of this.
         packed: whether samples share rows.
         seed: seed of the dropout streams; None for evaluation, which drops nothing.
-        columns: the columns of this rank. What is read of a sample belongs to the rank that has its column,
-            and what is counted of it to the first.
-        whole: whether all columns stay in training, since random-LTD chooses among them, and what it chooses
-            for a sample must not depend on who shares its micro-batch.
+        whole: whether to keep all columns, because random-LTD chooses among them, and its choice must not
+            depend on which samples share a micro-batch.
+        columns: the columns of this rank. Targets belong to the rank that has their column; the first rank
+            counts padding.
     """
 
     vocab_size: int
@@ -128,22 +148,20 @@ class BertCollate:
 
     @classmethod
     def of(cls, config: Config, vocab_size: int, context: ParallelContext, seed: int | None) -> BertCollate:
-        """The collate function for a run's configuration."""
+        """Make the collate function of a configuration."""
         whole, multiple = config.skipping.random_ltd and seed is not None, column_multiple(config)
         columns, packed = Columns.of(config.parallel, context), config.data.bert_pack
         return cls(vocab_size, context.device, multiple, packed, seed, whole, columns)
 
-    def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[RowPlace, ...]) -> BertBatch:
-        """Make a batch; `samples` are the places of the samples in the training order, one per row.
-
-        Nothing waits for the device.
+    def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[SampleIndex, ...]) -> BertBatch:
+        """Make a batch without waiting for the device; `samples` are positions in the training order.
 
         Raises:
             DataError: a token or label lies outside the vocabulary.
         """
         mask, capacity = arrays["loss_mask"] != 0, arrays["tokens"].shape[1]
         check_token_ids({"tokens": arrays["tokens"], "labels": arrays["labels"][mask]}, self.vocab_size)
-        # Of samples that were cut, as many tokens as there are columns.
+        # The curriculum may have cut samples to fewer columns than their length.
         lengths = np.minimum(arrays["lengths"], capacity)
         if self.packed:
             slots = pack(lengths.tolist(), capacity)
@@ -159,11 +177,11 @@ class BertCollate:
     def _lay_out(
         self,
         arrays: Mapping[str, np.ndarray],
-        samples: tuple[RowPlace, ...],
+        samples: tuple[SampleIndex, ...],
         slots: list[Slot],
         shape: tuple[int, int],
     ) -> BertBatch:
-        """The samples at their slots in `shape` = (rows, columns)."""
+        """Write the samples to their slots in `shape` = (rows, columns)."""
         lengths, rows, room = arrays["lengths"].tolist(), shape[0], arrays["tokens"].size
         tokens, types, places = (np.zeros(shape, dtype=np.int64) for _ in range(3))
         documents = np.full(shape, -1, dtype=np.int32)
@@ -177,7 +195,7 @@ class BertCollate:
         column = np.array([slot.column for slot in slots])
         keys = None if self.seed is None else sample_keys(self.seed, samples)
         if keys is not None and self.packed:
-            # Padding, whose document is -1, has the last sample's keys; nobody reads what becomes of it.
+            # Padding, whose document is -1, gets the last sample's keys; its results are never read.
             keys = keys[documents]
 
         def tensor(array: np.ndarray) -> Tensor:
@@ -213,11 +231,12 @@ class BertCollate:
 
 
 def _wanted(shape: tuple[int, int], *read: tuple[np.ndarray, np.ndarray]) -> np.ndarray | None:
-    """The columns of each of the b rows that something reads, int64 [r, b]; None if these are all columns.
+    """The columns of each row that are read, int64 [r, b]; None if all columns are.
 
     Args:
         shape: (b, number of columns).
-        read: places that are read, as (rows, columns); r is the most of a row, rounded up to a multiple of 8.
+        read: indices (rows, columns) of positions that are read; r is the most in one row, rounded up to a
+            multiple of 8.
     """
     unread = np.ones(shape, dtype=bool)
     for places in read:
@@ -230,9 +249,9 @@ def _wanted(shape: tuple[int, int], *read: tuple[np.ndarray, np.ndarray]) -> np.
 def random_samples(
     rng: np.random.Generator, count: int, length: int, vocab_size: int
 ) -> dict[str, np.ndarray]:
-    """Arrays of `count` random samples of uneven lengths, as a `BERTDataset` gives them.
+    """Arrays of `count` random samples of uneven lengths, as a `BERTDataset` returns them.
 
-    About a third of the first sample's tokens are masked, fewer of the later ones', and none of every fifth.
+    About 1 / (3 + i) of sample i's tokens are masked, but none of every fifth sample's.
     """
     shape, places = (count, length), np.arange(length)
     lengths = rng.integers(min(4, length), length + 1, count)

@@ -1,4 +1,4 @@
-"""The trainer's view of a model: a list of blocks that a pipeline cuts into chunks, and their ties."""
+"""The trainer's interface to a model: blocks, which a pipeline cuts into chunks, and tied weights."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Part = int | str
 """A part of a model: a layer, by its number along the model, or another block, by its name."""
 
 EMBEDDING, HEAD = "embedding", "head"
-"""The parts beside the layers."""
+"""The parts other than layers."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """One of the blocks that a model consists of, in order; a pipeline may cut between any two.
+    """One block of a model, which is a list of them; a pipeline may cut between any two.
 
     Attributes:
-        part: the part of the model that it is.
+        part: the part of the model.
         kind: name of its type, which ``--pipeline-partition type:REGEX`` matches.
-        flops: floating-point operations of its matrix products for one token, forward only.
-        own: whatever else tells it from blocks of its kind.
+        flops: FLOPs of its matrix products for one token, forward only.
+        own: a value that differs between blocks of one kind that cost different times.
     """
 
     part: Part
@@ -48,8 +48,8 @@ class Tie:
     """A weight that several blocks use.
 
     Attributes:
-        weight: its global name, under which the first of them holds it.
-        parts: the blocks that use it. One on another stage holds a copy; one on the same stage shares it.
+        weight: its global name, which is its name in the first block.
+        parts: the blocks that use it. Blocks on one stage share it; each other stage holds a copy.
     """
 
     weight: str
@@ -64,16 +64,16 @@ WORD_TIE = Tie(WORD, (EMBEDDING, HEAD))
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of a model that a chunk holds, and where.
+    """The part of a model that a chunk holds, with what is needed to build it.
 
     Attributes:
         spec: the whole model.
         vocab: number of vocabulary entries (without padding, with padding).
         placement: ranks, dtype and device.
         recompute: what backward recomputes.
-        parts: the blocks held here, which follow each other in the model; None for all of them.
-        tied: weights by name that blocks here share with another chunk on this rank.
-        copied: names of the tied weights that other stages hold too.
+        parts: the blocks held here, contiguous in the model; None for all of them.
+        tied: name -> weight, for weights that this chunk shares with another chunk on this rank.
+        copied: names of tied weights of which other stages hold copies.
     """
 
     spec: ModelSpec
@@ -85,36 +85,36 @@ class Slice:
     copied: frozenset[str] = frozenset()
 
     def holds(self, part: Part) -> bool:
-        """Whether a block is held here."""
+        """Whether this chunk has a block."""
         return self.parts is None or part in self.parts
 
     @property
     def layers(self) -> list[int]:
-        """The numbers of the layers held here."""
+        """The numbers of this chunk's layers."""
         return [number for number in range(len(self.spec.layers)) if self.holds(number)]
 
 
 class ModelChunk(nn.Module, Chunk[B_contra]):
-    """A chunk of a model that can be built and laid out in memory."""
+    """A chunk of a model as a module, with its blocks, routers and parameters."""
 
     @abstractmethod
     def blocks(self) -> list[nn.Module]:
-        """The blocks that it runs, in order; each gathers its parameters together where they are sharded."""
+        """The chunk's blocks in order; the sharded parameters of a block are gathered together."""
 
     @abstractmethod
     def routers(self) -> list[Router]:
-        """The routers of its layers, in order; none without experts."""
+        """The routers of the chunk's layers, in order; empty without experts."""
 
     def weight(self, name: str) -> nn.Parameter:
-        """The parameter of this global name, which must be here."""
+        """Return the parameter of this global name, which the chunk must have."""
         return next(p for p in self.parameters() if spec_of(p).name == name)
 
 
 class StagedChunk(ModelChunk[B_contra]):
-    """A chunk that inference can run, as `StagedModel` does; another one may have the head.
+    """A chunk that inference can run (see `StagedModel`). Only the last chunk has the head.
 
     Args:
-        held: the part of the model that is here.
+        held: the part of the model to build.
     """
 
     head: nn.Module | None
@@ -128,22 +128,22 @@ class StagedChunk(ModelChunk[B_contra]):
 
     @classmethod
     def ties(cls, spec: ModelSpec) -> tuple[Tie, ...]:
-        """The weights that several blocks use: the embedding's, if the head shares it."""
+        """The tied weights of such a model: the embedding's, if the head uses it."""
         return (WORD_TIE,) if spec.head.tied else ()
 
     @abstractmethod
     def build_head(self, tied: nn.Parameter | None) -> nn.Module:
-        """The block that follows the layers; `tied` is the embedding's weight if it shares that."""
+        """Build the block after the layers; `tied` is the embedding's weight if the head uses it."""
 
     def head_beside(self, word: nn.Parameter | None) -> nn.Module | None:
-        """The head, if it is here; `word` is the embedding's weight, if that is."""
+        """Build the head if this chunk has it; `word` is the embedding's weight if this chunk has that."""
         if not self.held.holds(HEAD):
             return None
         shared = WORD in (tie.weight for tie in self.ties(self.spec))
         return self.build_head(self.held.tied.get(WORD, word if shared else None))
 
     def mark_copied(self) -> None:
-        """Say of the weights here that other stages hold copies of them."""
+        """Mark the weights of which other stages hold copies, in their specs."""
         for name in self.held.copied - self.held.tied.keys():
             for parameter in self.parameters():
                 if spec_of(parameter).name == name:
@@ -154,20 +154,20 @@ class StagedChunk(ModelChunk[B_contra]):
         """The dtype of the hidden states between chunks."""
         return torch.float32 if self.spec.stream.fp32 else self.placement.dtype
 
-    def gives(self, batch: B_contra) -> Boundary:
-        """As `takes`: all boundaries of a micro-batch are alike."""
-        return self.takes(batch)
+    def output_boundary(self, batch: B_contra) -> Boundary:
+        """The boundary after the chunk; all boundaries of a micro-batch are alike."""
+        return self.input_boundary(batch)
 
     def token_losses(self, logits: Tensor, labels: Tensor, *, overwrite: bool = False) -> Tensor:
         """Cross-entropy of each position, float32 [s, b], from logits [s, b, v/tp] and labels [b, s].
 
-        overwrite: whether backward may write over the logits, which nothing else may then read.
+        overwrite: whether backward may overwrite the logits; nothing else may then read them.
         """
         target, part = labels.t().contiguous(), self.slice_of(logits)
         return vocab_parallel_cross_entropy(logits, target, part, overwrite=overwrite)
 
     def slice_of(self, logits: Tensor) -> VocabularySlice:
-        """The slice of the vocabulary that logits [..., v/tp] are of."""
+        """The slice of the vocabulary to which logits [..., v/tp] belong."""
         tp = self.placement.tp
         return VocabularySlice(tp, tp.rank * logits.shape[-1], self.vocab_size)
 
@@ -175,5 +175,7 @@ class StagedChunk(ModelChunk[B_contra]):
     def hidden(
         self, batch: B_contra, hidden: Tensor | None = None, *, core: AttentionCore | None = None
     ) -> Tensor:
-        """Hidden states after this chunk's layers, from those of the previous chunk; `core` is the attention
-        core of this pass, None the layers' own."""
+        """Compute hidden states after this chunk's layers from those of the previous chunk.
+
+        `core` replaces the layers' attention core in this pass.
+        """

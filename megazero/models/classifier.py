@@ -1,4 +1,4 @@
-"""Classifiers: a pretrained trunk, one token that speaks for its row, and a linear layer over the classes."""
+"""Classifiers: a pretrained trunk and a linear layer over the classes, on the hidden states of one token."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from megazero.spec.model import HeadSpec, ModelSpec
 from megazero.spec.resolve import model_spec
 
 OWN = ("pooler.", "classifier.")
-"""The beginnings of the names of parameters that a pretrained model need not have."""
+"""Prefixes of the names of parameters that a pretrained model need not have."""
 PRETRAINING_ONLY = ("head.", "binary_head.", "pooler.")
-"""The beginnings of the names of parameters that a classifier does not use."""
+"""Prefixes of the names of a pretrained model's parameters that a classifier does not use."""
 
 SCORES = "scores"
 """The name of a classifier's output."""
 
 
 class ClassifierHead(nn.Module):
-    """Final norm of the pooled rows, dense layer and tanh where there is a pooler, dropout, scores.
+    """Final norm of the pooled rows, optional pooler (dense and tanh), dropout, scores.
 
-    All sequence-parallel ranks take all of the rows, so nothing in here has partial gradients.
+    Every sequence-parallel rank computes all of the rows, so no parameter in here has partial gradients.
     """
 
     def __init__(self, spec: HeadSpec, placement: Placement, *, pooler: bool):
@@ -69,11 +69,11 @@ class ClassifierHead(nn.Module):
 
 
 class Classifier(Trunk[LabelledBatch]):
-    """A transformer that sorts sequences into `num_classes` classes, or picks one of several.
+    """A transformer that classifies sequences, or answers multiple-choice questions.
 
-    With one class it scores each of a sample's rows, and the highest wins (multiple choice; Radford et al.
-    2018). Otherwise a sample is one row with a score for each class (Devlin et al. 2019). It learns by
-    cross-entropy over the samples with a label (term ``task``).
+    With one class a sample has one row per choice, and the row with the highest score wins (Radford et al.
+    2018). Otherwise a sample is one row with a score for each class (Devlin et al. 2019). The loss (term
+    ``task``) is the cross-entropy over samples with a label.
     """
 
     causal: ClassVar[bool]
@@ -83,16 +83,16 @@ class Classifier(Trunk[LabelledBatch]):
 
     @classmethod
     def ties(cls, spec: ModelSpec) -> tuple[Tie, ...]:
-        """Nothing: the head has no weight of the vocabulary's size."""
+        """No tied weights: the head does not use the vocabulary."""
         return ()
 
     def build_head(self, tied: nn.Parameter | None) -> ClassifierHead:
-        """The pooler and the scores."""
+        """Build the pooler and the classifier."""
         return ClassifierHead(self.spec.head, self.placement, pooler=self.pooler)
 
     @classmethod
     def blocks_of(cls, config: Config, padded_vocab: int) -> tuple[Block, ...]:
-        """The blocks that such a classifier consists of; one token of each row reaches the head."""
+        """The blocks of such a classifier; the head computes one token of each row."""
         spec = model_spec(config.model)
         hidden, length, classes = spec.stream.width, spec.length, spec.head.classes
         assert classes is not None, "a classifier has classes"
@@ -103,16 +103,16 @@ class Classifier(Trunk[LabelledBatch]):
     def forward(
         self, batch: LabelledBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> Tensor:
-        """Scores, float32 [n, classes or choices], from the hidden states of the previous chunk."""
+        """Compute scores, float32 [n, classes or choices], from the hidden states of the previous chunk."""
         return self._scores(self.through(batch, hidden, deferred=deferred)[0], batch, deferred)
 
     def run(
         self, batch: LabelledBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> ChunkResult:
-        """The hidden states for the next chunk, and the sums for the loss terms (see `pipeline.chunk.Chunk`).
+        """Compute the hidden states for the next chunk, or with the head the loss terms (see `Chunk.run`).
 
-        The one with the head adds the sum of the cross-entropies in nats to ``task``, and the number of right
-        answers to ``accuracy``; both are float32 scalars. Its output is the scores, float32 [n, classes].
+        ``task`` is the sum of cross-entropies in nats, ``accuracy`` the number of correct answers; both are
+        float32 scalars. The output is the scores, float32 [n, classes or choices].
         """
         hidden, sums = self.through(batch, hidden, deferred=deferred)
         if self.head is None:
@@ -138,7 +138,7 @@ class FirstTokenClassifier(Classifier):
 
 
 class LastTokenClassifier(Classifier):
-    """A classifier on a causal trunk, on the last token, which alone has seen all (Radford et al. 2018)."""
+    """A classifier on a causal trunk, on the last token, which sees all others (Radford et al. 2018)."""
 
     causal = True
     pooler = False

@@ -1,4 +1,4 @@
-"""One micro-batch of labelled samples: one sequence each, or one for each choice of a question."""
+"""One micro-batch of labelled samples: one sequence per sample, or one for each choice of a question."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megazero.models.batch import (
     COLUMNS,
     MicroBatch,
     Places,
-    RowPlace,
+    SampleIndex,
     column_multiple,
     documents_on,
     tensor_of,
@@ -27,16 +27,16 @@ from megazero.mpu.rng import sample_keys
 
 @dataclass(frozen=True)
 class LabelledBatch(MicroBatch):
-    """A micro-batch of `n` samples in `b` rows of `s` tokens: `b` is `n` x the choices of a question.
+    """A micro-batch of `n` samples in `b` rows of `s` tokens: `b` is `n` times the choices of a question.
 
-    Rows end in padding, whose document id is -1, as no token may attend to it; there are no ids where none
-    could. Token types are segments, and fine-tuning skips nothing.
+    Rows end in padding. Its document id is -1, so that no token attends to it; causal attention needs no ids.
+    Token types are segments.
 
     Attributes:
-        pooled: int64 [b], the places of the tokens that speak for their rows, in hidden states [s, b, h]
-            whose first two dims are flattened.
-        labels: int64 [n]; -1 where it is not known, which does not count.
-        known: how many labels are known.
+        pooled: int64 [b], the index of each row's pooled token in hidden states flattened from [s, b, h] to
+            [s b, h].
+        labels: int64 [n]; -1 if unknown, then the sample has no loss.
+        known: number of known labels.
         real: number of tokens, without padding.
     """
 
@@ -49,7 +49,7 @@ class LabelledBatch(MicroBatch):
 
     @property
     def counts(self) -> dict[str, float]:
-        """The samples with a label, and the tokens and sequences to route."""
+        """The numbers of samples with a label, of tokens and of sequences."""
         return {
             "task": float(self.known),
             "accuracy": float(self.known),
@@ -64,10 +64,10 @@ class ClassifierCollate:
     """Turns the arrays of labelled samples into a `LabelledBatch`, without columns that hold only padding.
 
     Attributes:
-        vocab_size: number of ids that tokens may have.
+        vocab_size: size of the vocabulary.
         device: the device of the tensors.
-        causal: whether attention is, so that the last token of a row speaks for it; otherwise the first does.
-        marked: whether padding must be told from tokens; causal attention need not know, but experts must.
+        causal: whether attention is causal; then the last token of a row is pooled, otherwise the first.
+        marked: whether padding needs document ids: for bidirectional attention, and for experts.
         multiple: the number of columns is a multiple of this.
         seed: seed of the dropout streams; None for evaluation, which drops nothing.
     """
@@ -83,18 +83,16 @@ class ClassifierCollate:
     def of(
         cls, causal: bool, config: Config, vocab_size: int, context: ParallelContext, seed: int | None
     ) -> ClassifierCollate:
-        """The collate function for a run's configuration."""
+        """Make the collate function of a configuration."""
         marked = not causal or bool(config.model.num_experts)
         return cls(vocab_size, context.device, causal, marked, column_multiple(config), seed)
 
-    def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[RowPlace, ...]) -> LabelledBatch:
-        """Make a batch of `tokens`, `token_types` [n, choices, T], `lengths` [n, choices] and `labels` [n].
-
-        Nothing waits for the device.
+    def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[SampleIndex, ...]) -> LabelledBatch:
+        """Make a batch, without waiting for the device.
 
         Args:
-            arrays: the arrays, int64.
-            samples: the places of the samples in the training order.
+            arrays: `tokens`, `token_types` [n, choices, T], `lengths` [n, choices], `labels` [n]; int64.
+            samples: the position of each sample in the training order.
 
         Raises:
             DataError: a token lies outside the vocabulary.
@@ -129,8 +127,8 @@ class ClassifierCollate:
         )
 
 
-def _place_of_choice(sample: RowPlace, choices: int, choice: int) -> tuple[int, ...]:
-    """The place of a choice in the training order, if each choice were a sample."""
+def _place_of_choice(sample: SampleIndex, choices: int, choice: int) -> tuple[int, ...]:
+    """The position that a choice would have in the training order if each choice were a sample."""
     position, *row = (sample,) if isinstance(sample, int) else sample
     return (position * choices + choice, *row)
 

@@ -1,7 +1,7 @@
-"""GPT: embedding, transformer layers, head. GPT-2 and Llama are settings of it.
+"""GPT: embedding, transformer layers, head. GPT-2, Llama and many others are settings of it.
 
-The model is a list of blocks, each with hidden states in and hidden states out. A pipeline may cut the list
-anywhere: a `GPT` holds one contiguous span of it, which is the whole list if there is only one stage.
+The model is a list of blocks from hidden states to hidden states. A pipeline may cut the list anywhere: a
+`GPT` holds a contiguous part of it, or without a pipeline the whole list.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megazero.spec.resolve import model_spec
 class Head(nn.Module):
     """Final norm and projection to the vocabulary: [s, b, h] -> logits [s, b, v/tp].
 
-    `tied` is the embedding's weight, if it is on this rank; `tiles` those of the loss.
+    `tied` is the embedding's weight, if it is on this rank; `tiles` the number of tiles of the loss.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class Head(nn.Module):
         normed: bool = False,
         both: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The logits; or, with labels [b, s], each position's cross-entropy, float32 [s, b], without them.
+        """Compute logits; with labels, instead each position's cross-entropy, float32 [s, b].
 
         Args:
             x: hidden states [s, b, h].
             deferred: as in `column_linear`.
-            labels: the tokens that follow.
-            normed: whether x has its norm behind it already.
-            both: whether the normed x is a second result, for the prediction of further tokens.
+            labels: [b, s], the next tokens.
+            normed: whether x is already normed.
+            both: whether to return the normed x as a second result, for multi-token prediction.
         """
         x = x if normed else self.norm(x).to(self.placement.dtype)
         result = self._of_normed(x, deferred, labels)
@@ -85,8 +85,8 @@ class Head(nn.Module):
         if labels is None:
             logits = column_linear(x, self.weight, self.bias, tp, sequence_parallel, deferred)
             return logits if self.bound is None else torch.tanh(logits / self.bound) * self.bound
-        # The weight's gradient is never deferred: that would keep the logits' gradient until then.
-        # The loss makes a gradient of its own, for this sum alone.
+        # The weight's gradient is not deferred, which would keep the logits' gradient in memory. The loss
+        # returns a fresh gradient for `whole`, so it may be given away.
         whole = gather_for_parts(x, tp) if sequence_parallel else share_for_parts(x, tp, given_away=True)
         matrix = self.weight.flatten(0, -2)
         part = VocabularySlice(tp, tp.rank * matrix.shape[0], self.vocab_size)
@@ -94,12 +94,12 @@ class Head(nn.Module):
 
 
 def gpt_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
-    """The blocks that a GPT of this shape consists of: embedding, layers, head."""
+    """The blocks of a GPT of this shape: embedding, layers, head."""
     spec = model_spec(config.model)
     hidden, length = spec.stream.width, spec.length
     layers = (layer_flops(layer, length) for layer in spec.layers)
     logits = logits_flops(hidden, padded_vocab)
-    # A further token has a layer of its own, behind two square ones that join words and hidden states.
+    # A further token has a layer of its own, after a [2h, h] map that joins embeddings and hidden states.
     further = sum(layer_flops(layer, length) + 2 * dense_flops(hidden) + logits for layer in spec.further)
     return trunk_blocks(spec, layers, Block(HEAD, Head.__name__, logits + further))
 
@@ -123,21 +123,21 @@ class GPT(LanguageModel):
 
     @classmethod
     def ties(cls, spec: ModelSpec) -> tuple[Tie, ...]:
-        """The embedding's weight, if the head shares it or further tokens are predicted there."""
+        """The embedding's weight, if the head or multi-token prediction uses it."""
         return super().ties(spec) or (WORD_TIE,) * bool(spec.further)
 
     @property
     def own_terms(self) -> tuple[LossTerm, ...]:
-        """The loss of the next token, then those of further ones."""
+        """The loss of the next token, then those of further tokens."""
         return (LossTerm("lm"), *further_terms(self.spec))
 
     def build_head(self, tied: nn.Parameter | None) -> Head:
-        """The norm and the projection."""
+        """Build the norm and the projection."""
         head, tiles = self.spec.head, self.recompute.logits_tiles
         return Head(head, self.held.vocab, self.placement, tied if head.tied else None, tiles=tiles)
 
     def blocks(self) -> list[nn.Module]:
-        """The blocks of this chunk, in order; those of further tokens follow the head."""
+        """The blocks of this chunk, in order; those of multi-token prediction follow the head."""
         return [*super().blocks(), *self.further]
 
     def routers(self) -> list[Router]:
@@ -147,15 +147,15 @@ class GPT(LanguageModel):
     def forward(
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> Tensor:
-        """Logits of the next token, [s, b, v/tp], from the hidden states of the previous chunk."""
+        """Compute logits of the next token, [s, b, v/tp], from the hidden states of the previous chunk."""
         return self._logits(self.through(batch, hidden, deferred=deferred)[0], deferred)
 
     def run(
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> ChunkResult:
-        """The hidden states for the next chunk, and the sums for the loss terms (see `pipeline.chunk.Chunk`).
+        """Compute the hidden states for the next chunk, or with the head the loss terms (see `Chunk.run`).
 
-        The one with the head adds the sum of the masked cross-entropies in nats to ``lm``, a float32 scalar.
+        ``lm`` is the sum of weighted cross-entropies in nats, a float32 scalar.
         """
         hidden, sums = self.through(batch, hidden, deferred=deferred)
         if self.head is None:
@@ -181,10 +181,10 @@ class GPT(LanguageModel):
         more: int,
         normed: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """The cross-entropy of each position, float32 [s, b], and the hidden states behind the norm.
+        """Compute the cross-entropy of each position, float32 [s, b], and the hidden states after the norm.
 
-        The latter only where `more` further tokens read them: a second result of the head that nothing reads
-        would have its weights gathered once more in backward.
+        The latter only if `more` further tokens read them: a second result of the head without a reader would
+        gather the head's weights once more in backward.
         """
         assert self.head is not None, "only a chunk with the head has losses"
         given = None if self.recompute.logits else deferred
@@ -196,15 +196,15 @@ class GPT(LanguageModel):
         return self.token_losses(read, labels, overwrite=True), hidden
 
     def losses(self, logits: Tensor, batch: Batch, *, overwrite: bool = False) -> dict[str, Tensor]:
-        """The sums that the head adds to the loss terms, from its logits [s, b, v/tp].
+        """Compute the loss terms of the head from its logits [s, b, v/tp].
 
-        overwrite: whether backward may write over the logits, which nothing else may then read.
+        overwrite: whether backward may overwrite the logits; nothing else may then read them.
         """
         losses = self.token_losses(logits, batch.learnt.labels, overwrite=overwrite)
         return {"lm": batch.learnt.weighted(losses).sum()}
 
     def position_losses(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
-        """The loss of each position in nats, 0 where it does not count, float32 [s, b]."""
+        """Compute the weighted loss of each position in nats, float32 [s, b]."""
         losses = self.token_losses(self._logits(self.hidden(batch, hidden)), batch.learnt.labels)
         return batch.learnt.weighted(losses)
 
@@ -214,16 +214,16 @@ class GPT(LanguageModel):
         return logits
 
     def without_sequence_parallelism(self) -> GPT:
-        """The same weights, in the same memory, in a model that holds all positions on every rank.
+        """Return a model that shares these weights and has all positions on every rank.
 
-        The slices of the weights do not depend on sequence parallelism.
+        It can share them because weights are sliced alike with and without sequence parallelism.
         """
         if not self.placement.sequence_parallel:
             return self
         placement = self.placement.without_sequence_parallelism()
         on_meta = replace(placement, device=torch.device("meta"))
         twin = GPT(replace(self.held, placement=on_meta, recompute=RecomputeConfig(), tied={}))
-        twin.placement = placement  # a stage without weights has no other device
+        twin.placement = placement  # with the real device, which a stage without weights has nowhere else
         twin.load_state_dict(self.state_dict(), assign=True)
         for mine, its in zip(self.routers(), twin.routers(), strict=True):
             its.bias, its.load = mine.bias, mine.load

@@ -1,4 +1,4 @@
-"""The layers of a model: which attention and which MLP each has, as its spec says."""
+"""Builds a layer of a model from its spec: its attention or mixer, and its MLP or experts."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from megazero.spec.parts import LatentAttentionSpec
 
 
 def mixer_of(number: int, layer: LayerSpec, held: Slice) -> nn.Module | None:
-    """The attention of a layer, or its state-space mixer; None without either."""
-    again, attention = held.recompute.again("core_attn"), layer.attention
+    """Build a layer's attention or state-space mixer; None if it has neither."""
+    recompute, attention = held.recompute.again("core_attn"), layer.attention
     if isinstance(attention, LatentAttentionSpec):
         made_again = held.recompute.again("mla_up_proj")
-        return LatentAttention(number, attention, held.placement, recompute=again, made_again=made_again)
+        return LatentAttention(number, attention, held.placement, recompute=recompute, made_again=made_again)
     if attention is not None:
-        return SelfAttention(number, attention, held.placement, recompute=again)
-    return None if layer.mixer is None else Mamba2(number, layer.mixer, held.placement, recompute=again)
+        return SelfAttention(number, attention, held.placement, recompute=recompute)
+    return None if layer.mixer is None else Mamba2(number, layer.mixer, held.placement, recompute=recompute)
 
 
 def mlp_of(number: int, layer: LayerSpec, held: Slice) -> nn.Module | None:
-    """The MLP of a layer, or its experts; None without either."""
+    """Build a layer's MLP or experts; None if it has neither."""
     mlp = layer.mlp
     if mlp is None:
         return None
@@ -39,7 +39,7 @@ def mlp_of(number: int, layer: LayerSpec, held: Slice) -> nn.Module | None:
 
 
 def kind_of(layer: LayerSpec) -> str:
-    """The name of a layer's type: that of its part where it is one alone."""
+    """The name of a layer's type; a layer of a single part has the name of that part's type."""
     if layer.sides == 2:
         return TransformerLayer.__name__
     if layer.attention is not None:
@@ -52,7 +52,7 @@ def kind_of(layer: LayerSpec) -> str:
 
 
 def layer_of(number: int, held: Slice) -> TransformerLayer:
-    """A layer of a model, by its number."""
+    """Build a layer of a model, by its number."""
     layer = held.spec.every_layer[number]
     mixer, mlp = mixer_of(number, layer, held), mlp_of(number, layer, held)
     if mixer is None or mlp is None:

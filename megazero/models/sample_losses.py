@@ -1,4 +1,4 @@
-"""Chunks of a model that give the loss of each sample, or of each position, instead of the sum over all."""
+"""Chunks whose output is the loss of each sample, or of each position, instead of the sum over all."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megazero.pipeline.chunk import Boundary, Chunk, ChunkResult
 
 @dataclass(frozen=True)
 class SampleLosses(Chunk[M_contra]):
-    """A chunk of a model, for evaluation of micro-batches with a sample in each row.
+    """A chunk of a model that evaluates micro-batches with one sample per row.
 
-    The last chunk's output ``losses`` has the result of `sample_losses`; it adds to no loss term.
+    The last chunk's output ``losses`` is the result of `sample_losses`. There are no loss terms.
     """
 
     chunk: MeasuredModel[M_contra]
@@ -31,7 +31,7 @@ class SampleLosses(Chunk[M_contra]):
         """Wrap a chunk.
 
         Raises:
-            ConfigError: its model, such as a classifier, has no losses of single samples.
+            ConfigError: the model, such as a classifier, cannot compute losses of single samples.
         """
         if not isinstance(chunk, MeasuredModel):
             raise ConfigError(
@@ -40,16 +40,16 @@ class SampleLosses(Chunk[M_contra]):
             )
         return cls(chunk)
 
-    def takes(self, batch: M_contra) -> Boundary:
-        """The hidden states between chunks, as `Trunk.takes` says."""
-        return self.chunk.takes(batch)
+    def input_boundary(self, batch: M_contra) -> Boundary:
+        """The boundary of the wrapped chunk."""
+        return self.chunk.input_boundary(batch)
 
-    gives = takes
+    output_boundary = input_boundary
 
     def run(
         self, batch: M_contra, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> ChunkResult:
-        """The hidden states for the next chunk; the last chunk gives the losses instead."""
+        """Compute the hidden states for the next chunk, or in the last chunk the losses."""
         if self.chunk.head is None:
             return ChunkResult(self.chunk.hidden(batch, hidden))
         return ChunkResult(None, outputs={"losses": self._losses(batch, hidden)})
@@ -60,7 +60,7 @@ class SampleLosses(Chunk[M_contra]):
 
 @dataclass(frozen=True)
 class PositionLosses(SampleLosses[Batch]):
-    """A chunk of a language model; the last one's output ``losses`` has the result of `position_losses`."""
+    """A chunk of a language model; the last chunk's output ``losses`` is the result of `position_losses`."""
 
     chunk: LanguageModel
 
@@ -69,7 +69,7 @@ class PositionLosses(SampleLosses[Batch]):
         """Wrap a chunk.
 
         Raises:
-            ConfigError: its model does not predict each token from those before it.
+            ConfigError: the model does not predict each token from the tokens before it.
         """
         if not isinstance(chunk, LanguageModel):
             raise ConfigError(

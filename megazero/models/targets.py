@@ -1,4 +1,4 @@
-"""The tokens that a model of text learns to predict, and how much each of them counts."""
+"""`Targets`: the tokens that a language model learns to predict, and their weights in the loss."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Targets:
 
     Attributes:
         labels: int64 [b, s], the tokens.
-        weights: float32 [b, s], weight of each position in the loss; None counts every position.
-        counted: the sum of the weights, known on the host; given if and only if there are any.
+        weights: float32 [b, s], weight of each position in the loss; None means 1 everywhere.
+        counted: the sum of the weights, a number on the host; None without weights.
     """
 
     labels: Tensor
@@ -26,9 +26,9 @@ class Targets:
 
     @property
     def count(self) -> float:
-        """The weighted number of positions that count."""
+        """The weighted number of positions."""
         return float(self.labels.numel()) if self.counted is None else self.counted
 
     def weighted(self, values: Tensor) -> Tensor:
-        """Values [s, b] of the positions, each times its weight in the loss."""
+        """Multiply the values [s, b] of positions by their weights."""
         return values if self.weights is None else values * self.weights.t()

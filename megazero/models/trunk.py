@@ -1,4 +1,4 @@
-"""`Trunk`: the embedding and the layers, which all families share; a family adds its head and its loss."""
+"""`Trunk`: embedding and layers, shared by GPT, BERT and classifiers, which add their heads and losses."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ _Columns = TypeVar("_Columns", Positions, Tensor, Tensor | None)
 
 
 class Trunk(StagedChunk[M_contra]):
-    """The part of a transformer below its head, or a contiguous piece of it.
+    """Embedding, layers and a family's head, or a contiguous part of them.
 
-    A family derives from it, says which weights its `ties` are, and which loss terms of its `own_terms` its
-    head adds to, and builds the head.
+    A family defines its `ties`, its loss terms (`own_terms`) and its head (`build_head`).
 
     Args:
-        held: the part of the model that is here.
+        held: the part of the model to build.
     """
 
     def __init__(self, held: Slice):
@@ -55,7 +54,7 @@ class Trunk(StagedChunk[M_contra]):
     @property
     @abstractmethod
     def own_terms(self) -> tuple[LossTerm, ...]:
-        """The loss terms that the head adds to."""
+        """The loss terms of the head."""
 
     def routers(self) -> list[Router]:
         """The routers of the chunk's layers, in order."""
@@ -67,21 +66,21 @@ class Trunk(StagedChunk[M_contra]):
         router = self.spec.router
         return (*self.own_terms, *(() if router is None else terms_of(router)))
 
-    def takes(self, batch: M_contra) -> Boundary:
-        """Hidden states between chunks, of this rank's rows: [s/cp, b, h], or of s/cp/tp of them."""
+    def input_boundary(self, batch: M_contra) -> Boundary:
+        """This rank's hidden states: [s/cp, b, h], or [s/cp/tp, b, h] under sequence parallelism."""
         b, s = batch.tokens.shape
         spread = self.placement.spread
         rows = spread.count(s * spread.cp.size)
         return Boundary((rows, b, self.spec.stream.width), self.hidden_dtype)
 
     def blocks(self) -> list[nn.Module]:
-        """The blocks that this chunk runs, in order: embedding, layers, head."""
+        """The blocks of this chunk, in order: embedding, layers, head."""
         return [block for block in (self.embedding, *self.layers, self.head) if block is not None]
 
     def hidden(
         self, batch: M_contra, hidden: Tensor | None = None, *, core: AttentionCore | None = None
     ) -> Tensor:
-        """Hidden states after this chunk's layers, as `through` gives them."""
+        """The hidden states that `through` returns."""
         return self.through(batch, hidden, core=core)[0]
 
     def through(
@@ -93,16 +92,15 @@ class Trunk(StagedChunk[M_contra]):
         deferred: Deferred | None = None,
         wanted: Tensor | None = None,
     ) -> tuple[Tensor, Sums]:
-        """Hidden states after this chunk's layers, [s, b, h] ([s/tp, b, h] under sequence parallelism), and
-        what the layers add to the step's sums.
+        """Run this chunk's layers; return hidden states [s, b, h] (s/tp under sequence parallelism) and sums.
 
         Args:
             batch: the micro-batch.
-            hidden: hidden states of the previous chunk; None if this one has the embedding.
-            core: the attention core of this pass; None for the layers' own.
-            deferred: collects the computation of weight gradients, which backward then leaves out.
-            wanted: int64 [r, b], the rows that the head reads. If the last layer is here, and sees whole
-                sequences, it computes no others, and the result is [r, b, h]. None for all.
+            hidden: hidden states of the previous chunk; None if this chunk has the embedding.
+            core: replaces the layers' attention core in this pass.
+            deferred: the list to which backward appends weight gradients; None if it computes them.
+            wanted: int64 [r, b], the rows that the head reads; None for all. If this chunk has the last
+                layer, and ranks do not share sequences, it computes only these rows: [r, b, h].
         """
         inputs, embedded = self.inputs_of(batch, core, deferred)
         spread = inputs.rows.spread
@@ -110,7 +108,7 @@ class Trunk(StagedChunk[M_contra]):
             hidden = self.embedding(batch.tokens, embedded, inputs, batch.places.token_types)
         assert hidden is not None, "a chunk without an embedding starts from hidden states"
         if spread.parts.size > 1 or self.spec.router is not None:
-            # A rank has its share of the rows, whichever are wanted, and routers see whole sequences.
+            # A rank has its own part of the rows, wanted or not, and routers need whole sequences.
             wanted = None
         return run_layers(
             list(self.layers), hidden, inputs, self.units, self.keeping, wanted, self._per_token
@@ -119,7 +117,7 @@ class Trunk(StagedChunk[M_contra]):
     def inputs_of(
         self, batch: M_contra, core: AttentionCore | None = None, deferred: Deferred | None = None
     ) -> tuple[LayerInputs, Tensor]:
-        """The inputs that a micro-batch gives to every layer, and the positions to embed, [b, s] or [s]."""
+        """Make the inputs of every layer, and the positions to embed, int64 [b, s] or [s]."""
         spread, places = self.placement.spread, batch.places
         length = batch.tokens.shape[1] * spread.cp.size
         positions = range(length) if places.positions is None else places.positions
@@ -140,22 +138,22 @@ class Trunk(StagedChunk[M_contra]):
 
     @cached_property
     def _per_token(self) -> frozenset[str]:
-        """The names of the terms that are sums over tokens."""
+        """The names of the loss terms that are sums over tokens."""
         return frozenset(term.name for term in self.terms if term.over == "tokens")
 
 
 def _rows_first(values: _Columns) -> _Columns:
-    """[b, s] -> [s, b]; what has one dim, ranges and None stay as they are."""
+    """Transpose [b, s] to [s, b]; vectors, ranges and None stay as they are."""
     return values.t() if isinstance(values, Tensor) and values.dim() == 2 else values
 
 
 def routers_of(layers: nn.ModuleList) -> list[Router]:
-    """The routers of those layers that have experts."""
+    """The routers of the layers that have experts, in order."""
     return [part.router for part in layers.modules() if isinstance(part, MoEMLP)]
 
 
 def trunk_blocks(spec: ModelSpec, layers: Iterable[float], head: Block) -> tuple[Block, ...]:
-    """The blocks of a model of embedding, layers and head, by the FLOPs of each layer."""
+    """The blocks of a model of embedding, layers and head; `layers` are the FLOPs of each layer."""
     both = enumerate(zip(spec.layers, layers, strict=True))
     stack = (Block(number, kind_of(layer), flops, layer) for number, (layer, flops) in both)
     return (Block(EMBEDDING, Embedding.__name__, 0.0), *stack, head)

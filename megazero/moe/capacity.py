@@ -1,4 +1,4 @@
-"""Capacity: how many tokens of a sequence an expert takes, and which ones it leaves (GShard, 2020)."""
+"""Capacity: how many tokens of a sequence an expert takes, and which ones are dropped (GShard, 2020)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megazero.moe.tokens import Tokens
 from megazero.ops.counter_random import hash_uniform
 from megazero.spec.experts import CapacitySpec, RouterSpec
 
-_ROUNDING = 1e-9  # a product of floats may exceed a whole number by this much
+_ROUNDING = 1e-9  # subtracted before a ceil: a product of floats may exceed an integer by this much
 
 
 def factor_of(spec: CapacitySpec, inputs: LayerInputs) -> float | None:
-    """The capacity factor; None if no token is dropped. Evaluation takes training's if it has none.
+    """The capacity factor; None if no token is dropped. Evaluation without a factor uses training's.
 
-    Generation drops nothing: it sees a sequence token by token, and none of them may depend on later ones.
+    Generation drops nothing: it sees a sequence token by token, and no token may depend on later ones.
     """
     if inputs.generating:
         return None
@@ -28,19 +28,20 @@ def factor_of(spec: CapacitySpec, inputs: LayerInputs) -> float | None:
 
 
 def capacities(spec: RouterSpec, lengths: Tensor, experts: int, factor: float) -> Tensor:
-    """The room of an expert for the choices of each sequence: int64 [b], ceil(length k / E factor).
-
-    It is at least `capacity.least`.
+    """An expert's capacity for each sequence, int64 [b]: ceil(length k / E factor), or `capacity.least`.
 
     Args:
+        spec: the routers.
         lengths: int64 [b], tokens of each sequence.
+        experts: E.
+        factor: the capacity factor.
     """
     room = (lengths.double() * (spec.topk * factor / experts) - _ROUNDING).ceil()
     return room.long().clamp_min(spec.capacity.least)
 
 
 def capacity(spec: RouterSpec, length: int, experts: int, factor: float) -> int:
-    """`capacities` of one sequence whose length the host knows."""
+    """An expert's capacity for one sequence of `length` tokens, computed on the host (see `capacities`)."""
     room = math.ceil(length * (spec.topk * factor / experts) - _ROUNDING)
     return max(room, spec.capacity.least)
 
@@ -48,59 +49,59 @@ def capacity(spec: RouterSpec, length: int, experts: int, factor: float) -> int:
 def kept_choices(
     spec: RouterSpec, layer: int, choice: Routing, tokens: Tokens, inputs: LayerInputs
 ) -> Tensor | None:
-    """The choices that have room: bool [n, k]; None if no token is dropped.
+    """Return which choices are within their expert's capacity: bool [n, k]; None if no token is dropped.
 
-    An expert takes the choices of a sequence, or with `capacity.together` of the micro-batch, which makes
-    the result depend on its size, in the order of `capacity.policy`: ``probs`` takes those of the
-    highest weight first, ``random`` any (random token selection of DeepSpeed-MoE, Rajbhandari et al. 2022),
-    and ``position`` all first choices, then all second ones, each in order of position. This order also
-    breaks the ties of the other policies.
+    Capacity is per sequence, or with `capacity.together` per micro-batch (the result then depends on its
+    size). An expert takes choices in the order of `capacity.policy`: ``probs`` by weight, highest first,
+    ``random`` in random order (random token selection of DeepSpeed-MoE, Rajbhandari et al. 2022), and
+    ``position`` all first choices, then all second ones, each by position. The order of ``position`` also
+    breaks ties of the other policies.
     """
     experts = choice.probabilities.shape[1]
     factor = factor_of(spec.capacity, inputs)
     if factor is None:
         return None
-    # All shares of the micro-batch: who is dropped is a matter of whole sequences, whatever ranks share them,
-    # so every rank computes the same for all and takes its own part at the end.
+    # Dropping is decided for whole sequences, which ranks may share: each rank decides for the tokens of all
+    # shares, and takes its own share of the result at the end.
     every = tokens.everywhere()
     chosen, sequence, lengths = tokens.whole(choice.experts), every.sequence, every.lengths
     if spec.capacity.together:
         sequence, lengths = torch.zeros_like(sequence), lengths.sum().view(1)
     room = capacities(spec, lengths, experts, factor)
-    # Choice j of token i is number j * N + i: all first choices come before all second ones.
-    # Its cell is the expert that it fell on, for this sequence alone; each cell has a room of its own.
+    # Choice j of token i is number j * N + i: all first choices come before all second ones. Its cell is the
+    # pair (sequence, expert); each cell has its own capacity.
     cell = (sequence.unsqueeze(1) * experts + chosen).t().reshape(-1)
     if every.real is not None:
-        # Padding goes to one more cell, without room, so that it takes nobody's place.
-        nowhere = len(lengths) * experts
-        cell = torch.where(every.real.repeat(chosen.shape[1]), cell, nowhere)
-    # By urgency, then by cell, both stably: the choices of a cell end up together, the most urgent first, and
-    # equally urgent ones in the order of their numbers, on any device.
+        # Padding goes to an extra cell of capacity 0, so that it displaces no token.
+        padding_cell = len(lengths) * experts
+        cell = torch.where(every.real.repeat(chosen.shape[1]), cell, padding_cell)
+    # Sort by priority, then by cell, both stably: the choices of a cell become adjacent, the highest priority
+    # first, and ties in the order of their numbers, on any device.
     order = torch.arange(len(cell), device=cell.device)
-    if inputs.rows.spread.zigzag:  # shares do not follow each other as their tokens do
+    if inputs.rows.spread.zigzag:  # shares are not in the order of positions
         order = order.view(-1, len(every.number))[:, every.number.argsort(stable=True)].flatten()
     if spec.capacity.policy != "position":
-        urgency = _urgency(spec, layer, choice, tokens, inputs).t().reshape(-1)
-        order = order[urgency[order].argsort(descending=True, stable=True)]
+        priority = _priority(spec, layer, choice, tokens, inputs).t().reshape(-1)
+        order = order[priority[order].argsort(descending=True, stable=True)]
     order = order[cell[order].argsort(stable=True)]
-    # The place of a choice in its cell: its place among all, less the number of choices in earlier cells.
+    # A choice's rank in its cell: its rank in this order, less the number of choices in earlier cells.
     cells = len(lengths) * experts + 1
     filled = torch.zeros(cells, dtype=torch.int64, device=cell.device).scatter_add_(
         0, cell, torch.ones_like(cell)
     )
-    place = torch.arange(len(cell), device=cell.device) - (filled.cumsum(0) - filled)[cell[order]]
+    rank = torch.arange(len(cell), device=cell.device) - (filled.cumsum(0) - filled)[cell[order]]
     rooms = torch.cat([room.unsqueeze(1).expand(-1, experts).reshape(-1), room.new_zeros(1)])
-    kept = torch.empty_like(cell, dtype=torch.bool).scatter_(0, order, place < rooms[cell[order]])
+    kept = torch.empty_like(cell, dtype=torch.bool).scatter_(0, order, rank < rooms[cell[order]])
     return tokens.own(kept.view(chosen.shape[1], -1).t().contiguous())
 
 
 @torch.no_grad()
-def _urgency(spec: RouterSpec, layer: int, choice: Routing, tokens: Tokens, inputs: LayerInputs) -> Tensor:
-    """The urgency of each choice, float32 [N, k]; the most urgent ones are taken first."""
+def _priority(spec: RouterSpec, layer: int, choice: Routing, tokens: Tokens, inputs: LayerInputs) -> Tensor:
+    """The priority of each choice of all shares, float32 [N, k]; experts take the highest first."""
     if spec.capacity.policy == "probs":
         return tokens.whole(choice.weights.detach())
     keys = inputs.rows.keys
-    if keys is None:  # Evaluations drop by the same rule, at random but the same every time.
+    if keys is None:  # evaluation drops by fixed random numbers, the same every time
         keys = torch.zeros_like(tokens.lengths)
     rows = row_keys(keys, tokens, "router", layer, "selection")
     return tokens.whole(hash_uniform(rows.unsqueeze(1), choice.experts))

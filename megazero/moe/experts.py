@@ -1,4 +1,4 @@
-"""`Experts`: MLPs side by side, each for the rows of its tokens."""
+"""`Experts`: the MLPs of a layer's experts, each computed on the rows of its tokens."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from megazero.ops.grouped_linear import (
 from megazero.spec.parts import MlpSpec
 
 _Defer = Callable[[Tensor, Tensor], None]
-"""Keeps the input of a product and the gradient of its output, from which the weight's follows later."""
+"""Saves a product's input and output gradient, from which the weight's gradient is computed later."""
 
 
 class _GroupedLinear(Function):
-    """Rows of group e times weight[e].T, plus bias[e]; backward may leave the weight's gradient for later."""
+    """Rows of group e times weight[e].T, plus bias[e]; with `defer`, backward skips the weight's gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, defer: _Defer | None
     ) -> Tensor:
-        assert defer is None or not weight.requires_grad, "the weight half computes this weight's gradient"
+        assert defer is None or not weight.requires_grad, "a deferred weight must be detached"
         ctx.save_for_backward(x, weight)
         ctx.groups, ctx.defer, ctx.has_bias = groups, defer, bias is not None
         y = grouped_linear(x, weight, groups)
@@ -60,15 +60,15 @@ class _GroupedLinear(Function):
 
 
 class _GroupedWeightHalf:
-    """Adds a stacked weight's gradient to its `grad`, once, and releases the activations."""
+    """A deferred weight gradient: a call adds it to `weight.grad` and frees the activations."""
 
     def __init__(self, weight: nn.Parameter, x: Tensor, grad: Tensor, groups: Groups):
         self.weight = weight
-        self._held: tuple[Tensor, Tensor, Groups] | None = (x, grad, groups)
+        self._saved: tuple[Tensor, Tensor, Groups] | None = (x, grad, groups)
 
     def __call__(self) -> nn.Parameter:
-        assert self._held is not None, "this weight gradient has been computed already"
-        (x, grad, groups), self._held = self._held, None
+        assert self._saved is not None, "this weight gradient has been computed already"
+        (x, grad, groups), self._saved = self._saved, None
         gradient = grouped_outer(grad, x, groups).view_as(self.weight)
         self.weight.grad = gradient if self.weight.grad is None else self.weight.grad.add_(gradient)
         return self.weight
@@ -77,7 +77,7 @@ class _GroupedWeightHalf:
 def _linear(
     x: Tensor, weight: nn.Parameter, bias: Tensor | None, groups: Groups, deferred: Deferred | None
 ) -> Tensor:
-    """x [R, K] -> [R, n], for weight [E, ..., K] whose middle dims are n when flattened."""
+    """Multiply each expert's rows x [R, K] by its weight [E, ..., K], middle dims flattened to n: [R, n]."""
     stack = weight.flatten(1, -2)
     vectors = None if bias is None else bias.flatten(1)
     if deferred is None or not x.requires_grad:
@@ -90,16 +90,16 @@ def _linear(
 
 
 class Experts(nn.Module):
-    """The experts of one layer that are on this rank, E/ep of them, each with 1/etp of its inner width f.
+    """This rank's experts of one layer: E/ep experts, each with 1/etp of its inner width f.
 
-    Weights are stacked: up [E, f, h], or [E, 2, f, h] (gate, then value) with gates, and down [E, h, f].
+    Weights are stacked: up [E, f, h], or [E, 2, f, h] (gate, then value) if gated, and down [E, h, f].
 
     Args:
         layer: number of the layer.
         experts: E.
-        spec: each of them.
+        spec: one expert.
         placement: ranks, dtype and device.
-        again: whether backward computes their activations again.
+        again: whether backward recomputes the activations.
     """
 
     def __init__(self, layer: int, experts: int, spec: MlpSpec, placement: Placement, *, again: bool = False):
@@ -137,7 +137,7 @@ class Experts(nn.Module):
 
     @property
     def reads_sizes(self) -> bool:
-        """Whether its products need the numbers of rows on the host, unless they are equal by design."""
+        """Whether the products need the numbers of rows on the host (if they are not equal by design)."""
         widths = (self.up.shape[-1], self.down.shape[-1], self.up[0].numel() // self.up.shape[-1])
         return reads_sizes(self.up.device, self.up.dtype, widths)
 
@@ -145,9 +145,9 @@ class Experts(nn.Module):
         """Compute rows [R, h] -> [R, h]; the caller sums the result over `etp`.
 
         Args:
-            rows: the rows of each expert here, one expert's after the other's.
-            groups: how many rows each has.
-            deferred: where backward leaves the gradients of the weights; None if it computes them.
+            rows: the rows of this rank's experts, sorted by expert.
+            groups: number of rows of each expert.
+            deferred: the list to which backward appends weight gradients; None if it computes them.
         """
         inner = _linear(rows, self.up, self.up_bias, groups, deferred)
         active = self.activation(inner, None)
@@ -155,9 +155,9 @@ class Experts(nn.Module):
             return _linear(active, self.down, self._bias_once(), groups, deferred)
 
     def _bias_once(self) -> Tensor | None:
-        """The second bias on the first slice, and on the others zeros with the same gradient.
+        """The bias of `down` on the first slice; zeros with the same gradient on the others.
 
-        The bias is thus added once, and all its copies get whole gradients.
+        Outputs are summed over slices, so the bias must be added once, but every copy needs its gradient.
         """
         if self.down_bias is None or self.first_slice:
             return self.down_bias

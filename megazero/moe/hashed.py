@@ -1,8 +1,8 @@
-"""Routing by the ids of tokens, in the first layers with experts: a fixed table says which experts each has.
+"""Hash routing: in the first layers with experts, a fixed table maps each token id to its experts.
 
-As in Hash Layers (Roller et al. 2021) nothing is learned about the choice; the router's scores weigh the
-experts, as in DeepSeek-V4 and Megatron-LM's `--moe-n-hash-layers`. The table is a function of the layer's
-number, so that no checkpoint holds it and no seed changes it.
+The choice is not learned (Hash Layers, Roller et al. 2021); the router's scores weigh the experts, as in
+DeepSeek-V4 and Megatron-LM's `--moe-n-hash-layers`. The table is a function of the layer's number alone, so
+that no checkpoint holds it and no seed changes it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megazero.spec.experts import RouterSpec
 
 
 def expert_table(layer: int, experts: int, choices: int, ids: int, device: torch.device) -> Tensor:
-    """int64 [ids or more, choices], the experts of each id: random ones, evenly loaded by every run of ids.
+    """Return the experts of each id: int64 [R, choices], R >= ids. Every run of E ids loads experts evenly.
 
-    Each run of as many ids as there are experts is put in a random order, and so are the experts; an id has
-    the expert at its place, and those that follow. So a run has each expert `choices` times. Neighbouring ids
-    are about equally frequent in most vocabularies, so that loads are about even in a text, too.
+    Each run of E ids gets a random order, and the experts another one: the id at place p has the experts at
+    places p, p + 1, ..., so a run has each expert `choices` times. In most vocabularies, neighbouring ids are
+    about equally frequent, so loads are about even in texts, too.
     """
     runs, members = torch.arange(-(-ids // experts), device=device), torch.arange(experts, device=device)
 
@@ -36,21 +36,21 @@ def expert_table(layer: int, experts: int, choices: int, ids: int, device: torch
 
 
 def ids_of(tokens: Tokens, rows: Rows) -> Tensor:
-    """int64 [n], the ids of a rank's share of the tokens, which are of its own columns."""
-    assert rows.ids is not None, "whoever routes by ids gives them"
+    """The ids of this rank's share of the tokens: int64 [n]."""
+    assert rows.ids is not None, "a hashed router needs the ids of tokens"
     column, spread = tokens.number // len(rows.ids), rows.spread
-    if spread.cp.size > 1:
+    if spread.cp.size > 1:  # `rows.ids` has this rank's columns only
         columns = spread.own_columns(torch.arange(rows.whole_length, device=column.device))
-        column = torch.searchsorted(columns, column)  # an own column's place among them
+        column = torch.searchsorted(columns, column)
     return rows.ids[tokens.sequence, column]
 
 
 class HashedRouter(Router):
-    """A router that looks up which experts a token has, and scores these.
+    """A router that looks up a token's experts in a table, and weighs them by its scores.
 
     Args:
         layer, weight, spec, logit_bias: as for `Router`.
-        ids: number of ids that tokens may have.
+        ids: size of the vocabulary.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class HashedRouter(Router):
 
     def _choose(self, ranking: Tensor, noise: Noise) -> Tensor:
         if self._table is None or self._table.device != ranking.device:
-            with torch.inference_mode(False):  # it outlives a generation, and a training may follow
+            with torch.inference_mode(False):  # a later training step may use the table
                 k, device = self.spec.topk, ranking.device
                 self._table = expert_table(self.layer, self.experts, k, self.ids, device)
         return self._table[ids_of(noise.tokens, noise.rows)]

@@ -1,4 +1,4 @@
-"""`MoE`, where users of DeepSpeed look for it."""
+"""A door to DeepSpeed's `MoE` under its upstream path, `moe.layer.MoE`."""
 
 from __future__ import annotations
 

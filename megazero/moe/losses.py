@@ -1,4 +1,4 @@
-"""The loss terms of routers: losses that keep loads even, and figures that are only reported."""
+"""The loss terms of routers: losses that balance loads, and figures that are only reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megazero.moe.router import Routing
 from megazero.moe.tokens import Tokens
 from megazero.spec.experts import RouterSpec
 
-# Megatron's names of the kinds of balance losses -> our terms, and the divisors of their sums.
+# Megatron-LM's name of a balance loss -> the name of its loss term, and the divisor of the term's sum.
 _BALANCE = MappingProxyType(
     {
         "aux_loss": ("load_balancing", "micro_batches"),
@@ -26,7 +26,7 @@ _Z, _ENTROPY, _DROPPED = "z", "router_entropy", "dropped_tokens"
 
 
 def terms_of(spec: RouterSpec) -> tuple[LossTerm, ...]:
-    """The loss terms that routers of a model add to; those with coefficient 0 are only reported."""
+    """The loss terms of a model's routers; those with coefficient 0 are only reported."""
     terms = [
         LossTerm(_BALANCE[kind][0], coefficient, over=_BALANCE[kind][1]) for kind, coefficient in spec.balance
     ]
@@ -40,11 +40,11 @@ def terms_of(spec: RouterSpec) -> tuple[LossTerm, ...]:
 
 @dataclass(frozen=True)
 class RouterSums:
-    """The sums that one router adds to the loss terms in one micro-batch.
+    """One router's sums for one micro-batch.
 
     Attributes:
-        terms: name of a loss term -> float32 scalar, the same on all tensor-parallel ranks. Those of ranks
-            that share sequences add up.
+        terms: name of a loss term -> float32 scalar, the same on all tensor-parallel ranks; context-parallel
+            ranks have summands.
         tokens: float32 [E], how often this rank's tokens chose each expert, before any is dropped.
     """
 
@@ -62,19 +62,20 @@ def router_terms(
 ) -> RouterSums:
     """Compute a router's sums for this micro-batch.
 
-    With c_e the number of choices of expert e, p_te the probabilities, T tokens and k choices of each, the
-    balance losses are E / (k T^2) sum_e c_e sum_t p_te (Fedus et al. 2021) over each sequence, or over the
-    micro-batch; or E sum_e f_e sum_t p_te with the shares f_e of the whole last step, so that what counts as
-    even is decided by the global batch and yet known before it ends. Choices count before any is dropped.
-    The z-loss is the sum of the squared logsumexp of the logits (ST-MoE, Zoph et al. 2022).
+    Let c_e be the number of choices of expert e, p_te the probabilities, T the tokens and k the choices per
+    token. ``seq_aux_loss`` and ``aux_loss`` are E / (k T^2) sum_e c_e sum_t p_te (Fedus et al. 2021) over
+    each sequence and over the micro-batch. ``global_aux_loss`` is E sum_e f_e sum_t p_te, where f_e are the
+    loads of the last step: so the global batch decides which experts are overloaded, and the loss does not
+    wait for its end. Choices count before any is dropped. The z-loss is the sum of the squared logsumexp of
+    the logits (ST-MoE, Zoph et al. 2022).
 
     Args:
         spec: the model's routers.
         choice: the router's decision for this rank's share.
-        tokens: this rank's share.
-        kept: bool [n, k], the choices that have room; None for all.
+        tokens: this rank's share of the tokens.
+        kept: bool [n, k], the choices within capacity; None for all.
         load: float32 [E], f.
-        layers: how many layers have a router; figures that are only reported are means over them.
+        layers: number of layers with a router; figures that are only reported are means over them.
     """
     experts = choice.probabilities.shape[1]
     k, sequences, group = choice.experts.shape[1], len(tokens.lengths), tokens.columns
@@ -86,20 +87,20 @@ def router_terms(
     terms = {}
     if spec.balance:
         blank = choice.probabilities.new_zeros(sequences, experts)
-        spread = blank.index_add(0, tokens.sequence, tokens.masked(choice.probabilities))
-        spread = reduce_from_slices(spread, tokens.sharers)
+        sums = blank.index_add(0, tokens.sequence, tokens.masked(choice.probabilities))
+        sums = reduce_from_slices(sums, tokens.sharers)
         tokens.sharers.all_reduce(counts).wait()
         lengths = tokens.lengths.clamp_min(1).float()
         for kind, _ in spec.balance:
             if kind == "seq_aux_loss":
-                value = switch_loss(counts, spread, lengths, k).sum()
+                value = switch_loss(counts, sums, lengths, k).sum()
             elif kind == "aux_loss":
                 total = tokens.lengths.sum().clamp_min(1).float()
-                value = switch_loss(counts.sum(0), spread.sum(0), total, k)
+                value = switch_loss(counts.sum(0), sums.sum(0), total, k)
             else:
-                even = torch.full_like(spread[0], 1 / experts)
-                value = ((even if load is None else load) * spread.sum(0)).sum() * experts
-            terms[_BALANCE[kind][0]] = _share(value, tokens.sharers.size // group.size)
+                even = torch.full_like(sums[0], 1 / experts)
+                value = ((even if load is None else load) * sums.sum(0)).sum() * experts
+            terms[_BALANCE[kind][0]] = _summand(value, tokens.sharers.size // group.size)
     if spec.z_loss:
         squares = tokens.masked(choice.logits.logsumexp(1).square())
         terms[_Z] = reduce_from_slices(squares.sum(), group)
@@ -112,27 +113,27 @@ def router_terms(
     return RouterSums(terms, own_tokens)
 
 
-def _share(value: Tensor, ranks: int) -> Tensor:
-    """One rank's part of a value that so many have alike, which has the gradient of all of it.
+def _summand(value: Tensor, ranks: int) -> Tensor:
+    """A value that `ranks` ranks have in common, divided by their number, with its gradient undivided.
 
-    Each rank's gradient is that of its own tokens, so nothing of it is counted twice.
+    Each rank's gradient is only that of its own tokens, so the sum over ranks counts no gradient twice.
     """
     return value if ranks == 1 else value - value.detach() * (1 - 1 / ranks)
 
 
-def switch_loss(counts: Tensor, spread: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """E / (k T^2) sum_e c_e sum_t p_te (Fedus et al. 2021), which is 1 where loads are even.
+def switch_loss(counts: Tensor, probability_sums: Tensor, tokens: Tensor, k: int) -> Tensor:
+    """E / (k T^2) sum_e c_e sum_t p_te (Fedus et al. 2021), which is 1 if loads are even.
 
     Args:
         counts: float32 [..., E], c.
-        spread: float32 [..., E], the sums of the probabilities of each expert over the tokens.
+        probability_sums: float32 [..., E], the sum over tokens of each expert's probability.
         tokens: float32 [...], T.
-        k: choices of each token that `counts` has.
+        k: number of choices of each token in `counts`.
     """
-    return (counts * spread).sum(-1) / tokens.square() * (counts.shape[-1] / k)
+    return (counts * probability_sums).sum(-1) / tokens.square() * (counts.shape[-1] / k)
 
 
 @torch.no_grad()
 def _entropy(choice: Routing, tokens: Tokens) -> Tensor:
-    """The sum of the entropies of the probabilities, in nats."""
+    """The sum over tokens of the entropy of their probabilities, in nats."""
     return tokens.masked(torch.special.entr(choice.probabilities).sum(1)).sum()

@@ -1,4 +1,4 @@
-"""`MoEMLP`: a mixture of experts in the place of a layer's MLP."""
+"""`MoEMLP`: a mixture of experts that replaces a layer's MLP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megazero.moe.experts import Experts
 from megazero.moe.hashed import HashedRouter
 from megazero.moe.losses import router_terms
 from megazero.moe.router import Router, router_bias, router_weight
-from megazero.moe.tokens import give_back, take_share
+from megazero.moe.tokens import gather_shares, take_share
 from megazero.mpu.group import Group
 from megazero.mpu.param_spec import InitialValues, ParamSpec
 from megazero.ops.grouped_linear import Groups
@@ -30,18 +30,17 @@ from megazero.spec.parts import StreamSpec
 class MoEMLP(nn.Module):
     """A mixture of experts: [s, b, h] -> ([s, b, h], None, its router's sums for the loss terms).
 
-    A token's result is the sum of its k experts' results, times their weights. Shared experts (DeepSeekMoE,
-    Dai et al. 2024) are an MLP that all tokens go through, added to it, by a sigmoid gate if there is one.
-    A residual mixture (Rajbhandari et al. 2022) instead mixes the experts with a dense MLP by a learned
-    softmax: out = w0 experts + w1 mlp.
+    A token's result is the weighted sum of its k experts' results. Shared experts (DeepSeekMoE, Dai et al.
+    2024) are an MLP for all tokens whose output is added, times a sigmoid gate if there is one. A residual
+    mixture (Rajbhandari et al. 2022) mixes the experts with a dense MLP by a learned softmax:
+    out = w0 experts + w1 mlp.
 
     Args:
         layer: number of the layer.
-        spec: the experts, and what is beside them.
+        spec: the routed experts, and the shared or dense MLP.
         placement: ranks, dtype and device.
-        recompute: what backward computes again; its tiles are those of the MLP that all tokens go through,
-            as experts are not cut.
-        ids: number of ids of tokens, by which routers of the first layers may choose.
+        recompute: what backward recomputes; its tiles apply to the shared or dense MLP, not to experts.
+        ids: size of the vocabulary, for hashed routers.
     """
 
     def __init__(
@@ -88,12 +87,12 @@ class MoEMLP(nn.Module):
         if tokens.real is not None:
             real = tokens.real.unsqueeze(1).expand_as(choice.experts)
             kept = real if kept is None else kept & real
-        experts_placement = self._experts_placement(x, inputs)
-        outputs = self.dispatch(experts_placement, rows, choice.weights, choice.experts, kept)
-        out = self._with_dense(give_back(outputs, x.shape, inputs.rows.spread), x, inputs)
+        placement = self._expert_placement(x, inputs)
+        outputs = self.dispatch(placement, rows, choice.weights, choice.experts, kept)
+        out = self._with_dense(gather_shares(outputs, x.shape, inputs.rows.spread), x, inputs)
         return out, None, Sums(sums.terms, {self.router.tally: sums.tokens})
 
-    def _experts_placement(self, x: Tensor, inputs: LayerInputs) -> ExpertPlacement:
+    def _expert_placement(self, x: Tensor, inputs: LayerInputs) -> ExpertPlacement:
         groups = self.placement.groups
 
         def apply(rows: Tensor, sizes: Groups) -> Tensor:
@@ -106,9 +105,9 @@ class MoEMLP(nn.Module):
         return ExpertPlacement(self.total, apply, group, groups["etp"].size, room, reads)
 
     def _room(self, b: int, inputs: LayerInputs) -> int | None:
-        """Rows that each expert is padded to, the capacity of `b` sequences of full length; None without one.
+        """The rows that each expert is padded to: its capacity for `b` sequences of full length; or None.
 
-        It is the same on all ranks, though their sequences may be trimmed to other lengths.
+        Full length, because it must be the same on all ranks, which may trim their sequences differently.
         """
         spec = self.spec.router
         together, factor = spec.capacity.together, factor_of(spec.capacity, inputs)
@@ -118,7 +117,7 @@ class MoEMLP(nn.Module):
         return room if together else b * room
 
     def _with_dense(self, out: Tensor, x: Tensor, inputs: LayerInputs) -> Tensor:
-        """The experts' result together with that of the MLP that all tokens go through."""
+        """Combine the experts' output [s, b, h] with that of the shared or dense MLP."""
         if self.shared is not None:
             shared = _biased(computed_again(self.shared_again, self.shared, x, inputs))
             if self.shared_gate is not None:
@@ -131,22 +130,22 @@ class MoEMLP(nn.Module):
 
 
 def pads(spec: CapacitySpec, device: torch.device, group: Group, reads: bool) -> bool:
-    """Whether experts that have a capacity get blank rows up to it.
+    """Whether to pad experts with blank rows to their capacity.
 
-    It is so by the setting, and also where a GPU would be waited for because products read the sizes on the
-    host; but what is sent to other ranks stays as small as it can be.
+    By the setting, or on a single GPU whose products would otherwise wait for the sizes on the host. With
+    several ranks padding would enlarge the messages.
     """
     return spec.padded or (reads and device.type == "cuda" and group.size == 1)
 
 
 def _biased(result: MLPResult) -> Tensor:
     out, bias, _ = result
-    assert not isinstance(bias, Included), "only a layer's halves hand biases over"
+    assert not isinstance(bias, Included), "only an attention or MLP branch returns an included bias"
     return out if bias is None else out + bias
 
 
 class _TokenLinear(nn.Module):
-    """A product for each token, x [s, b, h] -> float32 [s, b, n]; each rank computes the rows that it has."""
+    """A linear map of each token in fp32: x [s, b, h] -> float32 [s, b, n], replicated over tensor ranks."""
 
     def __init__(self, name: str, width: int, stream: StreamSpec, placement: Placement, *, bias: bool):
         super().__init__()

@@ -1,4 +1,4 @@
-"""`Router`: chooses the experts that a token goes to, and the weight of each."""
+"""`Router`: chooses the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.placement import Placement
-from megazero.moe.forced import forced
 from megazero.moe.sinkhorn import assignment
 from megazero.moe.tokens import Tokens
 from megazero.mpu.param_spec import InitialValues, ParamSpec
@@ -24,12 +23,12 @@ from megazero.spec.parts import StreamSpec
 
 @dataclass(frozen=True)
 class Routing:
-    """The decision of a router for `n` tokens.
+    """The decision of a router for n tokens.
 
     Attributes:
         experts: int64 [n, k], the chosen experts, best first; of equal ones the lower number comes first.
-        weights: float32 [n, k], the factor of each expert's result.
-        probabilities: float32 [n, E], the scores of all experts, which sum to 1.
+        weights: float32 [n, k], the factor of each chosen expert's result.
+        probabilities: float32 [n, E], the scores of all experts, normalized to sum to 1.
         logits: float32 [n, E].
     """
 
@@ -66,20 +65,20 @@ def router_bias(layer: int, experts: int, placement: Placement) -> nn.Parameter:
 class Router(nn.Module):
     """Scores E experts for each token and chooses k.
 
-    The logits are a product in fp32. With the softmax score, the weights are the softmax over the chosen
-    logits, or with `moe_router_pre_softmax` the chosen ones of the softmax over all. With the sigmoid score
-    they are the chosen scores, for k > 1 divided by their sum (DeepSeek-V3, arXiv:2412.19437). A bias, if
-    there is one, takes part in the choice alone; `RouterLoads` moves it so that loads become even (Wang et
-    al. 2024, arXiv:2408.15664). Group-limited choice keeps the groups whose best experts score highest.
-    With `sinkhorn`, training chooses by an even `assignment`, and the weights are the sigmoid of the logits
-    for k = 1, or else their softmax over all experts. With `moe_router_force_load_balancing`, training takes
-    normal random numbers for logits, and passes their gradient on to the logits.
+    The logits are a product in fp32. With softmax scores, the weights are the softmax over the chosen logits,
+    or with `moe_router_pre_softmax` the softmax over all logits. With sigmoid scores, the weights are the
+    chosen scores, for k > 1 divided by their sum (DeepSeek-V3, arXiv:2412.19437). An expert bias affects the
+    choice alone; `RouterLoads` updates it to balance loads (Wang et al. 2024, arXiv:2408.15664). With groups,
+    only experts of the groups whose best experts score highest are chosen. With `sinkhorn`, training chooses
+    by a balanced `assignment`; the weights are the sigmoid of the logits for k = 1, else their softmax over
+    all experts. With `moe_router_force_load_balancing`, training replaces the logits by normal random numbers
+    that pass the gradient on to the logits (Megatron-LM's, for benchmarks).
 
     Args:
         layer: number of the layer.
         weight: [E, h].
         spec: how experts are chosen and weighed.
-        logit_bias: [E], added to the logits; None for none.
+        logit_bias: [E], added to the logits; or None.
     """
 
     def __init__(
@@ -93,25 +92,24 @@ class Router(nn.Module):
         self.name = router_name(layer)
         self.weight = weight
         self.logit_bias = logit_bias
-        # Both float32 [E], the same on every rank: added to the scores for the choice, and each expert's
-        # share of the choices of the last step. None is zeros.
-        self.bias: Tensor | None = None
-        self.load: Tensor | None = None
+        # Both float32 [E], the same on every rank; `RouterLoads` sets them.
+        self.bias: Tensor | None = None  # added to the scores for the choice
+        self.load: Tensor | None = None  # each expert's fraction of the choices of the last step
 
     @property
     def tally(self) -> str:
-        """Name of the tally of how often each expert was chosen."""
+        """Name of the tally that counts how often each expert was chosen."""
         return f"{self.name}.tokens"
 
     def forward(self, x: Tensor, tokens: Tokens, inputs: LayerInputs) -> Routing:
-        """Choose for x [n, h]."""
+        """Choose experts for x [n, h]."""
         spec, noise = self.spec, Noise(self.layer, tokens, inputs)
         x, weight = x.float(), self.weight.float()
         if spec.jitter and noise.on:
             x = x * (1 + spec.jitter * (2 * noise.uniform("jitter", x.shape[1]) - 1))
         logits = F.linear(x, weight, None if self.logit_bias is None else self.logit_bias.float())
         if spec.forced and noise.on:
-            logits = forced(logits, noise.uniform("forced", self.experts))
+            logits = noise.normal(self.experts) + (logits - logits.detach())
         with torch.no_grad():
             ranking = logits.sigmoid() if spec.sigmoid else logits
             if spec.assigns and noise.on:
@@ -140,7 +138,7 @@ class Router(nn.Module):
         return best
 
     def _within_groups(self, ranking: Tensor) -> Tensor:
-        """`ranking` with -inf outside of the best groups; a group's score is the sum of its best experts."""
+        """Set `ranking` to -inf outside of the best groups, by the sum of each group's best experts."""
         groups, kept = self.spec.groups, self.spec.group_topk
         assert groups is not None
         assert kept is not None, "a rule has them set together"
@@ -151,27 +149,34 @@ class Router(nn.Module):
 
 
 class Noise:
-    """Random numbers that are functions of (seed, layer, sample, position, column) alone."""
+    """Random numbers of a router: functions of (seed, layer, sample, position, column) alone."""
 
     def __init__(self, layer: int, tokens: Tokens, inputs: LayerInputs):
         self.layer, self.tokens, self.rows, self.keys = layer, tokens, inputs.rows, inputs.rows.keys
         self.on = inputs.rows.keys is not None
 
     def uniform(self, site: str, columns: int) -> Tensor:
-        """Uniform numbers in [0, 1), float32 [n, columns]."""
-        assert self.keys is not None, "there is no noise without keys"
+        """Uniform numbers in [0, 1), multiples of 2^-24, float32 [n, columns]."""
+        assert self.keys is not None, "noise needs random keys"
         rows = row_keys(self.keys, self.tokens, "router", self.layer, site)
         return hash_uniform(rows.unsqueeze(1), torch.arange(columns, device=rows.device))
 
     def gumbel(self, columns: int) -> Tensor:
         """Numbers from the standard Gumbel distribution, float32 [n, columns]."""
-        # The middle of each step of 2^-24, so never 0; that of the last one would be rounded to 1.
-        uniform = (self.uniform("sample", columns) + 2.0**-25).clamp_max(1 - 2.0**-24)
-        return -(-uniform.log()).log()
+        return -(-self._open("sample", columns).log()).log()
+
+    def normal(self, columns: int) -> Tensor:
+        """Numbers from the standard normal distribution, float32 [n, columns]."""
+        return 2**0.5 * torch.erfinv(2 * self._open("forced", columns) - 1)
+
+    def _open(self, site: str, columns: int) -> Tensor:
+        """Uniform numbers in the open interval (0, 1), float32 [n, columns]."""
+        # The middle of each step of 2^-24, so never 0; the last middle would be rounded to 1.
+        return (self.uniform(site, columns) + 2.0**-25).clamp_max(1 - 2.0**-24)
 
 
 def row_keys(sample_keys: Tensor, tokens: Tokens, *site: str | int) -> Tensor:
-    """A key for each token at a site of the model: int64 [n]."""
+    """The random key of each token at a site of the model: int64 [n]."""
     return derive(derive(site_key(*site), sample_keys)[tokens.sequence], tokens.position)
 
 

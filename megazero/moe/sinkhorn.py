@@ -1,4 +1,4 @@
-"""Sinkhorn's assignment of tokens to experts (Clark et al. 2022, arXiv:2202.01169), as Megatron-LM's."""
+"""Sinkhorn's assignment of tokens to experts (Clark et al. 2022, arXiv:2202.01169), as in Megatron-LM."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _TINY = 1e-8
 
 @torch.no_grad()
 def assignment(logits: Tensor, tokens: Tokens) -> Tensor:
-    """Weigh the logits of this rank's tokens so that experts have even shares of the micro-batch: [n, E].
+    """Balance the scores of this rank's tokens so that experts share the micro-batch evenly: [n, E].
 
-    All tokens of the micro-batch take part, in the order of their places, whatever ranks share them: so every
-    layout sums the same numbers in the same order.
+    Every rank balances all tokens of the micro-batch, in their order in the sequences, so that all layouts
+    sum the same numbers in the same order.
 
     Args:
         logits: float32 [n, E].
-        tokens: this rank's share.
+        tokens: this rank's share of the tokens.
     """
     order = tokens.whole(tokens.number).argsort(stable=True)
     whole = tokens.whole(logits)[order]
@@ -30,9 +30,9 @@ def assignment(logits: Tensor, tokens: Tokens) -> Tensor:
 
 
 def sinkhorn(logits: Tensor, real: Tensor | None = None) -> Tensor:
-    """Scale rows and columns of exp(logits) [n, E] in turn until each has an even share of the sum of 1.
+    """Scale the rows and columns of exp(logits) [n, E] in turn until all rows, and all columns, sum alike.
 
-    It ends as soon as the factors of the columns change by less than 1e-4 in the mean.
+    The total is 1. It stops once the column factors change by less than 1e-4 on average.
 
     Args:
         logits: float32 [n, E].
@@ -47,6 +47,6 @@ def sinkhorn(logits: Tensor, real: Tensor | None = None) -> Tensor:
     while True:
         of_rows = 1 / count / ((columns * cost).sum(1) + _TINY)
         before, columns = columns, 1 / experts / ((of_rows.unsqueeze(1) * cost).sum(0) + _TINY)
-        # A plan computes no values, so there is nothing to wait for.
+        # Meta tensors have no values to converge.
         if cost.is_meta or not (before - columns).abs().mean() > _TOLERANCE:
             return columns * cost * of_rows.unsqueeze(1)

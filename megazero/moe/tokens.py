@@ -1,4 +1,4 @@
-"""`Tokens`: the tokens of a micro-batch that a rank routes, and their places in the sequences."""
+"""`Tokens`: the tokens of a micro-batch that a rank routes, and their positions in the sequences."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from megazero.ops.positions import position_tensor
 class Tokens:
     """A rank's share of the tokens of `b` sequences.
 
-    Tensor-parallel ranks share the tokens of a micro-batch evenly, with sequence parallelism or without, so
-    that none is routed twice. A share is a run of the rows of this rank's columns, [s/cp, b] when flattened;
-    the last one may end in rows that are no tokens.
+    Tensor-parallel ranks divide the tokens of a micro-batch evenly, with sequence parallelism or without, so
+    that no token is routed twice. A share is a contiguous part of the flattened rows [s/cp, b]; the last
+    share may end in padding.
 
     Attributes:
-        number: int64 [n], each token's place among the flattened rows of whole sequences, [s, b].
+        number: int64 [n], each token's index in the flattened [s, b] of whole sequences.
         sequence: int64 [n], the number of each token's sequence.
         position: int64 [n], each token's position in its sequence.
-        real: bool [n], False for padding, which no expert sees; None if there is none.
-        lengths: int64 [b], how many tokens each whole sequence has, without padding.
-        sharers: the ranks that have the other shares.
-        columns: those of them that have shares of the same columns.
+        real: bool [n], False for padding, which no expert sees; None without padding.
+        lengths: int64 [b], number of tokens of each whole sequence, without padding.
+        sharers: the ranks that share these sequences (axes cp and tp).
+        columns: the ranks that share the same columns (axis tp).
     """
 
     number: Tensor
@@ -46,17 +46,17 @@ class Tokens:
         return len(self.sequence)
 
     def masked(self, values: Tensor) -> Tensor:
-        """`values` [n, ...], zeros where there is no token."""
+        """`values` [n, ...], with zeros for padding."""
         if self.real is None:
             return values
         return values * self.real.view(-1, *(1 for _ in values.shape[1:])).to(values.dtype)
 
     def whole(self, values: Tensor) -> Tensor:
-        """The `values` [n, ...] of all shares, one after the other."""
+        """Concatenate the `values` [n, ...] of all shares."""
         return values if self.sharers.size == 1 else gather_rows(values, self.sharers)
 
     def own(self, values: Tensor) -> Tensor:
-        """This rank's part of the `values` of all shares."""
+        """This rank's share of `values` [N, ...], the inverse of `whole`."""
         return own_rows(values, self.sharers)
 
     def everywhere(self) -> Tokens:
@@ -69,9 +69,9 @@ class Tokens:
 
 
 def take_share(x: Tensor, rows: Rows) -> tuple[Tensor, Tokens]:
-    """This rank's share of the tokens of x [s, b, h] ([s/tp, b, h] under sequence parallelism): [n, h].
+    """Take this rank's share [n, h] of the tokens of x [s, b, h] ([s/tp, b, h] with sequence parallelism).
 
-    Of sequences that ranks of ``cp`` share, s are this rank's columns.
+    With context parallelism, s counts this rank's columns only.
     """
     spread, device, b = rows.spread, x.device, x.shape[1]
     length, tp = rows.whole_length, spread.tp
@@ -79,7 +79,7 @@ def take_share(x: Tensor, rows: Rows) -> tuple[Tensor, Tokens]:
     share = -(-total // tp.size)
     if not spread.split and tp.size > 1:
         own = split_rows(F.pad(own, (0, 0, 0, share * tp.size - total)), tp)
-    # The place among the rows of this rank's columns, then among those of whole sequences.
+    # The index among the rows of this rank's columns; `column` is then the one among whole sequences.
     place = torch.arange(tp.rank * share, (tp.rank + 1) * share, device=device)
     inside = place < total
     place, sequence = place.clamp_max(total - 1) // b, place % b
@@ -98,8 +98,8 @@ def take_share(x: Tensor, rows: Rows) -> tuple[Tensor, Tokens]:
     return own, Tokens(column * b + sequence, sequence, position, real, lengths, spread.sharers, tp)
 
 
-def give_back(rows: Tensor, shape: torch.Size, spread: Spread) -> Tensor:
-    """The hidden states of this shape from this rank's share [n, h]: the inverse of `take_share`."""
+def gather_shares(rows: Tensor, shape: torch.Size, spread: Spread) -> Tensor:
+    """Gather all ranks' shares [n, h] into hidden states of `shape`: the inverse of `take_share`."""
     if spread.split or spread.tp.size == 1:
         return rows.view(shape)
     return gather_sequence(rows, spread.tp)[: shape[0] * shape[1]].view(shape)

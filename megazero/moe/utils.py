@@ -1,4 +1,4 @@
-"""The functions of `deepspeed.moe.utils`, where users of DeepSpeed look for them."""
+"""A door to the functions of `deepspeed.moe.utils` under their upstream path."""
 
 from __future__ import annotations
 

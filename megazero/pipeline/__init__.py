@@ -1,7 +1,7 @@
-"""pipeline: schedules as values, passes that lower them, what they cost on paper, and how layers are split.
+"""pipeline: schedules as values, passes that lower them, their simulation, and the partition of layers.
 
-Start with `actions.py` (the values), `schedules.py` (how they are built), `lower.py` (what the executor gets)
-and `simulate.py`. Everything is pure except `executor.py`, which runs one stage's list.
+Start with `actions.py` (the values), `schedules.py` (builders), `lower.py` (schedule to program) and
+`simulate.py`. All are pure functions except `executor.py`, which runs one stage's instructions.
 """
 
 from megazero.pipeline.lower import lower

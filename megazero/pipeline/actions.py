@@ -1,7 +1,7 @@
-"""The work of pipeline stages, as values: actions, the schedule that orders them, the program with messages.
+"""The work of pipeline stages as values: actions, the schedule that orders them, the program with messages.
 
 The model is cut into chunks, numbered along the model; `Schedule.stage_of` says which stage holds each chunk.
-A stage of the pipeline (a rank of axis pp) runs its list from first to last, one instruction after another.
+A pipeline stage (a rank of axis pp) runs its instructions in order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megazero.errors import MegazeroError
 
 
 class ScheduleError(MegazeroError):
-    """A schedule or program cannot run: something is missing, out of order, or waits forever."""
+    """A schedule or program that cannot run: work is missing, out of order, or waits forever."""
 
 
 class Op(Enum):
@@ -25,18 +25,17 @@ class Op(Enum):
     Backward is either one action (`BACKWARD`) or split in two (`INPUT`, later `WEIGHT`; Qi et al. 2023,
     "Zero Bubble Pipeline Parallelism"), never both for one micro-batch and chunk.
 
-    `REDUCE` names the last micro-batch that it sums. If it comes before the end of that micro-batch's
-    backward, that backward reduces each bucket as soon as it is complete; if it comes after, everything is
-    reduced immediately.
+    `REDUCE` names the last micro-batch that it sums. Before the end of that micro-batch's backward, it makes
+    the backward reduce each bucket as soon as it is complete; after it, it reduces all buckets at once.
     """
 
     FORWARD = "F"
     BACKWARD = "B"  # input and weight gradients together
     INPUT = "I"  # gradient of the chunk's input only
     WEIGHT = "W"  # gradients of the weights only
-    GATHER = "G"  # make the chunk's parameters whole (ZeRO stage 3)
-    RELEASE = "R"  # free what GATHER brought
-    REDUCE = "S"  # sum the chunk's gradients over the data-parallel ranks, from here on
+    GATHER = "G"  # all-gather the chunk's parameters (ZeRO stage 3)
+    RELEASE = "R"  # free the gathered parameters
+    REDUCE = "S"  # start to sum the chunk's gradients over the data-parallel ranks
 
     @property
     def computes(self) -> bool:
@@ -45,12 +44,12 @@ class Op(Enum):
 
     @property
     def ends_backward(self) -> bool:
-        """Whether the micro-batch's gradients for the chunk are complete after this, its activations free."""
+        """Whether this completes the micro-batch's gradients for the chunk and frees its activations."""
         return self in (Op.BACKWARD, Op.WEIGHT)
 
     @property
     def uses_weights(self) -> bool:
-        """Whether this reads the chunk's parameters; a linear layer's weight gradient does not."""
+        """Whether this reads the chunk's parameters; the weight gradient of a linear layer does not."""
         return self in (Op.FORWARD, Op.BACKWARD, Op.INPUT)
 
 
@@ -68,7 +67,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of forward and backward work on every stage. Pure data, without any messages.
+    """The order of forward and backward work on every stage, as pure data without messages.
 
     Attributes:
         kind: the name that `build_schedule` knows it by.
@@ -100,27 +99,24 @@ class Schedule:
 
     @cached_property
     def backward_op(self) -> Op | None:
-        """The op that makes the gradient for the previous chunk: `BACKWARD`, or `INPUT` if split.
-
-        None if there is no backward at all.
-        """
+        """The op that computes a chunk's input gradient: `BACKWARD`, or `INPUT` if split; or None."""
         ops = {action.op for stage in self.actions for action in stage}
         return next((op for op in (Op.BACKWARD, Op.INPUT) if op in ops), None)
 
     @property
     def training(self) -> bool:
-        """Whether there is any backward work."""
+        """Whether the schedule has backward work."""
         return self.backward_op is not None
 
     def expected(self, stage: int) -> Iterator[Action]:
-        """Every action that `stage` must run exactly once, in no particular order."""
+        """Yield every action that `stage` must run exactly once, in no particular order."""
         ops = {None: "F", Op.BACKWARD: "FB", Op.INPUT: "FIW"}[self.backward_op]
         for op in map(Op, ops):
             for chunk in self.chunks_of(stage):
                 yield from (Action(op, chunk, m) for m in range(self.microbatches))
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """The actions that must have ended, on this or another stage, before `action` starts."""
+        """The actions that must end, on this or another stage, before `action` starts."""
         chunk, microbatch = action.chunk, action.microbatch
         if action.op is Op.FORWARD:
             return (Action(Op.FORWARD, chunk - 1, microbatch),) if chunk else ()
@@ -130,7 +126,7 @@ class Schedule:
         return (own,) if chunk == self.chunks - 1 else (own, Action(action.op, chunk + 1, microbatch))
 
     def message_from(self, action: Action) -> Message | None:
-        """The message that carries `action`'s result to another stage; None if no other stage needs it."""
+        """The message that carries `action`'s result to another stage; None if it stays on its stage."""
         kind: Literal["hidden", "grad"]
         if action.op is Op.FORWARD:
             kind, receiver = "hidden", action.chunk + 1
@@ -140,7 +136,7 @@ class Schedule:
             return None
         if not 0 <= receiver < self.chunks or self.stage_of[receiver] == self.stage_of[action.chunk]:
             return None
-        # Tags follow a micro-batch's way through the model and back.
+        # Tags ascend along a micro-batch's way through the model and back.
         row = action.chunk if kind == "hidden" else 2 * self.chunks - 1 - action.chunk
         tag = row * self.microbatches + action.microbatch
         source, target = self.stage_of[action.chunk], self.stage_of[receiver]
@@ -155,15 +151,15 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Message:
-    """A tensor `[s, b, h]` from one stage to another: a chunk's output, or the gradient of its input.
+    """A tensor `[s, b, h]` sent from one stage to another: a chunk's output, or the gradient of its input.
 
     Attributes:
-        kind: ``hidden`` goes to the next chunk, ``grad`` to the one before.
-        chunk: the chunk that produced it.
-        microbatch: which micro-batch it belongs to.
+        kind: ``hidden`` goes to the next chunk, ``grad`` to the previous one.
+        chunk: the chunk that produced the tensor.
+        microbatch: number of the micro-batch.
         source: stage that sends.
         target: stage that receives.
-        tag: number that no other message of the step has.
+        tag: a number that is unique among the messages of a step.
     """
 
     kind: Literal["hidden", "grad"]
@@ -175,7 +171,7 @@ class Message:
 
     @property
     def receiver(self) -> int:
-        """The chunk that the message is for."""
+        """The chunk that reads the message."""
         return self.chunk + 1 if self.kind == "hidden" else self.chunk - 1
 
     def __str__(self) -> str:
@@ -184,7 +180,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Sends to and receives from one other stage that are started together, without waiting for them."""
+    """Sends to and receives from one other stage, all started together and not waited for."""
 
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()
@@ -204,7 +200,7 @@ Instruction = Action | Exchange
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule lowered to what each stage executes: `stages[s]` is the list of stage s."""
+    """A schedule lowered to instructions: `stages[s]` is what stage s executes, in order."""
 
     schedule: Schedule
     stages: tuple[tuple[Instruction, ...], ...]

@@ -1,7 +1,7 @@
-"""Runs one stage's instructions: where a schedule meets tensors. A single stage is a pipeline of one.
+"""Runs one stage's instructions on tensors. Without pipeline parallelism there is one stage.
 
-The executor decides nothing. The program says when to compute, send, gather and reduce; shapes are those of
-each micro-batch.
+The executor decides nothing: the program says when to compute, send, gather and reduce, and each micro-batch
+says its shapes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megazero.loss import LossTerm
 from megazero.mpu.group import Group, Transfer, Work
 from megazero.pipeline.actions import Action, Exchange, Message, Op, Program
-from megazero.pipeline.chunk import Chunk, ChunkResult, Deferred
-from megazero.pipeline.sharding import Gathering, Sharding
+from megazero.pipeline.chunk import Chunk, ChunkResult, Deferred, Sharding
 
 Key = tuple[int, int]  # (chunk, micro-batch)
 Kind = Literal["hidden", "grad"]
@@ -32,9 +31,9 @@ class StepSums:
     """The sums of one stage's chunks on this rank.
 
     Attributes:
-        terms: the sum for each loss term, float64 [terms].
-        tallies: the sum for each tally, by name.
-        outputs: the outputs of each micro-batch that has some here, by its number; training keeps none.
+        terms: the sum of each loss term, float64 [terms].
+        tallies: name -> the sum of that tally.
+        outputs: number of a micro-batch -> its outputs on this stage; empty in training.
     """
 
     terms: Tensor
@@ -46,10 +45,10 @@ class Evaluator(Generic[B]):
     """One stage of the pipeline, forwards only.
 
     Args:
-        chunks: this stage's parts of the model, by their numbers along the model.
+        chunks: number along the model -> chunk, for the chunks of this stage.
         pp: the ranks of the pipeline; the group rank is the stage.
         device: the chunks' device.
-        gathering: makes parameters whole; None where they always are, and programs gather nothing.
+        gathering: gathers sharded parameters; None if no parameter is sharded.
         observer: called with every action and its seconds, without the time spent waiting for other stages.
     """
 
@@ -58,12 +57,12 @@ class Evaluator(Generic[B]):
         chunks: Mapping[int, Chunk[B]],
         pp: Group,
         device: torch.device,
-        gathering: Gathering | None = None,
+        gathering: Sharding | None = None,
         observer: Observer | None = None,
     ):
         self.chunks = dict(chunks)
         names = [term.name for term in self.terms]
-        assert len(set(names)) == len(names), f"loss terms must have names of their own: {names}"
+        assert len(set(names)) == len(names), f"loss terms must have unique names: {names}"
         self.pp = pp
         self.device = device
         self.gathering = gathering
@@ -71,15 +70,15 @@ class Evaluator(Generic[B]):
 
     @property
     def terms(self) -> tuple[LossTerm, ...]:
-        """The loss terms of the whole model, which may change between steps."""
+        """The loss terms of the whole model; they may change between steps."""
         return next(iter(self.chunks.values())).terms
 
     @torch.no_grad()
     def evaluate(self, program: Program, batches: Sequence[B]) -> StepSums:
-        """Run a forward-only program, and return the sums and outputs of this stage's chunks.
+        """Run a forward-only program and return the sums and outputs of this stage's chunks.
 
         Args:
-            program: a program for this number of micro-batches.
+            program: a program for `len(batches)` micro-batches.
             batches: the micro-batches, the same on every stage.
         """
         run = _Forwards(self, program, batches)
@@ -88,14 +87,11 @@ class Evaluator(Generic[B]):
 
 
 class Executor(Evaluator[B]):
-    """One stage of the pipeline.
+    """One stage of the pipeline, forwards and backwards.
 
     Args:
-        chunks: this stage's parts of the model, by their numbers along the model.
-        pp: the ranks of the pipeline; the group rank is the stage.
-        sharding: keeps parameters and sums gradients.
-        device: the chunks' device.
-        observer: called with every action and its seconds, without the time spent waiting for other stages.
+        chunks, pp, device, observer: as for `Evaluator`.
+        sharding: the sharded parameters and the sums of their gradients.
     """
 
     def __init__(
@@ -110,28 +106,28 @@ class Executor(Evaluator[B]):
         self.sharding = sharding
 
     def train(self, program: Program, batches: Sequence[B], factors: Tensor, step: int = 0) -> StepSums:
-        """Compute gradients of the terms' sums, each times its factor, summed over micro-batches and ranks.
+        """Compute the gradients of the weighted loss terms, summed over micro-batches and ranks.
 
         Args:
-            program: a program for this number of micro-batches.
+            program: a program for `len(batches)` micro-batches.
             batches: the micro-batches, the same on every stage.
-            factors: each term's factor, float32 [terms].
-            step: number of the step, for what is random in its sums.
+            factors: the weight of each loss term, float32 [terms].
+            step: number of the step, which seeds stochastic rounding of gradients.
 
         Returns:
-            The sums of this stage's chunks: for each term, before any factor is applied, and for tallies.
+            The sums of this stage's chunks, loss terms unweighted.
         """
         run = _Training(self, program, batches, self.sharding, factors.unbind())
         self.sharding.start(step)
         run.all()
-        # Only here: reductions of early buckets overlap the backwards of later ones.
+        # Not earlier: reductions of early buckets overlap the backwards of later ones.
         self.sharding.finish()
         return StepSums(run.totals, run.tallies)
 
 
 @dataclass
 class _Sent:
-    """Sends in flight. Holding the tensors keeps their memory from being reused."""
+    """Sends in flight; references to the tensors keep their memory from being reused."""
 
     works: list[Work]
     tensors: list[Tensor]
@@ -143,15 +139,15 @@ class _Sent:
 
 @dataclass
 class _Live:
-    """The values that a forward leaves for its backward."""
+    """The values that a forward keeps for its backward."""
 
-    hidden: Tensor | None  # the leaf that the chunk started from
-    results: list[GradientEdge]  # the chunk's hidden states, except in the last one, and its weighted terms
+    hidden: Tensor | None  # the chunk's input, a leaf; None in the first chunk
+    results: list[GradientEdge]  # of the output (except in the last chunk), and of the weighted loss terms
     deferred: Deferred
 
 
 class _Forwards(Generic[B]):
-    """One pass through a program, as far as it computes no gradients."""
+    """One run of a forward-only program."""
 
     def __init__(self, executor: Evaluator[B], program: Program, batches: Sequence[B]):
         schedule = program.schedule
@@ -163,7 +159,7 @@ class _Forwards(Generic[B]):
         self.batches = batches
         self.stage = executor.pp.rank
         self.terms = terms = executor.terms
-        self.places = {term.name: i for i, term in enumerate(terms)}
+        self.term_index = {term.name: i for i, term in enumerate(terms)}
         self.tallies: dict[str, Tensor] = {}
         self.outputs: dict[int, Mapping[str, Tensor]] = {}
         self.totals = torch.zeros(len(terms), dtype=torch.float64, device=executor.device)
@@ -173,7 +169,7 @@ class _Forwards(Generic[B]):
         self.waited = 0.0  # seconds spent waiting for messages
 
     def all(self) -> None:
-        """Carry out every instruction, then wait for the last sends."""
+        """Execute every instruction, then wait for the last sends."""
         for instruction in self.program.stages[self.stage]:
             if isinstance(instruction, Exchange):
                 self.exchange(instruction)
@@ -184,18 +180,18 @@ class _Forwards(Generic[B]):
                 self.act(instruction)
                 waited = self.waited - waited
                 self.executor.observer(instruction, time.perf_counter() - began - waited)
-        # Nobody else holds these tensors, and memory must not be reused while it is being sent.
+        # These are the only references to tensors in flight, whose memory must not be reused.
         for sent in self.sent:
             sent.wait()
         left = self.undone()
         assert not left, f"the program left {left} undone"
 
     def undone(self) -> list[object]:
-        """The work that instructions have begun and none has ended."""
+        """Messages that were produced or received and never used; empty after a complete program."""
         return [*self.inbox, *self.outbox]
 
     def act(self, action: Action) -> None:
-        """Carry out one computation, or the gather or release that goes with it."""
+        """Execute one forward, gather or release."""
         gathering, key = self.executor.gathering, (action.chunk, action.microbatch)
         if action.op is Op.FORWARD:
             self.forward(key)
@@ -207,17 +203,17 @@ class _Forwards(Generic[B]):
             raise AssertionError(f"a stage that only evaluates cannot do {action}")
 
     def forward(self, key: Key) -> None:
-        """Compute a chunk for a micro-batch."""
+        """Receive a chunk's input, run the chunk, and pass its output on."""
         hidden = None if key[0] == 0 else self._take("hidden", (key[0] - 1, key[1]))
         result = self.compute(key, hidden)
         last = key[0] == self.program.schedule.chunks - 1
-        assert (result is None) == last, f"chunk {key[0]} must give hidden states unless it is the last"
+        assert (result is None) == last, f"chunk {key[0]} must return hidden states unless it is the last"
         if result is not None:
-            # Detached: each chunk's backward starts at its own edges, and gradients travel as messages.
+            # Detached: each chunk has a backward of its own, and messages carry gradients between chunks.
             self._hand_over("hidden", key, key[0] + 1, result.detach())
 
     def compute(self, key: Key, hidden: Tensor | None) -> Tensor | None:
-        """The hidden states that a chunk makes of `hidden`; its sums are added up, its outputs kept."""
+        """Run a chunk, add its terms and tallies to the sums, and return its hidden states."""
         chunk, batch = self.executor.chunks[key[0]], self.batches[key[1]]
         result = chunk.run(batch, hidden, deferred=None)
         self.add_up(result)
@@ -226,18 +222,18 @@ class _Forwards(Generic[B]):
         return result.hidden
 
     def add_up(self, result: ChunkResult) -> None:
-        """Add a chunk's sums to terms and tallies."""
+        """Add a chunk's terms and tallies to the sums."""
         for name, value in result.terms.items():
-            self.totals[self.places[name]].add_(value.detach())
+            self.totals[self.term_index[name]].add_(value.detach())
         for name, value in result.tallies.items():
             tally = self.tallies.setdefault(name, torch.zeros_like(value, requires_grad=False))
             tally.add_(value.detach())
 
     def exchange(self, exchange: Exchange) -> None:
-        """Start sends and receives, after waiting for all sends but the latest exchange's."""
-        # Waiting here, and not where a tensor is sent, lets the latest sends run while the next chunk
-        # computes. Waiting for the older ones bounds the memory of what is on the way. It cannot lock: all
-        # stages reach exchanges in one order (`lower.add_transfers`), so the other end has come to these.
+        """Start sends and receives, after waiting for all sends except those of the latest exchange."""
+        # The latest sends run while the next chunk computes; waiting for the older ones bounds the memory of
+        # tensors in flight. This cannot deadlock: all stages reach exchanges in the same order
+        # (`lower.add_transfers`), so the receiver has already posted the older ones.
         while len(self.sent) > 1:
             self.sent.pop(0).wait()
         outgoing = [self.outbox.pop((m.kind, (m.chunk, m.microbatch))) for m in exchange.sends]
@@ -246,7 +242,7 @@ class _Forwards(Generic[B]):
             *(Transfer("send", t, m.target, m.tag) for m, t in zip(exchange.sends, outgoing, strict=True)),
             *(Transfer("recv", t, m.source, m.tag) for m, t in zip(exchange.receives, incoming, strict=True)),
         ]
-        # Together, so that where two stages send to each other, neither waits for the other to send first.
+        # Started together, so that two stages that send to each other cannot both wait to receive first.
         works = self.executor.pp.exchange(transfers)
         if outgoing:
             self.sent.append(_Sent(works[: len(outgoing)], outgoing))
@@ -254,7 +250,7 @@ class _Forwards(Generic[B]):
             self.inbox[m.kind, (m.chunk, m.microbatch)] = tensor, work
 
     def _hand_over(self, kind: Kind, key: Key, target: int, tensor: Tensor) -> None:
-        """Pass a tensor to the neighboring chunk: by message, or directly if that is on this stage."""
+        """Pass a tensor to the neighboring chunk: as a message, or directly if it is on this stage."""
         tensor = tensor.contiguous()
         if self.program.schedule.stage_of[target] == self.stage:
             self.inbox[kind, key] = tensor, None
@@ -262,8 +258,9 @@ class _Forwards(Generic[B]):
             self.outbox[kind, key] = tensor
 
     def _take(self, kind: Kind, key: Key) -> Tensor:
-        # A receive is posted when its exchange comes and awaited when its tensor is read, so that the message
-        # travels during the instructions in between. It has no work if the sender is a chunk of this stage.
+        """Remove a tensor from the inbox, after waiting for its message."""
+        # A receive is posted at its exchange and awaited here, so that the instructions in between hide it.
+        # `work` is None if the tensor comes from a chunk of this stage.
         tensor, work = self.inbox.pop((kind, key))
         if work is not None:
             began = time.perf_counter()
@@ -272,17 +269,15 @@ class _Forwards(Generic[B]):
         return tensor
 
     def _buffer(self, message: Message) -> Tensor:
-        """A buffer for a message: for what the next chunk takes, or the gradient of what this one gave."""
-        chunks, batch = self.executor.chunks, self.batches[message.microbatch]
-        if message.kind == "hidden":
-            boundary = chunks[message.chunk + 1].takes(batch)
-        else:
-            boundary = chunks[message.chunk - 1].gives(batch)
+        """Allocate the tensor of an incoming message."""
+        chunk, batch = self.executor.chunks[message.receiver], self.batches[message.microbatch]
+        hidden = message.kind == "hidden"
+        boundary = chunk.input_boundary(batch) if hidden else chunk.output_boundary(batch)
         return boundary.empty(self.executor.device)
 
 
 class _Training(_Forwards[B]):
-    """One pass through a program with backwards, whose gradients `sharding` takes."""
+    """One run of a program with backwards; `sharding` collects the gradients."""
 
     def __init__(
         self,
@@ -290,7 +285,7 @@ class _Training(_Forwards[B]):
         program: Program,
         batches: Sequence[B],
         sharding: Sharding,
-        factors: Sequence[Tensor],  # each term's
+        factors: Sequence[Tensor],  # one for each loss term
     ):
         super().__init__(executor, program, batches)
         self.sharding = sharding
@@ -299,14 +294,14 @@ class _Training(_Forwards[B]):
         self.split = any(isinstance(i, Action) and i.op is Op.WEIGHT for i in instructions)
         self.live: dict[Key, _Live] = {}
         self.announced: set[Key] = set()  # backwards that will reduce when they run
-        self.ended: set[Key] = set()
+        self.ended: set[Key] = set()  # backwards that have run
 
     def undone(self) -> list[object]:
-        """The work that instructions have begun and none has ended."""
+        """Forwards without backward, unused messages, and reductions whose backward never ran."""
         return [*self.live, *super().undone(), *self.announced]
 
     def act(self, action: Action) -> None:
-        """Carry out one computation, or the gather, release or reduction that goes with it."""
+        """Execute one computation, gather, release or reduction."""
         sharding, key = self.sharding, (action.chunk, action.microbatch)
         match action.op:
             case Op.FORWARD:
@@ -325,28 +320,28 @@ class _Training(_Forwards[B]):
                 self.announced.add(key)
 
     def compute(self, key: Key, hidden: Tensor | None) -> Tensor | None:
-        """The hidden states that a chunk makes of `hidden`; keeps what its backward starts from."""
+        """Run a chunk, keep the edges from which its backward starts, and return its hidden states."""
         chunk, batch = self.executor.chunks[key[0]], self.batches[key[1]]
         if hidden is not None:
-            hidden.requires_grad_()  # a leaf, whose `grad` is the message to the previous chunk
+            hidden.requires_grad_()  # a leaf; its `grad` becomes the message to the previous chunk
         deferred: Deferred = []
         result = chunk.run(batch, hidden, deferred=deferred if self.split else None)
         self.add_up(result)
-        trained = [name for name in result.terms if self.terms[self.places[name]].trained]
-        # Keep only the edges, so that hidden states that were sent do not stay in memory.
-        weighted = [result.terms[name] * self.factors[self.places[name]] for name in trained]
+        indices = {name: self.term_index[name] for name in result.terms}
+        weighted = [result.terms[n] * self.factors[i] for n, i in indices.items() if self.terms[i].trained]
+        # Keep edges, not tensors, so that the memory of hidden states is freed once they are sent.
         starts = weighted if result.hidden is None else [result.hidden, *weighted]
         self.live[key] = _Live(hidden, [get_gradient_edge(x) for x in starts], deferred)
         return result.hidden
 
     def backward(self, key: Key) -> None:
-        """Run a chunk's backward for a micro-batch, or only the input's gradient if backward is split."""
+        """Run a chunk's backward for a micro-batch; only its input gradient if backward is split."""
         live = self.live[key]
         last = key[0] == self.program.schedule.chunks - 1
-        # None lets a scalar start with 1. Tensors would make torch import sympy, which takes seconds.
         received = [] if last else [self._take("grad", (key[0] + 1, key[1]))]
+        # None lets a scalar start with 1; tensors would make torch import sympy, which takes seconds.
         gradients = [*received, *[None] * (len(live.results) - len(received))]
-        # Before autograd runs: hooks of parameters ask then whose gradients they bring, and what to reduce.
+        # Before autograd runs, because parameters' hooks need to know the chunk and whether to reduce.
         self._begin_backward(key, ends=not self.split)
         torch.autograd.backward(live.results, gradients)
         self.sharding.end_backward()
@@ -354,12 +349,12 @@ class _Training(_Forwards[B]):
             assert live.hidden.grad is not None, f"chunk {key[0]} must read its hidden states"
             self._hand_over("grad", key, key[0] - 1, live.hidden.grad)
         if self.split:
-            live.hidden = None  # its gradient is on the way; the weight half needs what `deferred` keeps
+            live.hidden = None  # the weight half needs only what `deferred` holds
         else:
             del self.live[key]
 
     def weight_gradients(self, key: Key) -> None:
-        """Compute the weight gradients that backward deferred."""
+        """Compute the weight gradients that a split backward deferred."""
         live = self.live.pop(key)
         self._begin_backward(key, ends=True)
         for compute in live.deferred:
@@ -368,9 +363,8 @@ class _Training(_Forwards[B]):
         self.sharding.end_backward()
 
     def _begin_backward(self, key: Key, *, ends: bool) -> None:
-        # REDUCE before its backward asks to reduce each bucket as soon as it is complete, in the midst of the
-        # backward; after it, to reduce what is then there. The input half of a split backward completes
-        # nothing, so only the last half may reduce.
+        # A REDUCE that precedes its backward asks for each bucket to be reduced during it, once complete. The
+        # input half of a split backward completes no gradient, so only the weight half may reduce.
         reduce = ends and key in self.announced
         self.sharding.begin_backward(key[0], reduce=reduce, ends=ends)
         if ends:

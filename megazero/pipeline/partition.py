@@ -1,4 +1,4 @@
-"""The layers of each chunk of the pipeline: contiguous ranges, as even as the method's weights allow."""
+"""Splits the model's blocks into contiguous chunks for the pipeline, balanced by a weight of each block."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megazero.errors import ConfigError
 
 
 def partition(weights: Sequence[float], parts: int) -> list[range]:
-    """Cut a row of non-negative weights into contiguous parts so that the heaviest is as light as possible.
+    """Split non-negative weights into contiguous parts so that the heaviest part is as light as possible.
 
-    Exact, by dynamic programming in O(parts x weights^2). Every part has at least one weight. Among the cuts
-    with the lightest heaviest part it takes one with the least sum of squares, so that the other parts are
-    even too; among these, one that gives more to earlier parts.
+    Exact, by dynamic programming in O(parts x weights^2). Every part has at least one weight. Of the optimal
+    splits it takes the one with the least sum of squares, so that the other parts are even too; of equal
+    ones, the one whose earlier parts have more weights.
 
     Raises:
         ConfigError: there are fewer weights than parts.
@@ -31,7 +31,7 @@ def partition(weights: Sequence[float], parts: int) -> list[range]:
     def load(start: int, stop: int) -> float:
         return total[stop] - total[start]
 
-    # heaviest[stop]: the heaviest part of the best cut of the first `stop` weights, in 1, 2, ... parts.
+    # heaviest[stop]: the heaviest part of the best split of the first `stop` weights into `part` parts.
     heaviest = [0, *[math.inf] * count]
     for part in range(1, parts + 1):
         heaviest = [
@@ -40,7 +40,7 @@ def partition(weights: Sequence[float], parts: int) -> list[range]:
         ]
     limit = heaviest[count]
 
-    # In the same way: the least sum of squares with no part above the limit, and the start of its last part.
+    # The same for the least sum of squares with no part above the limit; `starts` has where last parts begin.
     squares = [0, *[math.inf] * count]
     starts: list[list[int]] = []
     for part in range(1, parts + 1):
@@ -67,28 +67,28 @@ def partition(weights: Sequence[float], parts: int) -> list[range]:
 def partition_blocks(
     method: str, chunks: int, *, costs: Sequence[float], types: Sequence[str | None]
 ) -> list[range]:
-    """The blocks of each chunk. Every chunk has at least one layer.
+    """Return the range of blocks of each chunk. Every chunk has at least one layer.
 
-    A block that is no layer, such as an embedding, stays with the layer that follows it, or if none does,
-    with the last one.
+    A block that is not a layer, such as an embedding, stays with the next layer, or with the last layer if
+    none follows.
 
     Args:
         method: one of
 
-            - ``uniform``: the same number of layers each; any left over go to the first chunks, one each.
-            - ``parameters``, ``cost``, ``measured``: the heaviest chunk is as light as possible by `costs`.
-            - ``type:REGEX``: the same, by the number of layers whose type name matches (ignoring case).
+            - ``uniform``: the same number of layers each; the first chunks get one more if some are left.
+            - ``parameters``, ``cost``, ``measured``: balance `costs`.
+            - ``type:REGEX``: balance the number of layers whose type name matches (ignoring case).
             - ``5,6,6,5``: these numbers of layers.
         chunks: number of chunks in the whole pipeline.
         costs: weight of each block.
-        types: type name of each block that is a layer; None for the others.
+        types: type name of each block that is a layer; None for other blocks.
 
     Raises:
         ConfigError: there are fewer layers than chunks, the method is unknown, the regular expression is
             invalid or matches nothing, or the numbers do not fit.
     """
     layers = [number for number, name in enumerate(types) if name is not None]
-    # The blocks that stay together, one group for each layer.
+    # One group for each layer: the blocks that must share its chunk.
     stops = [*(number + 1 for number in layers[:-1]), len(types)]
     groups = [range(start, stop) for start, stop in pairwise([0, *stops])]
     if method == "uniform":

@@ -41,12 +41,12 @@ NAMES = MappingProxyType(
 
 
 def render_text(timeline: Timeline) -> str:
-    """A line per stage and a cell per unit of time, as papers draw schedules.
+    """Draw the timeline as text, as papers do: a line per stage, a cell per unit of time.
 
     An action's first cell shows its letter and micro-batch, with the chunk in between if a stage has several;
-    ``-`` is an action that continues, ``.`` an idle cell. The unit divides all times if that takes at most
-    500 cells; otherwise it is the shortest action, and times are rounded to it. An action that takes no time
-    has no cell.
+    ``-`` is an action that continues, ``.`` an idle cell. The unit is the largest that divides all times; if
+    this takes more than 500 cells, it is the shortest action, and times are rounded to it. An action that
+    takes no time has no cell.
     """
     unit = _unit(timeline)
     columns = _cell(timeline.makespan, unit)
@@ -73,7 +73,7 @@ def _unit(timeline: Timeline) -> float:
 
 
 def _shortest(timeline: Timeline) -> float:
-    """The shortest time that any action takes, ignoring actions that take no time."""
+    """The duration of the shortest action that takes any time."""
     durations = (span.end - span.start for spans in timeline.spans for span in spans)
     return min((duration for duration in durations if duration > 0), default=1.0)
 
@@ -116,7 +116,7 @@ def figure_of(timeline: Timeline) -> Figure:
     width = min(40.0, max(8.0, 2.0 + 0.3 * timeline.makespan / shortest))
     figure = new_figure(width, 1.6 + 0.5 * timeline.schedule.stages)
     axes = figure.add_subplot()
-    # Either all numbers or none: if only some of them fit, they look like a pattern.
+    # Draw all numbers or none: numbers in some boxes would look like a pattern.
     room = (width - 1.5) * 72 / timeline.makespan * shortest
     numbered = room > 5.5 * len(str(timeline.schedule.microbatches - 1)) + 2
     for stage, spans in enumerate(timeline.spans):
@@ -178,9 +178,9 @@ def _draw_frame(axes: Axes, timeline: Timeline) -> None:
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, object]:
-    """The trace as a JSON object: one process, a thread per stage, and one for its collectives if it has any.
+    """Return the trace as a JSON object, with the timeline's times in seconds.
 
-    Times are taken to be in seconds.
+    Each stage is a thread; its collectives, if it has any, are a second one.
     """
     events: list[dict[str, object]] = []
     for stage, spans in enumerate(timeline.spans):

@@ -1,8 +1,8 @@
 """Pipeline schedules as pure functions of their sizes. Each returns a `Schedule`; nothing runs here.
 
-They all accept any number of stages and micro-batches unless their docstring says otherwise; a single stage
-is a pipeline of one. Micro-batches are always taken in ascending order, forward and backward, so a chunk's
-gradients are summed in the same order under every schedule.
+They accept any number of stages (one included) and micro-batches unless their docstring says otherwise.
+Micro-batches are in ascending order, forward and backward, so every schedule sums a chunk's gradients in the
+same order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def v_placement(stages: int) -> tuple[int, ...]:
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards (Huang et al. 2019, "GPipe"). Keeps all micro-batches' activations."""
+    """All forwards, then all backwards (Huang et al. 2019, "GPipe"); all activations are alive at once."""
     actions = [
         [Action(op, stage, m) for op in (Op.FORWARD, Op.BACKWARD) for m in range(microbatches)]
         for stage in range(stages)
@@ -39,7 +39,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """One forward, one backward (PipeDream-Flush: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel
-    DNN Training"). It has the bubble of `gpipe`, with at most `stages - stage` micro-batches alive.
+    DNN Training"). Its bubble is that of `gpipe`, but stage s keeps at most `stages - s` micro-batches alive.
     """
     actions = []
     for stage in range(stages):
@@ -50,16 +50,16 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 
 
 def interleaved(stages: int, microbatches: int, chunks_per_stage: int, group: int | None = None) -> Schedule:
-    """1F1B over several chunks per stage, which divides the bubble by their number (Narayanan et al. 2021,
+    """1F1B over several chunks per stage, which divide the bubble by their number (Narayanan et al. 2021,
     "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"). One chunk gives 1F1B.
 
     Args:
         stages, microbatches, chunks_per_stage: the sizes.
-        group: how many micro-batches pass through a chunk before the next chunk takes them, by default as
-            many as there are stages. More of them keep more activations, and give messages more time.
+        group: how many micro-batches pass through a chunk before the next chunk's turn; by default the number
+            of stages. A larger group keeps more activations and hides more communication.
 
     Raises:
-        ConfigError: the micro-batches do not come out in such groups, as `fills_groups` says.
+        ConfigError: the micro-batches do not fill groups of this size (see `fills_groups`).
     """
     size = group or stages
     if not fills_groups(stages, microbatches, size):
@@ -82,11 +82,12 @@ def interleaved(stages: int, microbatches: int, chunks_per_stage: int, group: in
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
-    """1F1B with the weight gradients held back to fill the bubble: ZB-H1 of Qi et al. 2023, "Zero Bubble
-    Pipeline Parallelism". Its bubble is (P-1)(F+I-W), a third of 1F1B's if F, I and W take equal time, within
-    the memory of 1F1B's first stage.
+    """1F1B whose weight gradients are delayed to fill the bubble: ZB-H1 of Qi et al. 2023, "Zero Bubble
+    Pipeline Parallelism". Its bubble is (P-1)(F+I-W), a third of 1F1B's if F, I and W take equal time, and
+    its peak memory is that of 1F1B's first stage.
 
-    Stage s runs s input gradients ahead of the weight gradients, so that they reach stage 0 sooner.
+    On stage s, input gradients are s micro-batches ahead of weight gradients, so that they reach stage 0
+    sooner.
     """
     actions = []
     for stage in range(stages):
@@ -97,14 +98,14 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
             merged.append(action)
             if action.op is Op.INPUT and action.microbatch >= stage:
                 merged.append(Action(Op.WEIGHT, stage, action.microbatch - stage))
-        held_back = range(max(0, microbatches - stage), microbatches)
-        merged += [Action(Op.WEIGHT, stage, m) for m in held_back]
+        delayed = range(max(0, microbatches - stage), microbatches)
+        merged += [Action(Op.WEIGHT, stage, m) for m in delayed]
         actions.append(merged)
     return _schedule("zb-h1", microbatches, loop_placement(stages, 1), actions)
 
 
 class _VStage:
-    """One stage of `zb_v` under construction. Each method appends the next action of its kind, if any."""
+    """One stage of `zb_v` under construction. Each method appends its next action, if one is due."""
 
     def __init__(self, stages: int, stage: int, microbatches: int):
         self.down, self.up = stage, 2 * stages - 1 - stage
@@ -133,8 +134,8 @@ class _VStage:
 
 def zb_v(stages: int, microbatches: int) -> Schedule:
     """Two chunks per stage placed in a V, split backward: ZB-V of Qi et al. 2023, "Zero Bubble Pipeline
-    Parallelism". If F, I and W take equal time, no stage idles between its first and last action from 2P - 1
-    micro-batches on, with 2P half-sized chunks alive at most, the memory of 1F1B's first stage.
+    Parallelism". With at least 2P - 1 micro-batches, and F, I and W of equal time, no stage idles between its
+    first and last action. At most 2P half-sized chunks are alive, the memory of 1F1B's first stage.
 
     `down` and `up` are a stage's chunks in the falling and the rising half of the V.
     """
@@ -142,14 +143,14 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
     for number in range(stages):
         stage = _VStage(stages, number, microbatches)
         down, up = stage.down, stage.up
-        # As many forwards as fit until the first micro-batch has run down the V and back up to this stage ...
+        # Warm up until the first micro-batch has run down the V and back up to this stage ...
         for _ in range(2 * (stages - number) - 1):
             stage.forward(down)
         # ... until its gradient has reached this stage's upper chunk ...
         for _ in range(number):
             stage.forward(up)
             stage.forward(down)
-        # ... and to its lower one. From here on memory is full: each forward waits for a weight gradient.
+        # ... and its lower chunk. From here on memory is full: each forward waits for a weight gradient.
         for _ in range(stages - number):
             stage.forward(up)
             stage.input(up)
@@ -159,7 +160,7 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
                 stage.forward(chunk)
                 stage.input(chunk)
                 stage.weight()
-        # Input gradients go first, so that they reach stage 0 soon; weight gradients fill the rest.
+        # Drain: input gradients first, so that they reach stage 0 soon; weight gradients fill the rest.
         while stage.inputs[up] < microbatches:
             stage.input(down)
             stage.input(up)
@@ -175,7 +176,7 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
 def forward_only(
     stages: int, microbatches: int, chunks_per_stage: int = 1, v_shape: bool = False
 ) -> Schedule:
-    """Forwards only, for evaluation, with chunks placed as in `interleaved`, or as in `zb_v` if `v_shape`.
+    """Forwards only, for evaluation. Chunks are placed as in `interleaved`, or as in `zb_v` if `v_shape`.
 
     Raises:
         ConfigError: `v_shape` is given with a number of chunks per stage other than two.
@@ -207,7 +208,7 @@ def build_schedule(
     v_shape: bool = False,
     group: int | None = None,
 ) -> Schedule:
-    """The schedule called `kind`.
+    """Build the schedule of this kind.
 
     Args:
         kind: one of `KINDS`.
@@ -219,8 +220,7 @@ def build_schedule(
         group: how many micro-batches of ``interleaved`` pass through a chunk before the next one's turn.
 
     Raises:
-        ConfigError: the kind is unknown, a size is below 1, or the kind cannot have these sizes; the message
-            says which ones would work.
+        ConfigError: the kind is unknown, a size is below 1, or the kind does not work with these sizes.
     """
     if kind not in KINDS:
         raise ConfigError(
@@ -252,8 +252,8 @@ def build_schedule(
 
 
 def interleaved_warmup(stages: int, chunks_per_stage: int, stage: int, group: int | None = None) -> int:
-    """Number of forwards before the first forward-backward pair. With several chunks it includes twice the
-    distance to the last stage, because gradients arrive while forwards of later chunks are also due.
+    """The number of forwards before the first forward-backward pair. With several chunks it includes twice
+    the distance to the last stage, because gradients arrive while forwards of later chunks are still due.
     """
     if chunks_per_stage == 1:
         return stages - stage - 1
@@ -261,14 +261,14 @@ def interleaved_warmup(stages: int, chunks_per_stage: int, stage: int, group: in
 
 
 def _alternate(first: list[T], second: list[T], warmup: int) -> list[T]:
-    """`warmup` of `first`, then one of each in turn, then the rest of `second`; both have the same length."""
+    """`warmup` items of `first`, then one of each in turn, then the rest of `second` (of the same length)."""
     ahead = min(warmup, len(first))
     pairs = zip(first[ahead:], second, strict=False)
     return [*first[:ahead], *(item for pair in pairs for item in pair), *second[len(first) - ahead :]]
 
 
 def _in_groups(chunks: range, group: int, microbatches: int) -> list[tuple[int, int]]:
-    """(chunk, micro-batch): `group` micro-batches at a time pass through one chunk after another."""
+    """Order (chunk, micro-batch) pairs: each group of micro-batches passes through all chunks in turn."""
     return [
         (chunk, m)
         for start in range(0, microbatches, group)

@@ -1,8 +1,8 @@
-"""The time that a schedule takes and the activations that it keeps, found by running it on paper.
+"""Simulates a schedule: how long it takes, and how many activations it keeps.
 
-This works for a bare `Schedule`, where an output is sent as soon as it exists, and for a lowered `Program`,
-where it is sent once both ends have started its `Exchange`. Communication is asynchronous: only the action
-that needs a message, or a gathered chunk, waits for it.
+In a bare `Schedule` an output is sent as soon as it exists; in a lowered `Program`, once both ends have
+started its `Exchange`. Communication is asynchronous: only the action that needs a message, or a gathered
+chunk, waits for it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,16 @@ PerChunk = float | tuple[float, ...]
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations in seconds, or in any unit. The defaults are those of schedule diagrams.
+    """Durations, in any unit. The defaults are those of schedule diagrams.
 
-    A compute cost is either one number for all layers of a stage, shared equally by the stage's chunks, or a
-    tuple with a number for each chunk of the model. Costs of gathers and reductions are one number for any
-    chunk, or such a tuple.
+    A compute cost is the cost of a whole stage, divided evenly among its chunks, or a tuple with the cost of
+    each chunk of the model. A cost of gathers or reductions is the cost of any one chunk, or such a tuple.
 
     Attributes:
         forward, backward, input, weight: time for one micro-batch.
         transfer: time for a message between two stages.
         gather, reduce: time for one chunk's parameters or gradients; a stage does one at a time. A reduction
-            that precedes its backward in the program starts with that backward, runs bucket by bucket, and
-            does not end before it.
+            that precedes its backward in the program starts with that backward and does not end before it.
     """
 
     forward: PerChunk = 1
@@ -52,7 +50,7 @@ class Costs:
     reduce: PerChunk = 0
 
     def of(self, action: Action, schedule: Schedule) -> float:
-        """The time that `action` takes.
+        """The duration of `action`.
 
         Raises:
             ConfigError: the length of a tuple is not the number of chunks.
@@ -63,13 +61,13 @@ class Costs:
         if len(cost) != schedule.chunks:
             raise ConfigError(
                 f"Costs by chunk must be one number for each of the {schedule.chunks} chunks, but are "
-                f"{len(cost)} numbers; give one for each, or one number for all"
+                f"{len(cost)} numbers; give one for each chunk, or one number for all"
             )
         return cost[action.chunk]
 
 
 class Span(NamedTuple):
-    """An action and when it runs."""
+    """An action, its start time and its end time."""
 
     action: Action
     start: float
@@ -84,7 +82,7 @@ class Timeline:
         schedule: what was simulated.
         spans: per stage, its computing actions in order.
         collectives: per stage, its gathers and reductions in order.
-        makespan: when everything has ended; the first action starts at 0.
+        makespan: the end of the last action; the first one starts at 0.
     """
 
     schedule: Schedule
@@ -94,44 +92,44 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Per stage, the time that it computes."""
+        """Per stage, its time spent computing."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
     def bubble(self) -> float:
-        """The share of all stages' time that is idle, from 0 to 1."""
+        """The idle fraction of all stages' time, from 0 to 1."""
         return 1 - sum(self.busy) / (self.schedule.stages * self.makespan) if self.makespan else 0.0
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
         """Per stage, the most (micro-batch, chunk) activations alive at once.
 
-        An activation lives from its forward to the end of its backward (of its weight gradient, if split);
-        without any backward it is freed when its forward ends.
+        An activation lives from the start of its forward to the end of its backward (of its weight gradient,
+        if split), or of its forward if the schedule has no backward.
         """
         return tuple(_peak(spans, self.schedule.training) for spans in self.spans)
 
 
 def simulate(what: Schedule | Program, costs: Costs | None = None) -> Timeline:
-    """Run `what` on paper, with `Costs()` unless others are given.
+    """Simulate a schedule or program, with `Costs()` unless others are given.
 
     Raises:
         ScheduleError: stages wait for each other forever; the message says which stage waits for what.
-        ConfigError: costs by chunk are not one number per chunk.
+        ConfigError: a tuple of costs does not have one number per chunk.
     """
     return _Simulation(what, costs or Costs()).run()
 
 
 class _Stage:
-    """The progress of one stage: its instruction, its clocks, and its actions so far."""
+    """The progress of one stage: its current instruction, its clocks, and the actions that it has run."""
 
     def __init__(self, instructions: Sequence[Instruction]):
         self.instructions = instructions
         self.position = 0
-        self.clock: float = 0  # when its compute is free
-        self.lane: float = 0  # when its collective communication is free
-        self.gathered: dict[int, float] = {}
-        self.announced: dict[tuple[int, int], Action] = {}  # reductions still waiting for their backward
+        self.clock: float = 0  # when its compute stream is free
+        self.comm_clock: float = 0  # when its communication stream is free
+        self.gathered: dict[int, float] = {}  # chunk -> when its gather ends
+        self.announced: dict[tuple[int, int], Action] = {}  # reductions that wait for their backward
         self.spans: list[Span] = []
         self.collectives: list[Span] = []
 
@@ -141,7 +139,7 @@ class _Stage:
 
 
 class _Simulation:
-    """One run: stages take turns, each going on until it must wait for another."""
+    """One simulation: stages take turns, and each runs until it must wait for another."""
 
     def __init__(self, what: Schedule | Program, costs: Costs):
         self.lowered = isinstance(what, Program)
@@ -151,14 +149,14 @@ class _Simulation:
             _Stage(list_) for list_ in (what.stages if isinstance(what, Program) else what.actions)
         ]
         self.ends: dict[Action, float] = {}
-        # By the action whose result a message carries: when the sender and the receiver started the exchange.
+        # The action whose result a message carries -> when its sender, and its receiver, reach the exchange.
         self.sent: dict[Action, float] = {}
         self.posted: dict[Action, float] = {}
         self.waiting: defaultdict[Action, set[int]] = defaultdict(set)
         self.runnable = deque(range(len(self.stages)))
 
     def run(self) -> Timeline:
-        """Run until every list is done."""
+        """Run all stages to the end of their instructions."""
         while self.runnable:
             number = self.runnable.popleft()
             while self._step(number, self.stages[number]):
@@ -169,11 +167,11 @@ class _Simulation:
             self.schedule,
             tuple(tuple(stage.spans) for stage in self.stages),
             tuple(tuple(stage.collectives) for stage in self.stages),
-            max(max(stage.clock, stage.lane) for stage in self.stages),
+            max(max(stage.clock, stage.comm_clock) for stage in self.stages),
         )
 
     def _step(self, number: int, stage: _Stage) -> bool:
-        """Execute the current instruction of a stage; return false if there is none or it must wait."""
+        """Execute a stage's current instruction; return False if there is none or it must wait."""
         match stage.current:
             case None:
                 return False
@@ -201,22 +199,19 @@ class _Simulation:
             self._wake(producer)
 
     def _collective(self, stage: _Stage, action: Action) -> None:
-        if action.op is Op.REDUCE and not self._backward_ended(action):
+        ends = (Action(op, action.chunk, action.microbatch) for op in Op if op.ends_backward)
+        if action.op is Op.REDUCE and not any(end in self.ends for end in ends):
             stage.announced[action.chunk, action.microbatch] = action
             return
-        self._occupy_lane(stage, action, stage.clock, stage.clock)
+        self._communicate(stage, action, stage.clock, stage.clock)
         if action.op is Op.GATHER:
-            stage.gathered[action.chunk] = stage.lane
+            stage.gathered[action.chunk] = stage.comm_clock
 
-    def _occupy_lane(self, stage: _Stage, action: Action, earliest: float, until: float) -> None:
-        """Run a collective once `earliest` has come and the lane is free, until `until` at least."""
-        start = max(earliest, stage.lane)
-        stage.lane = max(start + self.costs.of(action, self.schedule), until)
-        stage.collectives.append(Span(action, start, stage.lane))
-
-    def _backward_ended(self, action: Action) -> bool:
-        ends = (Action(op, action.chunk, action.microbatch) for op in Op if op.ends_backward)
-        return any(end in self.ends for end in ends)
+    def _communicate(self, stage: _Stage, action: Action, earliest: float, until: float) -> None:
+        """Run a collective from `earliest`, or when the previous one ends, until `until` or later."""
+        start = max(earliest, stage.comm_clock)
+        stage.comm_clock = max(start + self.costs.of(action, self.schedule), until)
+        stage.collectives.append(Span(action, start, stage.comm_clock))
 
     def _compute(self, number: int, stage: _Stage, action: Action) -> None:
         ready = [self._arrival(number, need) for need in self.schedule.needs(action)]
@@ -228,15 +223,15 @@ class _Simulation:
         if action.op.ends_backward:
             reduction = stage.announced.pop((action.chunk, action.microbatch), None)
             if reduction is not None:
-                self._occupy_lane(stage, reduction, start, stage.clock)
-        if not self.lowered:  # else those of other stages wait for an exchange
+                self._communicate(stage, reduction, start, stage.clock)
+        if not self.lowered:  # in a program, the exchange wakes the stage that waits
             self._wake(action)
 
     def _remote(self, number: int, need: Action) -> bool:
         return self.schedule.stage_of[need.chunk] != number
 
     def _missing(self, number: int, action: Action) -> Action | None:
-        """A prerequisite of `action` that has not ended, or whose result has not been sent here; or None."""
+        """A prerequisite of `action` that has not ended or not sent its result to this stage; or None."""
         for need in self.schedule.needs(action):
             if not (self.lowered and self._remote(number, need)):
                 if need not in self.ends:
@@ -248,7 +243,7 @@ class _Simulation:
         return None
 
     def _arrival(self, number: int, need: Action) -> float:
-        """The time when the result of `need` is on stage `number`."""
+        """The time at which the result of `need` reaches stage `number`."""
         if not self._remote(number, need):
             return self.ends[need]
         start = max(self.sent[need], self.posted[need]) if self.lowered else self.ends[need]

@@ -28,7 +28,7 @@ from megazero.pipeline.actions import Program
 from megazero.train.parts.chunks import programs_of, schedule_of
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
-from megazero.train.step.feed import cut
+from megazero.train.step.feed import crop
 
 _FEW = 8  # micro-batches of a step, of which it is not worth while to run fewer
 _KNOWN_SIZES = MappingProxyType(
@@ -135,7 +135,7 @@ class Job:
             drawn = [family.samples.random_arrays(rng, 1, length, self.vocabulary.size) for _ in range(size)]
             arrays = {name: np.concatenate([sample[name] for sample in drawn]) for name in drawn[0]}
             samples = tuple(range(first, first + size))
-            batches.append(collate(*cut(arrays, samples, step.sequence_length, step.rows)))
+            batches.append(collate(*crop(arrays, samples, step.sequence_length, step.rows)))
         return batches
 
 

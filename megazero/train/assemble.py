@@ -1,6 +1,6 @@
-"""Puts all parts together: from a configuration to a run. No other file knows all of them.
+"""From a configuration to a run. No other file imports all parts.
 
-A run has a task, pretraining or fine-tuning: the part in which runs differ.
+A run has a task, pretraining or fine-tuning, with everything in which these two differ.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megazero.spec.resolve import model_spec
 from megazero.train.build import build_model
 from megazero.train.guards.agreement import tokenizer_and_place
 from megazero.train.loop import Loop
-from megazero.train.observe.evaluation import Evaluations
+from megazero.train.observe.evaluation import PeriodicEvaluation
 from megazero.train.observe.host import measure_matmul_rate
 from megazero.train.observe.meters import Meters
 from megazero.train.observe.monitors import build_monitors
@@ -39,42 +39,42 @@ from megazero.train.step.feed import Feeds
 from megazero.train.step.state import TrainState
 
 
-class Task(Protocol):
-    """The part in which pretraining and fine-tuning differ. Every rank calls all of its methods."""
+class TrainingTask(Protocol):
+    """Everything in which pretraining and fine-tuning differ. Every rank calls all methods."""
 
     def begin(
         self, config: Config, context: ParallelContext, vocab_size: int, engine: Engine
     ) -> tuple[str, ...]:
-        """Give a new engine the weights that training begins with, and say so."""
+        """Load a new engine's initial weights; return remarks for a person."""
 
     def feeds(self, resumed: Resumed, vocabulary: Vocabulary, context: ParallelContext) -> Feeds:
-        """The samples of each split that training and its evaluations read."""
+        """Make the feeds of training and evaluation."""
 
     def samples(self, config: Config, feeds: Feeds) -> Mapping[str, str]:
         """The facts about samples that all ranks must agree on."""
 
     def check(self, resumed: Resumed, feeds: Feeds) -> None:
-        """Refuse samples with which the training would not be continued.
+        """Refuse samples that differ from those of the resumed training.
 
         Raises:
             MegazeroError: on every rank.
         """
 
     def remarks(self, run: Run) -> Iterable[str]:
-        """Lines for a person before the first step."""
+        """Remarks for a person before the first step."""
 
     def facts(self) -> Mapping[str, object]:
         """Further facts for all checkpoints, as JSON."""
         return {}
 
-    def evaluations(self, run: Run, disk: Disk | None) -> Evaluations:
-        """When to evaluate, and how."""
+    def evaluations(self, run: Run, disk: Disk | None) -> PeriodicEvaluation:
+        """Make the evaluation of the run."""
 
     def conclude(self, run: Run, state: TrainState) -> None:
-        """Do what is left to do once the training is complete."""
+        """Finish the task after the last step."""
 
     def close(self) -> None:
-        """Release what the task has opened."""
+        """Release the task's resources."""
 
 
 @dataclass
@@ -82,11 +82,11 @@ class Run:
     """A run on this rank of the job, with all its parts.
 
     Attributes:
-        resumed: its configuration, plan, engine and state at the beginning.
+        resumed: its configuration, plan, engine and initial state.
         feeds: its samples.
-        meters: measure its steps.
+        meters: measures its steps.
         monitor: receives all metrics and messages.
-        snapshots: saves it; None if nothing is to be saved.
+        snapshots: saves it; None if nothing is saved.
     """
 
     resumed: Resumed
@@ -95,7 +95,7 @@ class Run:
     monitor: Monitor
     snapshots: Snapshots | None = None
 
-    def carry_out(self, task: Task, disk: Disk | None = None) -> TrainState:
+    def carry_out(self, task: TrainingTask, disk: Disk | None = None) -> TrainState:
         """Train, evaluate and conclude; `disk` writes what the task saves."""
         resumed, state = self.resumed, self.resumed.state
         try:
@@ -105,14 +105,14 @@ class Run:
             else:
                 evaluations.at_the_end(state)
             if not trains or state.iteration >= resumed.training_plan.end.iteration:
-                task.conclude(self, state)  # a run that stopped early goes on with the next job
+                task.conclude(self, state)  # not if it stopped early: the next job continues it
             self.meters.profiler.conclude()
         finally:
             self.close(task)
         return state
 
-    def close(self, task: Task) -> None:
-        """Release everything that the run and its task have opened."""
+    def close(self, task: TrainingTask) -> None:
+        """Release the resources of the run and its task."""
         if self.snapshots is not None:
             self.snapshots.saver.close()
         task.close()
@@ -122,14 +122,18 @@ class Run:
 
 
 def assemble(
-    config: Config, vocabulary: Vocabulary, joined: ParallelContext, task: Task, disk: Disk | None = None
+    config: Config,
+    vocabulary: Vocabulary,
+    joined: ParallelContext,
+    task: TrainingTask,
+    disk: Disk | None = None,
 ) -> Run:
-    """Put a run together: resume it or begin it, and make sure that all ranks agree on its samples.
+    """Put a run together: resume or begin it, and check that all ranks agree on its samples.
 
     Raises:
         MegazeroError: something that the user has to fix prevents the run.
     """
-    # Checkpoints name the tokenizer's files, and are opened anywhere.
+    # Absolute paths, because checkpoints name the tokenizer's files and may be opened from any folder.
     config = config.model_copy(update={"tokenizer": config.tokenizer.located()})
     profiler = profiler_of(config, joined)
     context = profiler.watched(joined)
@@ -139,7 +143,7 @@ def assemble(
     config, engine, plan, state = resumed.config, resumed.engine, resumed.training_plan, resumed.state
     feeds = task.feeds(resumed, vocabulary, context)
     agree(
-        joined.world,  # which no profiler sees
+        joined.world,  # not the profiled one
         lambda: {**tokenizer_and_place(config, vocabulary, state), **task.samples(config, feeds)},
         context.device,
     )

@@ -1,4 +1,4 @@
-"""Builds the engine of a run: this rank's chunks, their optimizer, and what a step needs besides."""
+"""Builds the engine of a run: this rank's chunks, their optimizer, loss scale and schedules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megazero.train.parts.chunks import Chunks, build_chunks, programs_of
 from megazero.train.parts.vocabulary import Vocabulary
 from megazero.train.resume.teacher import load_teacher
 from megazero.train.step.distillation import Distillation, Teacher
-from megazero.train.step.engine import Engine, LayerMemory, Schedules
+from megazero.train.step.engine import Engine, LayerState, Schedules
 from megazero.train.step.skipping import SkippingPlan
 from megazero.zero.build import aligned_multiple, build_store
 from megazero.zero.delayed import DelayedUpdates
@@ -41,7 +41,7 @@ from megazero.zero.store.offload import OffloadStore
 from megazero.zero.unit import Unit
 
 if TYPE_CHECKING:
-    from megazero.pipeline.sharding import Sharding
+    from megazero.pipeline.chunk import Sharding
 
     _: type[Sharding] = DataParallel
 
@@ -50,9 +50,9 @@ _EMBEDDING_AND_HEAD = ("embedding.word.weight", "head.weight")
 
 
 def _second_group(units: Sequence[Unit]) -> dict[int, int]:
-    """The parameter groups, by ``id``, of the word embedding and the output head, as Megatron-LM has them."""
+    """Map the ``id`` of the word embedding and the output head to parameter group 1, as in Megatron-LM."""
     params = (param for unit in units for param in unit.params)
-    specs = ((param, spec_of(param)) for param in params)  # a copy on another stage has a name of its own
+    specs = ((param, spec_of(param)) for param in params)  # a copy on another stage has its own name
     return {id(p): 1 for p, spec in specs if (spec.tied_with or spec.name) in _EMBEDDING_AND_HEAD}
 
 
@@ -63,9 +63,9 @@ def build_engine(
     context: ParallelContext,
     teacher: Teacher | None = None,
 ) -> Engine:
-    """This rank's parts of the model with their optimizer, loss scale and schedules.
+    """Build the engine of this rank's chunks, with optimizer, loss scale and schedules.
 
-    Parameters on the meta device get memory and the seed's weights here, unit by unit.
+    Parameters on the meta device are allocated and initialized here, unit by unit.
     """
     check_device(config, context.device)
     distillation = Distillation.of(config.distillation, chunks, teacher)
@@ -92,9 +92,10 @@ def build_engine(
     if config.offload.delayed_param_update:
         assert isinstance(store, OffloadStore), "rules ask for offloaded state"
         delayed = DelayedUpdates(store, config.offload.delayed_param_update_start)
-    # Blocks are called as modules, and nobody else reads weights between an update and their forward.
+    # Late gathers are safe here: only a block's forward reads its weights after an update.
     sharding = DataParallel(units, store, policy, context, late=config.zero.overlap_param_gather)
-    graphed = config.acceleration.compile or config.acceleration.cuda_graph  # nothing is handed over in there
+    # Compiled and graphed layers cannot hand gradients over as products.
+    graphed = config.acceleration.compile or config.acceleration.cuda_graph
     if not graphed and (blas := working_blas(context.device)) is not None:
         sum_in_products(blocks, sharding.collect, blas)
     executor = Executor(distillation.beside(chunks), context.pp, sharding, context.device)
@@ -107,7 +108,7 @@ def build_engine(
             schedule,
             SkippingPlan.of(config.skipping, config.model.num_layers, config.training.seed, training_plan),
         ),
-        LayerMemory(
+        LayerState(
             RouterLoads(
                 [router for chunk in chunks.values() for router in chunk.routers()],
                 context,
@@ -123,7 +124,7 @@ def build_engine(
 
 
 def check_device(config: Config, device: torch.device) -> None:
-    """Refuse settings that the device, which is known only now, cannot follow.
+    """Refuse settings that do not work on the device, which is known only now.
 
     Raises:
         ConfigError: names all of them.
@@ -148,7 +149,7 @@ def check_device(config: Config, device: torch.device) -> None:
 def build_model(
     vocabulary: Vocabulary, context: ParallelContext, config: Config, training_plan: TrainingPlan
 ) -> Engine:
-    """`build_engine` of this rank's chunks of the configured model, and of its teacher's if it has one."""
+    """Build this rank's chunks of the configured model, its teacher's if it has one, and their engine."""
     chunks = build_chunks(config, vocabulary, context)
     kd = config.distillation.kd
     teacher = load_teacher(config, training_plan, vocabulary, context) if kd else None

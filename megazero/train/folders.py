@@ -1,6 +1,6 @@
-"""Reads what a folder says of the model in it: a run's checkpoints, or a Hugging Face folder.
+"""Reads the description of the model in a folder: a run's checkpoints, or a Hugging Face folder.
 
-This is the only answer to that question: pretraining, fine-tuning and all commands about a training ask it.
+Pretraining, fine-tuning and all commands about a training use this one function.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 def read_folder(given: Mapping[str, Any]) -> Stated | None:
-    """Read what the folder says that a training takes its weights from; a `Reader`.
+    """Read the model's description from the folder of a training's initial weights (a `Reader`).
 
-    It is the newest checkpoint in `--load`, or else `--pretrained-checkpoint`, or else `--load-hf`.
+    The folder is that of the newest checkpoint in `--load`, else `--pretrained-checkpoint`, else `--load-hf`.
 
     Args:
-        given: path -> value of the settings of the training.
+        given: path of a setting of the training -> value.
 
     Raises:
-        CheckpointError: the folder is another system's, or says nothing of the model.
+        CheckpointError: the folder is another system's, or does not describe its model.
     """
     load, pretrained = given.get("checkpoint.load"), given.get("finetune.pretrained_checkpoint")
     folder = given.get("checkpoint.load_hf")
-    # What follows imports torch, which takes seconds.
+    # These functions import torch, which takes seconds, so they are called only if there is a folder.
     stated = _checkpoint(load, given.get("checkpoint.ckpt_step"), given) if load else None
     stated = stated or (_checkpoint(pretrained, None, given) if pretrained else None)
     stated = stated or (_hugging_face(folder, given) if folder else None)
@@ -49,7 +49,7 @@ def read_folder(given: Mapping[str, Any]) -> Stated | None:
 
 
 def _checkpoint(path: str, step: int | None, given: Mapping[str, Any]) -> Stated | None:
-    """Read what the newest intact checkpoint says; None if there is none."""
+    """Read the description in the newest intact checkpoint; None without a checkpoint."""
     from megazero.checkpoint.folder import Candidates, candidates
     from megazero.checkpoint.locate import is_checkpoint
     from megazero.train.resume.facts import PRETRAINING
@@ -63,13 +63,13 @@ def _checkpoint(path: str, step: int | None, given: Mapping[str, Any]) -> Stated
             facts = listed.facts(folder)
             saved = model_said(facts, folder)
         except DamagedCheckpointError:
-            continue  # the run passes it over, and says so
-        goes_on = facts.get("kind") == PRETRAINING and not given.get("checkpoint.finetune")
-        return _said_by(saved, given, anew=not goes_on)
+            continue  # the run will skip it, too, and report it
+        continues = facts.get("kind") == PRETRAINING and not given.get("checkpoint.finetune")
+        return _described_by(saved, given, anew=not continues)
     return None
 
 
-def _said_by(saved: SavedModel, given: Mapping[str, Any], *, anew: bool) -> Stated:
+def _described_by(saved: SavedModel, given: Mapping[str, Any], *, anew: bool) -> Stated:
     from megazero.checkpoint.upcycling import dense_model
     from megazero.config.derive import FREE_MODEL_FIELDS
     from megazero.train.resume.fit import ROTARY_FIELDS, free_to_begin, unlike
@@ -110,6 +110,6 @@ def _hugging_face(path: str, given: Mapping[str, Any]) -> Stated:
         str(Path(path) / CONFIG),
         theirs.model.model_copy(update={"vocab_size": theirs.vocab_size}),
         TokenizerConfig(**tokenizer_settings(Path(path), theirs.vocab_size)),
-        frozenset({"seq_length"}),  # theirs is the longest that the model takes, which few machines can train
+        frozenset({"seq_length"}),  # the folder's is the model's maximum, too long to train on most machines
         differences,
     )

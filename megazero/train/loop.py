@@ -1,4 +1,4 @@
-"""The training loop: a step, then all concerns of the run, and the strongest of their verdicts."""
+"""The training loop: a step, then all concerns of the run; the strongest of their verdicts decides."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 from megazero.config.steps import Step
 from megazero.models.batch import MicroBatch
-from megazero.train.guards.concerns import DataUnchanged, ExitRequests, SkippedRow, SlowRanks
+from megazero.train.guards.concerns import DataUnchanged, ExitRequests, SkippedRow, SlowRankReports
 from megazero.train.guards.copies import EqualCopies
 from megazero.train.guards.spike_guard import SpikeGuard
-from megazero.train.observe.evaluation import Evaluations
+from megazero.train.observe.evaluation import PeriodicEvaluation
 from megazero.train.observe.incidents import FailureLog, IncidentLog
 from megazero.train.observe.meters import Meters, StepFacts
 from megazero.train.observe.metrics import StepMetrics
@@ -20,7 +20,15 @@ from megazero.train.observe.monitors.base import Monitor
 from megazero.train.resume.load import restore_last
 from megazero.train.resume.saving import Saving
 from megazero.train.resume.snapshot import Snapshots
-from megazero.train.step.concern import CONTINUE, Concern, Moment, SharedConcern, Strength, Together, Verdict
+from megazero.train.step.concern import (
+    CONTINUE,
+    Concern,
+    JointConcerns,
+    SharedConcern,
+    StepContext,
+    Strength,
+    Verdict,
+)
 from megazero.train.step.engine import Outcome, StepResult
 from megazero.train.step.feed import Feeds
 from megazero.train.step.stability import Stability
@@ -31,11 +39,11 @@ class Loop:
     """Runs a training until its end, or until a concern stops it.
 
     Args:
-        meters: measure the steps, and know the run's configuration, plan and engine.
+        meters: measures the steps; has the run's configuration, plan and engine.
         feeds: samples of each split.
         monitor: receives all metrics and messages.
-        snapshots: saves the run; None if nothing is to be saved.
-        evaluations: when to evaluate, and how.
+        snapshots: saves the run; None if nothing is saved.
+        evaluations: the concern that evaluates.
     """
 
     def __init__(
@@ -44,7 +52,7 @@ class Loop:
         feeds: Feeds,
         monitor: Monitor,
         snapshots: Snapshots | None,
-        evaluations: Evaluations,
+        evaluations: PeriodicEvaluation,
     ):
         config, engine, plan = meters.config, meters.engine, meters.plan
         context, guards, interval = engine.context, config.guards, config.logging.log_interval
@@ -66,32 +74,32 @@ class Loop:
         intervals = (interval, self.exits.interval, plan.evaluations.interval)
         saving: tuple[Saving, ...] = () if self.saving is None else (self.saving,)
         shared: tuple[SharedConcern, ...] = (
-            SlowRanks(meters.stragglers, log),
+            SlowRankReports(meters.stragglers, log),
             DataUnchanged(feeds, engine, intervals, lambda: self.exits.asked),
             *saving,
             self.exits,
         )
-        # A guard that goes back comes before all that looks at the new state, and the comparison of copies
-        # after all that says whether the state is about to be saved.
+        # The guard, which may go back to an earlier state, comes before concerns that look at the state; the
+        # comparison of copies comes after concerns that decide whether to save it.
         self.concerns: tuple[Concern, ...] = (
             self.guard,
             SkippedRow(guards, engine, log),
             evaluations,
             *saving,
-            Together(shared, context),
+            JointConcerns(shared, context),
             EqualCopies(guards, engine, log, restore, self._wait_for_copies, meters.timers),
         )
 
     def fit(self, state: TrainState) -> TrainState:
-        """Train from `state` on and return the state at the end. SIGTERM saves and ends the training early.
+        """Train from `state` on and return the final state. SIGTERM saves and ends the training early.
 
         Raises:
-            CheckpointError: on every rank, if the last checkpoint cannot be written.
-            LostFolderError: on every rank, if another job has taken the folder in the meantime.
+            CheckpointError: on every rank: the last checkpoint cannot be written.
+            LostFolderError: on every rank: another job has taken the folder.
             NumericsError: on every rank: too many updates in a row were skipped, copies differ, a machine
-                computes wrongly, or a checkpoint would hold a number that is not finite. Earlier checkpoints
+                computes wrongly, or a checkpoint would have a number that is not finite. Earlier checkpoints
                 stay.
-            DataError: on every rank: a file of the data is not what it was when the run began.
+            DataError: on every rank: a file of the data has changed since the run began.
         """
         self._stands_at(state)
         verdict, end = CONTINUE, self.meters.plan.end.iteration
@@ -113,12 +121,12 @@ class Loop:
             self.evaluations.at_the_end(state)
         return state
 
-    def _step(self, state: TrainState) -> Moment:
-        """Make the next step, or pass it over: its samples are consumed then, and nothing else changes."""
+    def _step(self, state: TrainState) -> StepContext:
+        """Make the next step, or pass it over, which only consumes its samples."""
         with self.meters.profiler.over_step(state.iteration + 1):
             return self._next(state)
 
-    def _next(self, state: TrainState) -> Moment:
+    def _next(self, state: TrainState) -> StepContext:
         meters, self.failures.reached = self.meters, state.iteration + 1
         meters.begin()
         step = meters.plan.at(state.progress)
@@ -137,7 +145,7 @@ class Loop:
         self.monitor.step(metrics)
         made = outcome is not Outcome.PASSED_OVER
         meters.end(metrics["phase_seconds"].get("data", 0.0), made=made)
-        return Moment(state, step, result, ends=state.iteration >= meters.plan.end.iteration)
+        return StepContext(state, step, result, ends=state.iteration >= meters.plan.end.iteration)
 
     def _made(self, state: TrainState, step: Step, batches: Sequence[MicroBatch]) -> StepResult:
         engine, timers = self.meters.engine, self.meters.timers
@@ -150,7 +158,7 @@ class Loop:
         return engine.update(attempt, state.updated, timers, hold=hold)
 
     def _stability(self, state: TrainState, result: StepResult) -> Stability | None:
-        """The stability of the training after this step, the same on every rank."""
+        """The stability statistics after this step, the same on every rank."""
         window = self.meters.config.logging.log_stability
         if result.outcome is Outcome.PASSED_OVER:
             return state.stability
@@ -161,8 +169,8 @@ class Loop:
             return known
         return known.after(result.losses.trained_total, result.grad_norm, window)
 
-    def _judged(self, now: Moment) -> tuple[Verdict, TrainState]:
-        """The strongest verdict, and the state to go on with."""
+    def _judged(self, now: StepContext) -> tuple[Verdict, TrainState]:
+        """Run all concerns; return the strongest verdict and the state to continue with."""
         verdict = Verdict(state=now.state)
         for concern in self.concerns:
             now = replace(now, state=verdict.state or now.state, verdict=verdict)
@@ -183,6 +191,6 @@ class Loop:
             concern.stands_at(state)
 
     def _wait_for_copies(self) -> None:
-        """Return when nothing that is being saved reads the engine's state, which is about to change."""
+        """Wait until background saving has copied the engine's state, which is about to change."""
         if self.saving is not None:
             self.saving.saver.wait_for_copies()

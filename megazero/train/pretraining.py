@@ -1,4 +1,4 @@
-"""Pretraining: a run on samples without labels."""
+"""Pretraining: a run on unlabelled samples."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.cpu_cores import others_running
 from megazero.mpu.launch import Launch
-from megazero.train.assemble import Run, Task, assemble
+from megazero.train.assemble import Run, TrainingTask, assemble
 from megazero.train.guards.agreement import samples_of
-from megazero.train.observe.evaluation import Evaluations, LossEvaluation
+from megazero.train.observe.evaluation import LossEvaluation, PeriodicEvaluation
 from megazero.train.observe.host import host_remarks, ranks_here
 from megazero.train.parts.chunks import DTYPES
 from megazero.train.parts.feeds import build_feeds
@@ -30,11 +30,11 @@ from megazero.zero.store.store import offloaded_bytes
 
 
 def pretrain(config: Config, launch: Launch | None = None, disk: Disk | None = None) -> TrainState:
-    """Run a training as configured, on this rank of the job.
+    """Pretrain as configured, on this rank of the job.
 
     Args:
         config: the run's configuration.
-        launch: this rank's place in the job; by default, as given by the launcher.
+        launch: this rank's place in the job; by default, the launcher's environment says it.
         disk: writes the checkpoints.
 
     Raises:
@@ -47,8 +47,8 @@ def pretrain(config: Config, launch: Launch | None = None, disk: Disk | None = N
     return in_job(config, launch, lambda joined: pretrain_on(config, joined, disk))
 
 
-class Pretraining(Task):
-    """A run on samples without labels."""
+class Pretraining(TrainingTask):
+    """The task of pretraining."""
 
     def __init__(self) -> None:
         self._record: list[DataFacts] | None = None
@@ -89,26 +89,26 @@ class Pretraining(Task):
         origin = {} if self._origin is None else {"converted_from": dict(self._origin)}
         return {"data": [record.model_dump() for record in self._record or ()], **origin}
 
-    def evaluations(self, run: Run, disk: Disk | None) -> Evaluations:
+    def evaluations(self, run: Run, disk: Disk | None) -> PeriodicEvaluation:
         samples, timers = run.resumed.training_plan.evaluations, run.meters.timers
         evaluate = LossEvaluation(run.resumed.engine, run.feeds, samples, run.monitor, timers)
         splits = {"validation": run.feeds.valid, "test": run.feeds.test}
         there = {split for split, feed in splits.items() if feed is not None}
-        return Evaluations(evaluate, samples.interval, there)
+        return PeriodicEvaluation(evaluate, samples.interval, there)
 
     def conclude(self, run: Run, state: TrainState) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the last step ends a pretraining."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: pretraining opens no resources of its own."""
 
 
 def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = None) -> TrainState:
-    """`pretrain` on a rank that has joined its job, such as one of a world of threads.
+    """Pretrain on a rank that has joined its job, such as a thread of a test.
 
     Args:
         config, disk: as for `pretrain`.
-        joined: the rank's place and its groups.
+        joined: the rank's place and groups.
 
     Raises:
         MegazeroError: as `pretrain`.

@@ -1,4 +1,4 @@
-"""A rank's way around its work: it sets up its process, joins the job, reports errors and leaves."""
+"""The frame of a rank's work: set up the process, join the job, report errors, leave the job."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from megazero.train.step.state import TrainState
 
 
 def compute_deterministically() -> None:
-    """Choose deterministic kernels for the rest of the process; an operator that has none raises an error.
+    """Use deterministic kernels in this process; an operator without one raises an error.
 
-    Call this before the first product on a GPU, since cuBLAS reads its setting once.
+    Call this before the first product on a GPU, because cuBLAS reads its setting once.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or sums depend on timing
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # otherwise sums depend on timing
     torch.use_deterministic_algorithms(True)
-    # Nothing reads such memory. torch sets the module's class at run time, which mypy cannot know.
+    # No code reads uninitialized memory. mypy cannot know this attribute, which torch defines at run time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def choose_products(*, tf32: bool) -> None:
-    """Let CUDA's 16-bit products add in fp32 throughout, and its fp32 products read TF32 only if asked to.
+    """Make CUDA's 16-bit products accumulate in fp32, and its fp32 products use TF32 only if asked to.
 
-    By default torch lets products add their parts in 16 bits.
+    By default torch allows 16-bit products to reduce partial sums in 16 bits.
     """
     products = torch.backends.cuda.matmul
     products.allow_bf16_reduced_precision_reduction = False
@@ -44,7 +44,7 @@ def choose_products(*, tf32: bool) -> None:
 def in_job(
     config: Config, launch: Launch | None, work: Callable[[ParallelContext], TrainState]
 ) -> TrainState:
-    """Do `work` as a rank of the job: join it, report what goes wrong to the others, leave it."""
+    """Do `work` as a rank of the job: join it, report errors to the other ranks, leave it."""
     keep_freed_memory()
     if config.training.deterministic_mode:
         compute_deterministically()

@@ -24,7 +24,7 @@ from megazero.train.build import build_model
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary
 from megazero.train.step.engine import Engine
-from megazero.train.step.feed import cut
+from megazero.train.step.feed import crop
 from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
 from megazero.verify.sampling import drawn_micro_batches, made_up_sampler, random_documents, vocabulary_size
@@ -105,7 +105,7 @@ def micro_batches(config: Config, context: ParallelContext, step: Step) -> list[
         rows = slice(first, first + size)
         samples = tuple(number * total + i for i in range(first, first + size))
         mine = {name: array[rows] for name, array in arrays.items()}
-        batches.append(collate(*cut(mine, samples, step.sequence_length, step.rows)))
+        batches.append(collate(*crop(mine, samples, step.sequence_length, step.rows)))
     return batches
 
 

@@ -15,7 +15,7 @@ from megazero.data_efficiency.sampler import CurriculumSampler
 from megazero.models.batch import Collate, MicroBatch
 from megazero.mpu.context import ParallelContext
 from megazero.train.parts.families import family_of
-from megazero.train.step.feed import cut
+from megazero.train.step.feed import crop
 
 SAMPLES = 97  # a prime, so that no batch fills an epoch
 
@@ -94,5 +94,5 @@ def drawn_micro_batches(
         arrays = {name: np.concatenate([sample[name] for sample in drawn]) for name in drawn[0]}
         first = begin + spec.data_parallel_rank * spec.micro_batch_size
         places = tuple(range(first, first + spec.micro_batch_size))
-        batches.append(collate(*cut(arrays, places, step.sequence_length, step.rows)))
+        batches.append(collate(*crop(arrays, places, step.sequence_length, step.rows)))
     return batches

@@ -12,7 +12,7 @@ from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.launch import Launch
 from megazero.mpu.thread_group import ThreadWorld
-from megazero.train.resume.trained import Loaded, Sizes
+from megazero.train.resume.trained import AxisSizes, Loaded
 from tests.inference.test_text import BYTES, byte_model
 from tests.tables import over_table
 
@@ -25,11 +25,11 @@ PASSED_OVER = "passed over iter_0000002: it is damaged"
 
 
 @pytest.fixture
-def loads(monkeypatch) -> list[tuple[str, Launch, Sizes]]:
+def loads(monkeypatch) -> list[tuple[str, Launch, AxisSizes]]:
     """Puts a model where a checkpoint would be; what was asked for."""
     asked = []
 
-    def load(checkpoint_dir: str, launch: Launch, sizes: Sizes, verb: str):
+    def load(checkpoint_dir: str, launch: Launch, sizes: AxisSizes, verb: str):
         assert verb == "generate"
         asked.append((checkpoint_dir, launch, sizes))
         return Loaded(solo_context(), {0: byte_model()}, (0,), BYTES, (PASSED_OVER,), no_batches)
@@ -52,13 +52,13 @@ def test_one_prompt_prints_the_whole_text_and_nothing_else(loads, capsys):
     captured = capsys.readouterr()
     assert captured.out == expected(["de"], 5, greedy=True)[0] + "\n"
     assert captured.err == f"warning: {PASSED_OVER}\n"
-    assert loads == [("here", Launch(), Sizes())]
+    assert loads == [("here", Launch(), AxisSizes())]
 
 
 def test_the_sizes_arrive(loads):
     flags = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "3"]
     assert main(["--load", "here", "--prompt", "a", "--max-new-tokens", "1", *flags]) == 0
-    assert loads == [("here", Launch(), Sizes(2, 3))]
+    assert loads == [("here", Launch(), AxisSizes(2, 3))]
 
 
 def test_every_sampling_flag_arrives(loads, capsys):
@@ -128,7 +128,7 @@ def test_bad_values_exit_2_before_anything_is_loaded(loads, capsys, flags):
 
 
 def test_a_missing_checkpoint_is_one_line_and_a_status(monkeypatch, capsys):
-    def load(checkpoint_dir: str, launch: Launch, sizes: Sizes, verb: str):
+    def load(checkpoint_dir: str, launch: Launch, sizes: AxisSizes, verb: str):
         raise CheckpointError(f"`load` must hold a checkpoint, but {checkpoint_dir} has none")
 
     monkeypatch.setattr("megazero.train.resume.trained.load_for_inference", load, raising=False)

@@ -74,7 +74,7 @@ def test_chunks_pass_both_on_and_evaluations_the_student_alone():
         for span in (first, last)
     ]
     given = batch()
-    assert parts[0].gives(given).shape == (SEQUENCE, 2, 32 + 48)
+    assert parts[0].output_boundary(given).shape == (SEQUENCE, 2, 32 + 48)
     hidden = parts[0].run(given).hidden
     assert hidden.shape == (SEQUENCE, 2, 80)
     sums = parts[1].run(given, hidden).terms
@@ -83,7 +83,7 @@ def test_chunks_pass_both_on_and_evaluations_the_student_alone():
     assert sums["kd"].item() == pytest.approx(expected["kd"].item(), rel=1e-6)
     assert sums["lm"].item() == pytest.approx(expected["lm"].item(), rel=1e-6)
     with torch.no_grad():
-        assert parts[0].gives(given).shape == (SEQUENCE, 2, 32)
+        assert parts[0].output_boundary(given).shape == (SEQUENCE, 2, 32)
         alone = parts[0].run(given).hidden
         assert alone.shape == (SEQUENCE, 2, 32)
         assert set(parts[1].run(given, alone).terms) == {"lm"}

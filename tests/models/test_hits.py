@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megazero.models.hits import vocab_parallel_argmax, vocab_parallel_hits
+from megazero.models.bert import vocab_parallel_argmax, vocab_parallel_hits
 from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld

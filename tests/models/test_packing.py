@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.models.packing import Slot, pack
+from megazero.models.bert_batch import Slot, pack
 
 CAPACITY = 10
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.moe.dispatch import ExpertPlacement, Rows, all_gather_dispatch, all_to_all_dispatch
+from megazero.moe.dispatch import ExpertPlacement, SortedRows, all_gather_dispatch, all_to_all_dispatch
 from megazero.mpu.thread_group import ThreadWorld
 from tests.moe.samples import joined, randn
 from tests.tables import over_table
@@ -167,13 +167,13 @@ def test_an_exchange_has_the_same_bits_on_any_number_of_ranks(room):
 def test_rows_are_sorted_by_expert_and_stay_in_order_of_token():
     chosen = torch.tensor([[2, 0], [0, 2], [2, 1], [0, 1]])
     kept = torch.tensor([[True, True], [True, False], [True, True], [False, True]])
-    rows = Rows.sort(chosen, kept, 3)
+    rows = SortedRows.sort(chosen, kept, 3)
     assert rows.counts.tolist() == [2, 2, 2]
     assert rows.choice[:6].tolist() == [1, 2, 5, 7, 0, 4]
     assert sorted(rows.choice[6:].tolist()) == [3, 6]
     first = rows.first(6)
     assert first.slots.tolist() == [[4, 0], [1, 6], [5, 2], [6, 3]]
-    blank = Rows.sort(chosen, kept, 3, room=3)
+    blank = SortedRows.sort(chosen, kept, 3, room=3)
     assert blank.choice.tolist() == [1, 2, -1, 5, 7, -1, 0, 4, -1]
     assert blank.slots.tolist() == [[6, 0], [1, 9], [7, 3], [9, 4]]
     assert blank.counts.tolist() == [3, 3, 3]

@@ -11,7 +11,7 @@ from torch import Tensor
 from megazero.layers.collectives import own_rows
 from megazero.layers.placement import Placement
 from megazero.layers.rows import Rows
-from megazero.moe.tokens import give_back, take_share
+from megazero.moe.tokens import gather_shares, take_share
 from megazero.ops.attention import Documents
 from tests.moe.samples import joined, on_ranks, randn
 from tests.tables import over_table
@@ -127,7 +127,7 @@ def test_what_is_given_back_is_whole_and_so_is_its_gradient(s, b, tp, split):
         placement = Placement.of(context, torch.float64, sequence_parallel=split)
         leaf = (own_rows(x, context.tp) if split else x).clone().requires_grad_()
         rows, _ = take_share(leaf, Rows(range(s), spread=placement.spread))
-        out = give_back(rows * 3, leaf.shape, placement.spread)
+        out = gather_shares(rows * 3, leaf.shape, placement.spread)
         out.backward(own_rows(to, context.tp) if split else to)
         return out.detach(), leaf.grad
 

@@ -36,10 +36,10 @@ class Piece(nn.Module):
         self.number, self.last = number, last
         self.weight = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(number)) / 2)
 
-    def takes(self, batch: Tensor) -> Boundary:
+    def input_boundary(self, batch: Tensor) -> Boundary:
         return Boundary(tuple(batch.shape), torch.float32)
 
-    gives = takes
+    output_boundary = input_boundary
 
     def run(self, batch, hidden, *, deferred):
         out = self.product(batch, hidden, deferred)

@@ -10,7 +10,7 @@ from megazero.data.gpt_dataset import DocumentEnds, GPTSettings, finish_batch
 from megazero.data.sampler import BatchSampler, SamplerSpec, batch_indices
 from megazero.errors import DataError
 from megazero.mpu.rng import sample_keys
-from megazero.train.step.feed import cut, make_feed
+from megazero.train.step.feed import crop, make_feed
 from tests.tables import over_table
 
 
@@ -64,13 +64,13 @@ def test_the_end_of_the_data_is_an_error_when_it_is_reached():
 def test_rows_of_samples_are_their_columns_in_order():
     arrays = {"tokens": np.arange(20).reshape(2, 10), "index": np.array([7, 9])}
     whole = {name: array.tolist() for name, array in arrays.items()}
-    found, places = cut(arrays, (4, 5), None)
+    found, places = crop(arrays, (4, 5), None)
     assert ({name: array.tolist() for name, array in found.items()}, places) == (whole, (4, 5))
-    found, places = cut(arrays, (4, 5), 6)
+    found, places = crop(arrays, (4, 5), 6)
     assert found["tokens"].tolist() == [[0, 1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15]]
     assert (found["index"].tolist(), places) == ([7, 9], (4, 5))
-    assert cut(arrays, (4, 5), 99)[0]["tokens"].tolist() == whole["tokens"]  # narrower than that
-    found, places = cut(arrays, (4, 5), 3, 3)  # the last column of each sample fills no row
+    assert crop(arrays, (4, 5), 99)[0]["tokens"].tolist() == whole["tokens"]  # narrower than that
+    found, places = crop(arrays, (4, 5), 3, 3)  # the last column of each sample fills no row
     assert found["tokens"].tolist() == [
         [0, 1, 2],
         [3, 4, 5],
@@ -96,7 +96,7 @@ def test_documents_in_a_row_are_those_of_a_row_of_its_own(length, rows):
         16, ends=DocumentEnds(0, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True)
     )
     tokens, labels = text[:, :-1].copy(), text[:, 1:].copy()
-    found, _ = cut(finish_batch(tokens, labels, settings), (0, 1, 2), length, rows)
+    found, _ = crop(finish_batch(tokens, labels, settings), (0, 1, 2), length, rows)
     short = [np.ascontiguousarray(a[:, : rows * length].reshape(-1, length)) for a in (tokens, labels)]
     wanted = finish_batch(*short, settings)
     assert found.keys() == wanted.keys()

@@ -16,7 +16,7 @@ from megazero.mpu.launch import Launch
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.pretraining import pretrain, pretrain_on
 from megazero.train.resume.facts import StateFacts
-from megazero.train.step.stability import Spread, Stability
+from megazero.train.step.stability import RunningMoments, Stability
 from megazero.train.step.state import TrainState
 
 STABILITY = ("loss_ratio", "loss_deviation", "grad_norm_deviation")
@@ -75,7 +75,7 @@ def test_it_survives_a_checkpoint_in_every_bit():
     assert facts.train_state() == state
     old = {name: value for name, value in state.record().items() if name != "stability"}
     assert StateFacts.model_validate_json(json.dumps(old)).train_state() == TrainState(Progress(3, 12, 192))
-    assert Spread() == Spread(0.0, 0.0)
+    assert RunningMoments() == RunningMoments(0.0, 0.0)
 
 
 def run(folder, *flags: object) -> list[dict]:

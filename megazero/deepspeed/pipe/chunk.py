@@ -73,13 +73,13 @@ class StageChunk(Chunk[StageBatch]):
         self.forms, self.fixed = Forms(), False
         self.outputs = Outputs()
 
-    def takes(self, batch: StageBatch) -> Boundary:
+    def input_boundary(self, batch: StageBatch) -> Boundary:
         """The tensor that comes from the stage before; waits for its form where that is not known."""
         if not self.fixed:
             self.forms.incoming[batch.number] = self.group.receive_form()
         return self.forms.incoming[batch.number].boundary
 
-    def gives(self, batch: StageBatch) -> Boundary:
+    def output_boundary(self, batch: StageBatch) -> Boundary:
         """The tensor that went to the next stage."""
         return self.forms.outgoing[batch.number].boundary
 

@@ -1,4 +1,4 @@
-"""multi_token: the prediction of tokens beyond the next one, in training alone.
+"""multi_token: multi-token prediction (MTP), which predicts tokens beyond the next one in training.
 
-`ahead.py` shifts a batch's arrays, `block.py` is the block of one further token.
+`inputs.py` shifts a batch's arrays, `block.py` is the block that predicts one further token.
 """

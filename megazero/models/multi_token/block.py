@@ -1,7 +1,7 @@
-"""The block that predicts one token further on (multi-token prediction, DeepSeek-V3, 2024, arXiv:2412.19437).
+"""The block that predicts one further token (multi-token prediction, DeepSeek-V3, 2024, arXiv:2412.19437).
 
-It joins what the block before it knows of a position with the word further on, which it may see as that is
-not what it predicts. Weights and order are those of Megatron-LM and transformers.
+It joins a position's hidden states from the previous block with the embedding of the token that the previous
+block predicts, and predicts the token after it. Weights and order are those of Megatron-LM and transformers.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megazero.spec.model import ModelSpec
 
 
 class FurtherToken(nn.Module):
-    """([s, b, h], the words [b, s] further on, inputs) -> ([s, b, h], sums), of s/tp rows where ranks share.
+    """(hidden [s, b, h], tokens [b, s], inputs) -> (hidden [s, b, h], sums); s/tp under sequence parallelism.
 
-    Both are hidden states with a norm behind them, as the head reads them, which is the model's own.
+    Both hidden states are normed, as the model's head reads them.
 
     Args:
-        depth: how many tokens beyond the next one, from 1.
-        held: the part of the model that is here.
-        word: the weight of the embedding, or this stage's copy of it.
+        depth: number of tokens beyond the next one, from 1.
+        held: the part of the model that this chunk holds.
+        word: the embedding's weight, or this stage's copy of it.
     """
 
     def __init__(self, depth: int, held: Slice, word: nn.Parameter):
@@ -69,11 +69,11 @@ class FurtherToken(nn.Module):
 
 
 def further_tokens(held: Slice, word: nn.Parameter | None) -> nn.ModuleList:
-    """The blocks of all further tokens.
+    """Build the blocks of all further tokens.
 
     Args:
-        held: the part of the model that is here, which has its head.
-        word: the weight of the embedding; None if it is on another stage: a copy of it is made.
+        held: the part of the model that this chunk, the last one, holds.
+        word: the embedding's weight; None makes a copy, because the weight is on another stage.
     """
     depths = len(held.spec.further)
     if depths and word is None:
@@ -83,11 +83,11 @@ def further_tokens(held: Slice, word: nn.Parameter | None) -> nn.ModuleList:
 
 
 def term_of(depth: int) -> str:
-    """The name of the loss term of a further token, as Megatron-LM reports it."""
+    """The name of a further token's loss term, as in Megatron-LM."""
     return f"mtp_{depth}"
 
 
 def further_terms(spec: ModelSpec) -> tuple[LossTerm, ...]:
-    """The loss terms of all further tokens: their weights together are `further_weight`."""
+    """The loss terms of all further tokens; their coefficients sum to `further_weight`."""
     depths = len(spec.further)
     return tuple(LossTerm(term_of(depth), spec.further_weight / depths) for depth in range(1, depths + 1))

@@ -1,4 +1,4 @@
-"""Micro-batches of pairs of texts, without the columns that only pad."""
+"""Micro-batches of pairs of texts, without columns of padding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megazero.config.tree.config import Config
 from megazero.data.token_ids import check_token_ids
-from megazero.models.batch import Batch, MicroBatch, Places, RowPlace, column_multiple, tensor_of
+from megazero.models.batch import Batch, MicroBatch, Places, SampleIndex, column_multiple, tensor_of
 from megazero.models.targets import Targets
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.rng import sample_keys
@@ -22,9 +22,9 @@ class PairBatch(MicroBatch):
     """A micro-batch of `b` pairs; `tokens` [b, s] are the encoder's.
 
     Attributes:
-        decoder: the decoder's text [b, t]. In a generation its places say where it goes on.
-        mask: bool [b, 1, 1, s], False where the encoder's tokens are padding; None: there is none.
-        read: the number of tokens of both texts, padding left out.
+        decoder: the decoder's text [b, t]. In generation its `places` have the positions of new tokens.
+        mask: bool [b, 1, 1, s], False for padding of the encoder's text; None without padding.
+        read: number of tokens of both texts, without padding.
     """
 
     decoder: Batch
@@ -33,7 +33,7 @@ class PairBatch(MicroBatch):
 
     @property
     def counts(self) -> dict[str, float]:
-        """The weighted number of positions that count, of tokens and of pairs."""
+        """The weighted number of the decoder's positions, and the numbers of tokens and pairs."""
         pairs = float(len(self.tokens))
         return {
             "lm": self.decoder.learnt.count,
@@ -45,14 +45,12 @@ class PairBatch(MicroBatch):
 
 @dataclass(frozen=True)
 class PairCollate:
-    """Turns a dataset's arrays into a `PairBatch`.
-
-    Columns that hold nothing but padding are left out, up to a multiple of `multiple`.
+    """Turns a dataset's arrays into a `PairBatch`, trimming columns that hold only padding.
 
     Attributes:
-        vocab_size: number of ids that tokens and labels may have.
+        vocab_size: size of the vocabulary.
         device: the device of the tensors.
-        lengths: most columns of either text.
+        lengths: the most columns of the encoder's, and of the decoder's text.
         multiple: the number of columns is a multiple of this.
         seed: seed of the dropout streams; None for evaluation, which drops nothing.
     """
@@ -65,14 +63,12 @@ class PairCollate:
 
     @classmethod
     def of(cls, config: Config, vocab_size: int, context: ParallelContext, seed: int | None) -> PairCollate:
-        """The collate function for a run's configuration."""
+        """Make the collate function of a configuration."""
         lengths = config.model.seq_length, config.model.decoder_length
         return cls(vocab_size, context.device, lengths, column_multiple(config), seed)
 
-    def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[RowPlace, ...]) -> PairBatch:
-        """Make a batch; `samples` are the places of the pairs in the training order, one per row.
-
-        Nothing waits for the device.
+    def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[SampleIndex, ...]) -> PairBatch:
+        """Make a batch, without waiting for the device; `samples` are positions in the training order.
 
         Raises:
             DataError: a token or label lies outside the vocabulary.
@@ -98,7 +94,7 @@ class PairCollate:
         )
 
     def _fitted(self, lengths: np.ndarray, side: int) -> tuple[np.ndarray, int]:
-        """The lengths of the encoder's (0) or the decoder's (1) texts, and the columns that they take."""
+        """The lengths of the encoder's (0) or the decoder's (1) texts, and how many columns they need."""
         lengths = np.minimum(lengths, self.lengths[side])
         needed = -(-int(lengths.max()) // self.multiple) * self.multiple
         return lengths, min(self.lengths[side], needed)
@@ -108,9 +104,9 @@ class PairCollate:
 
 
 def random_pairs(rng: np.random.Generator, count: int, length: int, vocab_size: int) -> dict[str, np.ndarray]:
-    """Arrays of `count` random pairs of uneven lengths, as a T5's dataset gives them; the first is longest.
+    """Arrays of `count` random pairs of uneven lengths, as a T5 dataset returns them; the first is longest.
 
-    About 1 / (1 + i) of the decoder's positions of pair i count.
+    About 1 / (1 + i) of the decoder's positions of pair i have a loss.
     """
     shape, places = (count, length), np.arange(length)
     lengths, targets = rng.integers(min(4, length), length + 1, (2, count))

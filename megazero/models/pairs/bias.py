@@ -1,4 +1,4 @@
-"""T5's relative biases: each head adds to a score a number that depends on how far the key is."""
+"""T5's relative position biases: each head adds a learned number for the distance to the key to a score."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TABLES = ("encoder.relative_bias.weight", "decoder.relative_bias.weight")
 
 
 def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, furthest: int) -> Tensor:
-    """The kind of each distance (the key's place less the query's), int64 of the same shape, below `buckets`.
+    """Map distances (position of the key less that of the query) to buckets, int64 of the same shape.
 
-    With `both_ways` half of the kinds are of later keys; otherwise all these are of kind 0. Half of the kinds
-    are single distances, and the others ranges that grow as the logarithm up to `furthest`. There are at
-    least 4 kinds, and `furthest` is more than half of them.
+    With `both_ways`, half of the buckets are for later keys; otherwise later keys are in bucket 0. Half of
+    the (remaining) buckets are single distances, the others ranges that grow logarithmically up to
+    `furthest`. `buckets` must be at least 4, and `furthest` more than half of it.
     """
     first = torch.zeros_like(distances)
     if both_ways:
@@ -37,19 +37,19 @@ def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, furthe
 
 
 class RelativeBiases(nn.Module):
-    """The biases of a micro-batch's encoder and decoder: [1, n/tp, s, s], and [1, n/tp, t, k] to k rows.
+    """The biases of the encoder, [1, n/tp, s, s], and of the decoder, [1, n/tp, t, k] over k keys.
 
-    Every stage of a pipeline has both tables, whichever layers it has.
+    Every stage of a pipeline has both tables, whatever its layers.
 
     Args:
         spec: a model with such biases.
         placement: ranks, dtype and device.
-        original: whether these are the ones that the others are copies of.
+        original: whether this stage has the original tables, of which the other stages have copies.
     """
 
     def __init__(self, spec: ModelSpec, placement: Placement, *, original: bool):
         super().__init__()
-        assert spec.relative is not None, "a stage without such biases builds none"
+        assert spec.relative is not None, "the model has no relative biases"
         self.buckets, self.furthest = spec.relative.kinds, spec.relative.furthest
         heads = max(attention.heads for attention in spec.attentions())
 
@@ -67,9 +67,9 @@ class RelativeBiases(nn.Module):
         self.encoder, self.decoder = map(table, TABLES)
 
     def forward(self, encoded: range | None, decoded: range | None) -> tuple[Tensor | None, Tensor | None]:
-        """The biases between the encoder's places, and from the decoder's to all of its up to the last.
+        """Compute the biases of the encoder's and of the decoder's queries, given their positions.
 
-        None for places gives None.
+        The encoder's keys are at the same positions, the decoder's from 0 to the last query. None gives None.
         """
         encoder = decoder = None
         if encoded is not None:

@@ -1,4 +1,4 @@
-"""The layers of a T5: attention with biases and masks, attention to the encoder, and the decoder's layer."""
+"""The layers of T5: self-attention with biases and masks, cross-attention, and the decoder's layer."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from megazero.spec.parts import AttentionSpec, MlpSpec
 
 @dataclass(frozen=True)
 class PairInputs(LayerInputs):
-    """The inputs of a layer of either stack besides its hidden states.
+    """The inputs of an encoder's or decoder's layer besides its hidden states.
 
     Attributes:
-        bias: [1 or b, n/tp, s, t], added to the scores of attention within the stack; None: none.
-        mask: bool [b, 1, 1, s], which rows of the encoder may be attended to; None: all, or the bias says.
-        encoded: [s, b, h] ([s/tp, b, h] under sequence parallelism), the encoder's result; None for its own
-            layers.
-        encoded_positions: the places of its rows.
-        store: keeps keys and values between the steps of a generation; None: there are none to keep.
+        bias: [1 or b, n/tp, s, t], added to the scores of self-attention; or None.
+        mask: bool [b, 1, 1, s], False for the encoder's padding; None if there is none or `bias` masks it.
+        encoded: [s, b, h] ([s/tp, b, h] under sequence parallelism), the encoder's output; None in the
+            encoder's layers.
+        encoded_positions: the positions of the encoder's rows.
+        store: the key-value cache of a generation; None in training.
     """
 
     bias: Tensor | None = None
@@ -50,19 +50,19 @@ class PairInputs(LayerInputs):
 
 @runtime_checkable
 class PairStore(KeyValueStore, Protocol):
-    """Keys and values that a generation keeps: those of earlier tokens, and those of the encoder's rows."""
+    """A key-value cache of a generation: for self-attention, and for cross-attention to the encoder."""
 
     def of_encoder(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """The keys and values [s, b, g/tp, d] that a layer has made of the encoder's rows; None before."""
+        """The cached keys and values [s, b, g/tp, d] of a layer's cross-attention; None before the first."""
 
     def keep_of_encoder(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Keep the keys and values [s, b, g/tp, d] that a layer has made of the encoder's rows."""
+        """Cache the keys and values [s, b, g/tp, d] of a layer's cross-attention."""
 
 
 class StackAttention(SelfAttention):
-    """Attention within a stack: the encoder's to all rows that are no padding, the decoder's to earlier ones.
+    """Self-attention: the encoder's to all rows except padding, the decoder's to earlier rows.
 
-    Padding comes last, so that no row of the decoder sees any.
+    Padding comes last, so no row of the decoder attends to it.
     """
 
     def __init__(self, layer: int, spec: AttentionSpec, placement: Placement, *, recompute: bool = False):
@@ -70,7 +70,7 @@ class StackAttention(SelfAttention):
         self.tp = placement.tp
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:
-        assert isinstance(inputs, PairInputs), "a stack's layers get its inputs"
+        assert isinstance(inputs, PairInputs), "layers of T5 need `PairInputs`"
         if inputs.store is not None:
             key, value = inputs.store.extend(self.attends, key, value)
         causal = self.attends.causal
@@ -85,12 +85,15 @@ class StackAttention(SelfAttention):
 
 
 class CrossAttention(nn.Module):
-    """[t, b, h] -> ([t, b, h], bias still to be added): queries of the decoder, keys of the encoder's result.
+    """The decoder's attention to the encoder's output: [t, b, h] -> ([t, b, h], bias still to be added).
 
-    Keys and values come from one weight of logical shape [groups, 2, d, h].
+    Keys and values have one weight of logical shape [groups, 2, d, h].
 
     Args:
-        recompute: whether to drop the core's activations and compute them again in backward.
+        layer: number of the layer.
+        spec: heads and widths.
+        placement: ranks, dtype and device.
+        recompute: whether backward recomputes the attention core.
     """
 
     def __init__(self, layer: int, spec: AttentionSpec, placement: Placement, *, recompute: bool = False):
@@ -121,11 +124,11 @@ class CrossAttention(nn.Module):
         return result
 
     def _keys_and_values(self, x: Tensor, inputs: PairInputs) -> tuple[Tensor, Tensor]:
-        """[s, b, g/tp, d] each; in a generation they are made once."""
+        """Compute keys and values of the encoder's output, [s, b, g/tp, d] each; once in a generation."""
         kept = None if inputs.store is None else inputs.store.of_encoder(self.attends.layer)
         if kept is not None:
             return kept
-        assert inputs.encoded is not None, "a decoder attends to what an encoder has made"
+        assert inputs.encoded is not None, "cross-attention needs the encoder's output"
         both = self.key_value(inputs.encoded.to(x.dtype), inputs.deferred)
         key, value = both.view(*both.shape[:2], *self.key_value.local_shape).unbind(3)
         if inputs.store is not None:
@@ -144,11 +147,11 @@ class CrossAttention(nn.Module):
 
 
 class DecoderLayer(TransformerLayer):
-    """One pre-norm layer of the decoder: it attends to earlier rows, then to the encoder's, then the MLP.
+    """A pre-norm layer of the decoder: self-attention, cross-attention, MLP.
 
     Args:
-        cross: (normed [t, b, h], inputs) -> ([t, b, h], bias still to be added or None); the others are as in
-            `TransformerLayer`.
+        layer, spec, placement, attention, mlp: as for `TransformerLayer`.
+        cross: (normed [t, b, h], inputs) -> ([t, b, h], bias still to be added or None).
     """
 
     def __init__(
@@ -165,14 +168,14 @@ class DecoderLayer(TransformerLayer):
         self.cross = cross
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
-        assert self.input_norm is not None, "a rule asks for norms of inputs"
+        assert self.input_norm is not None, "a rule requires pre-norm layers"
         dtype = self.placement.dtype
         normed, x = self.input_norm(x, both=True)
         half = self.attention(normed.to(dtype), inputs)
         normed, x = self._joint(half, x, self._dropout(inputs, "attention_out"), self.cross_norm)
         half = self.cross(normed.to(dtype), inputs)
         normed, x = self._joint(half, x, self._dropout(inputs, "cross_out"), self.mlp_norm)
-        del half  # it has been added to x, and need not be there while the MLP runs
+        del half  # already added to x; frees its memory before the MLP runs
         out, bias, sums = self.mlp(normed.to(dtype), inputs)
         return bias_dropout_add(out.to(x.dtype), bias, x, self._dropout(inputs, "mlp_out")), sums
 
@@ -180,14 +183,14 @@ class DecoderLayer(TransformerLayer):
 def layer_of(
     number: int, spec: LayerSpec, placement: Placement, *, recompute: bool, tiles: int
 ) -> TransformerLayer:
-    """A layer of the model by its number: the encoder's come first.
+    """Build a layer of the encoder or the decoder.
 
     Args:
-        number: the number.
+        number: number along the model; the encoder's layers come first.
         spec: the layer.
         placement: ranks, dtype and device.
-        recompute: whether backward computes attention's probabilities again.
-        tiles: tiles of rows in which an MLP is computed, as `MLP` takes them.
+        recompute: whether backward recomputes the attention core.
+        tiles: number of row tiles of the MLP.
     """
     assert isinstance(spec.attention, AttentionSpec), "rules refuse other attention"
     assert isinstance(spec.mlp, MlpSpec), "rules refuse experts"

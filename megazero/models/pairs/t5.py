@@ -1,8 +1,8 @@
 """T5: embedding, encoder, decoder, head.
 
-The blocks form one list, which a pipeline may cut anywhere. A boundary carries both texts, [s + t, b, h]: the
-encoder's layers pass on the decoder's embedded tokens, and the decoder's pass on what the encoder has made.
-So both texts are embedded where the table is, and all boundaries have one shape.
+The blocks form one list, which a pipeline may cut anywhere. A boundary has the hidden states of both texts,
+[s + t, b, h]: the encoder's layers pass the decoder's embeddings through, and the decoder's layers pass the
+encoder's output through. So one stage embeds both texts, and all boundaries have the same shape.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from megazero.spec.model import EmbeddingSpec, LayerSpec, ModelSpec
 from megazero.spec.resolve import model_spec
 
 BIASES, ENCODER_NORM = "biases", "encoder_norm"
-"""The parts that only a T5 has."""
+"""The blocks that only T5 has."""
 
 
 class PairEmbedding(nn.Module):
-    """Both texts of a micro-batch, embedded by one table: [s, b, h] and [t, b, h]."""
+    """The embedding of both texts of a micro-batch by one table: [s, b, h] and [t, b, h]."""
 
     def __init__(self, spec: EmbeddingSpec, vocab: tuple[int, int], placement: Placement):
         super().__init__()
@@ -49,23 +49,23 @@ class PairEmbedding(nn.Module):
 
     @property
     def word(self) -> nn.Parameter:
-        """The table."""
+        """The table's weight."""
         return self.table.word
 
     def forward(self, batch: PairBatch, encoder: PairInputs, decoder: PairInputs) -> tuple[Tensor, Tensor]:
         return self._embed(batch.tokens, encoder), self._embed(batch.decoder.tokens, decoder)
 
     def _embed(self, tokens: Tensor, inputs: PairInputs) -> Tensor:
-        """One of them, of tokens [b, s] at the places of its rows."""
+        """Embed tokens [b, s] at the positions of their rows."""
         embedded: Tensor = self.table(tokens, position_tensor(inputs.rows.positions, tokens.device), inputs)
         return embedded
 
 
 def t5_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
-    """The blocks of a T5 of this shape; operations are counted for each token of the encoder.
+    """The blocks of a T5 of this shape, with FLOPs per token of the encoder.
 
-    A decoder that is given t tokens for every s of the encoder works on t / s of them. Each of its layers
-    also makes keys and values of the encoder's rows, 2 h 2 k, and attends to all s of them.
+    The decoder has t tokens for s of the encoder, so its FLOPs count t / s. Each of its layers also computes
+    keys and values of the encoder's rows (2 h 2 k FLOPs) and attends to all s of them.
     """
     spec = model_spec(config.model)
     hidden, share = spec.stream.width, spec.decoder_length / spec.length
@@ -113,7 +113,10 @@ class T5(StagedChunk[PairBatch]):
         self.mark_copied()
 
     def _units(self) -> tuple[list[Unit], list[Unit]]:
-        """The units of the encoder's layers and of the decoder's: those of all, cut where the stacks meet."""
+        """The recompute units of the encoder's and of the decoder's layers.
+
+        They are the units of all layers, cut between encoder and decoder.
+        """
         first, both = len(self.encoder), len(self.encoder) + len(self.decoder)
         units = recompute_units(both, self.recompute)
 
@@ -139,7 +142,7 @@ class T5(StagedChunk[PairBatch]):
 
     @classmethod
     def ties(cls, spec: ModelSpec) -> tuple[Tie, ...]:
-        """The weights that several blocks use: the embedding's, and the biases, which every stage has."""
+        """The tied weights: the embedding's, and the relative biases, which every stage has."""
         word = super().ties(spec)
         if spec.relative is None:
             return word
@@ -147,20 +150,20 @@ class T5(StagedChunk[PairBatch]):
         return (*word, *(Tie(table, everywhere) for table in TABLES))
 
     def build_head(self, tied: nn.Parameter | None) -> Head:
-        """The norm and the projection."""
+        """Build the norm and the projection."""
         return Head(self.spec.head, self.held.vocab, self.placement, tied)
 
     def blocks(self) -> list[nn.Module]:
-        """The blocks that this chunk runs, in order."""
+        """The blocks of this chunk, in order."""
         ends = (self.embedding, self.biases, *self.encoder, self.encoder_norm, *self.decoder, self.head)
         return [block for block in ends if block is not None]
 
     def routers(self) -> list[Router]:
-        """None: a T5 has no experts."""
+        """No routers: T5 has no experts."""
         return []
 
-    def takes(self, batch: PairBatch) -> Boundary:
-        """Hidden states of both texts between chunks, [s + t, b, h], or a tensor-parallel rank's rows."""
+    def input_boundary(self, batch: PairBatch) -> Boundary:
+        """Hidden states of both texts, [s + t, b, h], or this rank's rows of them."""
         rows = sum(self._rows(batch))
         return Boundary((rows, len(batch.tokens), self.spec.stream.width), self.hidden_dtype)
 
@@ -171,7 +174,7 @@ class T5(StagedChunk[PairBatch]):
     def forward(
         self, batch: PairBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> Tensor:
-        """Logits of the next token of the decoder, [t, b, v/tp], from the previous chunk's hidden states."""
+        """Compute the decoder's logits [t, b, v/tp] from the previous chunk's hidden states."""
         assert self.head is not None, "only a chunk with the head has logits"
         logits: Tensor = self.head(self.through(batch, hidden, deferred=deferred)[1], deferred)
         return logits
@@ -179,9 +182,9 @@ class T5(StagedChunk[PairBatch]):
     def run(
         self, batch: PairBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> ChunkResult:
-        """The hidden states for the next chunk, and the sum for the loss (see `pipeline.chunk.Chunk`).
+        """Compute the hidden states for the next chunk, or with the head the loss (see `Chunk.run`).
 
-        The one with the head adds the sum of the masked cross-entropies in nats to ``lm``, a float32 scalar.
+        ``lm`` is the sum of weighted cross-entropies in nats, a float32 scalar.
         """
         if self.head is None:
             return ChunkResult(torch.cat(self.through(batch, hidden, deferred=deferred)))
@@ -192,13 +195,12 @@ class T5(StagedChunk[PairBatch]):
     def hidden(
         self, batch: PairBatch, hidden: Tensor | None = None, *, core: AttentionCore | None = None
     ) -> Tensor:
-        """Hidden states of both texts after this chunk's layers, [s + t, b, h]; without dropout.
+        """Compute hidden states of both texts after this chunk's layers, [s + t, b, h].
 
-        Where the core keeps what it was given (`CachedCore`), the encoder's text is given once, and then one
-        without columns.
+        With a cache (`CachedCore`), only the first call has the encoder's text; later ones have s = 0.
         """
         store = core.store if isinstance(core, CachedCore) else None
-        assert store is None or isinstance(store, PairStore), "a decoder attends to two texts"
+        assert store is None or isinstance(store, PairStore), "the cache of T5 must be a `PairStore`"
         return torch.cat(self.through(batch, hidden, store=store))
 
     def through(
@@ -209,13 +211,13 @@ class T5(StagedChunk[PairBatch]):
         deferred: Deferred | None = None,
         store: PairStore | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states of the encoder and of the decoder after this chunk's layers.
+        """Compute hidden states of the encoder and of the decoder after this chunk's layers.
 
         Args:
             batch: the micro-batch.
-            hidden: those of the previous chunk, [s + t, b, h]; None if this one has the embedding.
-            deferred: collects the computation of weight gradients, which backward then leaves out.
-            store: keys and values of a generation.
+            hidden: [s + t, b, h] from the previous chunk; None if this chunk has the embedding.
+            deferred: the list to which backward appends weight gradients; None if it computes them.
+            store: the key-value cache of a generation.
         """
         encoder, decoder = self._inputs(batch, deferred, store)
         if self.embedding is not None:
@@ -233,11 +235,11 @@ class T5(StagedChunk[PairBatch]):
     def _inputs(
         self, batch: PairBatch, deferred: Deferred | None, store: PairStore | None
     ) -> tuple[PairInputs, PairInputs]:
-        """The inputs of the encoder's and of the decoder's layers."""
+        """Make the inputs of the encoder's and of the decoder's layers."""
         (s, t), keys = (batch.tokens.shape[1], batch.decoder.tokens.shape[1]), batch.places.sample_keys
         spread = self.placement.spread
         places = range(t) if batch.decoder.places.positions is None else batch.decoder.places.positions
-        assert isinstance(places, range), "a decoder's tokens follow each other"
+        assert isinstance(places, range), "a decoder's positions must be contiguous"
         rows = Rows(range(s), keys=keys, spread=spread)
         encoder = PairInputs(rows, deferred=deferred, mask=batch.mask)
         own = None if keys is None else derive(site_key("decoder"), keys)
@@ -249,7 +251,7 @@ class T5(StagedChunk[PairBatch]):
             return encoder, decoder
         within, earlier = self.biases(encodes, decodes)
         if within is not None and batch.mask is not None:
-            # Once for all layers: otherwise each would join both, in a tensor of all pairs of rows.
+            # Once for all layers: otherwise each would combine mask and bias in a tensor [b, n/tp, s, s].
             encoder = replace(encoder, mask=None)
             within = within.masked_fill(~batch.mask, -torch.inf)
         return replace(encoder, bias=within), replace(decoder, bias=earlier)

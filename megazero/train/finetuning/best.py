@@ -1,4 +1,4 @@
-"""The best epoch's model: one checkpoint of weights in `SAVE/best`, replaced when a later one is better."""
+"""The best epoch's model: one checkpoint of weights in `SAVE/best`, replaced when a later epoch is better."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLDER = "best"
 
 
 @dataclass(frozen=True)
-class Mark:
+class BestScore:
     """The accuracy of the model after an iteration."""
 
     iteration: int
@@ -27,16 +27,16 @@ class Mark:
 
 
 class BestModel:
-    """Keeps the model with the highest accuracy; of equal ones the first.
+    """Saves the model with the highest accuracy; of equal ones the first.
 
     Args:
         folder: the folder of the model.
         snapshots: saves the weights there.
-        iteration: progress of the run when it began; a later mark belongs to a run that this one replaces.
+        iteration: the iteration at which the run begins; later models are ignored.
         disk: removes the previous model.
 
     Raises:
-        CheckpointError: on every rank, if the folder cannot be read.
+        CheckpointError: on every rank: the folder cannot be read.
     """
 
     def __init__(self, folder: Path, snapshots: Snapshots, iteration: int, disk: Disk | None = None):
@@ -47,11 +47,11 @@ class BestModel:
         self.disk = disk or Disk()
         look = partial(_marked, folder) if context.rank == 0 else None
         seen = together(context, look, f"look into {folder}")
-        self.mark = Mark(*seen) if seen and seen[0] <= iteration else None
+        self.score = BestScore(*seen) if seen and seen[0] <= iteration else None
 
     @classmethod
     def of(cls, run: Snapshots, iteration: int, disk: Disk | None = None) -> BestModel:
-        """The best model of a run that saves, and that now begins at an iteration."""
+        """Make the best model of a run that begins at `iteration`, in the run's folder."""
         folder = Path(run.saver.directory) / FOLDER
         changes = {
             "save": str(folder),
@@ -64,44 +64,44 @@ class BestModel:
         return cls(folder, run.elsewhere(changes, disk), iteration, disk)
 
     def offer(self, state: TrainState, accuracy: float) -> bool:
-        """Keep the engine's weights if they are the best so far, and return whether; every rank calls this.
+        """Save the engine's weights if they are the best so far, and return whether; every rank calls this.
 
         Raises:
-            CheckpointError: on every rank, if they cannot be saved; the previous best stays.
+            CheckpointError: on every rank: they cannot be saved; the previous best stays.
         """
-        if self.mark is not None and accuracy <= self.mark.accuracy:
+        if self.score is not None and accuracy <= self.score.accuracy:
             return False
         self.snapshots.save(state, {"accuracy": accuracy})
-        self.mark = Mark(state.iteration, accuracy)
-        clear = partial(self._clear, state.iteration) if self.context.rank == 0 else None
-        together(self.context, clear, f"clear {self.folder}")
+        self.score = BestScore(state.iteration, accuracy)
+
+        def clear() -> None:
+            for iteration in saved_iterations(self.folder):
+                if iteration != state.iteration:
+                    remove_checkpoint(self.disk, self.folder, iteration)
+
+        together(self.context, clear if self.context.rank == 0 else None, f"clear {self.folder}")
         return True
 
     def take(self) -> None:
-        """Give the engine the best weights; every rank calls this."""
-        assert self.mark is not None, "no model has been offered"
-        path = iteration_folder(self.folder, self.mark.iteration)
+        """Load the best weights into the engine; every rank calls this."""
+        assert self.score is not None, "no model has been offered"
+        path = iteration_folder(self.folder, self.score.iteration)
         reader, keepers = Checkpoint.opened(path, "full", self.context), keepers_of(self.engine, ())
 
         def read() -> None:
-            reader.read([part for keeper in keepers for part in keeper.taken(reader)])
+            reader.read([part for keeper in keepers for part in keeper.parts_from(reader)])
 
         together(self.context, read, f"load {path}")
         for keeper in keepers:
-            keeper.took(reader, path)
+            keeper.apply(reader, path)
 
     def close(self) -> None:
-        """Release the folder to other jobs."""
+        """Release the folder for other jobs."""
         self.snapshots.saver.close()
-
-    def _clear(self, kept: int) -> None:
-        for iteration in saved_iterations(self.folder):
-            if iteration != kept:
-                remove_checkpoint(self.disk, self.folder, iteration)
 
 
 def _marked(folder: Path) -> tuple[int, float] | None:
-    """Iteration and accuracy of the model in a folder."""
+    """The iteration and accuracy of the model in a folder; None without one."""
     folders = candidates(folder).folders
     if not folders:
         return None

@@ -1,4 +1,4 @@
-"""The evaluation of fine-tuning: whole files, with the same scores on all ranks of any layout."""
+"""The evaluation of fine-tuning on whole files, with the same scores on any layout."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from megazero.train.step.timers import Timers
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of an evaluation.
+    """A model's answers to the samples of a split.
 
     Attributes:
-        losses: the losses over the samples with a label, by term.
+        losses: the losses over samples with a label, by term.
         counted: number of samples with a label.
         scores: float32 [samples, classes].
     """
@@ -45,10 +45,15 @@ class Answers:
 def answer(
     engine: Engine, feed: Feed[LabelledBatch], count: int, batch_size: int, classes: int, patience: Patience
 ) -> Answers:
-    """Evaluate the first `count` samples of a feed, each once, by forward passes of whole global batches.
+    """Evaluate the first `count` samples of a feed in whole global batches; every rank calls this.
 
-    Every rank calls this. The feed goes on with samples that do not count until the last batch is full.
-    `patience` says how far it is.
+    Args:
+        engine: has the model.
+        feed: the samples; it fills the last batch with samples without labels.
+        count: number of samples.
+        batch_size: samples of a global batch.
+        classes: number of classes.
+        patience: reports the progress.
     """
     spec, starts = feed.spec, range(0, count, batch_size)
     batches = (feed.micro_batches(start, batch_size // spec.stride) for start in starts)
@@ -64,9 +69,9 @@ def answer(
 
 
 def _gathered(parts: dict[int, Tensor], shape: tuple[int, int], context: ParallelContext) -> np.ndarray:
-    """The scores of all ranks, from those here by the numbers of their first samples.
+    """Gather the scores of all ranks, given number of a first sample -> scores of this rank.
 
-    Only one rank has those of a micro-batch, so that their sum is exact.
+    Each sample's scores are added to zeros of other ranks, so the sum is exact.
     """
     scores = torch.zeros(shape, dtype=torch.float32, device=context.device)
     if context.tp.rank == 0:
@@ -78,11 +83,11 @@ def _gathered(parts: dict[int, Tensor], shape: tuple[int, int], context: Paralle
 
 @dataclass(frozen=True)
 class TaskMetrics(EvalMetrics):
-    """One evaluation of labelled files.
+    """The metrics of one evaluation on labelled files.
 
     Attributes:
-        report: how good all answers are.
-        files: the same for each file, by its path.
+        report: the report on all samples.
+        files: path of a file -> the report on its samples.
     """
 
     predicts_text: ClassVar[bool] = False
@@ -97,18 +102,18 @@ class TaskMetrics(EvalMetrics):
 
 
 class TaskEvaluation:
-    """Reports the loss, accuracy, F1 and confusions on a split of labelled files.
+    """Reports the loss, accuracy, F1 and confusion matrix on a split of labelled files.
 
-    Validation is also a chance for the model to become the best so far.
+    After validation, the model is saved if it is the best so far.
 
     Args:
         engine: has the model.
         data: the labelled splits.
-        feeds: of each split that has samples, by its name; they go on without end.
+        feeds: name of a split with samples -> its feed.
         batch_size: samples of a global batch.
-        best: keeps the best model; None if nothing is saved.
+        best: saves the best model; None if nothing is saved.
         monitor: receives the report.
-        timers: collects the time.
+        timers: measures the time.
     """
 
     def __init__(
@@ -130,7 +135,7 @@ class TaskEvaluation:
         self.timers = timers
 
     def answers(self, split: str) -> Answers:
-        """The model's answers to a split, without a report; every rank calls this."""
+        """Compute the model's answers to a split, without a report; every rank calls this."""
         count = len(self._labelled(split))
         patience = Patience(self.monitor.message, f"evaluating on {split}")
         classes = len(self.data.labels)

@@ -1,4 +1,4 @@
-"""The file of predictions: one line for each sample, whole or absent."""
+"""Writes the file of predictions, one line per sample, atomically."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megazero.train.finetuning.scores import probabilities
 def write_predictions(
     path: str, files: Sequence[LabelledFile], labels: Sequence[str], scores: np.ndarray
 ) -> None:
-    """Write file, id, label, prediction and the probability of each label, of every sample in order.
+    """Write each sample's file, id, label, prediction and the probability of each label.
 
-    A name that ends in ``.jsonl`` or ``.json`` gets JSON objects; any other gets TSV with a row of names, in
-    which a label that is not known is empty, and tabs and newlines in an id are blanks.
+    A name that ends in ``.jsonl`` or ``.json`` gets JSON objects; any other gets TSV with a header, in which
+    unknown labels are empty, and tabs and newlines in ids become blanks.
 
     Args:
         path: the file; an old one is replaced.
-        files: the files that the samples come from.
+        files: the files of the samples.
         labels: the names of the classes.
         scores: [samples, classes].
 
@@ -52,10 +52,10 @@ def write_predictions(
 
 
 def check_writable(path: str) -> None:
-    """Refuse a path at the start of a run that its end could not write to.
+    """Check at the start of a run that predictions can be written at its end.
 
     Raises:
-        DataError: it is such a path.
+        DataError: the path cannot be written.
     """
     folder = Path(path).resolve()
     problem = "it is a folder" if folder.is_dir() else None

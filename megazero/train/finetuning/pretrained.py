@@ -1,4 +1,4 @@
-"""The weights that fine-tuning begins with: those of a pretrained model that a classifier can use."""
+"""The initial weights of fine-tuning, from a pretrained model."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ from megazero.train.step.engine import Engine
 def take_pretrained(
     config: Config, context: ParallelContext, vocab_size: int, engine: Engine
 ) -> tuple[str, ...]:
-    """Take the weights of `--pretrained-checkpoint` or of the model of `--load-hf`; every rank calls this.
+    """Load the weights of `--pretrained-checkpoint` or `--load-hf`; every rank calls this.
 
-    Weights that only pretraining needs are left over, and those that only a classifier has keep the seed's
-    values. A classifier for the same labels is taken; one for other labels is not, since its rows mean
-    something else.
+    Weights of pretraining heads are not loaded, and weights that only a classifier has keep their initial
+    values. The weights of a classifier are loaded if its labels are the same.
 
     Returns:
         Remarks for a person.
 
     Raises:
-        CheckpointError: on every rank: it is another model or cannot be read, or nothing is to be trained and
-            it has no classifier for these labels.
+        CheckpointError: on every rank: it is another model or cannot be read, or there is no training and it
+            has no classifier for these labels.
     """
     given, hugging_face = config.finetune.pretrained_checkpoint, config.checkpoint.load_hf
     without: tuple[str, ...] = ()
@@ -57,8 +56,10 @@ def take_pretrained(
     elif hugging_face is not None:
         path = hugging_face
         opener = partial(HFReader.for_model, path, config.model, vocab_size, OF_THE_HEAD | SPARSE_FIELDS)
-        theirs = _described(path, context)
-        same = _same_classes(theirs.model.num_classes, theirs.labels, config)
+        descriptions: list[Description] = []
+        together(context, lambda: descriptions.append(Description.read(Path(path))), f"open {path}")
+        (description,) = descriptions
+        same = _same_classes(description.model.num_classes, description.labels, config)
         without = () if same else ("classifier.",)
     elif config.finetune.epochs == 0:
         raise CheckpointError(
@@ -81,16 +82,10 @@ def take_pretrained(
     return tuple(said)
 
 
-def _described(path: str, context: ParallelContext) -> Description:
-    descriptions: list[Description] = []
-    together(context, lambda: descriptions.append(Description.read(Path(path))), f"open {path}")
-    return descriptions[0]
-
-
 def _same_classes(classes: int | None, labels: tuple[str, ...], config: Config) -> bool:
-    """Whether a classifier of so many classes, with these names, means the same by its rows.
+    """Whether a classifier with these labels has the same classes as the configured one.
 
-    Choices need no names, as one row scores them all; Hugging Face models for them have none.
+    A multiple-choice classifier has one row for all choices, and may have no labels.
     """
     unnamed = classes == 1 and not labels
     return classes == config.model.num_classes and (unnamed or labels == config.finetune.labels)

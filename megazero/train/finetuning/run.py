@@ -14,14 +14,14 @@ from megazero.models.classifier_batch import LabelledBatch
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.launch import Launch
 from megazero.mpu.messages import broadcast_value
-from megazero.train.assemble import Run, Task, assemble
+from megazero.train.assemble import Run, TrainingTask, assemble
 from megazero.train.finetuning.best import BestModel
 from megazero.train.finetuning.evaluation import TaskEvaluation
 from megazero.train.finetuning.predictions import check_writable, write_predictions
 from megazero.train.finetuning.pretrained import take_pretrained
 from megazero.train.finetuning.task import LabelledSplit, TaskData, completed, read_task
 from megazero.train.guards.agreement import labelled_samples
-from megazero.train.observe.evaluation import Evaluations
+from megazero.train.observe.evaluation import PeriodicEvaluation
 from megazero.train.parts.families import classifiers_of
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
 from megazero.train.process import in_job
@@ -36,7 +36,7 @@ def finetune(config: Config, launch: Launch | None = None, disk: Disk | None = N
 
     Args:
         config: the run's configuration, with a task.
-        launch: this rank's place in the job; by default, as given by the launcher.
+        launch: this rank's place in the job; by default, the launcher's environment says it.
         disk: writes the checkpoints.
 
     Raises:
@@ -48,11 +48,11 @@ def finetune(config: Config, launch: Launch | None = None, disk: Disk | None = N
 
 
 def finetune_on(config: Config, joined: ParallelContext, disk: Disk | None = None) -> TrainState:
-    """`finetune` on a rank that has joined its job, such as one of a world of threads.
+    """Fine-tune on a rank that has joined its job, such as a thread of a test.
 
     Args:
         config, disk: as for `finetune`.
-        joined: the rank's place and its groups.
+        joined: the rank's place and groups.
 
     Raises:
         MegazeroError: as `finetune`.
@@ -66,12 +66,8 @@ def finetune_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
     return assemble(config, vocabulary, joined, task, disk).carry_out(task, disk)
 
 
-class FineTuning(Task):
-    """A run on labelled samples.
-
-    Args:
-        data: these samples.
-    """
+class FineTuning(TrainingTask):
+    """The task of fine-tuning."""
 
     _evaluate: TaskEvaluation
 
@@ -95,7 +91,7 @@ class FineTuning(Task):
         return labelled_samples(config)
 
     def check(self, resumed: Resumed, feeds: Feeds) -> None:
-        """Refuse a run whose earlier steps had another size: its iteration would be no place in an epoch."""
+        """Refuse a new batch size, with which iterations would no longer be positions in an epoch."""
         state, batch = resumed.state, resumed.config.batch.global_batch_size
         assert batch is not None, "`completed` sets it"
         if self.data.train is not None and state.consumed_samples != state.iteration * batch:
@@ -107,7 +103,7 @@ class FineTuning(Task):
     def remarks(self, run: Run) -> Iterable[str]:
         return *self.data.remarks, *run.resumed.remarks
 
-    def evaluations(self, run: Run, disk: Disk | None) -> Evaluations:
+    def evaluations(self, run: Run, disk: Disk | None) -> PeriodicEvaluation:
         resumed, samples = run.resumed, run.resumed.training_plan.evaluations
         if run.snapshots is not None and "validation" in self._feeds:
             self.best = BestModel.of(run.snapshots, resumed.state.iteration, disk)
@@ -120,18 +116,18 @@ class FineTuning(Task):
             run.monitor,
             run.meters.timers,
         )
-        return Evaluations(self._evaluate, samples.interval, self._feeds.keys() & {"validation"})
+        return PeriodicEvaluation(self._evaluate, samples.interval, self._feeds.keys() & {"validation"})
 
     def conclude(self, run: Run, state: TrainState) -> None:
         """Evaluate the test files with the best model, and write the predictions."""
         path, tests = run.resumed.config.finetune.predictions, "test" in self._feeds
         if not tests and path is None:
             return
-        mark = None if self.best is None else self.best.mark
-        if self.best is not None and mark is not None and mark.iteration != state.iteration:
+        score = None if self.best is None else self.best.score
+        if self.best is not None and score is not None and score.iteration != state.iteration:
             self.best.take()
             run.monitor.message(
-                f"the best model is that of iteration {mark.iteration}, with accuracy {mark.accuracy:.4f}"
+                f"the best model is that of iteration {score.iteration}, with accuracy {score.accuracy:.4f}"
             )
         answers = self._evaluate("test", state) if tests else self._evaluate.answers("validation")
         labelled = self.data.test if tests else self.data.valid
@@ -152,10 +148,7 @@ def _feed(
     split: LabelledSplit | None,
     stream_seed: int | None,
 ) -> Feed[LabelledBatch] | None:
-    """The samples of a split.
-
-    With a stream seed, these are all epochs, each in an order of its own; without, one in the files' order.
-    """
+    """Make the feed of a split: with a stream seed all epochs, shuffled, else one in the files' order."""
     if split is None:
         return None
     batch, trains, classes = config.batch, stream_seed is not None, config.model.num_classes
@@ -180,7 +173,7 @@ def _feed(
 
 
 def _on_first(context: ParallelContext, work: Callable[[], None]) -> None:
-    """Do `work` on the first rank; a DataError is raised on all."""
+    """Do `work` on the first rank; raise its DataError on all."""
     problem = None
     if context.rank == 0:
         try:

@@ -1,4 +1,4 @@
-"""From the scores of samples to accuracy, F1 and a table of confusions: pure functions."""
+"""From the scores of samples to accuracy, F1 and a confusion matrix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TaskReport:
 
     Attributes:
         labels: the names of the classes.
-        confusion: int64 [classes, classes], the samples with the row's label that got the column's.
+        confusion: int64 [classes, classes], number of samples by true class (row) and answer (column).
     """
 
     labels: tuple[str, ...]
@@ -27,11 +27,11 @@ class TaskReport:
 
     @classmethod
     def of(cls, labels: Sequence[str], truth: np.ndarray, scores: np.ndarray) -> TaskReport:
-        """The report on samples, where the highest score is the answer, the first of equal ones.
+        """Count answers: a sample's answer is the class with the highest score, of equal ones the first.
 
         Args:
             labels: the names of the classes.
-            truth: int64 [n], the numbers of the right classes; -1 where that is not known, which is left out.
+            truth: int64 [n], the true classes; -1 if unknown, then the sample is ignored.
             scores: [n, classes].
         """
         known = truth != UNKNOWN_LABEL
@@ -41,31 +41,31 @@ class TaskReport:
 
     @property
     def count(self) -> int:
-        """Samples with a label."""
+        """The number of samples with a label."""
         return int(self.confusion.sum())
 
     @property
     def accuracy(self) -> float | None:
-        """The share of right answers; None if there are no labels."""
+        """The fraction of correct answers; None without labels."""
         return float(self.confusion.trace()) / self.count if self.count else None
 
     @property
     def f1(self) -> tuple[float, ...]:
-        """The F1 of each class, 2 x hits / (samples + answers); 0 for a class without either."""
-        pairs = zip(self.confusion.diagonal(), self._given, strict=True)
-        return tuple(float(2 * hits / given) if given else 0.0 for hits, given in pairs)
+        """The F1 of each class, 2 x hits / (samples + answers); 0 for a class without samples and answers."""
+        pairs = zip(self.confusion.diagonal(), self._occurrences, strict=True)
+        return tuple(float(2 * hits / count) if count else 0.0 for hits, count in pairs)
 
     @property
     def macro_f1(self) -> float | None:
-        """The mean of F1 over the classes that occur among the labels or the answers."""
-        occurring = [f1 for f1, given in zip(self.f1, self._given, strict=True) if given]
+        """The mean of F1 over the classes that occur as labels or answers; None without labels."""
+        occurring = [f1 for f1, count in zip(self.f1, self._occurrences, strict=True) if count]
         return sum(occurring) / len(occurring) if occurring else None
 
     @property
-    def _given(self) -> np.ndarray:
-        """The number of times that each class occurs among labels and answers together."""
-        given: np.ndarray = self.confusion.sum(0) + self.confusion.sum(1)
-        return given
+    def _occurrences(self) -> np.ndarray:
+        """The number of labels plus answers of each class, int64 [classes]."""
+        counts: np.ndarray = self.confusion.sum(0) + self.confusion.sum(1)
+        return counts
 
     def record(self) -> dict[str, object]:
         """The report as JSON."""
@@ -78,7 +78,7 @@ class TaskReport:
         }
 
     def table(self) -> list[str]:
-        """Lines that show it: precision, recall and F1 of each class, and the confusions."""
+        """The report as lines: precision, recall and F1 of each class, and the confusion matrix."""
         width = max(5, *map(len, self.labels))
         lines = [f"{'label':{width}}  samples  precision  recall      F1"]
         asked, answered = self.confusion.sum(1), self.confusion.sum(0)

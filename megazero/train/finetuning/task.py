@@ -1,4 +1,4 @@
-"""From a configuration and its files to labelled samples, and to the completed configuration."""
+"""Reads the labelled files of a task, and completes the configuration by them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megazero.train.resume.saved import Checkpoint
 
 @dataclass(frozen=True)
 class LabelledSplit:
-    """Some files and their encoded samples, in the files' order."""
+    """The files of a split and their encoded samples, in the order of the files."""
 
     files: tuple[LabelledFile, ...]
     samples: LabelledSamples
@@ -50,7 +50,7 @@ class TaskData:
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks on samples that were left out of the files."""
+        """Remarks on samples of the files that were omitted."""
         splits = (self.train, self.valid, self.test)
         return [line for split in splits if split for file in split.files for line in file.remarks]
 
@@ -59,8 +59,8 @@ def read_task(config: Config, vocabulary: Vocabulary) -> TaskData:
     """Read and encode all labelled files of a run.
 
     Raises:
-        ConfigError: there is no tokenizer, or nothing says which labels there are.
-        DataError: a file is missing or unsuitable, or a label is none of the task's.
+        ConfigError: there is no tokenizer, or the labels are unknown.
+        DataError: a file is missing or unsuitable, or a label is not one of the task's.
     """
     section, task = config.finetune, task_of(config.finetune)
     if vocabulary.tokenizer is None:
@@ -85,7 +85,7 @@ def read_task(config: Config, vocabulary: Vocabulary) -> TaskData:
 
 
 def completed(config: Config, data: TaskData, context: ParallelContext) -> Config:
-    """Complete the configuration with what follows from the data: labels, classes, batch and length.
+    """Complete the configuration by the data: labels, number of classes, global batch and length.
 
     Raises:
         ConfigError: a given setting contradicts the data.
@@ -111,14 +111,14 @@ def completed(config: Config, data: TaskData, context: ParallelContext) -> Confi
             "finetune": config.finetune.model_copy(update={"labels": data.labels}),
         }
     )
-    # The rules about the task concern the user's own settings, and have been checked.
+    # Rules about the task apply to the user's own settings, and have been checked before.
     if violations := check(complete, context.world_size, {"finetune.task"}):
         raise ConfigError(violations)
     return complete
 
 
 def _labels(config: Config, task: Task, train: Sequence[LabelledFile]) -> tuple[str, ...]:
-    """The task's labels, else those of the training data, else those that the weights were trained with."""
+    """The labels: those of the task, else of the training data, else of the pretrained weights."""
     if task.labels.values:
         return task.labels.values
     samples = (sample for file in train for sample in file.samples)
@@ -130,7 +130,10 @@ def _labels(config: Config, task: Task, train: Sequence[LabelledFile]) -> tuple[
         )
     if seen:
         return tuple(seen)
-    for folder in _checkpoints(config):
+    section, pretrained = config.checkpoint, config.finetune.pretrained_checkpoint
+    folders = list(candidates(section.load, section.ckpt_step).folders[:1]) if section.load else []
+    folders += [one_checkpoint(Path(pretrained))] if pretrained else []
+    for folder in folders:
         saved = Checkpoint(folder, verify=Verify.SIZE).model.sections.get("finetune", {})
         if saved.get("labels"):
             return tuple(saved["labels"])
@@ -139,9 +142,3 @@ def _labels(config: Config, task: Task, train: Sequence[LabelledFile]) -> tuple[
     raise ConfigError(
         "`labels` must be known, but neither the task, training data nor the weights tell; set --labels"
     )
-
-
-def _checkpoints(config: Config) -> list[Path]:
-    section, pretrained = config.checkpoint, config.finetune.pretrained_checkpoint
-    loaded = list(candidates(section.load, section.ckpt_step).folders[:1]) if section.load else []
-    return [*loaded, *([one_checkpoint(Path(pretrained))] if pretrained else [])]

@@ -1,6 +1,6 @@
-"""guards: checks of each step of a run, and the actions that follow from them. Each guard is a concern.
+"""guards: concerns that check each step of a run and act on faults.
 
-`spike_guard.py` looks for values far above the usual and for numbers that are not finite, `copies.py`
-compares copies, and `concerns.py` has the small ones. `rerun.py` computes a step again, `facts.py` gathers
-the facts of a step for a report, and `agreement.py` has what ranks must agree on before the first step.
+`spike_guard.py` detects spikes and numbers that are not finite, `copies.py` compares copies of the state, and
+`concerns.py` has smaller guards. `rerun.py` computes a step again, `facts.py` gathers facts of a step for a
+report, and `agreement.py` has the facts that ranks must agree on before the first step.
 """

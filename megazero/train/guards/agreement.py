@@ -21,16 +21,15 @@ from megazero.train.step.state import TrainState
 from megazero.version import VERSION
 
 MAY_DIFFER = frozenset(spec.path for spec in FIELDS if spec.roles & (Role.LOCAL | Role.FILE))
-"""Settings in which ranks may differ: they have no part in what is trained, or what they name is compared."""
+"""Settings that may differ between ranks: they do not affect training, or name files that are compared."""
 
 
 def settings_and_code(config: Config, speaks_for_node: bool = True) -> dict[str, str | None]:
-    """The facts known before the ranks meet: settings by their names, and the code that runs.
+    """The facts known before the process groups exist: settings, and versions of the code.
 
     Args:
         config: the run's configuration.
-        speaks_for_node: whether this rank reads the sources; the others of its machine, which runs the same
-            files, leave that to it.
+        speaks_for_node: whether this rank digests the sources, for all ranks of its machine.
     """
     settings = {
         display_name(spec.path): str(value_at(config, spec.path))
@@ -48,7 +47,7 @@ def settings_and_code(config: Config, speaks_for_node: bool = True) -> dict[str,
 
 
 def source_files() -> list[Path]:
-    """All files of Python that megazero consists of."""
+    """All Python files of megazero."""
     return sorted(Path(__file__).parents[2].rglob("*.py"))
 
 
@@ -58,7 +57,7 @@ def code_digest() -> str:
 
 
 def tokenizer_and_place(config: Config, vocabulary: Vocabulary, state: TrainState) -> dict[str, str]:
-    """The content of the tokenizer, and the progress of the training according to the checkpoint."""
+    """The tokenizer's content, and the progress of the training in the checkpoint."""
     section = config.tokenizer
     files = (section.vocab_file, section.merge_file, section.tokenizer_model)
     return {
@@ -70,7 +69,7 @@ def tokenizer_and_place(config: Config, vocabulary: Vocabulary, state: TrainStat
 
 
 def samples_of(datasets: Iterable[SampleDataset | None]) -> dict[str, str]:
-    """The content and the order of the samples of the three splits, of which some may have none."""
+    """The content and the order of the samples of the three splits; None is a split without data."""
     return {
         f"{split} data": "none"
         if dataset is None
@@ -98,7 +97,7 @@ def _content(named: Iterable[str | None]) -> str:
 
 
 def _digest_of(files: Iterable[Path]) -> str:
-    """A digest of the names and the content of files; a file that cannot be read counts by its error."""
+    """A digest of the names and contents of files; the error's name replaces unreadable content."""
     digest = hashlib.blake2b(digest_size=8)
     for path in files:
         digest.update(path.name.encode())

@@ -1,4 +1,4 @@
-"""Small concerns of a run: rows of skipped updates, slow ranks, data that change, and requests to stop."""
+"""Small concerns of a run: skipped updates in a row, slow ranks, changed data files, and requests to stop."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megazero.train.observe.stragglers import Stragglers
 from megazero.train.step.concern import (
     CONTINUE,
     Concern,
-    Moment,
     SharedConcern,
+    StepContext,
     Strength,
     Verdict,
     fail,
@@ -34,20 +34,14 @@ _SHOWN = 3  # changed files in a message
 
 
 class SkippedRow(Concern):
-    """Ends a run in which too many updates in a row were skipped.
-
-    Args:
-        config: how many are too many.
-        engine: makes the steps.
-        log: takes the incident.
-    """
+    """Ends a run in which too many updates in a row were skipped (`max_skipped_updates`)."""
 
     def __init__(self, config: GuardsConfig, engine: Engine, log: IncidentLog):
         self.config = config
         self.engine = engine
         self.log = log
 
-    def after(self, now: Moment) -> Verdict:
+    def after(self, now: StepContext) -> Verdict:
         state, outcome = now.state, now.result.outcome
         limit: float | None = self.config.max_skipped_updates
         if limit is None:
@@ -70,24 +64,19 @@ class SkippedRow(Concern):
         )
 
 
-class SlowRanks(SharedConcern):
-    """Reports the ranks that have become slow, and those that no longer are.
-
-    Args:
-        stragglers: the times of this rank.
-        log: takes the incidents.
-    """
+class SlowRankReports(SharedConcern):
+    """Reports ranks that have become slow, or have recovered."""
 
     def __init__(self, stragglers: Stragglers, log: IncidentLog):
         self.stragglers = stragglers
         self.log = log
 
-    def sees(self, now: Moment) -> Sequence[float]:
+    def sees(self, now: StepContext) -> Sequence[float]:
         return self.stragglers.slots(now.state.iteration)
 
-    def agreed(self, now: Moment, most: Sequence[float]) -> Verdict:
+    def agreed(self, now: StepContext, most: Sequence[float]) -> Verdict:
         for straggler in self.stragglers.after(now.state.iteration, most):
-            # A stage of its own may simply have more to do.
+            # A rank that is alone in its stage may have more work than the others.
             if straggler.recovered or straggler.stage is not None:
                 self.log.monitor.message(str(straggler))
                 continue
@@ -98,7 +87,7 @@ class SlowRanks(SharedConcern):
 
 
 # SIGTERM: schedulers and `kill`. SIGUSR1: SLURM's `--signal=USR1@...` warning before the time limit.
-# SIGINT is left to Python: Ctrl-C raises KeyboardInterrupt at once.
+# Not SIGINT: Ctrl-C must raise KeyboardInterrupt at once.
 _SIGNAL_NAMES = ("SIGTERM", "SIGUSR1")
 
 _Handler = Callable[[int, FrameType | None], object] | int
@@ -107,8 +96,8 @@ _Handler = Callable[[int, FrameType | None], object] | int
 class StopRequest:
     """Context in which SIGTERM and SIGUSR1 set `requested` instead of ending the process.
 
-    The previous handlers are restored at the end. Python handles signals only in the main thread; in other
-    threads (ranks as threads), entering changes nothing and `requested` stays false.
+    The previous handlers are restored at the end. Python handles signals only in the main thread, so in other
+    threads (ranks as threads) the context does nothing.
 
     Attributes:
         reason: name of the first signal that arrived, such as `SIGTERM`, or None.
@@ -150,11 +139,8 @@ class StopRequest:
 class ExitRequests(SharedConcern):
     """Stops a run on a signal, after a time, or at an iteration.
 
-    Args:
-        config: when to stop.
-
     Attributes:
-        signals: the context in which signals are requests.
+        signals: the context in which signals are noted as requests.
     """
 
     def __init__(self, config: TrainingConfig):
@@ -166,20 +152,20 @@ class ExitRequests(SharedConcern):
 
     @property
     def asked(self) -> list[bool]:
-        """Whether this rank got a signal, and whether its time is over."""
+        """Whether this rank received a signal, and whether its time is over."""
         late = self._limit is not None and time.monotonic() - self._started >= self._limit
         return [self.signals.requested, late]
 
-    def sees(self, now: Moment) -> Sequence[float]:
+    def sees(self, now: StepContext) -> Sequence[float]:
         return list(map(float, self.asked))
 
-    def agreed(self, now: Moment, most: Sequence[float]) -> Verdict:
+    def agreed(self, now: StepContext, most: Sequence[float]) -> Verdict:
         stopping, late = most
         if now.ends:
             return CONTINUE
         if stopping:
             return stop(self.signals.reason or "another rank was asked to stop")
-        if late and self._limit is not None:  # no other rank has another limit
+        if late and self._limit is not None:  # the limit is the same on all ranks
             return stop(f"--exit-duration-in-mins {self._limit / 60:g} is over")
         if now.due(self.interval):
             return stop(f"--exit-interval {self.interval}")
@@ -187,15 +173,15 @@ class ExitRequests(SharedConcern):
 
 
 class DataUnchanged(SharedConcern):
-    """Ends a run if a file of the data is not what it was when the run began.
+    """Ends a run if a file of the data has changed since the run began.
 
-    This is looked at before each save and the end of the run, and at intervals.
+    It checks before each save, at the end of the run, and at intervals.
 
     Args:
         feeds: samples of each split.
-        engine: its ranks agree.
-        intervals: numbers of iterations, or None.
-        asked: whether this rank is about to stop, and why.
+        engine: has all ranks.
+        intervals: intervals of iterations at which to check; None is ignored.
+        asked: whether this rank is about to stop, for each reason.
     """
 
     def __init__(
@@ -211,13 +197,13 @@ class DataUnchanged(SharedConcern):
         self.asked = asked
         self._changed: list[str] = []
 
-    def sees(self, now: Moment) -> Sequence[float]:
+    def sees(self, now: StepContext) -> Sequence[float]:
         saves = now.verdict.strength >= Strength.SAVE
         looks = saves or now.ends or any(self.asked()) or any(map(now.due, self.intervals))
         self._changed = self.feeds.changed_files() if looks else []
         return [float(bool(self._changed))]
 
-    def agreed(self, now: Moment, most: Sequence[float]) -> Verdict:
+    def agreed(self, now: StepContext, most: Sequence[float]) -> Verdict:
         if not most[0]:
             return CONTINUE
         context = self.engine.context

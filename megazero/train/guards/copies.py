@@ -1,4 +1,4 @@
-"""Copies of weights, masters and moments are compared, and repaired or gone back from where they differ."""
+"""`EqualCopies`: compares copies of weights, masters and moments, and repairs them or rolls back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from megazero.config.tree.guards import GuardsConfig
 from megazero.errors import NumericsError
 from megazero.train.observe.incidents import Action, Incident, IncidentLog
 from megazero.train.resume.load import Restore
-from megazero.train.step.concern import CONTINUE, Concern, Moment, Strength, Verdict, fail, failing, go_back
+from megazero.train.step.concern import (
+    CONTINUE,
+    Concern,
+    StepContext,
+    Strength,
+    Verdict,
+    fail,
+    failing,
+    go_back,
+)
 from megazero.train.step.engine import Engine
 from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
@@ -19,12 +28,12 @@ class EqualCopies(Concern):
     """Compares copies before a checkpoint, at the end, and at an interval.
 
     Args:
-        config: the interval, and what to do about copies that differ.
-        engine: holds this rank's copies.
-        log: takes the incidents.
-        restore: goes back to a checkpoint; None where nothing is saved.
-        wait_for_copies: returns when nothing that is being saved reads the state, which a repair changes.
-        timers: collects the time.
+        config: the interval, and the action if copies differ.
+        engine: has this rank's copies.
+        log: receives the incidents.
+        restore: goes back to a checkpoint; None if nothing is saved.
+        wait_for_copies: waits until background saving has copied the state, which a repair changes.
+        timers: measures the time.
     """
 
     def __init__(
@@ -45,7 +54,7 @@ class EqualCopies(Concern):
         self._check = CopyCheck(engine.optimizer, engine.context)
         self._returns = 0  # to checkpoints, since copies last were equal
 
-    def after(self, now: Moment) -> Verdict:
+    def after(self, now: StepContext) -> Verdict:
         interval = self.config.check_weights_interval
         due = now.ends or now.verdict.strength >= Strength.SAVE or now.due(interval)
         if not interval or not due or failing(self.engine, now.state):
@@ -55,7 +64,7 @@ class EqualCopies(Concern):
             return self.compare(now.state)
 
     def compare(self, state: TrainState) -> Verdict:
-        """Compare copies, and do what the settings ask for if they differ."""
+        """Compare copies; if they differ, act as the settings say."""
         comparison = self._check.compare()
         if not comparison.differences:
             self._returns = 0

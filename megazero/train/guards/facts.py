@@ -18,7 +18,7 @@ _LAYER = re.compile(r"layers\.[0-9]+")
 
 
 class _ReplicaFacts(TypedDict):
-    """The sum and count of the first loss term on ranks of one replica."""
+    """The sum and count of the first loss term over ranks of one replica."""
 
     sum: float
     count: float
@@ -26,7 +26,7 @@ class _ReplicaFacts(TypedDict):
 
 
 class _Folded(TypedDict):
-    """The facts of some ranks: gradient norms by parameter, losses by replica, samples."""
+    """The facts of some ranks: parameter -> gradient norm, replica -> losses, and samples."""
 
     norms: dict[str, float]
     replicas: dict[str, _ReplicaFacts]
@@ -40,33 +40,26 @@ def step_facts(
     attempt: Attempt,
     batches: Sequence[MicroBatch],
 ) -> dict[str, object]:
-    """Fold the facts of a step, as JSON, before its update; every rank calls this, and the first gets them.
-
-    Args:
-        engine: computed the step, and holds its gradients.
-        feed: gave its samples.
-        step: the step.
-        attempt: its losses and norms.
-        batches: this rank's micro-batches.
+    """Gather the facts of a step, as JSON, before its update; every rank calls this.
 
     Returns:
-        The facts; on other ranks, which write no reports, nothing.
+        The facts on the first rank, and an empty dict on the others.
     """
     context = engine.context
     scale = attempt.grad_norm / attempt.totals.norm if attempt.totals.norm else 1.0
     norms = {name: norm * scale for name, norm in engine.optimizer.measures.gradient_norms().items()}
     first = engine.executor.terms[0]
-    part: _ReplicaFacts = {
+    replica: _ReplicaFacts = {
         "sum": float(attempt.local[0]) if context.tp.rank == 0 else 0.0,
         "count": sum(batch.counts[first.over] for batch in batches),
         "ranks": [context.rank],
     }
-    mine: _Folded = {
+    own: _Folded = {
         "norms": norms,
-        "replicas": {str(context.data.rank): part},  # a key as JSON has it
+        "replicas": {str(context.data.rank): replica},  # keys of JSON are strings
         "samples": feed.samples_of(step) if context.model.rank == 0 else [],
     }
-    everyone: _Folded | None = fold_values(context.world, mine, _fold, context.device)
+    everyone: _Folded | None = fold_values(context.world, own, _fold, context.device)
     if everyone is None:
         return {}
     return {
@@ -83,7 +76,7 @@ def step_facts(
 
 
 def _fold(some: _Folded, others: _Folded) -> _Folded:
-    """The facts of some ranks and of others together."""
+    """Merge the facts of two sets of ranks."""
     replicas = dict(some["replicas"])
     for number, more in others["replicas"].items():
         if (known := replicas.get(number)) is not None:
@@ -101,7 +94,7 @@ def _fold(some: _Folded, others: _Folded) -> _Folded:
 
 
 def _by_layer(norms: Mapping[str, float]) -> dict[str, float]:
-    """Gradient norms by layer, from those by parameter; a parameter outside of layers keeps its name."""
+    """Combine the gradient norms of each layer's parameters; other parameters keep their names."""
     squares: dict[str, float] = defaultdict(float)
     for name, norm in norms.items():
         layer = _LAYER.search(name)

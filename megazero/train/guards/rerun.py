@@ -1,8 +1,8 @@
-"""Computing a suspicious step again: is it the data and the code, or a machine?
+"""Computes a suspicious step again, to tell faults of data and code from faults of machines.
 
-The same micro-batches on the same rank give the same bits, and so they do on another rank. Where the second
-pass differs from the first, something failed once; where a neighbour differs from the rank itself, time and
-again, one of the two machines computes wrongly. Megatron-LM's rerun state machine asks the same questions.
+The same micro-batches must give the same bits, on the same rank and on another rank. If the second pass of a
+rank differs from the first, a machine failed once. If a neighbour's pass with its micro-batches differs
+from both, one of the two machines computes wrongly. This is the idea of Megatron-LM's rerun state machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHOWN = 4  # names of tensors in a message
 
 
 class Cause(Enum):
-    """The kind of fault behind a suspicious result."""
+    """The cause of a suspicious result."""
 
     REPEATABLE = "repeatable"
     TRANSIENT = "transient"
@@ -35,8 +35,8 @@ class Ruling:
     """The conclusion from repeating a step.
 
     Attributes:
-        cause: the kind of fault.
-        ranks: the world ranks at fault, or those of which one is; none if repeatable.
+        cause: the cause.
+        ranks: the world ranks at fault, or those among which it is; empty if repeatable.
         text: the conclusion for a person.
     """
 
@@ -46,15 +46,15 @@ class Ruling:
 
 
 @dataclass(frozen=True)
-class Passes:
-    """The results of one rank by itself, as integers: sums of the losses, then fingerprints of gradients.
+class PassResults:
+    """The results of one rank's passes, as integers: bits of losses, then fingerprints of gradients.
 
     Attributes:
         names: the name of each number.
-        first, again: the results with the rank's own micro-batches.
-        sums: the loss and the gradient norm over all ranks, in both of these passes.
-        lent: the results with those of `neighbour`; None where no other rank can do the same work.
-        neighbour: the world rank whose micro-batches they were.
+        first, again: the results of the first and the second pass with the rank's own micro-batches.
+        sums: the loss and the gradient norm over all ranks in these two passes, as hexadecimal text.
+        lent: the results of a pass with `neighbour`'s micro-batches; None without such a pass.
+        neighbour: the world rank of those micro-batches.
     """
 
     names: Sequence[str]
@@ -65,8 +65,8 @@ class Passes:
     neighbour: int | None = None
 
 
-def rule(passes: Sequence[Passes]) -> Ruling:
-    """Conclude from the passes of all ranks, in rank order, what the fault is."""
+def rule(passes: Sequence[PassResults]) -> Ruling:
+    """Conclude the cause from the passes of all ranks, in rank order."""
     changed = {rank: _unlike(result.first, result.again) for rank, result in enumerate(passes)}
     if ranks := tuple(rank for rank, numbers in changed.items() if numbers):
         what = dict.fromkeys(passes[rank].names[number] for rank in ranks for number in changed[rank])
@@ -108,23 +108,23 @@ def repeat(
 
     Args:
         first: the suspicious attempt.
-        replay: makes another one.
+        replay: makes another attempt with these micro-batches.
         own: this rank's micro-batches.
-        borrowed: the next replica's micro-batches; None leaves this question out.
+        borrowed: the next replica's micro-batches; None skips the pass with them.
         context: all ranks.
 
     Returns:
         The latest attempt, with this rank's own micro-batches, and the conclusion.
     """
-    mine, lent, neighbour = _bits(first), None, None
+    bits, lent, neighbour = _bits(first), None, None
     if borrowed is not None:
         lent = _bits(replay(borrowed))
         data = context.data
         neighbour = data.ranks[(data.rank + 1) % data.size]
     latest = replay(own)
-    passes = [_names(latest), mine, _bits(latest), (_sums(first), _sums(latest)), lent, neighbour]
+    passes = [_names(latest), bits, _bits(latest), (_sums(first), _sums(latest)), lent, neighbour]
     everyone = gather_values(context.world, passes, context.device)
-    return latest, rule([Passes(*fields) for fields in everyone])
+    return latest, rule([PassResults(*fields) for fields in everyone])
 
 
 def _names(attempt: Attempt) -> list[str]:
@@ -144,7 +144,7 @@ def _sums(attempt: Attempt) -> list[str]:
 
 
 def _unlike(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    """The places at which two lists differ; all of them if their lengths do."""
+    """The indices at which two lists differ; all indices if their lengths differ."""
     if len(left) != len(right):
         return list(range(max(len(left), len(right))))
     return [i for i, pair in enumerate(zip(left, right, strict=True)) if pair[0] != pair[1]]

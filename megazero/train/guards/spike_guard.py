@@ -1,4 +1,4 @@
-"""`SpikeGuard`: watches the steps of a run for spikes and for numbers that are not finite."""
+"""`SpikeGuard`: checks steps for spikes and for numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megazero.train.guards.facts import step_facts
 from megazero.train.guards.rerun import Cause, Ruling, repeat
 from megazero.train.observe.incidents import Action, Incident, IncidentLog
 from megazero.train.resume.load import Restore
-from megazero.train.step.concern import CONTINUE, Concern, Moment, Verdict, fail, go_back, go_on
+from megazero.train.step.concern import CONTINUE, Concern, StepContext, Verdict, fail, go_back, go_on
 from megazero.train.step.engine import Attempt, Engine, Outcome
 from megazero.train.step.feed import Feed
 from megazero.train.step.spikes import Recent, Spike
@@ -25,13 +25,13 @@ from megazero.train.step.timers import Timers
 
 @dataclass
 class _Seen:
-    """The findings of a judge about one step.
+    """The findings about one step.
 
     Attributes:
         spikes: values far above those of the latest updates.
         finite: whether loss and gradient norm were finite.
-        ruling: the result of repeating the step; None if it was not repeated.
-        facts: facts of the step, for the report.
+        ruling: the conclusion from repeating the step; None if it was not repeated.
+        facts: facts of the step for the report.
     """
 
     spikes: Sequence[Spike] = ()
@@ -41,20 +41,20 @@ class _Seen:
 
     @property
     def description(self) -> str:
-        """The fault, as text."""
+        """The fault as text."""
         wrong = "; ".join(map(str, self.spikes)) if self.finite else "a number is inf or NaN"
         return wrong if self.ruling is None else f"{wrong}; {self.ruling.text}"
 
 
 class SpikeGuard(Concern):
-    """Judges each step before its update, and acts on what it finds. Every rank makes the same calls.
+    """Checks each step before its update, and acts on faults. Every rank makes the same calls.
 
     Args:
-        config: the faults to look for, and what to do about each.
-        engine: makes the steps.
-        feed: gives their samples; None where nothing is trained on.
-        log: takes the incidents.
-        restore: goes back to a checkpoint; None where nothing is saved.
+        config: the faults to detect, and the action for each.
+        engine: the engine.
+        feed: the training samples; None if there are none.
+        log: receives the incidents.
+        restore: goes back to a checkpoint; None if nothing is saved.
     """
 
     def __init__(
@@ -74,30 +74,25 @@ class SpikeGuard(Concern):
         self._seen = _Seen()
 
     def passes_over(self, state: TrainState, step: Step) -> bool:
-        """Whether to pass over the step: its iteration is to be skipped, or a sample of it is set aside."""
+        """Whether to pass over the step: by `iterations_to_skip`, or for samples set aside by a rollback."""
         first, end = step.before.samples, step.after.samples
         aside = any(start < end and first < stop for start, stop in state.set_aside)
         return aside or step.before.iteration in self.config.iterations_to_skip
 
     @property
     def may_hold(self) -> bool:
-        """Whether a step may have to be judged before its update."""
+        """Whether the guard may hold a step's update."""
         return self.config.rerun_on_fault or self.config.on_spike in ("skip", "rollback")
 
     def judge(
         self, now: TrainState, step: Step, attempt: Attempt, batches: Sequence[MicroBatch], timers: Timers
     ) -> tuple[Attempt, bool]:
-        """Look at the losses and the gradient norm of a step before its update; every rank calls this.
+        """Check the losses and the gradient norm of a step before its update; every rank calls this.
 
-        Args:
-            now: the progress before the step.
-            step: the step.
-            attempt: its losses and norms.
-            batches: this rank's micro-batches.
-            timers: collects the time of attempts that are made again.
+        `now` is the progress before the step, `batches` are this rank's micro-batches.
 
         Returns:
-            The latest attempt, whose gradients the engine holds, and whether to hold the update.
+            The latest attempt, whose gradients the engine has, and whether to hold the update.
         """
         self._seen = _Seen()
         if attempt.losses.total is None:
@@ -106,7 +101,7 @@ class SpikeGuard(Concern):
         if seen.finite and not seen.spikes:
             return attempt, False
         self._seen = seen
-        # In the search for a loss scale, inf is how the scale is found.
+        # A dynamic loss scale finds its value by overflows, so inf is no fault then.
         if not seen.finite and self.engine.scaler.searches:
             return attempt, False
         if self.config.rerun_on_fault:
@@ -116,12 +111,12 @@ class SpikeGuard(Concern):
                 again = self._look(now, attempt)
                 if again.finite and not again.spikes:
                     return attempt, False
-        assert self.feed is not None, "a step is made of samples"
+        assert self.feed is not None, "a step has samples"
         seen.facts = step_facts(self.engine, self.feed, step, attempt, batches)
         return attempt, self._holds(seen)
 
-    def after(self, now: Moment) -> Verdict:
-        """Report and count a step, or go back to a checkpoint."""
+    def after(self, now: StepContext) -> Verdict:
+        """Record the step, and report its fault or go back to a checkpoint."""
         if now.result.outcome is Outcome.PASSED_OVER:
             return CONTINUE
         seen, state, result = self._seen, now.state, now.result
@@ -159,15 +154,15 @@ class SpikeGuard(Concern):
         )
 
     def _borrowed(self, step: Step) -> Sequence[MicroBatch] | None:
-        """The next replica's micro-batches; None if there is none, or if ranks share work for experts."""
+        """The next replica's micro-batches; None without another replica, or with expert parallelism."""
         data = self.context.data
         if self.feed is None or data.size == 1 or self.context.groups["ep"].size > 1:
             return None
         neighbour = self.feed.of_replica((data.rank + 1) % data.size)
         return neighbour.of_step(step)
 
-    def _act(self, now: Moment, seen: _Seen) -> Verdict:
-        """Do what the settings ask for about a spike, or about numbers that are not finite."""
+    def _act(self, now: StepContext, seen: _Seen) -> Verdict:
+        """Act on a spike, or on numbers that are not finite, as the settings say."""
         state, result = now.state, now.result
         iteration, kind = state.iteration, "spike" if seen.finite else "not finite"
         recent = state.recent or Recent()
@@ -178,12 +173,12 @@ class SpikeGuard(Concern):
                 return verdict
         if result.first_bad_parameter is not None:
             seen.facts = {**seen.facts, "first gradient that is not finite": result.first_bad_parameter}
-        if calm:  # of several in a row, only the first is reported
+        if calm:  # report only the first of several in a row
             self._add(kind, iteration, seen, "skipped" if result.skipped else "none")
         return go_on(replace(state, recent=replace(recent, spike=iteration)) if seen.finite else state)
 
     def _roll_back(self, state: TrainState, step: Step, seen: _Seen, kind: str) -> Verdict | None:
-        """Go back, and set aside the samples around the step; None without a checkpoint."""
+        """Go back to a checkpoint and set aside the samples around the step; None without a checkpoint."""
         earlier = self.restore() if self.restore is not None else None
         if earlier is None:
             return None

@@ -1,1 +1,1 @@
-"""observe: what a run tells: metrics, monitors, and measurements of time, memory and the machine."""
+"""observe: metrics of a run, monitors that show them, and measurements of time, memory and the machine."""

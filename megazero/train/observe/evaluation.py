@@ -1,32 +1,32 @@
-"""Evaluations: when they are due, and what the evaluation of a pretraining is."""
+"""The concern that evaluates periodically, and the evaluation of pretraining."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from megazero.config.training_plan import Evaluations as Samples
+from megazero.config.training_plan import Evaluations
 from megazero.data.build_report import Patience
 from megazero.models.batch import MicroBatch
 from megazero.train.observe.metrics import EvalMetrics
 from megazero.train.observe.monitors.base import Monitor
-from megazero.train.step.concern import CONTINUE, Concern, Moment, Verdict
+from megazero.train.step.concern import CONTINUE, Concern, StepContext, Verdict
 from megazero.train.step.engine import Engine
 from megazero.train.step.feed import Feeds
 from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
 
 Evaluate = Callable[[str, TrainState], object]
-"""Evaluates on a split, ``validation`` or ``test``, and reports the result; every rank calls this."""
+"""(split, state): evaluate on ``validation`` or ``test`` and report the result; every rank calls this."""
 
 
-class Evaluations(Concern):
+class PeriodicEvaluation(Concern):
     """Evaluates at an interval, and at the end.
 
     Args:
-        evaluate: evaluates.
+        evaluate: evaluates a split.
         interval: iterations between evaluations of the validation data, or None.
-        splits: those of ``validation`` and ``test`` that have samples.
+        splits: the splits that have samples, of ``validation`` and ``test``.
     """
 
     def __init__(self, evaluate: Evaluate, interval: int | None, splits: Collection[str]):
@@ -38,14 +38,14 @@ class Evaluations(Concern):
     def stands_at(self, state: TrainState) -> None:
         self._evaluated_at = state.iteration
 
-    def after(self, now: Moment) -> Verdict:
+    def after(self, now: StepContext) -> Verdict:
         if "validation" in self.splits and now.due(self.interval):
             self.evaluate("validation", now.state)
             self._evaluated_at = now.state.iteration
         return CONTINUE
 
     def at_the_end(self, state: TrainState) -> None:
-        """Evaluate what has not been evaluated in this state."""
+        """Evaluate the splits that have not been evaluated in this state."""
         if "validation" in self.splits and self._evaluated_at < state.iteration:
             self.evaluate("validation", state)
         if "test" in self.splits:
@@ -53,17 +53,12 @@ class Evaluations(Concern):
 
 
 class LossEvaluation:
-    """Reports the losses on the next part of a split, without any effect on training.
+    """Evaluates the losses on the next samples of a split, without any effect on training.
 
-    Args:
-        engine: has the model.
-        feeds: samples of each split.
-        samples: which of them an evaluation reads.
-        monitor: receives the losses.
-        timers: collects the time.
+    `samples` says which samples an evaluation reads; `monitor` receives the losses.
     """
 
-    def __init__(self, engine: Engine, feeds: Feeds, samples: Samples, monitor: Monitor, timers: Timers):
+    def __init__(self, engine: Engine, feeds: Feeds, samples: Evaluations, monitor: Monitor, timers: Timers):
         self.engine = engine
         self.feeds = feeds
         self.samples = samples

@@ -1,4 +1,4 @@
-"""Checks for what slows a training down on its host: a slow precision, too many threads, other jobs."""
+"""Checks for causes of slow training on the host: a slow precision, too many threads, other jobs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ import torch
 from megazero.mpu.cpu_cores import usable_cores
 
 FEW_ROWS = 32
-PRODUCT_SECONDS = 0.03  # what one product may take
+PRODUCT_SECONDS = 0.03  # the most that one measured product may take
 _NAMES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"})
 
 
 def measure_matmul_rate(dtype: torch.dtype, device: torch.device | str = "cpu") -> float:
-    """Matmul speed of this process on `device`, FLOP/s: the yardstick for `matmul_share`.
+    """Measure the matmul rate of this process on `device`, FLOP/s, to which `matmul_share` is relative.
 
-    Times matrix products (on CPU those of a small GPT's MLP, [1024, 512] x [512, 2048]; 8192^3 on CUDA) for
-    about a tenth of a second and takes the median. A product has fewer rows where a whole one would take too
-    long, as in fp16 on a CPU. It uses as many threads as torch is set to, so measure on
-    all ranks at once to see what each one gets of a shared machine.
+    It is the median over matrix products (on a CPU those of a small GPT's MLP, [1024, 512] x [512, 2048], on
+    CUDA 8192^3) for about a tenth of a second. If a whole product would take too long, as in fp16 on a CPU,
+    it has fewer rows. Measure on all ranks at once to see each rank's part of a shared machine.
     """
     device = torch.device(device)
     rows, inner, columns = (8192, 8192, 8192) if device.type == "cuda" else (1024, 512, 2048)
-    # Of random numbers: a GPU draws less power for constants, and runs up to a tenth faster than in training.
+    # Random numbers, because a GPU draws less power for constants, and runs up to a tenth faster.
     draw = torch.Generator(device).manual_seed(0)
     left = torch.randn(rows, inner, generator=draw, device=device).to(dtype)
     right = torch.randn(inner, columns, generator=draw, device=device).to(dtype)
@@ -56,15 +55,12 @@ _NOMINAL = MappingProxyType(
 
 
 def nominal_matmul_rate(device_name: str) -> float | None:
-    """The maker's figure for dense 16-bit products on a device, FLOP/s; None if it is not known.
-
-    The shares that others report (MFU) are of this rate.
-    """
+    """The vendor's rate of dense 16-bit products, FLOP/s, to which MFU is relative; None if unknown."""
     return _NOMINAL.get(device_name)
 
 
 def rate_remark(dtype: torch.dtype, rate: float, device_name: str) -> str:
-    """A sentence with the measured matmul rate of a GPU, and the nominal one where it is known; FLOP/s."""
+    """A remark with a GPU's measured matmul rate, FLOP/s, and its nominal rate if known."""
     line = f"products in {_NAMES[dtype]} run at {rate / 1e12:.0f} TFLOP/s on this {device_name}"
     nominal = None if dtype == torch.float32 else nominal_matmul_rate(device_name)
     if nominal is None:
@@ -86,18 +82,18 @@ def _synchronize(device: torch.device) -> None:
 
 
 SLOWER = 0.8
-"""Below this share of fp32's rate a narrower precision costs more time than its smaller tensors save."""
+"""Below this fraction of fp32's rate, a 16-bit precision costs more time than its smaller tensors save."""
 BUSY = 0.5
-"""Share of the cores that others may use before it is worth a line."""
+"""The fraction of the cores that other processes may use without a remark."""
 
 
 def giga(rate: float) -> str:
-    """A rate in units of 1e9, in words: below ten with two digits, as none that runs is 0."""
+    """Format a rate in units of 1e9, below ten with two digits, so that no rate is shown as 0."""
     return f"{rate / 1e9:.0f}" if rate >= 1e10 else f"{rate / 1e9:.2g}"
 
 
 def precision_remark(dtype: torch.dtype, rate: float, rate_in_fp32: float) -> str | None:
-    """A sentence if products in `dtype` are much slower than in fp32 here; rates in FLOP/s."""
+    """A remark if products in `dtype` are much slower than in fp32, else None; rates in FLOP/s."""
     if rate >= SLOWER * rate_in_fp32:
         return None
     name = _NAMES[dtype]
@@ -113,13 +109,13 @@ def ranks_here() -> int:
 
 
 def crowding_remarks(ranks: int, threads: int, cores: int, others: int | None) -> Iterator[str]:
-    """Sentences about cores that are shared.
+    """Yield remarks about shared cores.
 
     Args:
         ranks: processes of this job on this host.
         threads: threads of each process.
         cores: cores that they may use.
-        others: tasks besides the job's that ran as it began; None if unknown.
+        others: runnable tasks of other jobs when this one began; None if unknown.
     """
     if ranks * threads > max(cores, ranks):
         yield (
@@ -136,7 +132,7 @@ def crowding_remarks(ranks: int, threads: int, cores: int, others: int | None) -
 
 
 def host_remarks(dtype: torch.dtype, rate: float, device: torch.device, others: int | None) -> list[str]:
-    """All remarks for this process; `rate` is the result of `measure_matmul_rate` for `dtype`."""
+    """All remarks about this process's host; `rate` is that of `measure_matmul_rate` for `dtype`."""
     if device.type == "cuda":
         return [rate_remark(dtype, rate, torch.cuda.get_device_name(device))]
     if device.type != "cpu":

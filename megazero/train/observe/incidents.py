@@ -1,4 +1,4 @@
-"""Incidents: findings of a run's guards, each with one JSON file and one page of text in the run's folder."""
+"""Incidents: faults that guards report, each as one JSON file and one page of text in the run's folder."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Action = Literal["none", "skipped", "rolled back", "repaired", "went on", "stopp
 
 @dataclass(frozen=True)
 class Incident:
-    """One thing that was not as it should be.
+    """A fault of a run.
 
     Attributes:
         kind: a word or two, such as ``spike`` or ``weights differ``.
-        iteration: the step that it was found in, from 1; 0 before the first.
+        iteration: the step of the fault, from 1; 0 before the first.
         summary: one line for a person.
-        action: what the run did about it.
-        ranks: the world ranks that it concerns; none where it concerns all alike.
-        details: anything else, as JSON.
+        action: the run's reaction.
+        ranks: the world ranks with the fault; empty if it concerns all alike.
+        details: further facts as JSON.
     """
 
     kind: str
@@ -45,13 +45,13 @@ class Incident:
 
 
 class IncidentLog:
-    """Shows incidents, and writes them to files on the rank that has a folder to write to.
+    """Shows incidents, and writes them to files on one rank.
 
-    An incident that cannot be written is shown all the same: a full disk must not end a training.
+    An incident that cannot be written is still shown: a full disk must not end a training.
 
     Args:
-        monitor: shows the line.
-        folder: the run's folder; None where nothing is written.
+        monitor: shows a line for each incident.
+        folder: the run's folder; None on ranks that write nothing.
     """
 
     def __init__(self, monitor: Monitor, folder: Path | None):
@@ -73,13 +73,13 @@ class IncidentLog:
 
 
 class FailureLog:
-    """Writes an incident about the failure of the job, on the rank that has the diagnosis.
+    """Writes an incident about the failure of the job, on the rank with the diagnosis.
 
     Args:
-        folder: the run's folder; None where nothing is written.
+        folder: the run's folder; None if nothing is written.
 
     Attributes:
-        reached: the latest iteration that was begun.
+        reached: the latest iteration that has begun.
     """
 
     def __init__(self, folder: Path | None):
@@ -87,7 +87,7 @@ class FailureLog:
         self.reached = 0
 
     def note(self, failure: JobFailure) -> None:
-        """Write it."""
+        """Write the incident of a failure."""
         details = {"diagnosis": failure.page.splitlines()}
         incident = Incident("job failed", self.reached, failure.summary, "stopped", failure.ranks, details)
         self.log.add(incident)
@@ -106,7 +106,7 @@ def _write(folder: Path, incident: Incident) -> Path:
 
 
 def page(facts: Mapping[str, Any]) -> str:
-    """A recorded incident as a page of text."""
+    """Format a recorded incident as a page of text."""
     ranks = facts["ranks"]
     lines = [
         f"Incident at iteration {facts['iteration']}: {facts['kind']}",
@@ -130,10 +130,10 @@ def _row(value: object) -> str:
 
 
 def read_incidents(folder: Path) -> list[dict[str, Any]]:
-    """The incidents of a run, in the order in which they were written.
+    """Read the incidents of a run, in the order in which they were written.
 
     Raises:
-        CheckpointError: the folder is missing, or a file in it is no incident.
+        CheckpointError: the folder is missing, or a file in it is not an incident.
     """
     if not folder.is_dir():
         raise CheckpointError(f"`{folder}` must be a run's folder, but is none; check the path")

@@ -30,14 +30,14 @@ from megazero.zero.store.tier import Traffic
 
 
 class StepWaits:
-    """Reports each place that makes the host wait for the device, once.
+    """Reports each place in the code that makes the host wait for the device, once.
 
-    It watches steps from the second one on: the first allocates, opens communicators and may compile.
+    It skips the first step, which allocates, opens communicators and may compile.
 
     Args:
-        mode: what to do about a wait that a step must not make.
+        mode: whether to ignore such a wait, report it, or raise an error.
         device: the device of the training.
-        say: takes a line for each place.
+        say: receives a line for each place.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class StepWaits:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Watch what runs within it.
+        """Watch the block.
 
         Raises:
-            HostWaitError: in the mode ``error``, for the first such call.
+            HostWaitError: in mode ``error``, at the first wait.
         """
         if self.mode == "off" or not self._began:
             self._began = True
@@ -69,20 +69,20 @@ class StepWaits:
 
 
 class Meters:
-    """Measures one step after the other.
+    """Measures the steps of a run.
 
     Args:
         config: the run's configuration.
-        plan: the run's steps.
-        engine: makes them.
-        flops_per_token: (tokens of a sequence, what the step skips) -> FLOPs of forward and backward for one
-            of them, without a teacher's.
+        plan: the run's plan.
+        engine: the engine.
+        flops_per_token: (sequence length, what the step skips) -> FLOPs of forward and backward per token,
+            without a teacher's.
         matmul_rate: this rank's measured matmul rate, FLOP/s.
-        say: takes a line for a person.
-        profiler: looks at the steps besides.
+        say: receives lines for a person.
+        profiler: the run's profilers.
 
     Attributes:
-            first_step: the memory of the latest step, if it is the first one and metrics go to a file.
+        first_step: the memory meter of the latest step, if that is the first one and metrics go to a file.
     """
 
     def __init__(
@@ -119,13 +119,13 @@ class Meters:
         self._began = 0.0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin to measure a step."""
         self._began = time.perf_counter()
         self._waits.start_step()
 
     @contextmanager
     def over_work(self) -> Iterator[None]:
-        """Measure the block, which makes the step once its samples are there."""
+        """Measure the block, which computes the step after its samples have been read."""
         self._before = traffic(self.engine.optimizer.store)
         self.first_step, self._memory = self._memory, None
         meter = self.first_step
@@ -134,7 +134,7 @@ class Meters:
 
     @property
     def moved(self) -> Traffic | None:
-        """Traffic of offloaded state since the step began its work; None where nothing is offloaded."""
+        """Traffic of offloaded state during the step's computation; None without offload."""
         return traffic(self.engine.optimizer.store) - self._before if self._offloads else None
 
     @property
@@ -143,16 +143,16 @@ class Meters:
         return time.perf_counter() - self._began
 
     def tokens_per_expert(self, result: StepResult) -> list[dict[str, Any]] | None:
-        """Count the choices of each expert of all stages; None without experts or in a step that was held."""
+        """Gather the choices of each expert from all stages; None without experts or if the step was held."""
         if result.outcome is Outcome.HELD:
             return None
         return self.engine.loads.report(result.tokens)
 
     def memory_of_first_step(self) -> list[Mapping[str, Mapping[str, int]]] | None:
-        """The memory of every rank, if the latest step is the first one; every rank calls this.
+        """Gather the memory of every rank if the latest step is the first one; every rank calls this.
 
         Returns:
-            It on the first rank, which writes it down, and None on the others.
+            The sizes of all ranks on the first rank; None on the others, and after later steps.
         """
         if self.first_step is None:
             return None
@@ -163,7 +163,7 @@ class Meters:
         return sizes
 
     def end(self, data_seconds: float, *, made: bool) -> None:
-        """A step has ended, which was made or passed over; `data_seconds` is the time to read its samples."""
+        """End the measurement of a step that was `made`, or passed over; reading took `data_seconds`."""
         waited = self._waits.end_step()
         if made:
             self.stragglers.add(self.seconds, data_seconds, waited)
@@ -171,12 +171,12 @@ class Meters:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Everything that is known of a step when its metrics are taken.
+    """A step and its measurements, from which its metrics are computed.
 
     Attributes:
-        meters: measured it, and know the run.
+        meters: measured the step; have the run's configuration, plan and engine.
         state: the progress of the run, this step included.
-        step: the samples that it consumed.
+        step: the step's place in the plan: its samples and sizes.
         result: the result of the step.
         seconds: its wall time.
     """
@@ -189,19 +189,19 @@ class StepFacts:
 
     @cached_property
     def skipping(self) -> Skipping:
-        """The tokens and layers that the step left out."""
+        """The tokens and layers that the step skipped."""
         if self.result.outcome is Outcome.PASSED_OVER:
             return NOTHING_SKIPPED
         return self.meters.engine.schedules.skipping.at(self.step.before)
 
     @property
     def tokens_per_second(self) -> float:
-        """Throughput of all ranks together, padding and what layers skip included."""
+        """Throughput of all ranks, padding and skipped tokens included."""
         return self.step.positions / self.seconds
 
     @cached_property
     def flops(self) -> float:
-        """Model FLOP/s of this rank; padding takes time only where it cannot be avoided, and is no use."""
+        """Model FLOP/s of this rank, without padding, which is no useful work."""
         engine = self.meters.engine
         per_token = self.meters.flops_per_token(self.step.sequence_length, self.skipping)
         per_token += engine.distillation.flops_per_token

@@ -1,4 +1,4 @@
-"""A row of the table of metrics, and the ways in which a row's values become text on the console."""
+"""`Metric`: a row of the table of metrics, and functions that format its values for the console."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megazero.train.observe.meters import StepFacts
 from megazero.train.step.losses import Losses
 
 Interval = Sequence[Mapping[str, Any]]
-"""One or more iterations that share a line on the console."""
+"""The metrics of one or more iterations that share a line on the console."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """The name of a metric in charts: Megatron's, so that old and new runs share one.
+    """A metric's chart, with Megatron-LM's tag, so that its runs and these share charts.
 
     Attributes:
         tag: the tag, in which ``{}`` stands for the name of each value if there are several.
         over_samples: whether it is also drawn over consumed samples.
-        of: turns the metric's value into what is drawn.
+        of: converts the metric's value to the drawn value.
     """
 
     tag: str
@@ -31,11 +31,11 @@ class Chart:
 
 @dataclass(frozen=True)
 class Line:
-    """The part of a line on the console that shows a metric.
+    """A metric's part of a line on the console.
 
     Attributes:
-        text: (interval, name of the metric) -> text; None leaves the metric out.
-        place: parts come in this order.
+        text: (interval, name of the metric) -> text; None omits the metric.
+        place: the parts of a line are sorted by this number.
     """
 
     text: Callable[[Interval, str], str | None]
@@ -44,17 +44,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Metric:
-    """A row: one number, or a few by name, that a step reports.
+    """A row of the table: one number, or several by name, that a step reports.
 
     Attributes:
         name: its key in JSON lines.
-        unit: its unit, and its meaning where the name does not tell.
-        of: takes it from the facts of a step; None where it is not known.
-        chart: its name in charts; None for none.
-        line: its part of the console's line; None for none.
-        optional: whether records leave it out where it is not known, instead of saying null.
-        gathered: whether it takes communication or the latest measurement, so that only steps that were made
-            have it; it is taken before the step's time.
+        unit: its unit, and its meaning if the name does not say it.
+        of: facts of a step -> the value; None if unknown.
+        chart: its chart, or None.
+        line: its part of the console's line, or None.
+        optional: whether records omit an unknown value instead of writing null.
+        gathered: whether it needs communication or a new measurement. Then steps that were passed over do not
+            have it, and it is computed before the step's time is taken.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Metric:
     gathered: bool = False
 
     def charted(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Tag -> value of this metric; losses of a skipped step are left out, as nothing was learnt."""
+        """Tag -> value of this metric; empty for losses of a skipped step."""
         value = metrics[self.name]
         if self.chart is None or value is None or (isinstance(value, Losses) and metrics["skipped"]):
             return {}
@@ -82,7 +82,7 @@ class Metric:
 
 
 def shown(form: str, place: int) -> Line:
-    """The latest iteration's value in this format; values by name have a part each, which begins with it."""
+    """Show the latest iteration's value in this format; several values each with its name before it."""
 
     def text(interval: Interval, name: str) -> str | None:
         value = interval[-1][name]
@@ -94,7 +94,7 @@ def shown(form: str, place: int) -> Line:
 
 
 def rate(form: str, factor: float = 1.0) -> Callable[[Interval, str], str]:
-    """The mean of a per-second value, weighted by the time of each iteration."""
+    """Show the mean of a per-second value, weighted by the time of each iteration."""
 
     def text(interval: Interval, name: str) -> str:
         seconds = sum(metrics["seconds"] for metrics in interval)
@@ -105,7 +105,7 @@ def rate(form: str, factor: float = 1.0) -> Callable[[Interval, str], str]:
 
 
 def iteration_time(interval: Interval, name: str) -> str:
-    """The mean wall time of an iteration."""
+    """Show the mean wall time of an iteration."""
     mean = 1000 * sum(metrics[name] for metrics in interval) / len(interval)
     return f"elapsed time per iteration (ms): {mean:.1f}"
 
@@ -115,7 +115,7 @@ def _made(interval: Interval) -> list[Losses]:
 
 
 def loss_means(interval: Interval, name: str) -> str | None:
-    """The mean of each term over the iterations with an update in which anything counted for it."""
+    """Show the mean of each loss term over the iterations with an update in which the term is known."""
     by_label: dict[str, list[float]] = {}
     for losses in _made(interval):
         for label, mean in losses.labelled().items():
@@ -125,14 +125,14 @@ def loss_means(interval: Interval, name: str) -> str | None:
 
 
 def skips(interval: Interval, name: str) -> str:
-    """The numbers of iterations without an update, and of those with one whose loss was NaN."""
+    """Show the number of iterations without an update, and of updates whose loss was NaN."""
     bad = sum(math.isnan(losses.trained_total) for losses in _made(interval))
     skipped = sum(metrics[name] for metrics in interval)
     return f"number of skipped iterations: {skipped:3d} | number of nan iterations: {bad:3d}"
 
 
 def offload_traffic(interval: Interval, name: str) -> str | None:
-    """The traffic to and from offloaded state, per second of the interval."""
+    """Show the traffic of offloaded state per second, and the fraction of time that steps waited for it."""
     if interval[-1][name] is None:
         return None
     seconds = sum(metrics["seconds"] for metrics in interval)
@@ -143,13 +143,13 @@ def offload_traffic(interval: Interval, name: str) -> str | None:
 
 
 def expert_loads(layers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The loads of the idlest and the busiest expert of all, as multiples of an even share."""
+    """The loads of the idlest and the busiest expert of all layers, as multiples of an even share."""
     counts = [layer["tokens"] for layer in layers]
     loads = [count * len(tokens) / max(1, sum(tokens)) for tokens in counts for count in tokens]
     return {"min": min(loads), "max": max(loads)} if loads else {}
 
 
 def load_span(interval: Interval, name: str) -> str | None:
-    """The loads of the idlest and the busiest expert in the latest iteration."""
+    """Show the loads of the idlest and the busiest expert in the latest iteration."""
     loads = expert_loads(interval[-1][name] or ())
     return "expert loads (of an even share): {min:.2f} to {max:.2f}".format(**loads) if loads else None

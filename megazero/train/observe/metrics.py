@@ -1,6 +1,6 @@
-"""The metrics of a step are rows of one table, those of an evaluation a plain value; all ranks have the same.
+"""The metrics of steps, as rows of one table, and of evaluations; the same on all ranks.
 
-A row says where its value comes from, and its names in charts and on the console. A new metric is a new row.
+A row says how to compute a metric and how to show it in charts and on the console.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megazero.zero.optimizer import Optimizer
 
 
 def _stability(name: str, unit: str, of: Callable[[Stability], float | None]) -> Metric:
-    """A row about how steady the training is, known if it is asked for and the step made an update."""
+    """A row of a stability statistic; it is known if it is logged and the step made an update."""
 
     def value(facts: StepFacts) -> float | None:
         known = facts.state.stability
@@ -231,16 +231,16 @@ METRICS = (
         gathered=True,
     ),
 )
-"""All that a step reports, in the order of JSON lines."""
+"""All metrics of a step, in the order of JSON lines."""
 
 LINE = tuple(sorted((m for m in METRICS if m.line is not None), key=lambda m: m.line.place if m.line else 0))
-"""The metrics on the console, in the order of their parts."""
+"""The metrics on the console, in the order of a line's parts."""
 
 _NAMES = frozenset(metric.name for metric in METRICS)
 
 
 class StepMetrics(dict[str, Any]):
-    """One training iteration, as monitors see it: the values of `METRICS` by name; None where not known."""
+    """The metrics of one iteration: name of a row of `METRICS` -> value; None if unknown."""
 
     def __init__(self, **values: Any):
         assert values.keys() <= _NAMES, f"these are no metrics: {sorted(values.keys() - _NAMES)}"
@@ -249,7 +249,7 @@ class StepMetrics(dict[str, Any]):
 
     @classmethod
     def of(cls, facts: StepFacts) -> StepMetrics:
-        """The metrics of a step; every rank calls this, since some values take communication."""
+        """Compute the metrics of a step; every rank calls this, because some need communication."""
         made = facts.result.outcome is not Outcome.PASSED_OVER
         gathered = {metric.name: metric.of(facts) for metric in METRICS if metric.gathered and made}
         facts = replace(facts, seconds=facts.meters.seconds)
@@ -262,12 +262,12 @@ class StepMetrics(dict[str, Any]):
         return losses
 
     def record(self) -> dict[str, object]:
-        """Name -> value, with every loss term in place of `losses`, and without optional ones not known."""
+        """Name -> value, with each loss term in place of `losses`, and without unknown optional metrics."""
         known = {m.name: self[m.name] for m in METRICS if not (m.optional and self[m.name] is None)}
         return _with_terms(known)
 
     def charts(self, *, with_timers: bool) -> dict[str, float]:
-        """Tag -> value of all that is known; the time of each phase only if asked for."""
+        """Tag -> value of all known metrics; with the time of each phase only if `with_timers`."""
         shown = (metric for metric in METRICS if with_timers or metric.name != "phase_seconds")
         return {tag: value for metric in shown for tag, value in metric.charted(self).items()}
 
@@ -278,7 +278,7 @@ class StepMetrics(dict[str, Any]):
 
 
 def line_of(interval: Interval) -> list[str]:
-    """The parts of the console's line about an interval."""
+    """The parts of the console's line for an interval."""
     texts = (metric.line.text(interval, metric.name) for metric in LINE if metric.line is not None)
     return [text for text in texts if text is not None]
 
@@ -288,12 +288,12 @@ class EvalMetrics:
     """One evaluation of one split.
 
     Attributes:
-        progress: the training iterations, samples and tokens before it.
+        progress: the training's iterations, samples and tokens so far.
         split: `validation` or `test`.
-        losses: losses on the batches, by term.
-        num_tokens: how much counted for the first term, such as the number of tokens that were not masked.
+        losses: the losses, by term.
+        num_tokens: the first term's count, such as the number of tokens with a loss.
         seconds: wall time.
-        predicts_text: whether the first term is the loss of a language model, which has a perplexity.
+        predicts_text: whether the first term is a language model's loss, which has a perplexity.
     """
 
     predicts_text: ClassVar[bool] = True
@@ -306,17 +306,17 @@ class EvalMetrics:
 
     @property
     def iteration(self) -> int:
-        """The number of training iterations before it."""
+        """The number of training iterations so far."""
         return self.progress.iteration
 
     @property
     def perplexity(self) -> float | None:
-        """exp(loss) for the first term; as in Megatron, the loss is capped at 20 to keep it readable."""
+        """exp(loss) of the first term; as in Megatron-LM, the loss is capped at 20."""
         loss = self.losses.main
         return None if loss is None else math.exp(min(loss, 20.0))  # in this order, min keeps a NaN
 
     def record(self) -> dict[str, object]:
-        """Name -> value of every field, with every loss term in place of `losses`, and the perplexity."""
+        """Name -> value of every field, with each loss term in place of `losses`, and the perplexity."""
         record = _with_terms({"iteration": self.iteration, "split": self.split, "losses": self.losses})
         return {
             **record,
@@ -328,7 +328,7 @@ class EvalMetrics:
         }
 
     def charts(self, *, with_perplexity: bool) -> dict[str, float]:
-        """Tag -> value of all that is known; a tag is for example ``lm loss validation``."""
+        """Tag, such as ``lm loss validation`` -> value, for all known values."""
         values = {f"{label} {self.split}": mean for label, mean in self.losses.labelled().items()}
         if with_perplexity and self.predicts_text:
             values[f"{self.losses.terms[0].label} {self.split} ppl"] = self.perplexity
@@ -336,7 +336,7 @@ class EvalMetrics:
 
 
 def _with_terms(values: Mapping[str, Any]) -> dict[str, object]:
-    """The values, with every loss term in place of `losses`."""
+    """Replace `losses` by an entry for each loss term."""
     record: dict[str, object] = {}
     for name, value in values.items():
         new = value.record() if isinstance(value, Losses) else {name: value}

@@ -1,4 +1,4 @@
-"""Slow ranks: those that the others wait for step after step, and for how long."""
+"""Stragglers: ranks that are slower than their peers for several intervals, so that others wait for them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from megazero.mpu.context import ParallelContext
 from megazero.mpu.waits import Waited
 
 _TIMES = 3  # own, waited, data
-_FACTOR = 1.5  # of the peers' time
-_LEAST = 0.01  # seconds of a step; less is noise, or does not matter
-_IN_A_ROW = 3  # gatherings
+_FACTOR = 1.5  # a slow rank's time as a multiple of its peers'
+_LEAST = 0.01  # seconds of delay per step; less is noise, or does not matter
+_IN_A_ROW = 3  # intervals until a rank is slow, or has recovered
 
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """Means of one rank over the steps of an interval, in seconds per step.
+    """A rank's means over the steps of an interval, in seconds per step.
 
     Attributes:
-        own: time of a step, without waiting.
-        waited: time waited in calls of its groups, for the other ranks and for data to move.
-        data: time until its micro-batches are there; a part of `own`.
+        own: time of a step without waiting.
+        waited: time waited in collectives, for other ranks and for transfers.
+        data: time to read micro-batches, a part of `own`.
     """
 
     own: float
@@ -34,14 +34,14 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that has become slow, or no longer is.
+    """A rank that has become slow, or has recovered.
 
     Attributes:
         rank: the world rank.
-        iteration: the iteration at the end of which this was noticed.
+        iteration: the iteration after which this was detected.
         times: its times.
-        peers: the medians over its peers; of the time that is waited, over all other ranks.
-        stage: its pipeline stage if it is alone there, so that its work may be another than its peers'.
+        peers: the medians over its peers; `waited` over all other ranks.
+        stage: its pipeline stage if it has no peers there, and may have different work; else None.
         recovered: whether it is no longer slow.
     """
 
@@ -79,8 +79,8 @@ class Straggler:
 
 
 @dataclass
-class _Sums:
-    """Sums over the steps that were measured, in seconds."""
+class _TimeSums:
+    """Sums of times over measured steps, in seconds."""
 
     steps: int = 0
     whole: float = 0.0
@@ -96,7 +96,7 @@ class _Sums:
 
 @dataclass(frozen=True)
 class SlowRanks:
-    """The ranks known to be slow, and for each rank how many gatherings in a row contradicted that."""
+    """The known slow ranks, and rank -> for how many intervals in a row its times contradicted that."""
 
     changed: Mapping[int, int] = field(default_factory=dict)
     slow: frozenset[int] = frozenset()
@@ -104,23 +104,23 @@ class SlowRanks:
     def after(
         self, iteration: int, times: Sequence[RankTimes], stages: Sequence[int]
     ) -> tuple[SlowRanks, list[Straggler]]:
-        """Take one more gathering into account, and return the new state and the ranks that changed.
+        """Add the times of an interval; return the new state and the ranks that have changed.
 
         Args:
-            iteration: the iteration at the end of which it was made.
+            iteration: the last iteration of the interval.
             times: the times of each rank.
-            stages: each rank's pipeline stage. Ranks of one stage do the same work, so they are compared; a
-                rank that is alone in its stage is compared with all.
+            stages: each rank's pipeline stage. A rank is compared with those of its stage, which do the same
+                work, or with all ranks if it is alone there.
         """
         changed, slow, stragglers = {}, set(self.slow), []
         by_stage: dict[int, list[float]] = defaultdict(list)
-        for stage, mine in zip(stages, times, strict=True):
-            by_stage[stage].append(mine.own)
-        everyone = sorted(mine.own for mine in times)
-        beside = {stage: sorted(own) if own[1:] else everyone for stage, own in by_stage.items()}
-        for rank, mine in enumerate(times):
-            own = _median_without(beside[stages[rank]], mine.own)
-            is_slow = mine.own > _FACTOR * own and mine.own - own > _LEAST
+        for stage, rank_times in zip(stages, times, strict=True):
+            by_stage[stage].append(rank_times.own)
+        everyone = sorted(rank_times.own for rank_times in times)
+        compared = {stage: sorted(own) if own[1:] else everyone for stage, own in by_stage.items()}
+        for rank, rank_times in enumerate(times):
+            usual = _median_without(compared[stages[rank]], rank_times.own)
+            is_slow = rank_times.own > _FACTOR * usual and rank_times.own - usual > _LEAST
             if is_slow == (rank in slow):
                 continue
             changed[rank] = self.changed.get(rank, 0) + 1
@@ -134,9 +134,9 @@ class SlowRanks:
                 Straggler(
                     rank=rank,
                     iteration=iteration,
-                    times=mine,
+                    times=rank_times,
                     peers=RankTimes(
-                        own,
+                        usual,
                         waited=median(times[other].waited for other in others),
                         data=median(times[other].data for other in peers or others),
                     ),
@@ -148,10 +148,10 @@ class SlowRanks:
 
 
 class Stragglers:
-    """Adds up this rank's times, and compares them with those of the others at the end of each interval.
+    """Adds up this rank's times, and compares them with other ranks' at the end of each interval.
 
-    They travel with a reduction that is made anyway: each rank fills in its places of `slots`, and leaves 0
-    in those of others, so that the maximum holds all.
+    The times share a reduction (max) with other concerns: each rank sets its own `slots` and leaves those of
+    others 0, so that the maximum has the times of all ranks.
 
     Args:
         interval: iterations; None compares nothing.
@@ -175,64 +175,64 @@ class Stragglers:
         """This rank's values for the reduction after `iteration`; empty unless it ends an interval."""
         if self.interval is None or iteration % self.interval:
             return []
-        mine, size = self._take().means, self._context.world_size
+        means, size = self._take().means, self._context.world_size
         values = [0.0] * (_TIMES * size)
         at = _TIMES * self._context.rank
-        values[at : at + _TIMES] = mine.own, mine.waited, mine.data
+        values[at : at + _TIMES] = means.own, means.waited, means.data
         return values
 
     def after(self, iteration: int, slots: Sequence[float]) -> list[Straggler]:
-        """The ranks that have become slow or no longer are; the same on all ranks.
+        """Return the ranks that have become slow or have recovered; the same on all ranks.
 
-        `summary` then holds the minimum, the median and the maximum over ranks. The first interval, in which
-        memory is allocated and kernels are compiled, is not judged.
+        Also set `summary` to minimum, median and maximum over ranks. The first interval, in which memory is
+        allocated and kernels are compiled, is not judged.
 
         Args:
             iteration: as for `slots`.
-            slots: the maximum over the ranks' slots.
+            slots: the maximum over all ranks' slots; empty except after an interval.
         """
         if not slots:
             return []
         times = [RankTimes(*slots[at : at + _TIMES]) for at in range(0, len(slots), _TIMES)]
         self.summary = {
-            "own": _spread([rank_times.own for rank_times in times]),
-            "waited": _spread([rank_times.waited for rank_times in times]),
+            "own": _summary([rank_times.own for rank_times in times]),
+            "waited": _summary([rank_times.waited for rank_times in times]),
         }
-        if not self._warm or not all(rank_times.own for rank_times in times):  # nothing is known of some rank
+        if not self._warm or not all(rank_times.own for rank_times in times):  # or a rank has no times
             self._warm = True
             return []
         per_stage = len(times) // self._context.grid.pp
-        stages = [rank // per_stage for rank in range(len(times))]  # the slowest axis
+        stages = [rank // per_stage for rank in range(len(times))]  # pp is the outermost axis
         self._known, stragglers = self._known.after(iteration, times, stages)
         return stragglers
 
     def take_summary(self) -> dict[str, list[float]] | None:
-        """Return `summary` if there is a new one, and forget it."""
+        """Return `summary` if there is a new one, and reset it to None."""
         summary, self.summary = self.summary, None
         return summary
 
-    def _take(self) -> _Sums:
-        """Return the sums over the steps whose waits are known, and forget these steps."""
-        sums, pending = _Sums(), []
+    def _take(self) -> _TimeSums:
+        """Sum and remove the steps whose waiting times are known by now."""
+        sums, pending = _TimeSums(), []
         for step in self._steps:
             whole, data, waited = step
             seconds = waited.seconds
             if seconds is None:
                 pending.append(step)
                 continue
-            sums = _Sums(sums.steps + 1, sums.whole + whole, sums.waited + seconds, sums.data + data)
+            sums = _TimeSums(sums.steps + 1, sums.whole + whole, sums.waited + seconds, sums.data + data)
         self._steps = pending
         return sums
 
 
 def _median_without(ascending: Sequence[float], one: float) -> float:
-    """The median of all but one of these numbers."""
+    """The median of sorted numbers without one of them."""
     left, count = bisect_left(ascending, one), len(ascending) - 1
     low, high = ((count - 1) // 2, count // 2)
     return (ascending[low + (low >= left)] + ascending[high + (high >= left)]) / 2
 
 
-def _spread(values: Sequence[float]) -> list[float]:
+def _summary(values: Sequence[float]) -> list[float]:
     return [min(values), median(values), max(values)]
 
 

@@ -1,1 +1,1 @@
-"""parts: from a configuration to a model: the table of families, the vocabulary, the chunks of this rank."""
+"""parts: what a configuration's model consists of: its family, vocabulary, and this rank's chunks."""

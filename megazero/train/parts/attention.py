@@ -1,4 +1,4 @@
-"""The run's attention: whether its shapes stay the same, and which implementation computes it."""
+"""The run's attention: whether its shapes vary, and which implementation computes it."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from megazero.train.parts.families import FAMILIES
 
 
 def shapes_vary(curriculum: CurriculumConfig, skipping: SkippingConfig, model: ModelConfig) -> bool:
-    """Whether micro-batches, or what layers see of them, have other shapes from step to step."""
+    """Whether the shapes of micro-batches, or of layers' inputs, vary between steps."""
     return curriculum.seqlen_schedule != "none" or skipping.random_ltd or _padded(model_spec(model))
 
 
 def _padded(spec: ModelSpec) -> bool:
-    """Whether samples are shorter than their rows, of which collating leaves out columns of padding."""
+    """Whether samples are padded; collating then trims columns of padding."""
     return spec.head.classes is not None or not FAMILIES[spec.family].models.causal
 
 
 def attention_facts(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, *, documents: bool
 ) -> AttentionFacts | None:
-    """The facts of a layer's call in training, as they usually are; None for a model without attention.
+    """The facts of a typical attention call in training; None for a model without attention.
 
     Args:
         spec: the model.
-        dtype: the type of activations.
+        dtype: dtype of activations.
         device: the device of the layers.
-        documents: whether a row has several documents that do not see each other.
+        documents: whether rows have several documents that do not attend to each other.
     """
     attentions, family = list(spec.attentions()), FAMILIES[spec.family].models
     if not attentions:
@@ -47,7 +47,7 @@ def attention_facts(
     mask = MaskKind.CAUSAL if family.causal else MaskKind.NONE
     if windows:
         mask = MaskKind.WINDOW
-    # On a CPU each document is a call of its own.
+    # On a CPU each document is a separate call, without a mask between documents.
     if device.type != "cpu" and (documents or _padded(spec)):
         grouped = any(attention.groups != attention.heads for attention in attentions)
         mask = MaskKind.RUNS if varlen_knows(grouped) and not windows else MaskKind.DOCUMENTS
@@ -77,7 +77,7 @@ def _bias(spec: ModelSpec, attention: AttentionSpec | LatentAttentionSpec) -> Bi
 
 
 def attention_remarks(config: Config, device: torch.device) -> Iterator[str]:
-    """A sentence that names the implementation of the run's attention, for a model that has some."""
+    """Yield a remark that names the implementation of the run's attention, if the model has attention."""
     dtype, documents = DTYPES[config.precision.dtype], config.data.reset_attention_mask
     facts = attention_facts(model_spec(config.model), dtype, device, documents=documents)
     if facts is None:

@@ -1,4 +1,4 @@
-"""This rank's parts of the model: the schedule of the stages, the layers of each chunk, and the chunks."""
+"""This rank's chunks of the model: the pipeline schedule, the partition into chunks, and their modules."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from megazero.zero.table import STAGES
 
 
 def schedule_of(shape: PipelineShape, microbatches: int | None = None) -> Schedule:
-    """The schedule of a pipeline; `microbatches` may be left out if only the stages matter."""
-    few = microbatches or 2 * (shape.group or shape.stages)
-    return build_schedule(shape.kind, shape.stages, few, shape.chunks_per_stage, group=shape.group)
+    """The schedule of a pipeline; without `microbatches`, of some number that it accepts."""
+    count = microbatches or 2 * (shape.group or shape.stages)
+    return build_schedule(shape.kind, shape.stages, count, shape.chunks_per_stage, group=shape.group)
 
 
 def programs_of(zero: ZeroConfig, shape: PipelineShape) -> Programs:
-    """The programs of a training step and of an evaluation, for each number of micro-batches per replica."""
+    """The programs of training steps and evaluations, by the number of micro-batches per replica."""
     row, overlap = STAGES[zero.stage], zero.overlap_grad_reduce
 
     @cache
@@ -80,10 +80,10 @@ Costs = Sequence[float]
 
 
 def assign_parts(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> list[tuple[Part, ...]]:
-    """The parts of the model in each chunk, according to `--pipeline-partition`.
+    """Partition the model into chunks by `--pipeline-partition`; return the parts of each.
 
     Raises:
-        ConfigError: there are fewer layers than chunks, or the method's numbers do not fit.
+        ConfigError: there are fewer layers than chunks, or the given numbers of layers do not fit.
     """
     method = config.parallel.pipeline_partition
     blocks = family_of(config.model).models.blocks(config, vocabulary.padded)
@@ -96,21 +96,21 @@ def assign_parts(config: Config, vocabulary: Vocabulary, context: ParallelContex
 
 
 def parameter_counts(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Costs:
-    """Number of parameters in each block; a tied head counts, because its stage holds a copy."""
+    """Number of parameters of each block, a tied head included, because its stage holds a copy."""
     build = _piece_builder(config, vocabulary, context, torch.device("meta"))
     pieces = [build(block.part) for block in family_of(config.model).models.blocks(config, vocabulary.padded)]
     return [float(sum(p.numel() for p in piece.parameters())) for piece in pieces]
 
 
 def estimated_costs(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Costs:
-    """FLOPs per token in each block; looking up an embedding takes none."""
+    """FLOPs per token of each block; an embedding lookup has none."""
     return [block.flops for block in family_of(config.model).models.blocks(config, vocabulary.padded)]
 
 
 def measured_costs(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Costs:
-    """Seconds that each block's forward and backward take for a micro-batch: best of three, slowest rank.
+    """Measure the seconds of each block's forward and backward: best of three, on the slowest rank.
 
-    Blocks of the same kind with equally many FLOPs and parameters are measured once.
+    Blocks with the same kind, FLOPs and number of parameters are measured once.
     """
     family, shape = family_of(config.model), (config.batch.micro_batch_size, config.model.seq_length)
     arrays = family.samples.random_arrays(np.random.default_rng(0), *shape, vocabulary.size)
@@ -124,7 +124,7 @@ def measured_costs(config: Config, vocabulary: Vocabulary, context: ParallelCont
     for i in sorted(set(firsts)):
         piece = build(blocks[i].part)
         initialize(piece, config.training.seed, context.place)
-        hidden = piece.takes(batch).empty(context.device).zero_()
+        hidden = piece.input_boundary(batch).empty(context.device).zero_()
         seconds[i] = min(_seconds(piece, batch, hidden.requires_grad_()) for _ in range(3))
     context.world.all_reduce(seconds, "max").wait()
     slowest: list[float] = seconds[firsts].tolist()
@@ -148,10 +148,7 @@ def _seconds(chunk: ModelChunk[MicroBatch], batch: MicroBatch, hidden: torch.Ten
 def _piece_builder(
     config: Config, vocabulary: Vocabulary, context: ParallelContext, device: torch.device
 ) -> Callable[[Part], ModelChunk[MicroBatch]]:
-    """Return a function that builds a part of the model as a chunk of its own.
-
-    A tied head gets its own weight, because its stage holds a copy.
-    """
+    """Return a function that builds one part of the model as a chunk; a tied head gets its own weight."""
     placement = placement_of(config.parallel, config.precision.dtype, context, device)
     whole = _whole(config, vocabulary, placement)
     return lambda part: family_of(config.model).models.chunk(replace(whole, parts=(part,)))
@@ -163,16 +160,16 @@ def _whole(config: Config, vocabulary: Vocabulary, placement: Placement) -> Slic
 
 
 Chunks = dict[int, ModelChunk[MicroBatch]]
-"""This rank's parts of the model, by their numbers along the model."""
+"""Number along the model -> chunk, for the chunks of this rank."""
 
 
 def build_chunks(
     config: Config, vocabulary: Vocabulary, context: ParallelContext, device: torch.device | None = None
 ) -> Chunks:
-    """This rank's parts of the model: shapes only, on the meta device, or the seed's weights on `device`.
+    """Build this rank's chunks: on the meta device, or with `device` there, with initial weights.
 
     Raises:
-        ConfigError: the layers cannot be assigned to the stages as configured.
+        ConfigError: the layers cannot be partitioned as configured.
     """
     family = family_of(config.model)
     placement = placement_of(config.parallel, config.precision.dtype, context, device or torch.device("meta"))
@@ -188,7 +185,7 @@ def build_chunks(
             users = [chunk for chunk, own in enumerate(assigned) if any(part in tie.parts for part in own)]
             if number not in users:
                 continue
-            # In a V-shaped pipeline the first and the last chunk are on the same stage and share one weight.
+            # In a V-shaped pipeline the first and the last chunk are on one stage and share a weight.
             here = [chunk for chunk in users if stage_of[chunk] == context.pp.rank]
             if here[0] != number:
                 tied[tie.weight] = chunks[here[0]].weight(tie.weight)

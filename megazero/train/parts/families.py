@@ -1,8 +1,8 @@
-"""The table of model families: all that training, verification and conversion need to know about a model.
+"""The table of model families: what training, verification and conversion need to know about a model.
 
 A family is a value. Code outside `models/`, `data/` and this table never names a family: it calls `family_of`
-with the model section of the configuration. docs/decisions/0002-families-are-values.md sketches
-the rows to come."""
+with the model section of the configuration (docs/decisions/0002-families-are-values.md).
+"""
 
 from __future__ import annotations
 
@@ -39,15 +39,14 @@ Sizes = tuple[int | None, int | None, int | None]
 
 @dataclass(frozen=True)
 class FamilyModels(Generic[M]):
-    """How models of a family are made, whose micro-batches are of type `M`.
+    """How to build models of a family, whose micro-batches are of type `M`.
 
     Attributes:
-        blocks: (configuration, rows of the padded vocabulary) -> the blocks that the model consists of, in
-            order; layers may differ.
-        chunk: builds a slice of that list of blocks.
-        ties: the weights that several blocks of a model of this shape use.
-        causal: whether a position attends only to itself and earlier ones, in all layers.
-        masks_keys: whether a mask of keys hides padding; otherwise it has a document of its own.
+        blocks: (configuration, padded vocabulary size) -> the model's blocks, in order.
+        chunk: builds a contiguous part of these blocks.
+        ties: spec -> the tied weights of a model.
+        causal: whether attention is causal in all layers.
+        masks_keys: whether a key mask hides padding; otherwise padding is a document of its own.
     """
 
     blocks: Callable[[Config, int], tuple[Block, ...]]
@@ -62,12 +61,12 @@ class FamilySamples(Generic[M]):
     """The samples that models of a family read, in micro-batches of type `M`.
 
     Attributes:
-        collate: (configuration, vocabulary size, this rank, dropout seed or None) -> a function that checks
-            arrays and turns them into micro-batches.
-        datasets: (configuration, vocabulary, samples of each split) -> the three splits.
-        objective: (configuration) -> the settings that decide which tokens of a sample its loss is of.
-        random_arrays: (generator, number of sequences, tokens in each, vocabulary size) -> arrays like a
-            dataset's, with uneven loss masks, for checks and measurements.
+        collate: (configuration, vocabulary size, this rank, dropout seed or None) -> a function from arrays
+            to micro-batches.
+        datasets: (configuration, vocabulary, number of samples of each split) -> the three splits.
+        objective: configuration -> the settings that decide which tokens of a sample have a loss.
+        random_arrays: (generator, number of sequences, their length, vocabulary size) -> random arrays like
+            a dataset's, with uneven loss masks, for checks and measurements.
     """
 
     collate: Callable[[Config, int, ParallelContext, int | None], Collate[M]]
@@ -82,12 +81,12 @@ class Family(Generic[M]):
 
     Attributes:
         name: its name, as in `model.family` of the configuration.
-        models: how its models are made.
-        samples: what they read.
-        architectures: the architectures in transformers that its models can be converted from and to, those
-            of its classifiers included.
-        verb: the command of `megazero` that shows what a pretrained model has learnt.
-        classifier: the class of the family's fine-tuned models; None if there is none.
+        models: how to build its models.
+        samples: the samples that they read.
+        architectures: architectures of transformers that its models, and classifiers, can be converted from
+            and to.
+        verb: the command of `megazero` that demonstrates a pretrained model.
+        classifier: the class of its fine-tuned models, or None.
     """
 
     name: str
@@ -98,10 +97,10 @@ class Family(Generic[M]):
     classifier: type[Classifier] | None
 
     def flops_per_token(self, config: Config, vocabulary: Vocabulary) -> float:
-        """FLOPs that training on one token needs, forward and backward.
+        """FLOPs of training on one token, forward and backward.
 
-        Backward makes two matrix products for each one in forward: the gradients of both factors. What
-        activation recompute computes again is not counted, because the model does not need it.
+        Backward has two matrix products for each one of forward, one for each factor's gradient. Activation
+        recompute is not counted, because the model does not need it.
         """
         return 3.0 * sum(block.flops for block in self.models.blocks(config, vocabulary.padded))
 
@@ -110,8 +109,8 @@ def _share_masked(config: Config) -> dict[str, float]:
     return {"mask_prob": config.data.mask_prob}
 
 
-# Rows are checked as they are written. Of a family chosen at run time only its name is known, not the type of
-# its micro-batches; what its `collate` makes is what its chunks take.
+# `Any`, because the type of a family's micro-batches is unknown at run time; mypy checks that each row's
+# `collate` and `chunk` agree.
 _ROWS: tuple[Family[Any], ...] = (
     Family(
         name="gpt",
@@ -144,7 +143,7 @@ FAMILIES = MappingProxyType({row.name: row for row in _ROWS})
 
 
 def family_of(model: ModelConfig) -> Family[MicroBatch]:
-    """The family of a model of this shape: that of its name, or the classifiers derived from it."""
+    """The family of a model: the one of its name, or of classifiers derived from it."""
     if model.num_classes is None:
         return FAMILIES[model.family]
     classifiers: Family[Any] = classifiers_of(model.family, model.num_classes)
@@ -152,10 +151,7 @@ def family_of(model: ModelConfig) -> Family[MicroBatch]:
 
 
 def classifiers_of(name: str, num_classes: int) -> Family[LabelledBatch]:
-    """The models that a family's pretrained models become when they are fine-tuned.
-
-    Their samples come from labelled files, which `train/finetuning` reads.
-    """
+    """The family of a family's fine-tuned models, which read labelled samples (see `train/finetuning`)."""
     family = FAMILIES[name]
     classifier = family.classifier
     assert classifier is not None, "rules refuse to classify with this family"
@@ -175,14 +171,7 @@ def classifiers_of(name: str, num_classes: int) -> Family[LabelledBatch]:
 
 
 class TokenFlops:
-    """FLOPs of forward and backward for one token, by the length of its sequence and what the step skips.
-
-    Counts of `account/flops.py`. Each length is counted once.
-
-    Args:
-        config: the run's configuration.
-        vocabulary: the vocabulary that the model's head predicts.
-    """
+    """FLOPs of forward and backward for one token, given the sequence length and what the step skips."""
 
     def __init__(self, config: Config, vocabulary: Vocabulary):
         self._config = config
@@ -202,7 +191,7 @@ class TokenFlops:
         return 3.0 * total
 
     def _count(self, length: int) -> tuple[Block, ...]:
-        """The blocks of a model of sequences of this length."""
+        """The blocks of the model for sequences of this length."""
         model = self._config.model.model_copy(update={"seq_length": length})
         whole = self._config.model_copy(update={"model": model})
         return family_of(model).models.blocks(whole, self._vocabulary.padded)

@@ -22,14 +22,15 @@ def build_feeds(
     context: ParallelContext,
     stream_seed: int,
 ) -> Feeds:
-    """The feeds of the three splits, with as many samples as the training will take (this fixes their order).
+    """Make the feeds of the three splits.
 
     Raises:
-        DataError: files are missing or damaged, or hold too little data for one sample.
+        DataError: files are missing or damaged, or have too little data for one sample.
     """
     family, data, training, end = family_of(config.model), config.data, config.training, training_plan.end
     sizes = (
-        # All that were asked for, as a continuation with another batch size may leave fewer over at the end.
+        # The number of samples fixes their order, so it must not depend on the batch size: take all that were
+        # asked for, not those that fill whole batches.
         0 if training.skip_train else training.train_samples or end.samples,
         training_plan.evaluations.samples_until(end.iteration),
         training_plan.evaluations.samples,

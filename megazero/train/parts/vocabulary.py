@@ -15,9 +15,13 @@ from megazero.errors import ConfigError
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Facts about the tokenizer that the model and the data need.
+    """The tokenizer, and the sizes that follow from it.
 
-    `padded` is `size` rounded up so that it divides evenly over the tensor-parallel ranks.
+    Attributes:
+        size: number of ids.
+        padded: `size` rounded up to be divisible by the tensor-parallel ranks.
+        eod: id of the end-of-document token, or None.
+        tokenizer: the tokenizer; None if only the size is known.
     """
 
     size: int
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def build_vocabulary(config: Config) -> Vocabulary:
-    """The vocabulary from the tokenizer's files, or from `--vocab-size` alone.
+    """Make the vocabulary from the tokenizer's files, or from `--vocab-size` alone.
 
     Raises:
         ConfigError: `--vocab-size` is smaller than the tokenizer's vocabulary, or neither is given.

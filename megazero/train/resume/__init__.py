@@ -1,1 +1,1 @@
-"""resume: state that lasts: what a run saves, and which checkpoint one continues from, and how."""
+"""resume: what a run saves, which checkpoint a run continues from, and how it is loaded."""

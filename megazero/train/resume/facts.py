@@ -1,4 +1,4 @@
-"""The facts in a checkpoint's `state.json`, validated: anyone, or another version, may have written them."""
+"""Models that validate a checkpoint's `state.json`, which any program or version may have written."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from megazero.checkpoint.manifest import STATE, parse
 from megazero.config.steps import BEGINNING, Progress
 from megazero.config.training_plan import LrLengths
 from megazero.train.step.spikes import Recent
-from megazero.train.step.stability import Spread, Stability
+from megazero.train.step.stability import RunningMoments, Stability
 from megazero.train.step.state import TrainState
 
 PRETRAINING = "pretraining"
-"""The kind of checkpoint that `snapshot` saves. Others hold only weights, or a user's own module."""
+"""The kind of checkpoint that `snapshot` saves. Other kinds have only weights, or a user's own module."""
 
 _Facts = TypeVar("_Facts", bound=BaseModel)
 SavedConfig = dict[str, dict[str, Any] | None]
@@ -40,8 +40,8 @@ class _FactsModel(BaseModel):
     )
 
 
-class SpreadFacts(_FactsModel):
-    """The fields of `Spread`."""
+class MomentsFacts(_FactsModel):
+    """The fields of `RunningMoments`."""
 
     mean: float
     variance: NonNegativeFloat
@@ -53,8 +53,8 @@ class StabilityFacts(_FactsModel):
     updates: NonNegativeInt
     lowest: float | None
     last: float | None
-    loss: SpreadFacts
-    grad_norm: SpreadFacts
+    loss: MomentsFacts
+    grad_norm: MomentsFacts
 
 
 class RecentFacts(_FactsModel):
@@ -72,7 +72,7 @@ class StateFacts(_FactsModel):
     consumed_samples: NonNegativeInt
     consumed_tokens: NonNegativeInt
     skipped: NonNegativeInt
-    # Checkpoints of earlier versions have none of these.
+    # Missing in checkpoints of earlier versions.
     stability: StabilityFacts | None = None
     bad_in_a_row: NonNegativeInt = 0
     recent: RecentFacts | None = None
@@ -87,7 +87,7 @@ class StateFacts(_FactsModel):
         return self
 
     def train_state(self) -> TrainState:
-        """The state itself."""
+        """Make the state of these facts."""
         facts, stability = dict(self), None
         progress = Progress(
             *(facts.pop(name) for name in ("iteration", "consumed_samples", "consumed_tokens"))
@@ -95,7 +95,7 @@ class StateFacts(_FactsModel):
         recent = None if self.recent is None else Recent(**dict(self.recent))
         if self.stability is not None:
             saved = dict(self.stability)
-            spreads = {name: Spread(**dict(saved[name])) for name in ("loss", "grad_norm")}
+            spreads = {name: RunningMoments(**dict(saved[name])) for name in ("loss", "grad_norm")}
             stability = Stability(**{**saved, **spreads})
         return TrainState(progress, **{**facts, "stability": stability, "recent": recent})
 
@@ -110,17 +110,17 @@ class ScalerFacts(_FactsModel):
 
 
 class DataFacts(_FactsModel):
-    """One dataset that was trained on: an entry of `megazero.data.sources.contents`."""
+    """One dataset of the training data: an entry of `megazero.data.sources.contents`."""
 
     prefix: str
     idx: str
     bin: str
     blocks: str | None = None
-    named: PositiveInt | None = None  # earlier versions mixed a dataset that was named twice with itself
+    named: PositiveInt | None = None  # None: of a version that blended a dataset with itself
 
 
 class WriterFacts(_FactsModel):
-    """The writer of a checkpoint: the number of ranks and their transports; earlier versions say less."""
+    """The writer of a checkpoint: the number of ranks and their transports; defaults are for old versions."""
 
     world_size: NonNegativeInt = 0
     transports: dict[str, str] = Field(default_factory=dict)
@@ -130,18 +130,17 @@ class RunFacts(_FactsModel):
     """A checkpoint's facts about a run that can be resumed.
 
     Attributes:
-        config: sections of the configuration, in the form used by the version that saved them.
+        config: sections of the configuration, as the version that saved them wrote them.
         state: the progress of the training.
         scaler: state of the loss scaler; None if optimizer state was not saved.
         updates: number of updates made by the optimizer; None if its state was not saved.
         stream_seed: seed of the dropout streams.
         global_batch_size: in samples, at the end of a ramp.
-        healthy: whether nothing was wrong with the run when it was saved; versions that did not ask are
-            believed.
-        data: the datasets that it was trained on; None if it does not say.
+        healthy: whether the run was `healthy` when it was saved; true for versions before this field.
+        data: the datasets that it was trained on; None if unknown.
         written_by: the ranks that wrote it.
-        lengths: those of its schedules; None if it does not say: they follow from the configuration.
-        origin: where its settings began.
+        lengths: the lengths of its schedules; None if they follow from the configuration.
+        origin: the progress at which the training began with its present settings.
     """
 
     config: SavedConfig
@@ -158,7 +157,7 @@ class RunFacts(_FactsModel):
 
 
 class ModelFacts(_FactsModel):
-    """A checkpoint's facts about its model: in sections of a run's configuration, or beside each other."""
+    """A checkpoint's facts about its model, as sections either in `config` or at the top level."""
 
     kind: str | None = None
     vocab_size: PositiveInt | None = None
@@ -169,6 +168,10 @@ class ModelFacts(_FactsModel):
 
 
 def read_facts(model: type[_Facts], content: Mapping[str, Any], folder: Path) -> _Facts:
-    """Validate the content of a checkpoint's `state.json`; raises DamagedCheckpointError."""
+    """Validate the content of a checkpoint's `state.json`.
+
+    Raises:
+        DamagedCheckpointError: a fact is missing or has the wrong type.
+    """
     facts: _Facts = parse(model, json.dumps(dict(content)).encode(), folder / STATE)
     return facts

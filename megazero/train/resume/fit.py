@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits the run that is to go on with it: its model, its tensors and its data."""
+"""Checks that a checkpoint fits the run that resumes from it: its model, its tensors and its data."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from megazero.train.resume.saved import Checkpoint, SavedModel
 from megazero.train.resume.scheduled import on_schedule, with_batch
 
 ROTARY_FIELDS = frozenset(names_with(Role.ROTARY))
-"""Settings that may change besides with --extend-context: how fast the channels of a head turn, how far."""
+"""Settings of rotary positions, which --extend-context lets a resume change."""
 OF_THE_HEAD = frozenset(names_with(Role.HEAD))
-"""Settings of the head that pretraining had and a classifier has not."""
+"""Settings of a pretraining head, which a classifier does not have."""
 
 _SHOWN = 10
 
@@ -45,13 +45,19 @@ def fit(
     context: ParallelContext,
     begins_experts: bool,
 ) -> tuple[Config, TrainingPlan, list[str]]:
-    """The configuration and the plan to continue with, and their differences from the saved ones.
+    """Return the configuration and the plan to continue with, and remarks on what has changed.
 
-    `run` is None where all counts begin anew.
+    Args:
+        config: the run's configuration.
+        checkpoint: the checkpoint.
+        run: the checkpoint's facts about its run; None if training begins anew with its weights.
+        vocab_size: number of vocabulary entries, without padding.
+        context: all ranks.
+        begins_experts: whether experts are copies of the checkpoint's dense MLPs.
 
     Raises:
-        CheckpointError: the checkpoint belongs to another model, or the run has another schedule.
-        ConfigError: its global batch, which is kept, cannot be distributed over these ranks.
+        CheckpointError: the checkpoint has another model, or its run another schedule.
+        ConfigError: the checkpoint's global batch, which is kept, cannot be distributed over these ranks.
     """
     model = dense_model(config.model) if begins_experts else config.model
     saved, folder, extends = checkpoint.model, checkpoint.folder, config.checkpoint.extend_context
@@ -75,13 +81,13 @@ def fit(
 
 
 def free_to_begin(saved: SavedModel, anew: bool) -> Set[str]:
-    """The settings that another training than the saved one may begin with: a dense model becomes sparse."""
+    """Settings that a new training may change: those of sparse attention, if the saved model is dense."""
     dense = saved.sections["model"].get("sparse_attention", "dense") == "dense"
     return SPARSE_FIELDS if anew and dense else frozenset()
 
 
 def check_tensors(source: Source, parts: Iterable[Part], where: object, unused: Iterable[str] = ()) -> None:
-    """Refuse tensors that are missing, have another shape, or are left over, naming them."""
+    """Refuse a source with missing, misshapen or unused tensors, naming them."""
     wrong = misfits(source.shapes, {part.key: part.shape for part in parts})
     wrong += [f"{name} is not used" for name in unused]
     if wrong:
@@ -92,10 +98,10 @@ def check_tensors(source: Source, parts: Iterable[Part], where: object, unused: 
 def check_model(
     model: ModelConfig, vocab_size: int, saved: SavedModel, folder: Path, free: Set[str] = FREE_MODEL_FIELDS
 ) -> None:
-    """Refuse a checkpoint of another model, naming what differs; `free` are the settings that may.
+    """Refuse a checkpoint of another model, naming the differences; settings in `free` may differ.
 
     Raises:
-        CheckpointError: the model is another.
+        CheckpointError: the models differ.
     """
     wrong = [f"{name} {before} (now {after})" for name, before, after in unlike(saved, model, free)]
     if saved.vocab_size != vocab_size:
@@ -105,23 +111,23 @@ def check_model(
 
 
 def unlike(saved: SavedModel, model: ModelConfig, free: Set[str]) -> list[tuple[str, Any, Any]]:
-    """The settings in which a checkpoint's model is another: (field, its value, the value now)."""
-    # Only fields that both versions of the code have are compared; for others, the tensors' names decide.
+    """The settings in which a checkpoint's model differs: (field, its value, the value now)."""
+    # Only fields that both versions of the code have; differences in other fields show in tensors' names.
     compared = [name for name in ModelConfig.model_fields if name in saved.sections["model"].keys() - free]
     return model_differences(saved.settings, model, compared)
 
 
 def free_fields(model: ModelConfig, saved: SavedModel, folder: Path, *, extends: bool) -> frozenset[str]:
-    """The settings that the checkpoint's model need not share with `model`, which may see longer sequences.
+    """The settings that may differ between the checkpoint's model and `model`; more if it `extends` context.
 
     Raises:
-        CheckpointError: the model scales its positions from another length than the checkpoint's.
+        CheckpointError: `model` scales positions from a length that is not the checkpoint's.
     """
     if not extends:
         return FREE_MODEL_FIELDS
     before = saved.settings
     if not before.rotates:
-        return FREE_MODEL_FIELDS  # the kind of positions is then a difference that is refused
+        return FREE_MODEL_FIELDS  # without rotary positions, a change of their kind is refused
     lengths = (before.seq_length, before.positions) if before.scaled_from is None else (before.scaled_from,)
     if model.scaled_from is not None and model.scaled_from not in lengths:
         name = "yarn" if model.scales_by_yarn else "rope"
@@ -133,7 +139,7 @@ def free_fields(model: ModelConfig, saved: SavedModel, folder: Path, *, extends:
 
 
 def _check_ends(now: TokenizerConfig, model: ModelConfig, saved: SavedModel, folder: Path) -> None:
-    """Refuse to swap the ids with which a T5's decoder begins and ends."""
+    """Refuse to swap the ids with which T5's decoder begins and ends."""
     then, first = saved.sections.get("tokenizer", {}).get("wordpiece_first"), now.wordpiece_first
     decodes = model.t5_decoder_layers is not None
     if decodes and now.tokenizer_type is not None and (then or first) != first:
@@ -144,7 +150,7 @@ def _check_ends(now: TokenizerConfig, model: ModelConfig, saved: SavedModel, fol
 
 
 def _differences(saved: SavedConfig, now: SavedConfig) -> list[tuple[str, object, object]]:
-    """(setting, saved value, value now) for every setting that differs and matters to the training."""
+    """(setting, saved value, value now) for every setting that differs and affects the training."""
     differences = []
     for section in sorted({*saved, *now}):
         before, after = saved.get(section) or {}, now.get(section) or {}
@@ -157,35 +163,35 @@ def _differences(saved: SavedConfig, now: SavedConfig) -> list[tuple[str, object
 
 
 def _roles(section: str, name: str) -> Role:
-    """The roles of a setting, or those of its section where this version does not know it."""
+    """The roles of a setting, or of its section if this version does not know the setting."""
     spec, known = FIELD_BY_PATH.get(f"{section}.{name}"), SECTIONS.get(section)
     return spec.roles if spec is not None else Role.NONE if known is None else known.roles
 
 
 def data_record(dataset: SampleDataset | None, context: ParallelContext) -> list[DataFacts] | None:
-    """The record of the training data, as the first rank has it; None without data. Every rank calls this.
+    """The first rank's record of the training data; None without data. Every rank calls this.
 
-    Other ranks may have copies elsewhere, and must still come to the same verdict.
+    Other ranks' copies may have other paths, but all ranks must come to the same verdict.
     """
     if dataset is None:
         return None
-    mine = contents(dataset) if context.rank == 0 else None
-    return [DataFacts(**facts) for facts in broadcast_value(context.world, mine, context.device)]
+    own = contents(dataset) if context.rank == 0 else None
+    return [DataFacts(**facts) for facts in broadcast_value(context.world, own, context.device)]
 
 
 def compare_data(
     before: Sequence[DataFacts] | None, now: Sequence[DataFacts] | None, changes_pass: bool
 ) -> tuple[str, ...]:
-    """Return remarks on how the data now differ from those that the steps before were trained on.
+    """Return remarks on the differences between the run's data and the checkpoint's.
 
     Args:
         before: the checkpoint's record.
-        now: the run's; where either is None, nothing is compared.
-        changes_pass: whether a changed file is a remark and not an error.
+        now: the run's record; if either is None, nothing is compared.
+        changes_pass: whether changed files are reported instead of refused.
 
     Raises:
-        DataError: a file of the same path holds something else now; names all such files. Or the steps before
-            mixed a dataset with itself.
+        DataError: files have changed (names all of them), or the checkpoint's version blended a dataset with
+            itself.
     """
     if before is None or now is None:
         return ()
@@ -222,22 +228,22 @@ def compare_data(
 
 
 def _differing(before: DataFacts, now: DataFacts) -> list[str]:
-    """The files of `now` that hold something else than those of `before`, as far as the hashes tell."""
+    """The files of `now` whose hashes differ from those in `before`."""
     sums_differ = None not in (before.blocks, now.blocks) and before.blocks != now.blocks
     differ = {"idx": before.idx != now.idx, "bin": before.bin != now.bin or sums_differ}
     return [f"{now.prefix}.{suffix}" for suffix, differs in differ.items() if differs]
 
 
 def changed_sums(run: RunFacts, config: ParallelConfig, now: Mapping[str, str], world_size: int) -> list[str]:
-    """A remark for each way in which sums were made that has changed since the checkpoint.
+    """Return a remark for each transport of sums that has changed since the checkpoint.
 
-    On another layout sums are made of other parts anyway, and nothing is said.
+    A change of layout changes sums anyway, and has no remarks.
 
     Args:
         run: the checkpoint's facts.
-        config: the parallelism now.
-        now: the `transports` now.
-        world_size: the number of ranks now.
+        config: the present parallelism.
+        now: the present `transports`.
+        world_size: the present number of ranks.
     """
     before, saved = run.written_by.transports, run.config.get("parallel") or {}
     settings = [axis.setting for axis in AXES.values() if axis.setting is not None]

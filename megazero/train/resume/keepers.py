@@ -1,7 +1,7 @@
-"""State that lasts from one job to the next: for each kind, the tensors that are written, and those taken.
+"""The state in a checkpoint: for each kind, the tensors that are written, and those that are read.
 
-The tensors of `Keeper.parts` go into a checkpoint, and `Keeper.taken` says which of a checkpoint's are read
-back, and into which memory. One more part with state is one more keeper in the list of `keepers_of`.
+`StateKeeper.parts` are the tensors to write, `StateKeeper.parts_from` those to read, with the memory to read
+them into. A new kind of state is a new keeper in the list of `keepers_of`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megazero.zero.delayed import IN_USE
 from megazero.zero.optimizer import Optimizer
 
 
-class Share(Enum):
-    """The part of a run that state belongs to; jobs may leave parts out."""
+class StateGroup(Enum):
+    """Groups of state. A job may save or load only some of them; the model always."""
 
     MODEL = auto()
     PROGRESS = auto()
@@ -35,43 +35,41 @@ class Share(Enum):
     RANDOM = auto()
 
 
-ALL = frozenset(Share)
+ALL = frozenset(StateGroup)
 
 
-class Keeper:
-    """Keeps one kind of state. A keeper that derives from this class defines only what it needs.
+class StateKeeper:
+    """Saves and loads one kind of state. Methods do nothing unless overridden.
 
     Attributes:
-        share: the part of the run that the state belongs to.
+        group: the group of the state.
         kind: the kind of its logical tensors; None for the optimizer's own kinds.
     """
 
-    share: ClassVar[Share] = Share.MODEL
+    group: ClassVar[StateGroup] = StateGroup.MODEL
     kind: ClassVar[str | None] = None
 
     def parts(self) -> list[Part]:
-        """The parts that this rank writes; over all ranks each element is written once."""
+        """The parts that this rank writes; together, all ranks write each element once."""
         return []
 
-    def taken(self, source: Source) -> list[Part]:
-        """The parts that this rank reads, of what the source has."""
+    def parts_from(self, source: Source) -> list[Part]:
+        """The parts that this rank reads from the source."""
         return []
 
-    def took(self, source: Source, where: object) -> None:
-        """Put into effect what was read; every rank calls this, after all keepers' parts were read.
+    def apply(self, source: Source, where: object) -> None:
+        """Apply the state after all keepers' parts were read; every rank calls this.
 
         `where` names the source in messages.
         """
 
 
-class Updated(Keeper):
-    """The optimizer's masters, and its moments if asked for; all of them must be in the source.
+class Updated(StateKeeper):
+    """The optimizer's masters, and optionally its moments; the source must have all of them.
 
     Args:
-        optimizer: holds them.
-        context: all ranks.
-        moments: whether moments are kept, too.
-        without: names of weights that are not taken.
+        optimizer, context, moments: the state, and whether it includes moments.
+        without: names of weights that are not read.
     """
 
     def __init__(
@@ -85,21 +83,16 @@ class Updated(Keeper):
     def parts(self) -> list[Part]:
         return parts_to_write(self.optimizer, self.context, moments=self.moments)
 
-    def taken(self, source: Source) -> list[Part]:
+    def parts_from(self, source: Source) -> list[Part]:
         parts = parts_to_read(self.optimizer, self.context, moments=self.moments)
         return [part for part in parts if part.key.name not in self.without]
 
-    def took(self, source: Source, where: object) -> None:
+    def apply(self, source: Source, where: object) -> None:
         self.optimizer.publish()
 
 
-class StageKeeper(Keeper):
-    """Tensors that are equal on all ranks of a stage, whose first rank writes them.
-
-    Args:
-        tensors: by global name.
-        context: this rank's stage.
-    """
+class StageKeeper(StateKeeper):
+    """Tensors, by global name, that are equal on all ranks of a stage; its first rank writes them."""
 
     def __init__(self, tensors: Mapping[str, Tensor], context: ParallelContext):
         self._writes = not context.groups["stage"].rank
@@ -108,45 +101,41 @@ class StageKeeper(Keeper):
     def parts(self) -> list[Part]:
         return self._whole if self._writes else []
 
-    def taken(self, source: Source) -> list[Part]:
+    def parts_from(self, source: Source) -> list[Part]:
         return [part for part in self._whole if part.key in source.shapes]
 
 
 class Routers(StageKeeper):
-    """The loads and biases of routers. Most converted models have none: their routers begin evenly."""
+    """The loads and biases of routers. Most converted models have none, and begin with even loads."""
 
     kind = ROUTER
 
 
 class Scales(StageKeeper):
-    """The histories and scales of 8-bit products; a history of another length begins anew."""
+    """The scales and amax histories of 8-bit products; a history of another length is not read."""
 
-    share = Share.PROGRESS
+    group = StateGroup.PROGRESS
     kind = FP8
 
-    def taken(self, source: Source) -> list[Part]:
+    def parts_from(self, source: Source) -> list[Part]:
         return [part for part in self._whole if source.shapes.get(part.key) == part.shape]
 
 
-class InUse(Keeper):
-    """The weights that the next step reads, where an update that is delayed was not published yet.
+class InUse(StateKeeper):
+    """The weights of the next step, which differ from the masters while a delayed update is not published.
 
-    They are written with the masters.
-
-    Args:
-        optimizer: its updates may be delayed.
-        context: all ranks.
+    `Updated` writes them with the masters.
     """
 
-    share = Share.UPDATES
+    group = StateGroup.UPDATES
     kind = IN_USE
 
     def __init__(self, optimizer: Optimizer, context: ParallelContext):
         self.optimizer = optimizer
         self.context = context
 
-    def took(self, source: Source, where: object) -> None:
-        """Read them, now that the masters were published, which fills the same memory."""
+    def apply(self, source: Source, where: object) -> None:
+        """Read the weights in use, after the masters were published into the same memory."""
         delayed = self.optimizer.delayed
         if delayed is None or all(key.kind != IN_USE for key in source.shapes):
             return
@@ -165,17 +154,14 @@ class InUse(Keeper):
         delayed.show_in_use()
 
 
-class Generators(Keeper):
-    """The random generators that other code may draw from: Python's, numpy's and torch's.
+class Generators(StateKeeper):
+    """The random generators of Python, numpy and torch.
 
-    megazero's own randomness comes from stateless streams, so none of its results depend on these generators,
-    but a user's dataset or monitor may use them. The state of each is a row of a tensor over all ranks.
-
-    Args:
-        context: all ranks; only as many as wrote the rows take them.
+    megazero's own random numbers are stateless, but a user's dataset or monitor may use these generators. The
+    state of each is a tensor with a row for each rank; it is read only by the same number of ranks.
     """
 
-    share = Share.RANDOM
+    group = StateGroup.RANDOM
     kind = RANDOM
 
     def __init__(self, context: ParallelContext):
@@ -185,14 +171,14 @@ class Generators(Keeper):
     def parts(self) -> list[Part]:
         return self._rows(random_state(self.context.device))
 
-    def taken(self, source: Source) -> list[Part]:
+    def parts_from(self, source: Source) -> list[Part]:
         self._taken = random_state(self.context.device)
         rows = self._rows(self._taken)
         if any(source.shapes.get(row.key) != row.shape for row in rows):
             self._taken, rows = {}, []
         return rows
 
-    def took(self, source: Source, where: object) -> None:
+    def apply(self, source: Source, where: object) -> None:
         if self._taken:
             state, device = self._taken, self.context.device
             together(self.context, lambda: set_random_state(state, device), f"load {where}")
@@ -207,31 +193,31 @@ class Generators(Keeper):
 
 
 def keepers_of(
-    engine: Engine, shares: Collection[Share] = ALL, without: Collection[str] = ()
-) -> tuple[Keeper, ...]:
-    """The keepers of an engine's state, in the order in which their tensors are written and put into effect.
+    engine: Engine, groups: Collection[StateGroup] = ALL, without: Collection[str] = ()
+) -> tuple[StateKeeper, ...]:
+    """The keepers of an engine's state, in the order in which they write and apply it.
 
     Args:
-        engine: has the state.
-        shares: the parts of the run that are kept; the model always is.
-        without: names of weights that are not taken.
+        engine: the engine.
+        groups: the groups of state to keep, besides the model.
+        without: names of weights that are not read.
     """
     optimizer, context = engine.optimizer, engine.context
-    keepers: tuple[Keeper, ...] = (
-        Updated(optimizer, context, moments=Share.UPDATES in shares, without=without),
+    keepers: tuple[StateKeeper, ...] = (
+        Updated(optimizer, context, moments=StateGroup.UPDATES in groups, without=without),
         Routers(engine.loads.state(), context),
         Scales(engine.fp8.state(), context),
         InUse(optimizer, context),
         Generators(context),
     )
-    return tuple(keeper for keeper in keepers if keeper.share in {Share.MODEL, *shares})
+    return tuple(keeper for keeper in keepers if keeper.group in {StateGroup.MODEL, *groups})
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """The state of each generator of this process, as tensors of fixed shape."""
     _, words, gauss = random.getstate()
     state = np.random.get_state()
-    assert isinstance(state, tuple), "of the legacy generator"
+    assert isinstance(state, tuple), "the legacy generator has a tuple"
     name, keys, position, has_gauss, cached = state
     assert name == "MT19937", name
     states = {
@@ -247,7 +233,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put each generator of this process into a state that `random_state` gave.
+    """Set each generator of this process to a state from `random_state`.
 
     Raises:
         DamagedCheckpointError: a generator cannot have such a state.

@@ -1,4 +1,4 @@
-"""Loads a checkpoint into an engine: when a run begins, or when it goes back to its last healthy one."""
+"""Loads a checkpoint into an engine, when a run begins or goes back to its last healthy checkpoint."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megazero.optim.loss_scaler import ScalerState
 from megazero.spec.resolve import model_spec
 from megazero.train.resume.facts import RunFacts
 from megazero.train.resume.fit import check_tensors
-from megazero.train.resume.keepers import Share, keepers_of
+from megazero.train.resume.keepers import StateGroup, keepers_of
 from megazero.train.resume.saved import Checkpoint, candidates_of
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.engine import Engine
 from megazero.train.step.state import TrainState
 
 Restore = Callable[[], TrainState | None]
-"""Goes back to the last healthy checkpoint and returns its state; None without one. Every rank calls it."""
+"""Load the last healthy checkpoint and return its state; None without one. Every rank calls this."""
 
 
 def load_state(
@@ -36,15 +36,20 @@ def load_state(
     *,
     begins_experts: bool = False,
 ) -> int:
-    """Load what a checkpoint holds into an engine, as `config` asks; every rank calls this.
+    """Load a checkpoint into an engine; every rank calls this.
 
-    Without `run` only the model is loaded.
+    Args:
+        config: the run's configuration, which says what to load.
+        engine: the engine.
+        checkpoint: the checkpoint.
+        run: the checkpoint's facts about its run; None loads only the model.
+        begins_experts: whether experts are copies of the checkpoint's dense MLPs.
 
     Returns:
         The seed of the dropout streams.
 
     Raises:
-        CheckpointError: on every rank: it does not fit the engine's model, or lacks what is asked for.
+        CheckpointError: on every rank: it does not fit the engine's model, or lacks state to be loaded.
     """
     section = config.checkpoint
     drawn = None if section.no_load_rng else run
@@ -56,39 +61,38 @@ def load_state(
                 "or --finetune"
             )
         counted = run.updates, ScalerState(**dict(run.scaler))
-    wanted = {Share.PROGRESS: run, Share.UPDATES: counted, Share.RANDOM: drawn}
-    # The weights of new routers are the seed's, as the dense model has none.
+    wanted = {StateGroup.PROGRESS: run, StateGroup.UPDATES: counted, StateGroup.RANDOM: drawn}
+    # New routers keep their initial weights, because the dense model has none.
     seeded = router_names(model_spec(config.model)) if begins_experts else ()
-    keepers = keepers_of(engine, {share for share, there in wanted.items() if there is not None}, seeded)
+    keepers = keepers_of(engine, {group for group, there in wanted.items() if there is not None}, seeded)
     held: Source = Upcycled(checkpoint, model_spec(config.model)) if begins_experts else checkpoint
     updated, *others = keepers
-    parts = updated.taken(held)
+    parts = updated.parts_from(held)
     source = ReplicaRows(held, parts, engine.optimizer.private_kinds)
-    # All ranks of a model together know which tensors have a place, so this is asked before any rank reads.
+    # This takes communication, so it comes before reading, in which single ranks may fail.
     unused = _unused(source, engine, moments=counted is not None)
 
     def read() -> None:
         check_tensors(source, parts, checkpoint.folder, unused)
-        source.read([*parts, *(part for keeper in others for part in keeper.taken(source))])
+        source.read([*parts, *(part for keeper in others for part in keeper.parts_from(source))])
 
-    # An error on one rank is raised on all, so that none waits in the next call for one that has given up.
+    # An error on one rank is raised on all, so that no rank waits in the next call for one that has failed.
     together(engine.context, read, f"load {checkpoint.folder}")
-    # In the list's order: masters are published before the weights in use, which they would overwrite, and
-    # the generators come last, so that nothing here draws from them after they are set.
+    # In this order: publishing masters would overwrite the weights in use, and generators come last, so that
+    # no other keeper draws from them afterwards.
     for keeper in keepers:
-        keeper.took(checkpoint, checkpoint.folder)
+        keeper.apply(checkpoint, checkpoint.folder)
     if counted is not None:
         engine.optimizer.updates, engine.scaler_state = counted
     return config.training.seed if drawn is None else drawn.stream_seed
 
 
 def _unused(source: Source, engine: Engine, moments: bool) -> list[str]:
-    """The tensors of the checkpoint that no rank has a place for; moments count only if they are loaded."""
+    """The checkpoint's tensors that no rank reads; moments only if they are loaded."""
     context = engine.context
-    mine = sorted(str(key) for key in state_keys(engine.optimizer))
-    asked = {name for names in gather_values(context.model, mine, context.device) for name in names}
-    # What other keepers keep may be left over: converted models have no router state, and without delay the
-    # weights in use are those of the masters.
+    own = sorted(str(key) for key in state_keys(engine.optimizer))
+    asked = {name for names in gather_values(context.model, own, context.device) for name in names}
+    # Tensors of other keepers may remain unused, such as weights in use if updates are no longer delayed.
     others = {keeper.kind for keeper in keepers_of(engine)}
     kinds = {key.kind for key in source.shapes} - others if moments else {WEIGHT}
     held = [key for key in source.shapes if key.kind in kinds]
@@ -96,24 +100,24 @@ def _unused(source: Source, engine: Engine, moments: bool) -> list[str]:
 
 
 def restore_last(snapshots: Snapshots) -> TrainState | None:
-    """Load the newest healthy checkpoint that a run has saved, and return its state; every rank calls this.
+    """Load the newest healthy checkpoint that a run has saved; every rank calls this.
 
-    Damaged ones are passed over.
+    Damaged checkpoints are skipped.
 
     Returns:
-        The state then; None if there is no healthy checkpoint, and nothing has been changed.
+        Its state; None, with nothing changed, if there is no healthy checkpoint.
 
     Raises:
-        CheckpointError: on every rank: one cannot be read, and none before it is whole.
+        CheckpointError: on every rank: a checkpoint is damaged, and there is no older intact one.
     """
     saver, engine, context = snapshots.saver, snapshots.engine, snapshots.context
-    # The one being written may be the newest healthy one, and its copies must be done before weights change.
+    # A checkpoint in progress may be the newest healthy one, and must be copied before weights change.
     while saver.unsettled:
         try:
             saver.settle()
         except LostFolderError:
             raise
-        except CheckpointError as error:  # one that cannot be saved is not there to go back to
+        except CheckpointError as error:  # it could not be saved: go back to an older one
             print(f"error: rank {context.rank} goes back further: {error}", file=sys.stderr, flush=True)
     own = {"no_load_optim": False, "no_load_rng": False}
     section = snapshots.config.checkpoint.model_copy(update=own)

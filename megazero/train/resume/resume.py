@@ -25,16 +25,16 @@ from megazero.train.step.state import TrainState
 
 @dataclass(frozen=True)
 class Resumed:
-    """The point from which a run continues.
+    """A run's engine and settings at its beginning, new or from a checkpoint.
 
     Attributes:
         engine: the engine, new or with the checkpoint's state.
         stream_seed: seed of the dropout streams.
-        config: the run's configuration; its global batch is the checkpoint's if none was asked for.
+        config: the run's configuration; its global batch is the checkpoint's if none was given.
         training_plan: the run's plan, from `state` on.
-        remarks: lines about the resume for a person.
-        run: what the checkpoint says of the run that goes on; None if all counts begin anew.
-        origin: the model that the weights were converted from at first; None if nothing is known of it.
+        remarks: remarks about the resume for a person.
+        run: the checkpoint's facts about the run; None if training begins anew.
+        origin: the model from which the weights were first converted; None if unknown.
     """
 
     engine: Engine
@@ -58,23 +58,22 @@ def resume(
     build: Callable[[Config, TrainingPlan], Engine],
     begin: Callable[[Engine], tuple[str, ...]] | None = None,
 ) -> Resumed:
-    """Continue from the best checkpoint in `--load`, or start anew; every rank calls this.
+    """Resume from the newest intact checkpoint in `--load`, or begin anew; every rank calls this.
 
-    If any rank finds a checkpoint damaged, all ranks pass it over for the newest intact one.
+    If any rank finds a checkpoint damaged, all ranks skip it.
 
     Args:
         config: the run's configuration.
         context: all ranks.
         vocab_size: number of vocabulary entries, without padding.
-        build: makes an engine with new weights, given the configuration to continue with and its plan.
-        begin: gives a new engine the weights that training begins with, and says so; None leaves the seed's.
+        build: (configuration to continue with, plan) -> an engine with initial weights.
+        begin: loads other initial weights into a new engine and returns remarks; None for none.
 
     Raises:
-        ConfigError: the checkpoint's global batch cannot be distributed over these ranks, and no other was
-            asked for.
-        CheckpointError: on every rank: no checkpoint is intact; it belongs to another model, or a schedule is
-            another without --override-opt_param-scheduler; or there is none, and starting without one was not
-            allowed.
+        ConfigError: the checkpoint's global batch, kept if none was given, cannot be distributed over
+            these ranks.
+        CheckpointError: on every rank: no checkpoint is intact; it has another model; its schedule differs
+            without --override-opt_param-scheduler; or there is none although one is required.
     """
     section = config.checkpoint
     listed = candidates_of(section.load, section.ckpt_step, context) if section.load else Candidates(())
@@ -88,26 +87,26 @@ def resume(
             begun = (f"warning: {section.load} holds no checkpoint; training starts from random weights",)
         return Resumed(new, config.training.seed, config, training_plan, begun)
     remarks = list(listed.remarks)
-    # The newest first. All ranks take each step below together, and an error of one is raised on all: they
-    # pass over a damaged checkpoint as one, and never train from two different ones.
+    # The newest first. An error of one rank in any step below is raised on all ranks, so that all skip a
+    # damaged checkpoint, and none trains from another one.
     for folder in listed.folders:
         engine: Engine | None = None
         try:
             checkpoint = Checkpoint.opened(folder, section.verify_checkpoint, context, listed.states)
-            # The experts are copies of its MLPs, unless it has experts itself.
+            # Experts begin as copies of the checkpoint's MLPs, unless it already has experts.
             begins = section.moe_use_upcycling and not checkpoint.model.settings.num_experts
             run = None if begins else checkpoint.run
             if section.finetune:
-                run = None  # its weights are taken, and all counts begin anew
-            # Before the engine is built, which takes memory and minutes for a large model.
+                run = None  # load only its weights
+            # Checked before the engine is built, which takes memory, and minutes for a large model.
             kept, training_plan, changes = fit(config, checkpoint, run, vocab_size, context, begins)
             engine = build(kept, training_plan)
             seed = load_state(kept, engine, checkpoint, run, begins_experts=begins)
         except DamagedCheckpointError as error:
             remarks.append(f"passed over {folder}: {error}")
-            if engine is not None:  # part of its state may come from the damaged checkpoint
+            if engine is not None:  # it may have loaded a part of the damaged checkpoint
                 engine = None
-                gc.collect()  # frees its memory before the next engine needs as much
+                gc.collect()  # frees its memory before the next engine is built
             continue
         changes += filter(None, [saved_elsewhere(folder, checkpoint.saved_into)])
         if run is not None:
@@ -121,7 +120,7 @@ def resume(
 
 
 def _may_start_without(config: Config) -> None:
-    """Refuse to start from random weights where a checkpoint, which `--load` lacks, must give them."""
+    """Refuse to start without a checkpoint in `--load` if a flag requires one."""
     section = config.checkpoint
     elsewhere = section.load_hf is not None or config.finetune.pretrained_checkpoint is not None
     needed_by = {

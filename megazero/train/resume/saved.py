@@ -1,4 +1,4 @@
-"""A checkpoint as a run needs it: its tensors, and what it says of its model and of the run that saved it."""
+"""`Checkpoint`: a checkpoint's tensors, and its facts about its model and the run that saved it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megazero.errors import CheckpointError
 from megazero.mpu.context import ParallelContext
 from megazero.train.resume.facts import PRETRAINING, ModelFacts, RunFacts, read_facts
 
-# Settings without a default that a model in use does not need.
+# Values for settings without a default that inference does not use.
 _NOT_OF_THE_MODEL = MappingProxyType({"batch": {"micro_batch_size": 1}, "optimizer": {"lr": 1.0}})
 _Section = TypeVar("_Section", bound=Section)
 
@@ -39,7 +39,7 @@ class SavedModel:
     Attributes:
         vocab_size: number of vocabulary entries, without padding.
         sections: sections of the configuration that it was saved with, including `model`.
-        place: the file that this was read from.
+        place: the file of this description.
         shapes: the shapes of the checkpoint's tensors; None if unknown.
     """
 
@@ -50,11 +50,10 @@ class SavedModel:
 
     @cached_property
     def settings(self) -> ModelConfig:
-        """The model's settings, as far as they were saved.
+        """The model's settings; those that were not saved have defaults.
 
         Raises:
-            CheckpointError: this version of the code does not have such a model, or the tensors have no room
-                for it.
+            CheckpointError: this version does not know such a model, or the tensors' shapes contradict it.
         """
         saved = self.sections["model"]
         known = {name: saved[name] for name in ModelConfig.model_fields if name in saved}
@@ -63,21 +62,21 @@ class SavedModel:
         return model
 
     def config(self) -> Config:
-        """The whole configuration, with defaults where nothing was saved, as with converted weights.
+        """The whole configuration; settings that were not saved, as with converted weights, have defaults.
 
         Raises:
-            CheckpointError: this version of the code does not have such settings, or the tensors have no room
-                for the model.
+            CheckpointError: this version does not know such settings, or the tensors' shapes contradict the
+                model.
         """
         config = self._validated(Config, {**_NOT_OF_THE_MODEL, **self.sections})
         self._check(config.model)
         return config.model_copy(update={"tokenizer": self.tokenizer()})
 
     def tokenizer(self) -> TokenizerConfig:
-        """The tokenizer of the training; its files may be in the checkpoint's or run's folder, too.
+        """The tokenizer of the training; its files are also looked for in the checkpoint's and run's folder.
 
         Raises:
-            CheckpointError: this version of the code does not have such settings.
+            CheckpointError: this version does not know such settings.
         """
         tokenizer = self._validated(TokenizerConfig, self.sections.get("tokenizer") or {})
         return tokenizer.located(self.place.parent, self.place.parent.parent)
@@ -101,11 +100,11 @@ class SavedModel:
 def model_said(
     content: Mapping[str, Any], folder: Path, shapes: Mapping[Key, tuple[int, ...]] | None = None
 ) -> SavedModel:
-    """The description of its model in the content of a checkpoint's `state.json`.
+    """Read the description of the model from the content of a checkpoint's `state.json`.
 
     Raises:
-        DamagedCheckpointError: something has the wrong type.
-        CheckpointError: it does not say which model the checkpoint holds.
+        DamagedCheckpointError: a fact has the wrong type.
+        CheckpointError: it does not describe the model.
     """
     facts = read_facts(ModelFacts, content, folder)
     parts = {"model": facts.model, "tokenizer": facts.tokenizer, "finetune": facts.finetune}
@@ -117,12 +116,14 @@ def model_said(
     given = {name: section for name, section in sections.items() if section is not None}
     tokenizer = given.get("tokenizer", {})
     if facts.kind == PRETRAINING and "BertWordPiece" in str(tokenizer.get("tokenizer_type")):
-        given["tokenizer"] = {"wordpiece_first": "eos", **tokenizer}  # as in versions that do not say it
+        given["tokenizer"] = {"wordpiece_first": "eos", **tokenizer}  # the default of versions without it
     return SavedModel(facts.vocab_size, given, folder / STATE, shapes)
 
 
 def candidates_of(directory: str | Path, step: int | None, context: ParallelContext) -> Candidates:
-    """The first rank's candidates; on a shared file system, other ranks may still see an older state."""
+    """List a run's checkpoints as the first rank sees them, since other ranks may see an older state of a
+    shared file system.
+    """
     here = Candidates(())
 
     def look() -> dict[str, list[str]]:
@@ -135,7 +136,7 @@ def candidates_of(directory: str | Path, step: int | None, context: ParallelCont
 
 
 class Checkpoint(CheckpointReader):
-    """A checkpoint that is opened once: its tensors, and what it says of its model and of its run."""
+    """A checkpoint, opened once: its tensors, and its facts about its model and its run."""
 
     @classmethod
     def opened(
@@ -143,7 +144,11 @@ class Checkpoint(CheckpointReader):
     ) -> Checkpoint:
         """Open a checkpoint on all ranks; every rank calls this.
 
-        `verify` and `states` are as in `Verify` and `Candidates`.
+        Args:
+            folder: the checkpoint.
+            verify: a value of `Verify`.
+            context: all ranks.
+            states: contents of `state.json` that have been read, as in `Candidates`.
 
         Raises:
             CheckpointError: on every rank: it cannot be read.
@@ -159,9 +164,7 @@ class Checkpoint(CheckpointReader):
 
     @classmethod
     def at(cls, given: str, verify: str, context: ParallelContext, step: int | None = None) -> Checkpoint:
-        """Open the checkpoint that a path means, as the first rank sees it; every rank calls this.
-
-        `step` asks for the checkpoint of one step of a run.
+        """Open the checkpoint at a path, or a run's newest (or that of `step`); every rank calls this.
 
         Raises:
             CheckpointError: on every rank: there is none, it cannot be read, or does not describe its model.
@@ -177,18 +180,18 @@ class Checkpoint(CheckpointReader):
         """Its description of its model.
 
         Raises:
-            DamagedCheckpointError: something has the wrong type.
-            CheckpointError: it does not say which model it holds.
+            DamagedCheckpointError: a fact has the wrong type.
+            CheckpointError: it does not describe the model.
         """
         return model_said(self.facts, self.folder, self.shapes)
 
     @cached_property
     def run(self) -> RunFacts | None:
-        """Its facts about the run that saved it; None if no run did, as with converted weights.
+        """Its facts about the run that saved it; None for weights that no run saved, such as converted ones.
 
         Raises:
-            DamagedCheckpointError: something is missing or has the wrong type.
+            DamagedCheckpointError: a fact is missing or has the wrong type.
         """
-        return (
-            read_facts(RunFacts, self.facts, self.folder) if self.facts.get("kind") == PRETRAINING else None
-        )
+        if self.facts.get("kind") != PRETRAINING:
+            return None
+        return read_facts(RunFacts, self.facts, self.folder)

@@ -1,4 +1,4 @@
-"""Saving as a concern of a run: when a checkpoint is due, and when those on their way become visible."""
+"""The concern that saves a run: when a checkpoint is due, and when checkpoints in progress become visible."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from functools import partial
 from megazero.errors import CheckpointError, LostFolderError
 from megazero.train.observe.monitors.base import Monitor
 from megazero.train.resume.snapshot import Snapshots
-from megazero.train.step.concern import CONTINUE, SAVE, Moment, SharedConcern, Verdict, failing, healthy
+from megazero.train.step.concern import CONTINUE, SAVE, SharedConcern, StepContext, Verdict, failing, healthy
 from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
 
 
 class Saving(SharedConcern):
-    """Saves a run at an interval and at its end, and makes visible what all ranks have written.
+    """Saves a run at an interval and at its end, and makes checkpoints visible once all ranks have written.
 
-    A checkpoint that cannot be written along the way is reported, and training continues. None is written
-    while steps keep failing: one that is due waits for the next update.
+    If a checkpoint before the last cannot be written, the error is reported and training goes on. While steps
+    keep failing, a checkpoint that is due waits for the next update.
 
     Args:
-        snapshots: saves.
+        snapshots: saves the run.
         interval: iterations between checkpoints, or None.
-        monitor: hears of checkpoints that are visible.
-        timers: collects the time.
+        monitor: receives a message for each visible checkpoint.
+        timers: measures the time.
     """
 
     def __init__(self, snapshots: Snapshots, interval: int | None, monitor: Monitor, timers: Timers):
@@ -39,33 +39,35 @@ class Saving(SharedConcern):
     def stands_at(self, state: TrainState) -> None:
         self._saved_at, self._due = state.iteration, False
 
-    def after(self, now: Moment) -> Verdict:
+    def after(self, now: StepContext) -> Verdict:
         self._due |= now.due(self.interval)
         return SAVE if self._due and not failing(self.snapshots.engine, now.state) else CONTINUE
 
-    def sees(self, now: Moment) -> Sequence[float]:
-        # Ranks finish writing at different times, and `advance` takes all of them: it waits for no one only
-        # once none is busy.
+    def sees(self, now: StepContext) -> Sequence[float]:
+        # Ranks finish writing at different times, and all ranks must call `advance` together. It does not
+        # wait once no rank is busy.
         return [float(self.saver.unsettled and self.saver.busy)]
 
-    def agreed(self, now: Moment, most: Sequence[float]) -> Verdict:
-        if self.saver.unsettled and not most[0] and not now.ends:  # at the end all are made visible
-            self._on_the_way(lambda: self._tell(self.saver.advance()))
+    def agreed(self, now: StepContext, most: Sequence[float]) -> Verdict:
+        if self.saver.unsettled and not most[0] and not now.ends:  # `save_last` does it at the end
+            self._tolerated(lambda: self._tell(self.saver.advance()))
         return CONTINUE
 
     def save(self, state: TrainState) -> None:
-        """Save the run, or start to; if that fails, training goes on."""
-        while self.saver.is_full(state.iteration):  # an earlier checkpoint's failure must not cost this one
+        """Save the run, or start saving it in the background; if that fails, training continues."""
+        while self.saver.is_full(
+            state.iteration
+        ):  # settled here, so that its failure does not stop this save
             with self.timers("save"):
-                self._on_the_way(lambda: self._tell(self.saver.settle()))
-        self._on_the_way(partial(self._save, state))
+                self._tolerated(lambda: self._tell(self.saver.settle()))
+        self._tolerated(partial(self._save, state))
         self._due = False
 
     def save_last(self, state: TrainState) -> None:
-        """Make all checkpoints visible, including that of `state`.
+        """Save `state` and make all checkpoints visible.
 
         Raises:
-            CheckpointError: on every rank, if it cannot be written.
+            CheckpointError: on every rank: it cannot be written.
         """
         self.settle()
         if failing(self.snapshots.engine, state):
@@ -79,9 +81,9 @@ class Saving(SharedConcern):
             self._tell(self.saver.settle())
 
     def settle(self) -> None:
-        """Make the checkpoints that are being written visible."""
+        """Finish the checkpoints in progress, and make them visible."""
         while self.saver.unsettled:
-            self._on_the_way(lambda: self._tell(self.saver.settle()))
+            self._tolerated(lambda: self._tell(self.saver.settle()))
 
     def _save(self, state: TrainState) -> None:
         with self.timers("save"):
@@ -90,15 +92,12 @@ class Saving(SharedConcern):
         for iteration in visible:
             self._tell(iteration)
 
-    def _on_the_way(self, work: Callable[[], None]) -> None:
-        """Do work that saves; if it fails, which it does on all ranks, training goes on.
-
-        The first rank says so, and earlier checkpoints remain.
-        """
+    def _tolerated(self, work: Callable[[], None]) -> None:
+        """Run work that saves; if it fails (on all ranks), report it on the first rank and continue."""
         try:
             work()
         except LostFolderError:
-            raise  # nothing would be saved from now on
+            raise  # no later checkpoint could be saved either
         except CheckpointError as error:
             self._saved_at = -1
             if self.snapshots.context.rank == 0:

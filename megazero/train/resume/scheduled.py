@@ -1,6 +1,6 @@
-"""The schedules of a run that goes on: each is the checkpoint's, unless another one is asked for.
+"""The schedules of a resumed run: the checkpoint's, unless a flag asks for the run's own.
 
-What schedules make of the settings is compared, not the settings: a longer training may have another decay.
+Schedules are compared by their values, not by their settings: a longer training may have a different decay.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megazero.optim.schedule import UpdateSchedule
 from megazero.train.resume.facts import RunFacts
 from megazero.train.resume.saved import SavedModel
 
-# (the number at which it begins, value) for each value of a schedule, in order.
+# (number of the step at which it begins, value) for each value of a schedule, in order.
 _Pieces = Sequence[tuple[int, object]]
 _NOTHING: _Pieces = ((0, "none"),)
-# While these are the same from step to step, they are no schedule: what is asked for is done, and said.
+# A resume may change these as long as they are constant; then they are settings, not schedules.
 _CONSTANTS = ("batch size", "sequence length")
 _OVERRIDE, _KEEP = "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"
 
 
 def with_batch(batch: BatchConfig, size: int) -> BatchConfig:
-    """The same section with this global batch size, if it gives none."""
+    """Return the section with this global batch size, if it has none."""
     given = batch.final_batch_size is not None
     return batch if given else batch.model_copy(update={"global_batch_size": size})
 
@@ -44,7 +44,7 @@ def with_batch(batch: BatchConfig, size: int) -> BatchConfig:
 def on_schedule(
     config: Config, plan: TrainingPlan, run: RunFacts, folder: Path
 ) -> tuple[Config, TrainingPlan, list[str]]:
-    """The configuration and the plan whose schedules a run continues with, and remarks about them.
+    """Return the configuration and the plan with the schedules to continue with, and remarks about them.
 
     Args:
         config: the run's configuration.
@@ -53,7 +53,7 @@ def on_schedule(
         folder: the checkpoint.
 
     Raises:
-        CheckpointError: a scheduled value would be another than the checkpoint's run has.
+        CheckpointError: the run's schedules differ from the checkpoint's, and no flag says which to take.
     """
     overrides = config.checkpoint.override_opt_param_scheduler
     now = UpdateSchedule.of(config.optimizer, plan).values()
@@ -93,7 +93,7 @@ def on_schedule(
 def _saved(
     now: CurriculumConfig, run: RunFacts, plan: TrainingPlan, folder: Path
 ) -> tuple[Config, TrainingPlan]:
-    """The configuration of the checkpoint's run, and the plan that it would go on with.
+    """The configuration of the checkpoint's run, and its plan from the checkpoint's progress on.
 
     Raises:
         CheckpointError: this version does not know a value in it.
@@ -110,7 +110,7 @@ def _saved(
     config = SavedModel(1, sections, folder / STATE).config()
     config = config.model_copy(update={"batch": with_batch(config.batch, run.global_batch_size)})
     custom = config.curriculum.seqlen_custom_schedule
-    if custom is not None:  # code that a checkpoint names is not run unless the run names it, too
+    if custom is not None:  # never run code that only the checkpoint names
         if custom != now.seqlen_custom_schedule:
             raise CheckpointError(f"its sequence lengths are those of {custom}, which this run does not name")
         config = config.model_copy(update={"curriculum": now})
@@ -129,7 +129,7 @@ def _stepwise(
     skipping: SkippingConfig,
     distillation: DistillationConfig,
 ) -> dict[str, _Pieces]:
-    """The schedules of a run besides those of its updates, from the plan's start on."""
+    """The schedules of a run other than learning rate and weight decay, from the plan's start on."""
     steps = plan.steps
     values: dict[str, Callable[[Step], object]] = {
         "batch size": lambda step: step.batch_size,
@@ -156,7 +156,7 @@ def _stepwise(
 
 
 def _merged(pieces: Iterable[tuple[int, object]]) -> _Pieces:
-    """The first piece of each row of pieces with the same value."""
+    """Merge adjacent pieces with the same value."""
     return [next(same) for _, same in groupby(pieces, key=lambda piece: piece[1])]
 
 

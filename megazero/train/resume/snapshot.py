@@ -1,4 +1,4 @@
-"""Saves a run: the content of its checkpoints, and when they become visible."""
+"""`Snapshots`: saves a run's checkpoints, with their facts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import first_value
 from megazero.mpu.transports import transports
 from megazero.train.resume.facts import PRETRAINING
-from megazero.train.resume.keepers import ALL, Share, keepers_of
+from megazero.train.resume.keepers import ALL, StateGroup, keepers_of
 from megazero.train.step.engine import Engine
 from megazero.train.step.state import TrainState
 from megazero.version import VERSION
@@ -35,7 +35,7 @@ class Snapshots:
     Args:
         config: the run's configuration.
         training_plan: the run's plan.
-        engine: the engine whose state is saved.
+        engine: the engine to save.
         context: all ranks.
         vocab_size: number of vocabulary entries, without padding.
         stream_seed: seed of the dropout streams.
@@ -45,7 +45,7 @@ class Snapshots:
         saver: writes and settles the checkpoints; the owner must close it.
 
     Raises:
-        CheckpointError: on every rank, if the folder cannot be written or another job writes there.
+        CheckpointError: on every rank: the folder cannot be written, or another job writes there.
     """
 
     def __init__(
@@ -89,16 +89,16 @@ class Snapshots:
         }
 
     def elsewhere(self, changes: Mapping[str, object], disk: Disk | None = None) -> Snapshots:
-        """Saves the same run with these changes to the `checkpoint` section."""
+        """Make snapshots of the same run with changes to the `checkpoint` section."""
         section = self.config.checkpoint.model_copy(update=changes)
         return Snapshots(self.config.model_copy(update={"checkpoint": section}), *self._arguments, disk)
 
     def note(self, facts: Mapping[str, object]) -> None:
-        """Add these facts, as JSON, to all checkpoints from now on."""
+        """Add JSON facts to all later checkpoints."""
         self._fixed |= facts
 
     def save(self, state: TrainState, extras: Mapping[str, object] | None = None) -> list[int]:
-        """Save a checkpoint of `state` and the engine, or start saving it; every rank calls this.
+        """Save `state` and the engine, or start saving them in the background; every rank calls this.
 
         Args:
             state: the progress of the run.
@@ -108,15 +108,15 @@ class Snapshots:
             The iterations of the checkpoints that became visible.
 
         Raises:
-            CheckpointError: on every rank, if this checkpoint or an earlier one in progress cannot be saved.
-            NumericsError: on every rank: a number of the state is not finite. Nothing is written.
+            CheckpointError: on every rank: this checkpoint or an earlier one in progress cannot be saved.
+            NumericsError: on every rank: a number of the state is not finite; nothing is written.
         """
         section, engine = self.config.checkpoint, self.engine
         moments = not section.no_save_optim
-        left_out = {Share.UPDATES: section.no_save_optim, Share.RANDOM: section.no_save_rng}
-        keepers = keepers_of(engine, {share for share in ALL if not left_out.get(share)})
+        omitted = {StateGroup.UPDATES: section.no_save_optim, StateGroup.RANDOM: section.no_save_rng}
+        keepers = keepers_of(engine, {group for group in ALL if not omitted.get(group)})
         parts = [part for keeper in keepers for part in keeper.parts()]
-        # Before anything is written: a checkpoint that cannot be resumed would push out one that can.
+        # Before writing, because a broken checkpoint would make retention delete an intact one.
         self._check_finite(parts, state.iteration)
         facts = {
             **self._fixed,
@@ -131,8 +131,8 @@ class Snapshots:
 
     def _check_finite(self, parts: Sequence[Part], iteration: int) -> None:
         numbers = [part for part in parts if part.tensor.is_floating_point()]
-        # A sum is inf or NaN if any element is, so the device is waited for once; where large numbers make
-        # it so, the tensor itself is looked at.
+        # A sum is inf or NaN if any element is, so the host waits for the device once. Large finite
+        # elements can overflow the sum, so only then are elements checked.
         sums = [part.tensor.sum(dtype=torch.float32).to(self.context.device) for part in numbers]
         sound = torch.stack(sums).isfinite().tolist() if sums else []
         doubtful = [part for part, well in zip(numbers, sound, strict=True) if not well]
@@ -147,7 +147,7 @@ class Snapshots:
 
 
 def git_revision() -> str | None:
-    """The revision of the working tree that holds the entry script, marked if modified; None without one."""
+    """The git revision of the entry script's working tree, marked if modified; None without one."""
     folder = Path(sys.argv[0]).resolve().parent if sys.argv and sys.argv[0] else Path.cwd()
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

@@ -1,7 +1,7 @@
-"""Opens a teacher: finds its checkpoint, checks that it fits, and loads this rank's parts.
+"""Loads a teacher for distillation: opens its checkpoint, checks that it fits, and loads this rank's chunks.
 
-The teacher is sharded over tensor-parallel ranks, pipeline stages and expert ranks as the student is, from
-any checkpoint. It is never trained or saved, and ZeRO does not shard it: every rank holds its own part whole.
+The teacher is distributed over tensor, pipeline and expert ranks as the student is, from a checkpoint
+of any layout. It is never trained or saved, and ZeRO does not shard it.
 """
 
 from __future__ import annotations
@@ -24,35 +24,33 @@ from megazero.train.resume.trained import load_chunks
 from megazero.train.step.distillation import Teacher
 
 _ASKED = "_teacher"
-"""What a setting of the model ends in that the teacher's is checked by."""
+"""Suffix of settings that say what a setting of the teacher's model must be."""
 
 
 def load_teacher(
     config: Config, training_plan: TrainingPlan, vocabulary: Vocabulary, context: ParallelContext
 ) -> Teacher | None:
-    """Load this rank's parts of the teacher, or None if no further step needs it; every rank calls this.
+    """Load this rank's chunks of the teacher; None if no further step needs it. Every rank calls this.
 
     Raises:
-        CheckpointError: on every rank: its checkpoint cannot be read, or holds another kind of model, another
-            vocabulary, or another shape than was asked for.
-        ConfigError: the teacher cannot be sharded as the student is.
+        CheckpointError: on every rank: its checkpoint cannot be read, or has another kind of model, another
+            vocabulary, or another shape than the settings say.
+        ConfigError: the teacher cannot be distributed as the student is.
     """
-    settings = config.distillation
-    over = (
-        settings.kd_train_iters is not None and training_plan.steps.start.iteration >= settings.kd_train_iters
-    )
+    end = config.distillation.kd_train_iters
+    over = end is not None and training_plan.steps.start.iteration >= end
     if over or config.training.skip_train:
         return None
     try:
         return _opened(config, vocabulary, context)
     except DamagedCheckpointError as error:
-        # A resume would take this for damage to the student's checkpoint, and look for an older one.
+        # As DamagedCheckpointError, `resume` would take it for damage to the student's checkpoint.
         raise CheckpointError(str(error)) from error
 
 
 def _opened(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Teacher:
     load = config.distillation.load_teacher
-    assert load is not None, "rules ask for the teacher's folder"
+    assert load is not None, "a rule requires the teacher's folder"
     checkpoint = Checkpoint.at(load, config.checkpoint.verify_checkpoint, context)
     saved, folder, model = checkpoint.model, checkpoint.folder, checkpoint.model.settings
     if wrong := _unfit(config, model, saved, vocabulary):
@@ -86,13 +84,10 @@ def _unfit(config: Config, model: ModelConfig, saved: SavedModel, vocabulary: Vo
 
 
 def _beside(config: Config, model: ModelConfig) -> Config:
-    """The configuration of a teacher in as many chunks as the student has.
-
-    The sequences are the student's, and so is the padded vocabulary.
-    """
+    """The teacher's configuration, with the student's number of chunks, sequences and padded vocabulary."""
     own = {
         "seq_length": config.model.seq_length,
-        # Only learned positions end somewhere.
+        # Only learned positions have a maximum.
         "max_position_embeddings": (
             model.positions if model.position_embedding_type == "learned_absolute" else None
         ),

@@ -1,4 +1,4 @@
-"""A trained model, loaded from a checkpoint for use without training."""
+"""Loads a trained model from a checkpoint for inference."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from megazero.train.resume.saved import Checkpoint, SavedModel
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The number of ranks of each axis; None takes the size used in training, or 1 in a single process."""
+class AxisSizes:
+    """The number of ranks of each axis; None takes training's size, or 1 in a single process."""
 
     tensor: int | None = None
     pipeline: int | None = None
@@ -44,12 +44,12 @@ class Loaded:
 
     Attributes:
         context: this rank's place in the job.
-        chunks: this rank's parts of the model.
-        stage_of: chunk of the whole model -> the pipeline stage that holds it.
+        chunks: this rank's chunks of the model.
+        stage_of: chunk of the whole model -> its pipeline stage.
         tokenizer: the tokenizer that the model was trained with.
-        remarks: remarks about checkpoints that were passed over.
-        collate: turns arrays like a dataset's into batches of the model, without dropout.
-        sharers: ranks with equal parts, which share keys and values of earlier positions; None: no others.
+        remarks: remarks about checkpoints that were skipped.
+        collate: turns a dataset's arrays into micro-batches, without dropout.
+        sharers: ranks with the same chunks, which share the key-value cache; None for no other ranks.
     """
 
     context: ParallelContext
@@ -62,19 +62,19 @@ class Loaded:
 
 
 def load_for_inference(
-    directory: str, launch: Launch, sizes: Sizes | None = None, *, verb: str = "generate"
+    directory: str, launch: Launch, sizes: AxisSizes | None = None, *, verb: str = "generate"
 ) -> Loaded:
-    """Load the newest intact model in a run's folder, ready for use, on this rank of the job.
+    """Load the newest intact model in a run's folder on this rank of the job.
 
     Args:
         directory: the run's folder.
         launch: this process's place in the job.
         sizes: ranks of each axis.
-        verb: the command that asks for it, as in `Family.verb`.
+        verb: the command that loads it, as in `Family.verb`.
 
     Raises:
         CheckpointError: there is none.
-        ConfigError: the model is for another command, it was trained without a tokenizer, or the sizes do not
+        ConfigError: the model is for another command, was trained without a tokenizer, or the sizes do not
             fit.
         DataError: the tokenizer's files are missing.
     """
@@ -86,7 +86,7 @@ def load_for_inference(
     for folder in checkpoints.folders:
         try:
             checkpoint = Checkpoint(folder, state=checkpoints.states.get(folder))
-            config = _config_of(checkpoint.model, launch, sizes or Sizes(), str(folder), verb)
+            config = _config_of(checkpoint.model, launch, sizes or AxisSizes(), str(folder), verb)
             context = context or join(config.parallel, launch)
             vocabulary, whole = build_vocabulary(config), with_whole_sequences(context)
             chunks = load_chunks(config, vocabulary, whole, checkpoint)
@@ -112,7 +112,7 @@ def load_for_inference(
 def load_chunks(
     config: Config, vocabulary: Vocabulary, context: ParallelContext, reader: CheckpointReader
 ) -> Chunks:
-    """Load this rank's parts of the configured model with a checkpoint's weights; every rank calls this.
+    """Build this rank's chunks of the configured model with a checkpoint's weights; every rank calls this.
 
     Raises:
         CheckpointError: on every rank: tensors are missing or have another shape.
@@ -121,7 +121,7 @@ def load_chunks(
     parts = parts_of_parameters((p for c in chunks.values() for p in c.parameters()), context)
     routers = [router for chunk in chunks.values() for router in chunk.routers()]
     loads = RouterLoads(routers, context, experts=bool(config.model.num_experts))
-    parts += Routers(loads.state(), context).taken(reader)
+    parts += Routers(loads.state(), context).parts_from(reader)
 
     def read() -> None:
         check_tensors(reader, parts, reader.folder)
@@ -131,7 +131,7 @@ def load_chunks(
     return chunks
 
 
-def _config_of(saved: SavedModel, launch: Launch, sizes: Sizes, folder: str, verb: str) -> Config:
+def _config_of(saved: SavedModel, launch: Launch, sizes: AxisSizes, folder: str, verb: str) -> Config:
     config = saved.config()
     if config.model.num_classes is not None:
         raise ConfigError(
@@ -162,7 +162,7 @@ def _config_of(saved: SavedModel, launch: Launch, sizes: Sizes, folder: str, ver
         pipeline_model_parallel_size=sizes.pipeline or (1 if alone else trained.pipeline_model_parallel_size),
         context_parallel_size=sizes.context,
     )
-    # No more rows than there are entries: the padding serves training alone.
+    # Without padding of the vocabulary, which only training needs.
     model = config.model.model_copy(update={"make_vocab_size_divisible_by": 1, "pad_vocab_size_to": None})
     changed = {"model": model, "parallel": parallel, "zero": ZeroConfig(), "recompute": RecomputeConfig()}
     return config.model_copy(update=changed)

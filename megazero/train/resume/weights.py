@@ -1,4 +1,4 @@
-"""Weights for a new training from elsewhere: a Hugging Face model, or a pretrained checkpoint."""
+"""Initial weights from a Hugging Face model or a pretrained checkpoint."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Opener = Callable[[], AbstractContextManager[Source]]
 def take_foreign_weights(
     config: Config, context: ParallelContext, vocab_size: int, engine: Engine
 ) -> tuple[str, ...]:
-    """Take the weights of the model that `--load-hf` names, if it names one; every rank calls this.
+    """Load the weights of `--load-hf`, if it is set; every rank calls this.
 
-    With `--moe-use-upcycling` it is a dense model, whose MLPs the experts are copies of.
+    With `--moe-use-upcycling` it must be a dense model; experts become copies of its MLPs.
 
     Returns:
         Remarks for a person.
@@ -55,7 +55,7 @@ def take_foreign_weights(
 
 
 def origin_of(path: str | None) -> dict[str, Any] | None:
-    """Return what checkpoints say of weights that were a Hugging Face model's: its class and type."""
+    """The record in checkpoints of a Hugging Face model's weights: its class and dtype."""
     if path is None:
         return None
     description = Description.read(Path(path))
@@ -72,25 +72,25 @@ def take_weights(
     spare: tuple[str, ...] | None = None,
     without: tuple[str, ...] = (),
 ) -> tuple[list[str], list[str]]:
-    """Take weights from a source, and what routers remember if it is there; every rank calls this.
+    """Load weights, and routers' loads and biases if there are any, from a source; every rank calls this.
 
     Args:
-        engine: the new engine, with the seed's weights.
+        engine: a new engine with initial weights.
         context: all ranks.
-        path: the source's name for messages.
+        path: the source's name in messages.
         opener: opens the source.
-        own: prefixes of the names of weights that may be missing there; these keep the seed's values.
-        spare: prefixes of the names of weights that may be left over; None: all of them.
-        without: prefixes of the names of weights that are left over although there is a place for them.
+        own: name prefixes of weights that may be missing; these keep their initial values.
+        spare: name prefixes of weights of the source that may remain unused; None for all.
+        without: name prefixes of weights of the source that are not loaded.
 
     Returns:
-        The names of the weights that kept the seed's, and of those left over, sorted.
+        The sorted names of weights that kept their initial values, and of weights that were not used.
 
     Raises:
-        CheckpointError: on every rank: weights are missing, have another shape, or are left over.
+        CheckpointError: on every rank: weights are missing, have another shape, or are unused.
     """
-    mine = sorted(key.name for key in state_keys(engine.optimizer) if key.kind == WEIGHT)
-    asked = {name for names in gather_values(context.model, mine, context.device) for name in names}
+    own_names = sorted(key.name for key in state_keys(engine.optimizer) if key.kind == WEIGHT)
+    asked = {name for names in gather_values(context.model, own_names, context.device) for name in names}
     kept: list[str] = []
     left: list[str] = []
 

@@ -1,7 +1,7 @@
-"""A concern looks at a run after each step and returns a verdict; the strongest verdict wins.
+"""Concerns: callbacks after each step that return a verdict. The strongest verdict decides.
 
-Guards, evaluations, saving and requests to stop are concerns. They all run on every rank, in the same order,
-and come to the same verdict there.
+Guards, evaluations, saving and requests to stop are concerns. They run on every rank, in the same order, and
+return the same verdicts there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Verdict:
 
     Attributes:
         strength: the kind of verdict.
-        state: the state to go on with; None leaves it as it is.
+        state: the state to continue with; None leaves it as it is.
         reason: the reason to stop, for a person.
         error: the error that ends the run.
     """
@@ -46,7 +46,7 @@ class Verdict:
     error: MegazeroError | None = None
 
     def or_stronger(self, other: Verdict) -> Verdict:
-        """The stronger of two verdicts, the first of equal ones, with the latest state."""
+        """The stronger verdict (of equal ones `self`), with the latest state."""
         stronger = other if other.strength > self.strength else self
         return replace(stronger, state=other.state or self.state)
 
@@ -56,32 +56,32 @@ SAVE = Verdict(Strength.SAVE)
 
 
 def go_on(state: TrainState) -> Verdict:
-    """Go on from this state, which has been added to."""
+    """Continue with an updated state."""
     return Verdict(state=state)
 
 
 def stop(reason: str) -> Verdict:
-    """End the run after this step, and save it."""
+    """Save and end the run after this step."""
     return Verdict(Strength.STOP, reason=reason)
 
 
 def go_back(state: TrainState) -> Verdict:
-    """Go on from an earlier state, which the engine holds already."""
+    """Continue from an earlier state, which the engine has already loaded."""
     return Verdict(Strength.GO_BACK, state)
 
 
 def fail(error: MegazeroError) -> Verdict:
-    """End the run with an error, which all ranks raise; checkpoints that are being written become visible."""
+    """End the run with an error on all ranks, after checkpoints in progress have become visible."""
     return Verdict(Strength.FAIL, error=error)
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepContext:
     """A run after a step.
 
     Attributes:
         state: the progress of the run, this step included.
-        step: the samples that the step consumed.
+        step: the step's place in the plan: its samples and sizes.
         result: the result of the step.
         ends: whether it is the last step of the training.
         verdict: the strongest verdict so far.
@@ -94,40 +94,35 @@ class Moment:
     verdict: Verdict = CONTINUE
 
     def due(self, interval: int | None) -> bool:
-        """Whether the step ends an interval of so many iterations; never without one, or with one of 0."""
+        """Whether the iteration is a multiple of `interval`; never if that is None or 0."""
         return bool(interval) and self.state.iteration % (interval or 1) == 0
 
 
 class Concern:
-    """Looks at a run after each step. A concern that derives from this class defines only what it needs."""
+    """A callback of the training loop; its methods do nothing unless overridden."""
 
     def stands_at(self, state: TrainState) -> None:
-        """The run begins at this state, or went back to it."""
+        """Take note that the run begins at this state, or went back to it."""
 
-    def after(self, now: Moment) -> Verdict:
-        """Look at the run after a step."""
+    def after(self, now: StepContext) -> Verdict:
+        """Act after a step."""
         return CONTINUE
 
 
 class SharedConcern(Concern):
-    """A concern whose verdict depends on what all ranks see; several of them share one reduction."""
+    """A concern whose verdict depends on numbers of all ranks; several of them share one reduction."""
 
-    def sees(self, now: Moment) -> Sequence[float]:
-        """Return this rank's numbers, as many as on all other ranks."""
+    def sees(self, now: StepContext) -> Sequence[float]:
+        """Return this rank's numbers; their count must be the same on all ranks."""
         return ()
 
-    def agreed(self, now: Moment, most: Sequence[float]) -> Verdict:
-        """Return the verdict; `most` has the maxima of these numbers over all ranks."""
+    def agreed(self, now: StepContext, most: Sequence[float]) -> Verdict:
+        """Return the verdict, given the maximum of each number over all ranks."""
         return CONTINUE
 
 
-class Together(Concern):
-    """Concerns that share one reduction, since each by itself would make a step wait for the other ranks.
-
-    Args:
-        concerns: these concerns.
-        context: all ranks.
-    """
+class JointConcerns(Concern):
+    """Runs shared concerns with one reduction, because each reduction makes a step wait for all ranks."""
 
     def __init__(self, concerns: Sequence[SharedConcern], context: ParallelContext):
         self.concerns = concerns
@@ -137,9 +132,9 @@ class Together(Concern):
         for concern in self.concerns:
             concern.stands_at(state)
 
-    def after(self, now: Moment) -> Verdict:
+    def after(self, now: StepContext) -> Verdict:
         seen = [concern.sees(now) for concern in self.concerns]
-        # On the host, which would otherwise wait for the update that is queued.
+        # Reduced on the host: on the device it would wait for the queued update.
         numbers = torch.tensor([x for numbers in seen for x in numbers])
         for group in host_groups(self.context):
             group.all_reduce(numbers, "max").wait()
@@ -153,16 +148,16 @@ class Together(Concern):
 
 
 def _bad_steps(engine: Engine, state: TrainState) -> int:
-    """Bad steps in a row; in the search for a loss scale, overflows are how the scale is found."""
+    """Bad steps in a row, without the overflows by which a dynamic loss scale finds its value."""
     return engine.scaler_state.overflows_at_floor if engine.scaler.searches else state.bad_in_a_row
 
 
 def failing(engine: Engine, state: TrainState) -> bool:
-    """Whether steps keep being bad, apart from the search for a loss scale; nothing is saved then."""
+    """Whether more than one step in a row was bad; nothing is saved then."""
     return _bad_steps(engine, state) > 1
 
 
 def healthy(engine: Engine, state: TrainState) -> bool:
-    """Whether the guards know of nothing that is wrong with a run in this state."""
+    """Whether the run has no recent spike and no bad steps in a row."""
     calm = state.recent is None or state.recent.calm(state.iteration)
     return calm and not _bad_steps(engine, state)

@@ -1,4 +1,4 @@
-"""Distillation: a model that learns from a teacher, and the step at which that ends."""
+"""Knowledge distillation: the student's and the teacher's chunks, and the step after which it ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Teacher:
     """A trained model on this rank.
 
     Attributes:
-        chunks: this rank's parts of it, by the numbers of the student's.
+        chunks: number of a student's chunk -> the teacher's chunk of the same place in the pipeline.
         flops_per_token: FLOPs of its forward pass.
         folder: its checkpoint.
     """
@@ -32,13 +32,13 @@ class Teacher:
 
 @dataclass
 class Distillation:
-    """The chunks that learn from a teacher, until distillation ends.
+    """The distilled chunks of this rank, until distillation ends.
 
     Attributes:
-        distilled: the chunks that learn, by number; empty without a teacher or once distillation has ended.
+        distilled: number -> chunk; empty without a teacher, or once distillation has ended.
         until: the number of steps after which it ends; None for never.
-        flops_per_token: FLOPs that the teacher adds to the training on one token.
-        remarks: lines for a person.
+        flops_per_token: FLOPs of the teacher per token.
+        remarks: remarks for a person.
     """
 
     distilled: dict[int, DistilledChunk] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Distillation:
         chunks: Mapping[int, ModelChunk[MicroBatch]],
         teacher: Teacher | None,
     ) -> Distillation:
-        """Put the chunks beside their teacher's, if there is one."""
+        """Pair the chunks with their teacher's, if there is one."""
         if teacher is None:
             return cls()
         beta, temperature, until = settings.kd_beta_ce, settings.kd_temp, settings.kd_train_iters
@@ -65,14 +65,14 @@ class Distillation:
         return cls(distilled, until, teacher.flops_per_token, (f"learns from {teacher.folder}{end}",))
 
     def before(self, progress: Progress) -> None:
-        """End distillation if the next step is past its end, and free the teacher's memory."""
+        """End distillation, and free the teacher's memory, if the next step is past its end."""
         if self.distilled and self.until is not None and progress.iteration >= self.until:
             for chunk in self.distilled.values():
                 chunk.teacher = None
             self.distilled, self.flops_per_token = {}, 0.0
 
     def beside(self, chunks: Mapping[int, ModelChunk[MicroBatch]]) -> Mapping[int, Chunk[MicroBatch]]:
-        """The chunks that the executor runs: those that learn, or `chunks` if there is no teacher."""
-        # A student takes the batches that its own chunk would take.
+        """The chunks that the executor runs: the distilled ones, or `chunks` without a teacher."""
+        # `Any`, because a distilled chunk reads the same batches as the student's chunk.
         distilled: dict[int, Chunk[Any]] = {**self.distilled}
         return distilled or chunks

@@ -40,11 +40,11 @@ class Programs:
 
 @dataclass(frozen=True)
 class Schedules:
-    """The settings that change as the training progresses.
+    """The settings that change during training.
 
     Attributes:
-        updates: the learning rates and the weight decay, which move on with each update.
-        skipping: the tokens and layers that are left out, which move on with each step.
+        updates: learning rates and weight decay, which advance with each update.
+        skipping: the tokens and layers to skip, which advance with each step.
     """
 
     updates: UpdateSchedule
@@ -52,7 +52,7 @@ class Schedules:
 
 
 class Outcome(Enum):
-    """The fate of a step's update."""
+    """Whether a step updated the weights, and if not, why."""
 
     UPDATED = "updated"
     EMPTY = "nothing in the global batch counted for a trained term"
@@ -67,12 +67,12 @@ class StepResult:
 
     Attributes:
         losses: the losses of the global batch, by term.
-        grad_norm: global norm before clipping; 0 where there was nothing to train on.
+        grad_norm: global norm before clipping; 0 if no token had a loss.
         learning_rate: the schedule's learning rate at this step.
-        loss_scale: the loss scale that backward used.
+        loss_scale: the loss scale of backward.
         outcome: whether the update was made, and if not, why.
         first_bad_parameter: the first parameter with a gradient that is not finite.
-        tokens: how many choices fell on each expert of this stage, by the names of the routers' tallies, on
+        tokens: name of a router's tally -> how often each expert was chosen, for routers of this stage, on
             the device.
     """
 
@@ -92,15 +92,15 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One pass over a global batch: the gradient sums are there, and nothing has been changed yet.
+    """Forward and backward of a global batch, before its update.
 
     Attributes:
-        scale: the loss scale that backward used.
-        totals: sums over the global batch. What is read from them waits for the device.
+        scale: the loss scale of backward.
+        totals: sums over the global batch; reading them waits for the device.
         local: this rank's own sums of the loss terms, float64 [terms], on the device.
-        prints: fingerprints of this rank's own gradients, by the first parameter of each bucket, on the
-            device; in the order of their reductions, and empty unless `Engine.witness` has been called.
-        tallies: what routers counted.
+        prints: (first parameter of a bucket, fingerprint of this rank's own gradients on the device), in the
+            order of reductions; empty unless `Engine.witness` has been called.
+        tallies: name -> this rank's sum of a tally, such as the counts of a router.
     """
 
     scale: float
@@ -121,12 +121,12 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class LayerMemory:
-    """The state of layers that moves on with each step without gradients.
+class LayerState:
+    """The state of layers that each step updates without gradients.
 
     Attributes:
         loads: the routers' loads and biases.
-        fp8: the scales and histories of 8-bit products.
+        fp8: the scales and amax histories of 8-bit products.
     """
 
     loads: RouterLoads
@@ -139,7 +139,7 @@ class Evaluation(NamedTuple):
     Attributes:
         losses: the losses over the batches of all ranks.
         counted: the first term's count.
-        outputs: for each global batch, the outputs of the micro-batches whose last chunk is here, by number.
+        outputs: for each global batch, number of a micro-batch -> its outputs, on the rank of the last chunk.
     """
 
     losses: Losses
@@ -156,8 +156,8 @@ class Engine:
         optimizer: updates the weights.
         scaler: decides the loss scale.
         schedules: learning rate, weight decay and skipping over the training.
-        memory: what layers remember besides their weights.
-        distillation: the chunks that learn from a teacher; by default, none.
+        memory: the state of layers besides their weights.
+        distillation: the distilled chunks; by default none.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Engine:
         optimizer: Optimizer,
         scaler: LossScaler,
         schedules: Schedules,
-        memory: LayerMemory,
+        memory: LayerState,
         distillation: Distillation | None = None,
     ):
         self.executor = executor
@@ -184,14 +184,14 @@ class Engine:
         self._queued: Attempt | None = None
 
     def nothing(self, updated: Progress) -> StepResult:
-        """The result of a step that is passed over: no losses and no update after those of `updated`."""
+        """The result of a step that is passed over, without losses and update."""
         terms = self.executor.terms
         losses = Losses.of(terms, [0.0] * len(terms), [0.0] * len(terms))
         lr = self.schedules.updates.learning_rate.at(updated)
         return StepResult(losses, 0.0, lr, self.scaler_state.scale, Outcome.PASSED_OVER)
 
     def witness(self, sharding: DataParallel) -> None:
-        """Take the fingerprints of gradients from now on, before `sharding` sums them over ranks."""
+        """From now on, compute fingerprints of gradients before `sharding` sums them over ranks."""
         fingerprints = Fingerprints(self.context.device)
 
         def note(bucket: Bucket, gradients: Tensor) -> None:
@@ -200,20 +200,20 @@ class Engine:
         sharding.observe(note)
 
     def train_step(self, batches: Sequence[MicroBatch], progress: Progress, timers: Timers) -> StepResult:
-        """Train on one global batch: an attempt and its update, if all steps before have made theirs."""
+        """Train on one global batch: an attempt and its update. All steps before must have been updates."""
         attempt = self.attempt(batches, progress, timers)
         self.queue_update(attempt, progress)
         return self.update(attempt, progress, timers)
 
     def attempt(self, batches: Sequence[MicroBatch], progress: Progress, timers: Timers) -> Attempt:
-        """Forward and backward of a global batch, its losses, and the norm of its gradient.
+        """Run forward and backward of a global batch, and sum its losses and squared gradients.
 
-        Nothing changes but the gradients, which replace those of an earlier attempt.
+        It changes nothing except the gradients, which replace those of an earlier attempt.
 
         Args:
-            batches: this rank's micro-batches, whole.
-            progress: where the training stands before this step; what it leaves out depends on that.
-            timers: collects how long each phase takes.
+            batches: this rank's micro-batches, before any skipping.
+            progress: the progress before this step, which decides what to skip.
+            timers: measures each phase.
         """
         self.distillation.before(progress)
         self._prints.clear()
@@ -223,7 +223,7 @@ class Engine:
                 batches = [replace(batch, skipping=skipping) for batch in batches]
             counts = local_counts(self.executor.terms, batches, self.context)
             self.context.batch.all_reduce(counts).wait()
-            # Everything that counts weighs the same, on whichever rank and micro-batch it fell.
+            # Divisors are those of the global batch, so every token weighs the same on any rank.
             factors = loss_factors(self.executor.terms, counts, scale)
             program, step = self.programs.train(len(batches)), self.optimizer.updates
             with self.fp8.passes():
@@ -235,10 +235,10 @@ class Engine:
         return Attempt(scale, totals, local, tuple(self._prints), sums.tallies)
 
     def queue_update(self, attempt: Attempt, updated: Progress) -> None:
-        """Queue the update of the latest attempt, where the device can decide about it.
+        """Queue the update of the latest attempt, if the device can decide whether to apply it.
 
-        The host then learns of the losses and the norm while the device updates the weights, not while it
-        idles. To be called only if nobody may hold the update.
+        The host then reads losses and norm while the device updates the weights, instead of making it wait.
+        Call this only if no guard may hold the update.
         """
         if not self.optimizer.queues:
             return
@@ -250,16 +250,16 @@ class Engine:
     def update(
         self, attempt: Attempt, updated: Progress, timers: Timers, *, hold: bool = False
     ) -> StepResult:
-        """Update the weights with the gradients of the latest attempt; it must be this one.
+        """Update the weights with the gradients of the latest attempt.
 
-        If nothing in the global batch counts, only routers and the scales of 8-bit products move on, not even
-        the loss scale.
+        If no token of the global batch has a loss, only routers and the scales of 8-bit products are updated,
+        not even the loss scale.
 
         Args:
             attempt: the latest attempt.
-            updated: the progress by the updates so far, where the schedules of rate and decay stand.
+            updated: the progress counted in updates, by which learning rate and weight decay are scheduled.
             timers: as for the attempt.
-            hold: whether to leave the update out; routers stay as they are then, too.
+            hold: whether to skip the update, that of routers included.
         """
         losses, scale, queued = attempt.losses, attempt.scale, self._queued is attempt
         self._queued = None
@@ -283,10 +283,10 @@ class Engine:
         return StepResult(losses, report.grad_norm, lr, scale, outcome, report.first_bad_parameter, tokens)
 
     def evaluate(self, global_batches: Iterable[Sequence[MicroBatch]]) -> Evaluation:
-        """Compute the losses over the batches of all ranks, and the outputs of those on this one.
+        """Compute the losses over the batches of all ranks, and the outputs of this rank's batches.
 
         Args:
-            global_batches: this rank's micro-batches of each.
+            global_batches: this rank's micro-batches of each global batch.
         """
         terms, device = self.executor.terms, self.context.device
         sums, counts = torch.zeros(2, len(terms), dtype=torch.float64, device=device).unbind()
@@ -302,8 +302,8 @@ class Engine:
         return Evaluation(totals.losses.evaluated(), totals.counted, outputs)
 
     def _sum_over_ranks(self, sums: Tensor) -> None:
-        """Turn this rank's sums of the loss terms, float64 [terms], into those of all, in place."""
-        self.context.pp.all_reduce(sums).wait()  # zeros on the stages that add nothing
+        """Sum this rank's loss terms, float64 [terms], over all ranks, in place."""
+        self.context.pp.all_reduce(sums).wait()  # stages without a loss have zeros
         self.context.batch.all_reduce(sums).wait()
-        if self.context.tp.size > 1:  # what all ranks decide on must be the same to the last bit
+        if self.context.tp.size > 1:  # ranks decide by these numbers, so every bit must be the same
             self.context.tp.broadcast(sums, 0).wait()

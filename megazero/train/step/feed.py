@@ -1,4 +1,4 @@
-"""From a dataset to micro-batches on the device, read ahead by a background thread."""
+"""From a dataset to micro-batches on the device, with read-ahead by a background thread."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megazero.config.steps import Step
 from megazero.data.blended import SampleDataset, whereabouts
 from megazero.data.sampler import BatchSampler, SamplerSpec
 from megazero.data.sources import changed_files
-from megazero.models.batch import Collate, M, M_co, MicroBatch, RowPlace
+from megazero.models.batch import Collate, M, M_co, MicroBatch, SampleIndex
 from megazero.mpu.threads import helper_pool
 
 
 class Sampler(Protocol):
-    """Decides which samples are whose: a function of the samples consumed, which threads may call at once."""
+    """Assigns samples to ranks, as a function of the samples consumed; thread-safe."""
 
     spec: SamplerSpec
 
     def at(self, consumed_samples: int) -> np.ndarray:
-        """Sample numbers of this rank's micro-batch after so many samples of all replicas, int64."""
+        """Sample numbers, int64 [b], of this rank's micro-batch after `consumed_samples` of all replicas."""
 
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class SampleFacts(TypedDict):
-    """A sample: its place in the training order, its number, and the place of its text in a file."""
+    """A sample: its position in the training order, its number, and where its text is in which file."""
 
     place: int
     sample: int
@@ -43,13 +43,13 @@ class SampleFacts(TypedDict):
 
 @dataclass(frozen=True)
 class Feed(Generic[M_co]):
-    """This rank's micro-batches of one dataset, a function of the samples consumed so far.
+    """This rank's micro-batches of one dataset, a function of the samples consumed.
 
     Attributes:
-        dataset: gives stacked arrays for a list of sample numbers.
+        dataset: maps sample numbers to stacked arrays.
         sampler: decides which samples are this rank's.
-        collate: turns arrays into the model's input.
-        reader: reads micro-batches ahead; None reads them when they are needed.
+        collate: turns arrays into micro-batches.
+        reader: reads micro-batches ahead; None reads them on demand.
     """
 
     dataset: SampleDataset
@@ -59,15 +59,15 @@ class Feed(Generic[M_co]):
 
     @property
     def spec(self) -> SamplerSpec:
-        """The fixed facts of the sampler."""
+        """The sampler's settings."""
         return self.sampler.spec
 
     def of_step(self, step: Step) -> list[M_co]:
-        """This rank's micro-batches of a training step. Raises DataError as `micro_batches` does."""
+        """This rank's micro-batches of a training step (see `micro_batches`)."""
         return self.micro_batches(step.before.samples, step.micro_batches, step.sequence_length, step.rows)
 
     def of_replica(self, number: int) -> Feed[M_co]:
-        """The same feed for another replica of the data, which reads when it is asked."""
+        """The same feed for another data-parallel replica, without read-ahead."""
         sampler = copy(self.sampler)
         sampler.spec = replace(self.spec, data_parallel_rank=number)
         return Feed(self.dataset, sampler, self.collate)
@@ -84,20 +84,20 @@ class Feed(Generic[M_co]):
     def micro_batches(
         self, consumed_samples: int, count: int, length: int | None = None, rows: int = 1
     ) -> list[M_co]:
-        """The `count` micro-batches of the step that starts after `consumed_samples`.
+        """Read the `count` micro-batches of the step that starts after `consumed_samples`.
 
         Args:
             consumed_samples: samples of all replicas before.
             count: micro-batches of each replica.
-            length: tokens that each sample is cut to; None leaves it whole.
-            rows: rows of this length that each sample gives, its first `rows` x `length` tokens.
+            length: the length to which samples are cropped; None leaves them whole.
+            rows: number of rows of this length that each sample is split into (see `crop`).
 
         Raises:
-            DataError: the dataset is too short, or holds a token outside the vocabulary.
+            DataError: the dataset is too short, or has a token outside the vocabulary.
         """
         starts = [consumed_samples + i * self.spec.stride for i in range(count)]
         read = self._read if self.reader is None else self.reader.take
-        batches = [self.collate(*cut(read(start), self._samples(start), length, rows)) for start in starts]
+        batches = [self.collate(*crop(read(start), self._samples(start), length, rows)) for start in starts]
         if self.reader is not None:
             self.reader.expect(starts[-1] + self.spec.stride, self.spec.stride)
         return batches
@@ -115,26 +115,26 @@ class Feed(Generic[M_co]):
         return self.dataset.batch(self.sampler.at(start))
 
 
-def cut(
+def crop(
     arrays: dict[str, np.ndarray], samples: tuple[int, ...], length: int | None, rows: int = 1
-) -> tuple[dict[str, np.ndarray], tuple[RowPlace, ...]]:
-    """Cut arrays of b samples into b x `rows` rows of `length` tokens, and give the places of these rows.
+) -> tuple[dict[str, np.ndarray], tuple[SampleIndex, ...]]:
+    """Split b samples into b x `rows` rows of `length` tokens; return the arrays and each row's sample.
 
-    Row j of a sample has its columns from j x `length` on; the rows of one sample follow each other. Arrays
-    [b, s] are cut, and values that a sample has once are repeated for each row. In a row that begins within a
-    document, positions count from the beginning of the row.
+    Row j of a sample has its columns from j x `length` on; the rows of one sample are adjacent. Arrays [b, s]
+    are split, arrays [b] are repeated for each row. In a row that begins within a document, positions count
+    from the beginning of the row.
 
     Args:
-        arrays: [b, s] or [b], a dataset's.
+        arrays: a dataset's arrays, [b, s] or [b].
         samples: the positions of the b samples in the training order.
         length: tokens of a row; None leaves samples whole.
         rows: rows of a sample.
     """
     if length is None:
         return arrays, samples
-    if rows == 1:  # of arrays that are narrower, such as short texts to classify, all columns
-        cut_arrays = {n: np.ascontiguousarray(a[:, :length]) if a.ndim == 2 else a for n, a in arrays.items()}
-        return cut_arrays, samples
+    if rows == 1:  # narrower arrays, such as short texts to classify, keep all columns
+        cropped = {n: np.ascontiguousarray(a[:, :length]) if a.ndim == 2 else a for n, a in arrays.items()}
+        return cropped, samples
 
     def of(name: str, array: np.ndarray) -> np.ndarray:
         if array.ndim != 2:
@@ -142,17 +142,17 @@ def cut(
         flat = np.ascontiguousarray(array[:, : rows * length]).reshape(-1, length)
         return np.minimum(flat, np.arange(length, dtype=flat.dtype)) if name == "position_ids" else flat
 
-    places: list[RowPlace] = [
+    places: list[SampleIndex] = [
         sample if row == 0 else (sample, row) for sample in samples for row in range(rows)
     ]
     return {name: of(name, array) for name, array in arrays.items()}, tuple(places)
 
 
 class ReadAhead:
-    """Reads micro-batches before they are asked for, at most `ahead` of them.
+    """Reads up to `ahead` micro-batches in the background.
 
-    An error while reading is raised when its micro-batch is taken; a micro-batch that is never taken was past
-    the end of the training, and its error does not matter.
+    An error while reading is raised when its micro-batch is taken. Micro-batches past the end of the training
+    are never taken, so their errors do not matter.
     """
 
     def __init__(self, read: Callable[[int], dict[str, np.ndarray]], ahead: int):
@@ -162,12 +162,12 @@ class ReadAhead:
         self._executor = helper_pool(1, "read-ahead")
 
     def take(self, start: int) -> dict[str, np.ndarray]:
-        """The micro-batch at `start`, whether expected or not."""
+        """Return the micro-batch at `start`; read it now if it was not expected."""
         future = self._pending.pop(start, None)
         return self._read(start) if future is None else future.result()
 
     def expect(self, start: int, stride: int) -> None:
-        """Start reading the micro-batches from `start` on."""
+        """Start reading the next micro-batches, from `start` on."""
         wanted = [start + i * stride for i in range(self._ahead)]
         self._pending = {s: f for s, f in self._pending.items() if s in wanted}
         for s in wanted:
@@ -180,14 +180,14 @@ class ReadAhead:
 
 
 def make_feed(dataset: SampleDataset, sampler: Sampler, collate: Collate[M], ahead: int) -> Feed[M]:
-    """A feed that reads `ahead` micro-batches in the background; with 0 it reads them when needed."""
+    """Make a feed that reads `ahead` micro-batches in the background; with 0 it reads on demand."""
     feed = Feed(dataset, sampler, collate)
     return replace(feed, reader=ReadAhead(feed._read, ahead)) if ahead else feed
 
 
 @dataclass(frozen=True)
 class Feeds:
-    """The sources of samples; a split without data is None."""
+    """The feeds of the three splits; None for a split without data."""
 
     train: Feed[MicroBatch] | None
     valid: Feed[MicroBatch] | None
@@ -199,6 +199,6 @@ class Feeds:
         return [None if feed is None else feed.dataset for feed in (self.train, self.valid, self.test)]
 
     def changed_files(self) -> list[str]:
-        """Clauses about the files of all splits that have changed, as this rank sees them."""
+        """Descriptions of the files that have changed since the run began, as this rank sees them."""
         datasets = (dataset for dataset in self.datasets if dataset is not None)
         return list(dict.fromkeys(clause for dataset in datasets for clause in changed_files(dataset)))

@@ -1,4 +1,4 @@
-"""From counts to factors before a step, and from sums and counts to reported losses after it."""
+"""Loss terms of a step: from counts to weights before backward, from sums and counts to losses after it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,18 @@ from megazero.mpu.host import Reading
 def local_counts(
     terms: Sequence[LossTerm], batches: Iterable[MicroBatch], context: ParallelContext
 ) -> Tensor:
-    """This rank's share of the count of each term in these micro-batches, float64 [terms], on the device.
-
-    Nothing waits for the device.
-    """
+    """This rank's summand of each term's count, float64 [terms], copied to the device without waiting."""
     by_batch = [batch.counts_of_share(context.groups["cp"].size) for batch in batches]
     counts = [sum(counts[term.over] for counts in by_batch) for term in terms]
     return sent_to(context.device, torch.tensor(counts, dtype=torch.float64))
 
 
 def loss_factors(terms: Sequence[LossTerm], counts: Tensor, scale: float) -> Tensor:
-    """The factor of each term's sums in backward, float32 [terms], on the device of `counts`.
+    """The weight of each term's sum in backward, float32 [terms], on the device of `counts`.
 
     Args:
         terms: the model's loss terms.
-        counts: the counts of the whole global batch, float64 [terms]. A term without a count gets 0.
+        counts: the counts of the global batch, float64 [terms]; a term with count 0 gets weight 0.
         scale: the loss scale.
     """
     weights = torch.tensor([scale * term.coefficient for term in terms], dtype=torch.float64)
@@ -46,9 +43,9 @@ class Losses:
     """The loss terms of a step or an evaluation; the same on all ranks.
 
     Attributes:
-        terms: the model's loss terms, in its order. Perplexity is that of the first one.
-        means: each term's mean, its sum over its count, in the term's unit (nats for cross-entropies); None
-            where nothing counted.
+        terms: the model's loss terms. Perplexity is that of the first one.
+        means: each term's sum divided by its count, in the term's unit (nats for cross-entropies); None if
+            the count is 0.
     """
 
     terms: tuple[LossTerm, ...]
@@ -56,16 +53,16 @@ class Losses:
 
     @classmethod
     def of(cls, terms: Sequence[LossTerm], sums: Sequence[float], counts: Sequence[float]) -> Losses:
-        """The losses from the sums and counts over the whole global batch."""
+        """Divide the sums over the global batch by their counts."""
         pairs = zip(sums, counts, strict=True)
         return cls(tuple(terms), tuple(total / count if count > 0 else None for total, count in pairs))
 
     def __getitem__(self, name: str) -> float | None:
-        """The mean of a term. Raises KeyError for an unknown one."""
+        """The mean of a term, by name. Raises KeyError for an unknown term."""
         return {term.name: mean for term, mean in zip(self.terms, self.means, strict=True)}[name]
 
     def evaluated(self) -> Losses:
-        """The losses without the terms that evaluations leave out."""
+        """The losses without terms that evaluations do not compute."""
         kept = [(term, mean) for term, mean in zip(self.terms, self.means, strict=True) if term.evaluated]
         return Losses(tuple(term for term, _ in kept), tuple(mean for _, mean in kept))
 
@@ -76,9 +73,9 @@ class Losses:
 
     @property
     def total(self) -> float | None:
-        """The loss that training minimizes: the sum of the trained terms' means, each times its coefficient.
+        """The loss that training minimizes: the sum of the trained terms' means times their coefficients.
 
-        None if nothing counts for any of them, so that there is nothing to train on.
+        None if the counts of all trained terms are 0.
         """
         pairs = zip(self.terms, self.means, strict=True)
         weighted = [term.coefficient * mean for term, mean in pairs if term.trained and mean is not None]
@@ -86,13 +83,13 @@ class Losses:
 
     @property
     def trained_total(self) -> float:
-        """`total` of a step that had something to train on."""
-        assert self.total is not None, "nothing counted for any trained term"
+        """`total`, which must not be None."""
+        assert self.total is not None, "the counts of all trained terms are 0"
         return self.total
 
     @property
     def padding(self) -> float:
-        """The share of positions that held no token: 0 unless the model reports one."""
+        """The fraction of positions that are padding; 0 unless the model reports it."""
         known = any(term.name == PADDING for term in self.terms)
         return (self[PADDING] or 0.0) if known else 0.0
 
@@ -104,17 +101,17 @@ class Losses:
         return means
 
     def record(self) -> dict[str, float | None]:
-        """Key -> mean, like `labelled`, with keys as in metrics, such as ``lm_loss``."""
+        """`labelled` with the keys of metrics, such as ``lm_loss``."""
         return {label.replace(" ", "_"): mean for label, mean in self.labelled().items()}
 
 
 class Totals:
-    """Sums over a global batch: on the device, and on their way to the host, where reading them waits.
+    """Sums over a global batch: on the device, and copied to the host, where reading them waits.
 
     Args:
         terms: the model's loss terms.
-        sums, counts: those of the terms, float64 [terms].
-        squares: the square of the norm of the gradient sums, float64 []; None without gradients.
+        sums, counts: the sum and the count of each term, float64 [terms].
+        squares: the squared norm of the gradient sums, float64 []; None without gradients.
     """
 
     def __init__(
@@ -128,7 +125,7 @@ class Totals:
 
     @cached_property
     def losses(self) -> Losses:
-        """The losses; on the meta device they are NaN, and something counts."""
+        """The losses; on the meta device all of them are NaN, with counts of 1."""
         n, values = len(self.terms), self._values
         return Losses.of(self.terms, values[:n], values[n : 2 * n])
 
@@ -139,11 +136,11 @@ class Totals:
 
     @property
     def norm(self) -> float:
-        """Global norm of the gradient sums, which contain the loss scale; 0 with nothing to train on."""
+        """Global norm of the gradient sums, loss scale included; 0 if the losses have no total."""
         return 0.0 if self.losses.total is None else math.sqrt(self._values[-1])
 
     def norm_on_device(self) -> Tensor:
-        """The norm, float64 []; NaN where the step is to be skipped, be it for its losses or as empty."""
+        """The norm, float64 []; NaN if the step must be skipped for its losses or because it is empty."""
         trained = [i for i, term in enumerate(self.terms) if term.trained]
         means = [
             torch.where(self.counts[i] > 0, self.terms[i].coefficient * (self.sums[i] / self.counts[i]), 0.0)

@@ -1,4 +1,4 @@
-"""The tokens and layers that each step skips: a function of the training's progress."""
+"""The tokens and layers that each step skips, as a function of the training's progress."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from megazero.mpu.rng import derive_key
 class LayerDrop:
     """Progressive layer dropping (Zhang & He 2020): which layers a step runs.
 
-    In the step after t others, layer l of L, both from 0, runs with probability
-    p = 1 - l / L (1 - keep), where keep = (1 - theta) exp(-gamma t) + theta. What it then adds to the hidden
-    states is divided by p. All samples of a step share the draw, on every rank, so a layer left out costs
-    nothing anywhere.
+    In step t (from 0), layer l of L (from 0) runs with probability p = 1 - l / L (1 - keep), where
+    keep = (1 - theta) exp(-gamma t) + theta, and its branches are divided by p. All samples of a step
+    on all ranks share the draw, so a skipped layer costs no time.
 
     Attributes:
         layers: L.
@@ -34,18 +33,16 @@ class LayerDrop:
     seed: int
 
     def keep(self, iteration: int) -> float:
-        """The probability with which a layer L would run at this step."""
+        """The probability that layer L, one past the last, would run at this step."""
         return (1.0 - self.theta) * math.exp(-self.gamma * iteration) + self.theta
 
     def scales(self, iteration: int) -> tuple[float, ...]:
-        """The scale of each layer: 1 / p if the step runs it, and 0 if not."""
+        """The scale of each layer's branches: 1 / p if the step runs the layer, else 0."""
         drop = (1.0 - self.keep(iteration)) / self.layers
-        shares = [1.0 - layer * drop for layer in range(self.layers)]
-        return tuple(1.0 / p if self._drawn(iteration, i) < p else 0.0 for i, p in enumerate(shares))
-
-    def _drawn(self, iteration: int, layer: int) -> float:
-        """A random number, uniform in [0, 1)."""
-        return derive_key(self.seed, "layer drop", iteration, layer) / 2.0**63
+        probabilities = [1.0 - layer * drop for layer in range(self.layers)]
+        # Uniform in [0, 1).
+        draws = (derive_key(self.seed, "layer drop", iteration, i) / 2.0**63 for i in range(self.layers))
+        return tuple(1.0 / p if drawn < p else 0.0 for p, drawn in zip(probabilities, draws, strict=True))
 
 
 @dataclass(frozen=True)
@@ -53,9 +50,9 @@ class SkippingPlan:
     """The tokens and layers that the steps of a training skip.
 
     Attributes:
-        training_plan: says how many tokens layers with random-LTD see.
+        training_plan: says how many tokens layers with random-LTD compute.
         dropping: the layers with random-LTD.
-        drop: progressive layer dropping; None without it.
+        drop: progressive layer dropping, or None.
     """
 
     training_plan: TrainingPlan
@@ -66,7 +63,7 @@ class SkippingPlan:
     def of(
         cls, settings: SkippingConfig, layers: int, seed: int, training_plan: TrainingPlan
     ) -> SkippingPlan:
-        """The plan of a run with these settings, and so many layers."""
+        """Make the plan of a run with these settings and `layers` layers."""
         drop = None
         if settings.progressive_layer_drop:
             drop = LayerDrop(layers, settings.pld_theta, settings.pld_gamma, seed)

@@ -1,9 +1,9 @@
 """Spikes: losses and gradient norms far above the latest ones.
 
-The estimate is robust: the median of the latest updates, and 1.4826 times the median distance from it, which
-is the standard deviation of a normal distribution (Hampel 1974), so that a spike does not hide the next one.
-Norms are compared by their logarithms, as they vary by factors. Large runs are rolled back and go on without
-the batches around a spike since PaLM (Chowdhery et al. 2022, section 5.1).
+The estimate is robust, so that a spike does not hide the next one: the median of the latest updates, and
+1.4826 times the median absolute deviation, which is the standard deviation of a normal distribution (Hampel
+1974). Norms are compared by their logarithms, because they vary by factors. Rolling back and skipping the
+batches around a spike is PaLM's remedy (Chowdhery et al. 2022, section 5.1).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-_FEWEST = 20  # updates before a median says anything
-_NORMAL = 1.4826  # standard deviations of a normal distribution in its median distance from the median
+_FEWEST = 20  # updates before the median is used
+_NORMAL = 1.4826  # standard deviation of a normal distribution, in median absolute deviations
 _LEAST_LOSS = 0.1  # of the median: a smaller rise is no spike, however steady the loss was
-# Likewise. With clipping, trainings get over norms of 80 times the median, where the learning rate peaks.
+# Likewise: with clipping, trainings recover from 80 times the median norm where the learning rate peaks.
 _LEAST_NORM = math.log(128.0)
-_CALM = 10  # steps after a spike
+_CALM = 10  # steps after a spike until training has recovered
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Spike:
 
 @dataclass(frozen=True)
 class Recent:
-    """The latest updates, and the latest spike. All of it is saved, so that a resumed run judges alike.
+    """The latest updates and the latest spike, saved so that a resumed run finds the same spikes.
 
     Attributes:
-        losses: total losses, the newest last, in nats.
-        norms: gradient norms before clipping.
+        losses: total losses in nats, the newest last.
+        norms: gradient norms before clipping, the newest last.
         spike: iteration of the latest spike, from 1; None before the first.
     """
 
@@ -56,18 +56,15 @@ class Recent:
     spike: int | None = None
 
     def after(self, loss: float, norm: float, window: int) -> Recent:
-        """Add an update; one whose loss or norm is not finite, or whose norm is 0, is left out."""
+        """Add an update, unless its loss or norm is not finite, or its norm is 0."""
         if not (math.isfinite(loss) and math.isfinite(norm) and norm > 0):
             return self
         return Recent((*self.losses, loss)[-window:], (*self.norms, norm)[-window:], self.spike)
 
     def spikes(self, loss: float, norm: float, threshold: float) -> list[Spike]:
-        """The spikes among a step's loss and norm; none before there are enough updates to compare with.
+        """The spikes among a step's loss and norm; none before there are enough earlier updates.
 
-        Args:
-            loss: the total loss.
-            norm: the gradient norm before clipping.
-            threshold: standard deviations above the median.
+        `threshold` is in standard deviations above the median.
         """
         if len(self.losses) < _FEWEST:
             return []
@@ -83,11 +80,11 @@ class Recent:
         return spikes
 
     def calm(self, iteration: int) -> bool:
-        """Whether training has recovered from the latest spike: it is long enough ago, or there was none."""
+        """Whether the latest spike, if any, is long enough ago for training to have recovered."""
         return self.spike is None or iteration - self.spike >= _CALM
 
 
 def _centre(values: Sequence[float]) -> tuple[float, float]:
-    """The median, and the robust standard deviation."""
+    """The median and the robust standard deviation."""
     middle = median(values)
     return middle, _NORMAL * median(abs(value - middle) for value in values)

@@ -1,8 +1,8 @@
-"""The stability of a training: the spread of loss and gradient norm over recent updates, and loss spikes.
+"""The stability of a training: deviations of loss and gradient norm over recent updates, and the loss ratio.
 
-Long sequences early in a training, large batches and high learning rates make both vary, before or without a
-divergence; sequences that grow are the remedy (Li et al. 2022, the Stability-Efficiency Dilemma, whose loss
-ratio this is).
+Long sequences early in training, large batches and high learning rates make both vary, with or without a
+later divergence; a sequence length curriculum reduces this (Li et al. 2022, "The Stability-Efficiency
+Dilemma", which defines the loss ratio).
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Spread:
-    """A mean and a variance in which each update weighs less than the next.
+class RunningMoments:
+    """A mean and a variance over recent values.
 
-    While there are no more values than the window has, they weigh the same: a plain mean and variance. From
-    then on a value's weight falls by a factor of 1 - 1/window with each one after it (West 1979; Finch 2009).
+    They are plain until the window is full of values; then they are exponentially weighted, each
+    value's weight falling by a factor of 1 - 1/window with every later value (West 1979; Finch 2009).
     """
 
     mean: float = 0.0
     variance: float = 0.0
 
-    def after(self, value: float, weight: float) -> Spread:
-        """Add a value that has the share `weight` of all weights; the first value has weight 1."""
+    def after(self, value: float, weight: float) -> RunningMoments:
+        """Add a value with this fraction of the total weight; the first value has weight 1."""
         away = value - self.mean
-        return Spread(self.mean + weight * away, (1.0 - weight) * (self.variance + weight * away * away))
+        return RunningMoments(
+            self.mean + weight * away, (1.0 - weight) * (self.variance + weight * away * away)
+        )
 
     @property
     def deviation(self) -> float:
@@ -35,29 +37,23 @@ class Spread:
 
 @dataclass(frozen=True)
 class Stability:
-    """Statistics of the updates so far. All of them are saved, so that a resumed run reports the same.
+    """Statistics of the updates so far, saved so that a resumed run reports the same.
 
     Attributes:
-        updates: how many were made; skipped steps make none.
-        lowest: the lowest loss of all but the last of them; None before the second.
-        last: the last one's loss.
-        loss, grad_norm: the spread of the total loss, in nats, and of the gradient norm before clipping.
+        updates: number of updates; skipped steps make none.
+        lowest: the lowest loss before the last update; None before the second update.
+        last: the loss of the last update.
+        loss, grad_norm: moments of the total loss in nats, and of the gradient norm before clipping.
     """
 
     updates: int = 0
     lowest: float | None = None
     last: float | None = None
-    loss: Spread = Spread()
-    grad_norm: Spread = Spread()
+    loss: RunningMoments = RunningMoments()
+    grad_norm: RunningMoments = RunningMoments()
 
     def after(self, loss: float, grad_norm: float, window: int) -> Stability:
-        """Add an update; one whose loss or norm is not finite changes nothing.
-
-        Args:
-            loss: the total loss.
-            grad_norm: the global gradient norm, before clipping.
-            window: number of updates over which spreads are taken.
-        """
+        """Add an update, unless its loss or norm is not finite; moments are over `window` updates."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return self
         weight = 1.0 / min(self.updates + 1, window)
@@ -72,7 +68,7 @@ class Stability:
 
     @property
     def loss_ratio(self) -> float | None:
-        """The last loss as a multiple of the lowest before it; None where there is none above 0."""
+        """The last loss divided by the lowest before it; None if there is none above 0."""
         if self.last is None or self.lowest is None or self.lowest <= 0:
             return None
         return self.last / self.lowest

@@ -15,15 +15,15 @@ class TrainState:
 
     Attributes:
         progress: the steps done, including skipped ones, and the samples and tokens consumed.
-        skipped: number of steps without an update, because a gradient was not finite or nothing in the global
-            batch counted.
-        stability: statistics of the updates; None unless they are asked for.
-        bad_in_a_row: number of latest steps that were skipped because numbers were not finite, or because a
-            guard held their updates.
-        recent: the latest updates and the latest spike; None unless spikes are looked for.
-        set_aside: samples that are not trained on, as ranges of places in the training order, from and to.
-        not_updated: the part of `progress` that made no update. What earlier versions skipped is no part of
-            it: it has moved their schedules on.
+        skipped: number of steps without an update, because a gradient was not finite or no token of the
+            global batch had a loss.
+        stability: statistics of the updates; None unless they are logged.
+        bad_in_a_row: number of latest steps in a row that were skipped because numbers were not finite, or
+            because a guard held their updates.
+        recent: the latest updates and the latest spike; None unless spikes are detected.
+        set_aside: samples that are skipped after a rollback, as ranges (start, stop) in the training order.
+        not_updated: the part of `progress` whose steps made no update. Steps that versions before this field
+            skipped are not in it, because they advanced the schedules.
     """
 
     progress: Progress = field(default_factory=Progress)
@@ -39,10 +39,10 @@ class TrainState:
     ) -> TrainState:
         """The state after `step`.
 
-        A step that was skipped because nothing counted leaves `bad_in_a_row` as it is.
+        An empty step, without any loss, leaves `bad_in_a_row` as it is.
 
         Args:
-            step: the step that was done.
+            step: the step.
             skipped: whether it made no update.
             stability: statistics of the updates, this one included.
             bad: whether it was skipped because a number was not finite or a guard held it.
@@ -59,7 +59,7 @@ class TrainState:
 
     @property
     def updated(self) -> Progress:
-        """The progress by steps that made an update, where the schedules of rate and weight decay stand."""
+        """The progress of steps with an update, by which learning rate and weight decay are scheduled."""
         return self.progress - self.not_updated
 
     @property

@@ -20,9 +20,9 @@ import torch
 class Timers:
     """Adds up the wall time of each phase until `collect`.
 
-    CUDA runs asynchronously, so without `synchronize` a phase's time there is the time to launch its work,
-    and the first phase that waits is charged for everything. Waiting costs speed: ask for it only when
-    someone looks at the times.
+    CUDA runs asynchronously: without `synchronize` a phase's time is that of launching its kernels, and the
+    first phase that waits is charged for all of them. Synchronizing costs speed, so use it only to look at
+    the times.
 
     Args:
         device: the device on which the timed work runs.
@@ -47,7 +47,7 @@ class Timers:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the body under `name`; phases may nest, and a body that raises is counted too."""
+        """Time the body as phase `name`. Phases may nest; a body that raises is timed, too."""
         start = self._now()
         try:
             yield
@@ -56,7 +56,7 @@ class Timers:
             self._ended(name)
 
     def collect(self) -> dict[str, float]:
-        """Return each phase's seconds since the last call, in order of first use, and reset them."""
+        """Return and reset each phase's seconds, in order of first use."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 

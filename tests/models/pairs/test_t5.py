@@ -81,7 +81,7 @@ def test_a_stage_computes_the_biases_of_its_own_layers_alone(parts, sides, monke
     monkeypatch.setattr(bias, "relative_buckets", buckets)
     chunk = chunk_of(parts)
     batch = batch_of(t5_shape())
-    hidden = None if "embedding" in parts else torch.ones(chunk.takes(batch).shape)
+    hidden = None if "embedding" in parts else torch.ones(chunk.input_boundary(batch).shape)
     chunk.run(batch, hidden)
     assert both_ways == sides
 

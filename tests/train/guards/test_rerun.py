@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.train.guards.rerun import Cause, Passes, rule
+from megazero.train.guards.rerun import Cause, PassResults, rule
 
 NAMES = ("the sum of the lm loss", "gradients from `a` on")
 
 
-def passes(*changes: dict, size: int = 3) -> list[Passes]:
+def passes(*changes: dict, size: int = 3) -> list[PassResults]:
     """The passes of ranks that each borrow the next one's work, with some of them changed."""
     found = []
     for rank in range(size):
@@ -22,7 +22,7 @@ def passes(*changes: dict, size: int = 3) -> list[Passes]:
             "neighbour": neighbour,
         }
         mine = next((each for each in changes if each["rank"] == rank), {})
-        found.append(Passes(NAMES, **{**plain, **{k: v for k, v in mine.items() if k != "rank"}}))
+        found.append(PassResults(NAMES, **{**plain, **{k: v for k, v in mine.items() if k != "rank"}}))
     return found
 
 
@@ -35,7 +35,7 @@ def test_what_comes_out_the_same_everywhere_is_no_fault_of_a_machine():
 
 
 def test_without_a_neighbour_less_is_known():
-    each = Passes(NAMES, (1, 2), (1, 2))
+    each = PassResults(NAMES, (1, 2), (1, 2))
     assert rule([each]).text.startswith("it came out the same on the same ranks:")
 
 
@@ -69,4 +69,4 @@ def test_sums_that_change_alone_point_to_the_network():
 @pytest.mark.parametrize("longer", [(1, 7, 7), (1,)])
 def test_another_number_of_gradients_is_a_difference(longer):
     names = (*NAMES, "gradients from `b` on")
-    assert rule([Passes(names, (1, 7), longer)]).cause is Cause.TRANSIENT
+    assert rule([PassResults(names, (1, 7), longer)]).cause is Cause.TRANSIENT

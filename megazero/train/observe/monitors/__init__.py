@@ -1,8 +1,8 @@
-"""Monitors: where a run's numbers go. One file per destination.
+"""Monitors, which show or record a run's metrics: one file per destination.
 
-`base.py` says what a monitor is and has the composite; `console.py` prints lines and a progress bar,
-`jsonl.py` writes one object per iteration, `csv_file.py` one file per metric; `tensorboard.py` and
-`weights_and_biases.py` draw charts.
+`base.py` has the base class and a composite; `console.py` prints lines and a progress bar, `jsonl.py` writes
+one object per iteration, `csv_file.py` one file per metric; `tensorboard.py` and `weights_and_biases.py` draw
+charts.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megazero.train.observe.monitors.weights_and_biases import WandbMonitor
 def build_monitors(
     config: Config, is_writer_rank: bool, resumed: Progress, total_iterations: int | None = None
 ) -> CompositeMonitor:
-    """The monitors that the configuration asks for; none on ranks that do not write.
+    """Build the monitors of the `logging` section; none on ranks that do not write.
 
     Args:
-        config: the run's configuration; its `logging` section decides.
+        config: the run's configuration.
         is_writer_rank: true on exactly one rank.
-        resumed: what the training has done before this process.
-        total_iterations: length of the training in iterations, if known.
+        resumed: the training's progress before this process.
+        total_iterations: length of the training, if known.
 
     Raises:
         ConfigError: a destination cannot be written, or its package is missing.

@@ -1,4 +1,4 @@
-"""The base class of monitors, and a composite that survives its members' failures."""
+"""`Monitor`, and a composite that survives its members' failures."""
 
 from __future__ import annotations
 
@@ -10,40 +10,39 @@ from megazero.train.observe.metrics import EvalMetrics, StepMetrics
 
 
 class Monitor:
-    """An object that shows or records the progress of a training.
+    """Shows or records the progress of a training. Methods do nothing unless overridden.
 
-    All methods do nothing unless overridden, so a monitor that derives from this class defines only those it
-    needs. A method that cannot write raises OSError with the path.
+    A method that cannot write raises OSError with the path.
     """
 
     def step(self, metrics: StepMetrics) -> None:
-        """Take the metrics of one iteration."""
+        """Record the metrics of one iteration."""
 
     def evaluation(self, metrics: EvalMetrics) -> None:
-        """Take the metrics of one evaluation."""
+        """Record the metrics of one evaluation."""
 
     def message(self, text: str) -> None:
-        """Tell a person something, such as that a checkpoint was saved."""
+        """Show a message, such as that a checkpoint was saved."""
 
     def rewound(self, progress: Progress) -> None:
-        """Forget what came after `progress`, because training goes on from there."""
+        """Forget everything after `progress`, from which training continues."""
 
     def trained(self) -> None:
-        """Show what is still pending: there is no further step, though checkpoints and evaluations follow."""
+        """Show pending metrics after the last step; checkpoints and evaluations may follow."""
 
     def close(self) -> None:
-        """Write out anything still pending, because the run is over."""
+        """Write everything pending at the end of the run."""
 
 
 class CompositeMonitor(Monitor):
-    """Passes everything on to its members.
+    """Calls several monitors.
 
-    A member that cannot write (a full disk, a closed terminal) is dropped with one warning that says why:
-    a lost chart must not cost the training. Errors other than OSError are bugs and are raised.
+    A member that cannot write (a full disk, a closed terminal) is dropped with a warning: a lost chart
+    must not end a training. Errors other than OSError are bugs and are raised.
 
     Args:
         members: the monitors to call, in this order.
-        warn: called with the warning; by default, it is printed to standard error.
+        warn: receives the warning; by default it is printed to standard error.
     """
 
     def __init__(self, members: Iterable[Monitor] = (), warn: Callable[[str], None] | None = None) -> None:

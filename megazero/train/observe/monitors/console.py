@@ -1,4 +1,4 @@
-"""Output for a person: a progress bar on a terminal, plain lines everywhere."""
+"""Console output: plain lines, and on a terminal a progress bar."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from megazero.train.observe.monitors.base import Monitor
 
 
 class ConsoleMonitor(Monitor):
-    """Prints a line every `log_interval` iterations and after the last one, in Megatron's format.
+    """Prints a line every `log_interval` iterations and after the last one, in Megatron-LM's format.
 
-    Losses are means over the updates that were made in the interval, times and rates are over all its
-    iterations, and everything else is from the latest iteration. On a terminal, a progress bar below the
-    lines follows every iteration.
+    Losses are means over the updates of the interval, times and rates are over all its iterations, and other
+    values are those of the latest iteration. On a terminal, a progress bar follows every iteration.
 
     Args:
         log_interval: iterations per line.
-        total_iterations: length of the training, for the bar; None if it is not known.
-        resume_iteration: number of iterations done before this process.
+        total_iterations: length of the training, for the bar; None if unknown.
+        resume_iteration: number of iterations before this process.
         console: where to print; standard output by default.
     """
 
@@ -80,11 +79,11 @@ class ConsoleMonitor(Monitor):
         self._interval = []
 
     def _print(self, text: str) -> None:
-        # No markup or wrapping: each line stays one line in a log file, brackets and all.
+        # No markup or wrapping, so that each line stays one line in a log file, with its brackets.
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _advance_bar(self, metrics: StepMetrics) -> None:
-        if self._bar is None:  # created at the first step, so that start-up messages do not disturb it
+        if self._bar is None:  # created at the first step, after start-up messages
             self._bar = ProgressBar(
                 TextColumn("training"),
                 BarColumn(),
@@ -102,7 +101,7 @@ class ConsoleMonitor(Monitor):
 
 
 def interval_line(interval: list[StepMetrics], total: int | None) -> str:
-    """Summary of one or more iterations, without the time stamp."""
+    """The line for one or more iterations, without the time stamp."""
     progress = f"iteration {interval[-1]['iteration']:8d}/{total if total is not None else '?':>8}"
     return " | ".join([progress, *line_of(interval)]) + " |"
 

@@ -1,4 +1,4 @@
-"""One CSV file per metric, as DeepSpeed's CSV monitor writes them."""
+"""One CSV file per metric, in the format of DeepSpeed's CSV monitor."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _AXIS = "iteration"
 
 
 class CsvMonitor(Monitor):
-    """Adds a row ``iteration,value`` to each metric's file, which is named like its tag in TensorBoard.
+    """Appends a row ``iteration,value`` to each metric's file, which is named after its tag in TensorBoard.
 
-    A resumed training adds to the existing files, without the rows that it repeats. A training from
-    iteration 0 starts new ones and keeps the old ones in `earlier-1`, `earlier-2`, ...
+    A resumed training first drops the rows that it will repeat. A training from iteration 0 starts new files
+    and keeps the old ones in `earlier-1`, `earlier-2`, ...
 
     Args:
-        folder: the folder to write to, which is created if it does not exist.
-        resumed: what the training has done so far; None if that is not known yet.
+        folder: the folder to write to; created if it does not exist.
+        resumed: the training's progress so far; None if not yet known.
         with_timers: whether to also write the time of each phase.
 
     Raises:
-        ConfigError: the folder cannot be made or written.
+        ConfigError: the folder cannot be created or written.
     """
 
     def __init__(

@@ -16,23 +16,22 @@ from megazero.train.observe.monitors.base import Monitor
 
 
 class JsonlMonitor(Monitor):
-    """Appends one object per iteration to `path`, and one per evaluation to `X.eval.jsonl` beside it.
+    """Appends one object per iteration to `X.jsonl`, and one per evaluation to `X.eval.jsonl`.
 
     The keys are those of `StepMetrics.record` and `EvalMetrics.record`: a loss term `lm` is ``lm_loss``, and
-    null if nothing counted. Floats are written so that they read back bit for bit. JSON has no inf or NaN:
-    they are written as the strings "Infinity", "-Infinity" and "NaN" (as in protobuf's JSON mapping), which
-    Python's `float()` accepts. Every line is flushed as soon as it is written.
+    null if its count is 0. Floats read back bit for bit. JSON has no inf or NaN: they are written as the
+    strings "Infinity", "-Infinity" and "NaN" (as in protobuf's JSON mapping), which Python's `float()` reads.
+    Every line is flushed at once.
 
-    A resumed training repeats the iterations after its checkpoint. Lines beyond `resume_iteration` are
-    therefore dropped first, so every iteration is in the file once. A training from iteration 0 starts a
-    new file and keeps an old one as `path.1`, `path.2`, ...
+    A resumed training first drops the lines after `resume_iteration`, whose iterations it repeats. A training
+    from iteration 0 starts a new file and keeps an old one as `path.1`, `path.2`, ...
 
     Args:
         path: the file; its folder is created if needed.
-        resume_iteration: number of iterations done in the checkpoint that training continues from, or 0.
+        resume_iteration: number of iterations in the checkpoint that training continues from, or 0.
 
     Raises:
-        ConfigError: the file cannot be written, or holds something other than metrics.
+        ConfigError: the file cannot be written, or is not a file of metrics.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_iteration: int = 0) -> None:
@@ -71,7 +70,7 @@ class JsonlMonitor(Monitor):
 
 
 def to_json(value: object) -> object:
-    """`value` with each non-finite float as the string that `float()` reads back."""
+    """Replace non-finite floats in `value` by strings that `float()` reads."""
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -93,10 +92,10 @@ def _append(file: IO[str], path: Path, record: Mapping[str, object]) -> None:
 
 
 def _rewind(path: Path, iteration: int) -> None:
-    """Restore a file to the state it had after `iteration` iterations."""
+    """Drop the lines of a file after `iteration`; at iteration 0 move the file aside."""
     if not path.exists() or path.stat().st_size == 0:
         return
-    # Write a separate file and move it over this one, so that a crash leaves either the old or the new file.
+    # Write a separate file and rename it, so that a crash leaves either the old or the new file.
     part = path.with_name(path.name + ".part")
     try:
         with part.open("wb") as kept:
@@ -113,10 +112,10 @@ def _rewind(path: Path, iteration: int) -> None:
 
 
 def _read(path: Path) -> Iterator[tuple[bytes, int]]:
-    """The lines of a metrics file with their iterations, without a last line that a crash cut short.
+    """Yield the lines of a metrics file with their iterations, except a last line that a crash cut short.
 
     Raises:
-        ConfigError: a line is not a metrics object; the file may be of another kind.
+        ConfigError: a line is not an object with metrics.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):

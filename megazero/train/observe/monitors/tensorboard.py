@@ -1,4 +1,4 @@
-"""TensorBoard events under Megatron's tags."""
+"""TensorBoard events, with Megatron-LM's tags."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _OVER_SAMPLES = " vs samples"
 class TensorBoardMonitor(Monitor):
     """Writes scalars every `tensorboard_log_interval` iterations.
 
-    Losses and the metrics that ask for it are also written over consumed samples, as ``... vs samples``.
-    A resumed training adds a file to the folder, and drops what it repeats from the earlier ones. A training
-    from iteration 0 moves these to `earlier-1`, `earlier-2`, ..., which TensorBoard shows as other runs.
+    Metrics with `Chart.over_samples` are also written over consumed samples, as ``... vs samples``. A resumed
+    training adds a file to the folder and drops repeated events from the earlier files. A training from
+    iteration 0 moves earlier files to `earlier-1`, `earlier-2`, ..., which TensorBoard shows as other runs.
 
     Args:
-        config: the folder, the interval, the queue size and what else to record.
-        resumed: what the training has done so far; None if that is not known yet.
+        config: the folder, the interval, the queue size and optional metrics.
+        resumed: the training's progress so far; None if not yet known.
 
     Raises:
         ConfigError: the tensorboard package is missing, or the folder cannot be written.

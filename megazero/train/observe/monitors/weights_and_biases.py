@@ -1,4 +1,4 @@
-"""Weights & Biases, used if its package is installed and a project is named."""
+"""Weights & Biases; it needs the wandb package and a project's name."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ AXIS = "iteration"
 
 
 class WandbMonitor(Monitor):
-    """Logs every iteration and evaluation under the tags of TensorBoard, and the whole configuration.
+    """Logs every iteration and evaluation with the tags of TensorBoard, and the whole configuration.
 
-    Values are drawn over the metric `iteration`: wandb's own count of steps cannot go back, and drops what is
-    logged at an earlier step. A run cannot forget either, so a training that goes back goes on in a new run.
+    Values are drawn over the metric `iteration`, because wandb's step cannot go back. A training that goes
+    back to a checkpoint continues in a new run, because a run cannot drop values.
 
     Args:
         config: the run's configuration; `logging.wandb_*` say where to log.

@@ -1,4 +1,4 @@
-"""The tokens and labels of positions further on in the same text, which multi-token prediction reads."""
+"""`MtpInputs`: a batch's tokens and labels, shifted to later positions for multi-token prediction."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megazero.models.targets import Targets
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """The words and labels so many positions further on; 0 where the text ends before.
+class MtpInputs:
+    """A batch's tokens and targets, shifted by some positions; 0 beyond the end of a text.
 
     Attributes:
         tokens: int64 [b, s].
-        targets: the tokens that follow these. A weight is that of the position whose label it is.
+        targets: the tokens that follow `tokens`, with the weights of their own positions.
     """
 
     tokens: Tensor
@@ -32,13 +32,13 @@ class Ahead:
         depths: int,
         own: Callable[[np.ndarray], np.ndarray],
         device: torch.device,
-    ) -> tuple[Ahead, ...]:
-        """The arrays of a batch of whole sequences, 1 to `depths` positions on.
+    ) -> tuple[MtpInputs, ...]:
+        """Shift a dataset's arrays by 1 to `depths` positions.
 
         Args:
-            arrays: a dataset's, [b, s] each: tokens, labels, and if there are any loss_mask and document_ids.
-            depths: the number of further tokens.
-            own: takes this rank's columns of an array [b, s].
+            arrays: tokens, labels, and optionally loss_mask and document_ids, [b, s] each.
+            depths: number of further tokens to predict.
+            own: selects this rank's columns of an array [b, s].
             device: the device of the tensors.
         """
         made = []
@@ -53,7 +53,7 @@ class Ahead:
 def _shifted(
     arrays: Mapping[str, np.ndarray], depths: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Tokens, labels and weights of each depth: shifted within the sequence, and within its documents."""
+    """Yield the tokens, labels and weights of each depth, shifted within each document of a sequence."""
     tokens, labels, documents = arrays["tokens"], arrays["labels"], arrays.get("document_ids")
     weights = arrays.get("loss_mask", np.ones(tokens.shape, dtype=np.float32))
     for depth in range(1, depths + 1):
