@@ -15,7 +15,7 @@ from torch import Tensor
 from megazero.checkpoint import directory as directory_module
 from megazero.checkpoint.box import PRIME, Box
 from megazero.checkpoint.by_parts import part_name, read_part
-from megazero.checkpoint.directory import Share
+from megazero.checkpoint.directory import ReaderRank
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import iteration_folder, publish
 from megazero.checkpoint.manifest import read_manifest
@@ -155,14 +155,14 @@ def test_whole_or_by_parts_it_is_the_same_checkpoint(tmp_path, folder, whole):
 def test_a_rank_of_the_same_layout_reads_its_own_part(folder, opened, whole):
     for rank in range(4):
         opened.clear()
-        reader = CheckpointReader(folder, share=Share(rank, 4, rank / 4))
+        reader = CheckpointReader(folder, rank=ReaderRank(rank, 4, rank / 4))
         (mine,) = rows(whole, W, [3, 4, 9])[rank]
         reader.read([mine])
         assert opened == [rank]
 
 
 def test_a_rank_of_another_layout_reads_until_it_has_all(folder, opened, whole):
-    reader = CheckpointReader(folder, share=Share(1, 2, 0.5))
+    reader = CheckpointReader(folder, rank=ReaderRank(1, 2, 0.5))
     opened.clear()
     memory = torch.zeros(2, 4)
     reader.read([Part(W, (12, 4), Box((10, 0), (2, 4)), memory)])
@@ -177,14 +177,14 @@ def test_readers_together_look_at_every_part_once(folder, opened):
     for ranks in (1, 3, 4, 9):
         opened.clear()
         for rank in range(ranks):
-            CheckpointReader(folder, share=Share(rank, ranks))
+            CheckpointReader(folder, rank=ReaderRank(rank, ranks))
         assert sorted(opened) == [0, 1, 2, 3]
 
 
 def test_only_parts_that_may_hold_a_tensor_are_read(tmp_path, opened, whole):
     first, second = rows(whole, W, [6])
     by_rank = [[], first, [], second, []]
-    reader = CheckpointReader(write(tmp_path, by_rank), share=Share(4, 5, 0.8))
+    reader = CheckpointReader(write(tmp_path, by_rank), rank=ReaderRank(4, 5, 0.8))
     opened.clear()
     assert reader.tensor(W).equal(whole)
     assert sorted(opened) == [1, 3]
@@ -222,7 +222,7 @@ def test_a_part_that_is_missing_or_damaged_is_named(folder, verify):
             path.write_bytes(bad)
         with pytest.raises(DamagedCheckpointError, match=path.name):
             CheckpointReader(folder, verify=verify)
-        CheckpointReader(folder, verify=verify, share=Share(0, 4))  # another looks at that part
+        CheckpointReader(folder, verify=verify, rank=ReaderRank(0, 4))  # another looks at that part
         path.write_bytes(good)
     CheckpointReader(folder, verify=verify)
 
