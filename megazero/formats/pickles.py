@@ -43,6 +43,9 @@ INERT = (
 )
 SafeGlobal = Callable[..., Any] | tuple[Any, str]
 """A function or class that torch's unpickler may call under its own name, or (function, another name)."""
+
+Saved = Mapping[str, Any]
+"""A mapping out of a file of `torch.save`, whose values may be anything."""
 _ZIP = b"PK\x03\x04"
 _NAMED = re.compile(r"GLOBAL ([\w.]+)")
 # Before this, torch's message advises to load the file without restrictions.

@@ -8,6 +8,7 @@ from typing import Any
 
 from megazero.formats.deepspeed.pickles import clone_tensors_for_torch_save
 from megazero.formats.deepspeed.vectors import Scale
+from megazero.formats.pickles import Saved
 
 # DeepSpeed's own keys in a model file; every other key is a value that the script gave (`client_state`).
 _OWN = frozenset(
@@ -51,14 +52,14 @@ class ForeignFacts:
     """
 
     counts: ForeignCounts = ForeignCounts()
-    options: Sequence[Mapping[str, Any]] = ()
-    schedule: Mapping[str, Any] | None = None
+    options: Sequence[Saved] = ()
+    schedule: Saved | None = None
     scale: Scale | None = None
-    client: Mapping[str, Any] = field(default_factory=dict)
+    client: Saved = field(default_factory=dict)
 
 
 def read_facts(
-    model: Mapping[str, Any], updates: int | None, groups: Sequence[Mapping[str, Any]], scale: Scale | None
+    model: Saved, updates: int | None, groups: Sequence[Saved], scale: Scale | None
 ) -> ForeignFacts:
     """Read the facts from the first model file and the optimizer.
 
@@ -82,7 +83,7 @@ def read_facts(
     )
 
 
-def count_updates(states: Mapping[Any, Any] | Sequence[Any], groups: Sequence[Mapping[str, Any]]) -> int:
+def count_updates(states: Mapping[Any, Any] | Sequence[Any], groups: Sequence[Saved]) -> int:
     """The largest count of updates in an optimizer's states or groups."""
     steps = [0]
     # Adam counts in each parameter's state, apex's FusedAdam in the groups.

@@ -20,6 +20,7 @@ from megazero.formats.deepspeed.pickles import load_states
 from megazero.formats.deepspeed.states import OptimizerStates, read_sharded, read_unsharded
 from megazero.formats.deepspeed.universal import read_universal
 from megazero.formats.deepspeed.vectors import Joined, Shapes, cut_parameters
+from megazero.formats.pickles import Saved
 
 Groups = Sequence[Shapes]
 """The parameters of each group of an optimizer, in its order."""
@@ -106,7 +107,7 @@ class ForeignFolder:
         for part in parts:
             part.tensor.copy_(self.tensor(part.key)[part.box.slices])
 
-    def _optimizer(self, rank: int, model: Mapping[str, Any], groups: Groups) -> OptimizerStates | None:
+    def _optimizer(self, rank: int, model: Saved, groups: Groups) -> OptimizerStates | None:
         """Masters and moments of a model-parallel rank; None if the run had no optimizer."""
         if self.files.universal:
             known = {
@@ -124,7 +125,7 @@ class ForeignFolder:
             self.files.of_optimizer(rank, int(model["dp_world_size"]))
         return read_sharded(self.files, rank, model)
 
-    def _add_module(self, model: Mapping[str, Any]) -> None:
+    def _add_module(self, model: Saved) -> None:
         module = model.get("module") or {}
         self.buffers |= set(model.get("buffer_names") or ())
         self.shared |= model.get("shared_params") or {}
@@ -143,7 +144,7 @@ class ForeignFolder:
         if any(Key(name) not in self._tensors for name in model.get("frozen_param_shapes") or ()):
             self._add_frozen(model)
 
-    def _add_frozen(self, model: Mapping[str, Any]) -> None:
+    def _add_frozen(self, model: Saved) -> None:
         """Add frozen parameters, which lie beside the module; at stage 3 each rank's file has its slices."""
         every = [model["frozen_param_fragments"]]
         if any(

@@ -28,6 +28,7 @@ from megazero.formats.deepspeed.vectors import (
     tensors_of,
     vector_of,
 )
+from megazero.formats.pickles import Saved
 
 Splitter = Callable[[Sequence[Tensor]], Iterator[tuple[str, Joined]]]
 """Splits the ranks' vectors into (parameter, tensor)."""
@@ -45,12 +46,12 @@ class OptimizerStates:
     """
 
     tensors: Mapping[tuple[str, str], Joined] = field(default_factory=dict)
-    groups: Sequence[Mapping[str, Any]] = ()
+    groups: Sequence[Saved] = ()
     updates: int = 0
     scale: Scale | None = None
 
 
-def read_sharded(files: Files, rank: int, model: Mapping[str, Any]) -> OptimizerStates:
+def read_sharded(files: Files, rank: int, model: Saved) -> OptimizerStates:
     """Read the state of stages 1 to 3 from the files of all data-parallel ranks.
 
     Args:
@@ -77,7 +78,7 @@ def read_sharded(files: Files, rank: int, model: Mapping[str, Any]) -> Optimizer
     return OptimizerStates(join_ranks(every, shapes), groups, updates, Scale.of(saved))
 
 
-def join_ranks(ranks: Sequence[Mapping[str, Any]], shapes: Sequence[Shapes]) -> dict[tuple[str, str], Joined]:
+def join_ranks(ranks: Sequence[Saved], shapes: Sequence[Shapes]) -> dict[tuple[str, str], Joined]:
     """Join the masters and moments of a model-parallel rank: (parameter, kind) -> tensor.
 
     Args:

@@ -21,6 +21,7 @@ from megazero.formats.deepspeed.facts import count_updates
 from megazero.formats.deepspeed.pickles import load_states
 from megazero.formats.deepspeed.states import OptimizerStates
 from megazero.formats.deepspeed.vectors import Joined, Scale, Shapes
+from megazero.formats.pickles import Saved
 
 MASTER, STEP = "fp32", "step"
 """Names, without ``.pt``, of the files of masters and of counts of updates."""
@@ -42,7 +43,7 @@ class ParameterFile:
 
     parameter: str
     kind: str
-    facts: Mapping[str, Any]
+    facts: Saved
     value: Any
 
 
@@ -67,7 +68,7 @@ def parameter_file(path: Path, load: Open) -> ParameterFile:
     return ParameterFile(path.parent.name, path.stem, facts, facts["param"])
 
 
-def optimizer_facts(folder: Path, load: Open) -> Mapping[str, Any]:
+def optimizer_facts(folder: Path, load: Open) -> Saved:
     """The optimizer's state besides tensors; empty if the checkpoint has none."""
     path = folder / "optimizer_state.pt"
     return load(path) if path.exists() else {}
@@ -85,7 +86,7 @@ def read_universal(folder: Path, shapes: Shapes) -> OptimizerStates:
         CheckpointError: a file names a class that is not known.
     """
     tensors: dict[tuple[str, str], Joined] = {}
-    steps: list[Mapping[str, Any]] = []
+    steps: list[Saved] = []
     for file in parameter_files(folder, load_states):
         name, value = file.parameter, file.value
         if file.kind == STEP:

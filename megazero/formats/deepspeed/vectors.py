@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.errors import DamagedCheckpointError
+from megazero.formats.pickles import Saved
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Parameter -> its shape, in the order of a flat vector."""
@@ -95,13 +96,13 @@ def group_state(base: Any, number: int) -> Mapping[str, Tensor]:
     return tensors_of(entry) if isinstance(entry, Mapping) else joined_states(dict(enumerate(entry)))
 
 
-def joined_states(states: Mapping[Any, Mapping[str, Any]]) -> Mapping[str, Tensor]:
+def joined_states(states: Mapping[Any, Saved]) -> Mapping[str, Tensor]:
     """Concatenate the vectors of numbered states, by kind."""
     parts = [tensors_of(states[number]) for number in sorted(states)]
     return {kind: torch.cat([part[kind] for part in parts]) for kind in (parts[0] if parts else ())}
 
 
-def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def tensors_of(state: Saved) -> dict[str, Tensor]:
     """The moments of a state; a counter may be a tensor too, but has no dims."""
     return {
         kind: vector_of(value) for kind, value in state.items() if isinstance(value, Tensor) and value.dim()
@@ -128,7 +129,7 @@ class Scale:
     hysteresis: int | None
 
     @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> Scale | None:
+    def of(cls, saved: Saved) -> Scale | None:
         """Read a dynamic loss scale from an optimizer's state or the loss scaler in it; None without one."""
         scaler = vars(saved["loss_scaler"]) if "loss_scaler" in saved else saved
         if not isinstance(scaler, Mapping) or "last_overflow_iter" not in scaler:

@@ -37,7 +37,7 @@ EXPANDED_LIMITS = (
 
 
 def _bounds(dim: str, sizes: Sizes) -> tuple[int, ...]:
-    """Offsets of the kinds among a group's channels in the convolution (C) or projection (R); the last ends."""
+    """Offsets of the kinds in a group's part of the convolution (C) or projection (R), and their end."""
     width, channels = sizes["W"], sizes["C"]
     mixed = (width, (width + channels) // 2, channels)
     return (0, *mixed) if dim == "C" else (0, width, *(width + end for end in mixed), sizes["R"])
