@@ -35,7 +35,7 @@ import torch.distributed as dist
 from megazero.checkpoint import directory as directory_module
 from megazero.checkpoint.blocks import BLOCK, FileRecord
 from megazero.checkpoint.by_parts import PartDescription
-from megazero.checkpoint.directory import DirectoryInParts, Share, Wanted
+from megazero.checkpoint.directory import DirectoryInParts, ReaderRank, Wanted
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.manifest import INDEX, MANIFEST, Manifest, read_manifest
 from megazero.checkpoint.part import Part
@@ -410,12 +410,12 @@ def resuming(world: World, folder: Path) -> dict[str, float]:
                 reader = rank * ranks // world.ranks
                 optimizer, context = job.built(ranks, reader)
                 wanted = [Wanted(part.key, part.box) for part in parts_to_read(optimizer, context)]
-                directory = DirectoryInParts(folder, manifest, content, Share.of(context))
+                directory = DirectoryInParts(folder, manifest, content, ReaderRank.of(context))
                 directory.find(wanted)
                 row = f"resume: parts read, {name}"
                 facts[row] = max(facts[row], len(reads))
         _, facts["resume: bytes of the open index"] = held(
-            lambda: DirectoryInParts(folder, manifest, content, Share())
+            lambda: DirectoryInParts(folder, manifest, content, ReaderRank())
         )
     finally:
         directory_module.read_part = real

@@ -1,6 +1,6 @@
-"""checkpoint: logical tensors, stored as the shards that ranks own and read in whatever parts a rank needs.
+"""checkpoint: logical tensors, written as each rank's shards and read in any layout.
 
-`box` and `part` say what is where, `shards` what a rank holds. `saver` writes a checkpoint over all ranks
-(`writer` its files), `reader` reads it; `tensor_file`, `blocks` and `disk` are the storage below, `manifest`
-and `folder` what makes files a checkpoint and folders a run's.
+`box` and `part` describe parts of tensors, `shards` the parts that a rank holds. `saver` writes a checkpoint
+from all ranks, `reader` reads it. Below are `tensor_file`, `blocks` and `disk`; `manifest` describes one
+checkpoint, `folder` a run's folder of them.
 """

@@ -1,6 +1,6 @@
-"""Files checked block by block: hashes made while writing, compared while reading.
+"""Files with a hash for each block, made while writing and compared while reading.
 
-A hash per block, not per file, lets a rank that needs a part of a file check what it reads and nothing else.
+With one hash per file, a rank that needs a few rows would have to read the whole file to check them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _THREADS = 3
 
 @dataclass(frozen=True)
 class FileRecord:
-    """The known facts about a file.
+    """Size and hashes of a file.
 
     Attributes:
-        size: the size in bytes.
-        blocks: the xxh3_64 of each block, in hex; empty if it was not hashed.
+        size: bytes.
+        blocks: the xxh3_64 of each block, in hex; empty for a file that was not hashed.
     """
 
     size: int
@@ -62,13 +62,13 @@ class BlockHasher:
             data = data[len(piece) :]
 
     def record(self) -> FileRecord:
-        """Size and hashes of everything so far."""
+        """Return size and hashes of everything so far."""
         last = (self._hash.hexdigest(),) if self._size % self._block_size else ()
         return FileRecord(self._size, (*self._done, *last))
 
 
 def record_of(data: bytes) -> FileRecord:
-    """The size and the hashes of a file of this content."""
+    """Size and hashes of a file with this content."""
     hasher = BlockHasher()
     hasher.update(data)
     return hasher.record()
@@ -79,8 +79,8 @@ class BlockFile:
 
     Args:
         path: a regular file, not a link.
-        record: what the file must be; without one, or with one that has no hashes, nothing is compared.
-        verify: compare the hashes of blocks; the size is always compared.
+        record: the expected size and hashes; None checks neither.
+        verify: compare hashes too, not only the size.
         block_size: bytes per hash.
 
     Raises:
@@ -112,21 +112,27 @@ class BlockFile:
             self.close()
             raise
 
+    def __enter__(self) -> BlockFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def damage(self, what: str) -> DamagedCheckpointError:
-        """The error to raise, with what is wrong with this file in words."""
+        """The error to raise when `what` is wrong with this file."""
         return DamagedCheckpointError(
             f"`{self.path}` must be as it was written, but {what}; use another checkpoint"
         )
 
     def read_into(self, memory: memoryview, start: int) -> None:
-        """Fill `memory`, whose items are bytes, with as many bytes of the file from byte `start` on."""
+        """Fill `memory`, a view of bytes, from byte `start` of the file on."""
         self.read_spans([(start, memory)])
 
     def read_spans(self, spans: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill several memories, each from a byte of the file on.
+        """Fill several views of bytes, each from its start in the file on.
 
-        A block is read and checked once for all of them, and straight into them; the rest of it is held one
-        small piece at a time.
+        A block is read and checked once for all views in it. Its bytes go straight into the views; those that
+        no view wants pass through a small buffer, for the hash alone.
         """
         wanted: dict[int, list[tuple[int, memoryview]]] = defaultdict(list)
         for start, memory in sorted(spans, key=lambda span: span[0]):
@@ -142,7 +148,7 @@ class BlockFile:
         self._read_blocks(wanted)
 
     def verify_all(self) -> None:
-        """Read all of the file and compare all hashes."""
+        """Read the whole file and compare all hashes, using little memory."""
         self._verified.clear()
         self._read_blocks({block: [] for block in range(len(self._hashes))})
 
@@ -162,12 +168,12 @@ class BlockFile:
             self._read_block(*next(iter(wanted.items())))
             return
         reads = [self._threads.submit(self._read_block, block, spans) for block, spans in wanted.items()]
-        wait(reads)  # for all of them: once this raises, nobody may still be writing into the memory
+        wait(reads)  # once this raises, no thread may still be writing into the memory
         for read in reads:
             read.result()
 
     def _read_block(self, block: int, wanted: Sequence[tuple[int, memoryview]]) -> None:
-        """Check a block and fill memories from it, each from a byte of the file on, in ascending order."""
+        """Check a block and fill views from it; `wanted` is sorted by the start in the file."""
         if not self._hashes or block in self._verified:
             for start, memory in wanted:
                 self._read(memory, start)
@@ -175,7 +181,7 @@ class BlockFile:
         begin, end = self._range(block)
         digest, position, again = xxh3_64(), begin, []
         for start, memory in wanted:
-            if start < position:  # bytes that another memory was given too
+            if start < position:  # overlaps the previous view: read again below, as it is hashed already
                 again.append((start, memory))
                 continue
             self._pass_over(position, start, digest)
@@ -194,7 +200,7 @@ class BlockFile:
             self._read(memory, start)
 
     def _pass_over(self, start: int, stop: int, digest: xxh3_64) -> None:
-        """Hash bytes that nobody wants."""
+        """Hash bytes that no view wants."""
         buffer = memoryview(bytearray(min(_PIECE, stop - start)))
         for position in range(start, stop, _PIECE):
             piece = buffer[: min(_PIECE, stop - position)]

@@ -1,8 +1,8 @@
-"""Boxes: axis-aligned parts of a tensor, the terms in which checkpoints say what lies where.
+"""Boxes: axis-aligned parts of a tensor, by which checkpoints say where elements are.
 
-The part of a parameter that a rank owns may be a range of its flattened slice. In memory order such a range
-is a few boxes one after another: the rest of a row, whole rows, the beginning of a row. Boxes of the whole
-tensor mean the same thing on every layout.
+ZeRO cuts a parameter's flattened slice, so a rank owns a range of elements. In memory order such a range is a
+few boxes: the rest of a row, whole rows, the beginning of a row. Boxes, given in coordinates of the whole
+tensor, mean the same on every layout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PRIME = (1 << 61) - 1
 
 @dataclass(frozen=True, order=True)
 class Box:
-    """Part of a tensor: its offset and its shape, along each dim."""
+    """A part of a tensor: its offset and its size along each dim."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -29,19 +29,20 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """The number of elements in it."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def fingerprint(self) -> int:
-        """A number whose sum over boxes modulo `PRIME` is that of the whole, if they cover it exactly once.
+        """A hash that is additive modulo `PRIME`: boxes that cover a tensor once sum to the whole's.
 
-        It is a polynomial with a term for each element, at a fixed point, so others have another sum, but for
-        one in 2^40 or fewer (Schwartz 1980). Up to a factor that depends on the number of dims alone.
+        Each element is a term of a polynomial, evaluated at a fixed point (times a factor that depends on the
+        number of dims alone). Boxes that do not cover the tensor once have the same sum with a probability of
+        at most 2^-40 (Schwartz 1980).
         """
         total = 1
         for dim, (start, size) in enumerate(zip(self.offset, self.shape, strict=True)):
-            point = pow(5, pow(3, 101 * (dim + 1), PRIME), PRIME)  # no small power of that of another dim
+            point = pow(5, pow(3, 101 * (dim + 1), PRIME), PRIME)  # no small power of another dim's point
             total = total * pow(point, start, PRIME) * (pow(point, size, PRIME) - 1) % PRIME
         return total
 
@@ -57,11 +58,11 @@ class Box:
         )
 
     def shifted(self, by: Iterable[int]) -> Box:
-        """The box moved along each dim."""
+        """The box moved by an offset along each dim."""
         return Box(tuple(o + d for o, d in zip(self.offset, by, strict=True)), self.shape)
 
     def overlap(self, other: Box) -> Box | None:
-        """The part that both have in common, or None."""
+        """The intersection, or None."""
         starts, shape = [], []
         for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
             start = max(a, b)
@@ -77,7 +78,7 @@ class Box:
 
 
 def boxes_of_span(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that make up elements `start` to `stop` of a flattened tensor, in that order."""
+    """Boxes with elements `start` to `stop` of a flattened tensor, in memory order."""
     if start >= stop:
         return
     if not shape:
@@ -117,7 +118,7 @@ def gaps_or_overlaps(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None
 
 
 def _colliding(boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
-    """Pairs of boxes that overlap; boxes come in the order of their offsets: a sweep along the first dim."""
+    """Pairs of boxes that overlap, by a sweep along the first dim; `boxes` are sorted by offset."""
     active: list[Box] = []
     for box in boxes:
         if not box.shape:

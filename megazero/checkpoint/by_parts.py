@@ -1,7 +1,7 @@
-"""The description of a checkpoint that several ranks wrote: by parts, of which each rank writes its own.
+"""The description of a checkpoint that several ranks wrote: an index, and one part for each rank.
 
-So no rank gathers what all have written. The index that all readers read is as large as the list of the
-model's tensors; where their pieces lie is said by the parts, of which a reader reads those that it needs.
+No rank gathers what all ranks have written. The index, which every reader reads, lists the logical tensors
+and the ranks that wrote pieces of each. The parts say where the pieces lie; a reader opens the few it needs.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ _NUMBERED = re.compile(r"[a-z-]+-([0-9]{5,18})-of-[0-9]{5,18}\.safetensors")
 
 
 class ListedTensor(TensorModel):
-    """One logical tensor of a checkpoint in parts, which make it up together.
+    """One logical tensor in the index of a checkpoint by parts.
 
     Attributes:
-        writers: (start, stop, step) of the numbers of the parts that may hold pieces of it; no other does.
+        writers: ranges (start, stop, step) of part numbers; only these parts can hold pieces of the tensor.
     """
 
     writers: tuple[tuple[Count, Count, Annotated[int, Field(gt=0)]], ...]
 
 
 class Contents(DescriptionModel):
-    """All logical tensors of a checkpoint in parts."""
+    """The index of a checkpoint by parts: all its logical tensors."""
 
     tensors: tuple[ListedTensor, ...]
 
     def trouble(self) -> str | None:
-        """Return what is wrong with it, in words; None if nothing is."""
+        """Return the first fault, in words, or None."""
         return first_trouble(self.tensors)
 
 
 class PartDescription(DescriptionModel):
-    """The files that one rank wrote, and what lies in them.
+    """One part: the files that one rank wrote, and the pieces in them.
 
     Attributes:
-        save: the name of the save that it belongs to.
-        number: its number, which the names of its files have too.
-        files: these files.
-        tensors: the logical tensors with pieces in them, and these pieces alone.
+        save: the random name of the save, the same in all its parts.
+        number: the part's number, which is also in the names of its files.
+        files: the files, by name.
+        tensors: the logical tensors with pieces in these files, each with these pieces alone.
     """
 
     save: Hash
@@ -71,7 +71,7 @@ class PartDescription(DescriptionModel):
     tensors: tuple[Logical, ...]
 
     def trouble(self, contents: Mapping[Key, ListedTensor]) -> str | None:
-        """Return what is wrong with it, in words, given all tensors of the checkpoint; None if nothing is."""
+        """Return the first fault, in words, given the checkpoint's index; None if there is none."""
         for tensor in self.tensors:
             known = contents.get(tensor.key)
             if known is None or (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
@@ -94,16 +94,16 @@ def part_name(number: int, count: int) -> str:
 
 
 def number_of(name: str) -> int | None:
-    """The number of the part that a tensor file belongs to, by its name."""
+    """The number of the part in a tensor file's name; None if the name has none."""
     match = _NUMBERED.fullmatch(name)
     return int(match[1]) - 1 if match else None
 
 
 def read_part(folder: Path, manifest: Manifest, number: int) -> PartDescription:
-    """Read one part of a description; whether it fits the whole is for `PartDescription.trouble`.
+    """Read one part; `PartDescription.trouble` checks it against the index.
 
     Raises:
-        DamagedCheckpointError: it is missing, changed, ill-formed, or of another save.
+        DamagedCheckpointError: the part is missing, changed, ill-formed, or of another save.
     """
     path = folder / part_name(number, manifest.parts)
     part = parse(PartDescription, unsealed(path), path)

@@ -1,8 +1,8 @@
-"""Whether the model that a description names can lie in the tensors beside it.
+"""Check that a described model is no larger than the tensors beside its description.
 
 A description is a small file that anyone can write: it may name a million layers, or a width that no memory
-holds. Whoever reads one looks here before anything is built from it, a table of names included. This bounds
-what is built by the files that exist; whether each tensor fits is for later, when all names are known.
+holds. Every reader calls this before it builds anything from one, even a table of names, so that work and
+memory are bounded by the files that exist. Whether each tensor fits is checked later, by name.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _LAYER = re.compile(r"layers\.([0-9]+)\.")
 def check_saved_model(
     model: ModelConfig, vocab_size: int, shapes: Mapping[Key, tuple[int, ...]], where: object
 ) -> None:
-    """`check_described` for a checkpoint of ours, given the shapes of its tensors.
+    """Call `check_described` for a megazero checkpoint, given the shapes of its tensors.
 
     Raises:
-        CheckpointError: as there.
+        CheckpointError: see `check_described`.
     """
     weights = {key.name: shape for key, shape in shapes.items() if key.kind == WEIGHT}
     numbers = {match[1] for name in weights if (match := _LAYER.match(name))}
@@ -39,20 +39,20 @@ def check_saved_model(
 def check_described(
     model: ModelConfig, vocab_size: int, shapes: Iterable[tuple[int, ...]], layers: int, where: object
 ) -> None:
-    """Refuse a description of more than the tensors hold; takes no longer than going through these.
+    """Refuse a description of a larger model than the tensors hold, in time linear in their number.
 
     Args:
-        model, vocab_size: what the description says.
-        shapes: of all tensors.
-        layers: the most layers that they can be of.
+        model, vocab_size: the described model.
+        shapes: the shapes of all tensors.
+        layers: the largest number of layers that the tensors can belong to.
         where: the description, for messages.
 
     Raises:
-        CheckpointError: it names more layers, a size that no tensor has room for, or more weights.
+        CheckpointError: the model has more layers, a dim larger than any tensor, or more weights.
     """
     shapes_of = model.layer_shapes
     whole = model.num_layers if shapes_of is None else sum(bool(s.groups or s.width) for s in shapes_of)
-    # Those that predict further tokens are among them, and those without any part are not.
+    # Layers for multi-token prediction have tensors too; heterogeneous layers without any part have none.
     if (number := len(model.further_layers) + whole) > layers:
         raise _refusal(where, f"`num_layers` makes {number}, and they are of at most {layers}")
     pattern = model.moe_layer_freq or (1,)
@@ -83,7 +83,7 @@ def check_described(
 
 
 Size = tuple[str, int]
-"""A setting, and the size of a dim that it makes, which some tensor must have."""
+"""A setting, and the size of the dim that it sets; some tensor must be that large."""
 
 
 def _ends(spec: ModelSpec, vocab_size: int) -> Iterator[Size]:
@@ -108,17 +108,17 @@ def _sizes(layer: LayerSpec) -> Iterator[Size]:
 
 
 def _least_elements(spec: ModelSpec, vocab_size: int) -> int:
-    """A lower bound of the number of weights: those of all matrices but routers."""
+    """A lower bound of the number of weights: all matrices but the routers'."""
     hidden, classes = spec.stream.width, spec.head.classes
     rows = vocab_size * (1 if spec.head.tied or classes is not None else 2)
     return hidden * (rows + spec.embedding.positions + (classes or 0) + sum(map(_least_rows, spec.layers)))
 
 
 def _least_rows(layer: LayerSpec) -> int:
-    """The rows that the matrices of a layer have together at least, of the hidden width."""
+    """A lower bound of the layer's rows of hidden width, summed over its matrices."""
     rows = 0
     match layer.attention:
-        case LatentAttentionSpec(heads=heads, rank=rank, query_rank=narrow):  # those that see hidden states
+        case LatentAttentionSpec(heads=heads, rank=rank, query_rank=narrow):  # only matrices [.., hidden]
             rows += (narrow or heads * layer.attention.head_dim) + rank + heads * layer.attention.value_dim
         case AttentionSpec(heads=heads, groups=groups, head_dim=width):
             rows += 2 * width * (heads + groups)

@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint lie, whether its description is whole or by parts."""
+"""Lookup of pieces: which files hold a box of a tensor, for both forms of a description."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _KEPT_PARTS = 64
 
 
 @dataclass(frozen=True)
-class Share:
-    """The place of a reader among those that open a checkpoint together, each for its own share.
+class ReaderRank:
+    """One of the processes that open a checkpoint together.
 
     Attributes:
-        rank, ranks: its number, and how many there are.
-        within_stage: its place among the ranks of its pipeline stage, as a fraction.
+        rank, ranks: its number, and the number of processes.
+        within_stage: its place among the ranks of its pipeline stage, from 0 to 1.
     """
 
     rank: int = 0
@@ -43,15 +43,15 @@ class Share:
     within_stage: float = 0.0
 
     @classmethod
-    def of(cls, context: ParallelContext) -> Share:
-        """The place of a rank of a job, all ranks of which open the checkpoint."""
+    def of(cls, context: ParallelContext) -> ReaderRank:
+        """This rank of a job whose ranks all open the checkpoint."""
         stage = context.groups["stage"]
         return cls(context.rank, context.world_size, stage.rank / stage.size)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A box of a logical tensor that somebody looks for."""
+    """A box of a logical tensor to look up."""
 
     key: Key
     box: Box
@@ -61,29 +61,29 @@ class Directory(Protocol):
     """The description of one checkpoint.
 
     Attributes:
-        tensors: the facts about each logical tensor.
+        tensors: the logical tensors, by key.
     """
 
     tensors: Mapping[Key, TensorModel]
 
     def find(self, wanted: Sequence[Wanted]) -> list[list[Piece]]:
-        """The pieces that overlap each box, which they cover exactly once.
+        """The pieces that overlap each box.
 
         Raises:
-            DamagedCheckpointError: they do not, or a part of the description is damaged.
+            DamagedCheckpointError: the pieces do not cover a box exactly once, or a part is damaged.
         """
 
     def entry(self, name: str) -> FileEntry:
-        """The facts about a tensor file in which `find` has found a piece."""
+        """Size and hashes of a tensor file that `find` has named."""
 
     def listed(self, name: str) -> Sequence[tuple[TensorModel, Piece]]:
-        """The pieces in a tensor file, and the tensors that they are of."""
+        """The pieces in a tensor file, each with its tensor."""
 
     def files(self) -> Mapping[str, FileEntry]:
-        """All files of the checkpoint but those of the description by parts; reads all of that."""
+        """All files of the checkpoint except the parts, which are all read for this."""
 
     def whole(self) -> Index:
-        """All tensors with all their pieces; reads all of the description.
+        """All tensors with all their pieces; reads the whole description.
 
         Raises:
             DamagedCheckpointError: the pieces do not cover the tensors, or a part is damaged.
@@ -91,11 +91,11 @@ class Directory(Protocol):
 
 
 class WholeDirectory(Directory):
-    """A description in two files, of what one process wrote.
+    """The description that one process wrote: a manifest and one index.
 
     Args:
-        folder, manifest: those of the checkpoint.
-        content: the content of its index.
+        folder, manifest: the checkpoint's.
+        content: the bytes of its index.
 
     Raises:
         DamagedCheckpointError: the index is ill-formed or does not fit the files.
@@ -132,23 +132,22 @@ class WholeDirectory(Directory):
 
 
 class DirectoryInParts(Directory):
-    """A description by parts, of what several ranks wrote; parts are read when they are needed.
+    """The description that several ranks wrote by parts, each read when it is needed.
 
     Args:
-        folder, manifest: those of the checkpoint.
-        content: the content of its index.
-        share: the reader's place among those that open the checkpoint together, from which it follows which
-            parts most likely hold what it looks for. Others follow by their distance.
+        folder, manifest: the checkpoint's.
+        content: the bytes of its index.
+        rank: this process among those that read; the search begins at the part of the same place.
 
     Raises:
         DamagedCheckpointError: the index is ill-formed.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, content: bytes, share: Share):
+    def __init__(self, folder: Path, manifest: Manifest, content: bytes, rank: ReaderRank):
         contents = parse(Contents, content, folder / INDEX)
         if wrong := contents.trouble():
             raise _misfit(folder / INDEX, wrong)
-        self._folder, self._manifest, self._share = folder, manifest, share
+        self._folder, self._manifest, self._rank = folder, manifest, rank
         self._listed = {tensor.key: tensor for tensor in contents.tensors}
         self.tensors: Mapping[Key, TensorModel] = MappingProxyType(self._listed)
         self._parts: dict[int, PartDescription] = {}
@@ -204,10 +203,10 @@ class DirectoryInParts(Directory):
         return _checked(Index(tensors=tuple(tensors)), self.files(), self._folder)
 
     def part(self, number: int) -> PartDescription:
-        """One part; of those that were read, the latest are kept.
+        """One part, read or cached; the `_KEPT_PARTS` parts used last are cached.
 
         Raises:
-            DamagedCheckpointError: it is damaged, of another save, or does not fit the index.
+            DamagedCheckpointError: the part is damaged, of another save, or does not fit the index.
         """
         part = self._parts.pop(number, None)
         if part is None:
@@ -221,22 +220,21 @@ class DirectoryInParts(Directory):
 
     def _part_of(self, name: str) -> PartDescription:
         number = number_of(name)
-        assert number is not None, "names of files in parts are checked when these are read"
+        assert number is not None, "the names of a part's files are checked when it is read"
         return self.part(number)
 
     def _nearest_first(self, keys: Iterable[Key]) -> Iterator[int]:
-        """Numbers of parts, from those on that most likely hold these tensors.
+        """All part numbers, the most likely to hold these tensors first, then by distance from those.
 
-        These are the one with the reader's number, or the one at its place in the stage that wrote a tensor.
+        On the same layout that is the part of the reader's own rank; on another, the part at the reader's
+        place within the pipeline stage that wrote the tensor.
         """
-        near = {self._share.rank * self._manifest.parts // self._share.ranks}
+        near = {self._rank.rank * self._manifest.parts // self._rank.ranks}
         for key in keys:
             runs = [range(*run) for run in self._listed[key].writers]
-            first, last = (
-                min((run[0] for run in runs if run), default=0),
-                max((run[-1] for run in runs if run), default=0),
-            )
-            near.add(first + int(self._share.within_stage * (last + 1 - first)))
+            first = min((run[0] for run in runs if run), default=0)
+            last = max((run[-1] for run in runs if run), default=0)
+            near.add(first + int(self._rank.within_stage * (last + 1 - first)))
         passed: set[int] = set()
         for distance in range(self._manifest.parts):
             numbers = {place + shift for place in near for shift in (-distance, distance)}

@@ -1,7 +1,7 @@
-"""`Disk`: the only way in which checkpoints change the file system.
+"""`Disk`: every change that checkpoints make to the file system.
 
-Whether a checkpoint is always either whole or invisible depends on the order of a few changes. All of them go
-through one object, so that a test can count them, stop after any of them and make any of them fail.
+That a checkpoint is at any moment either whole or invisible depends on the order of a few changes. All go
+through one object, so that a test can count them, stop after any of them, and make any of them fail.
 """
 
 from __future__ import annotations
@@ -12,31 +12,64 @@ import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 _SENT_BYTES = 8 << 20
 _Filled = TypeVar("_Filled")
 
 
-class File(Protocol):
-    """A new file that is written from its beginning to its end."""
+class File:
+    """A new file, written unbuffered from beginning to end.
+
+    Bytes go to the medium while later ones are still being written.
+
+    Args:
+        path: the file, which must not exist yet, not even as a link.
+    """
+
+    def __init__(self, path: Path):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        self._descriptor = os.open(path, flags, 0o666)
+        self._written = 0
+        self._sent = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append all of `data`, whose items are bytes."""
+        """Append all of `data`, a view of bytes."""
+        data = memoryview(data)
+        while data:
+            count = os.write(self._descriptor, data)
+            data = data[count:]
+            self._written += count
+        if self._written - self._sent >= _SENT_BYTES:
+            self._send()
 
     def sync(self) -> None:
-        """Return when what was written is on the medium."""
+        """Return when everything written is on the medium."""
+        os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
 
-    def __enter__(self) -> File: ...
+    def __enter__(self) -> File:
+        return self
 
-    def __exit__(self, *error: object) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _send(self) -> None:
+        # Saying that pages are not needed makes Linux start to write them out, without waiting for it, so
+        # that `sync` has little left to do. Once on the medium, they make room for what is needed.
+        if hasattr(os, "posix_fadvise"):
+            length = self._written - self._sent
+            os.posix_fadvise(self._descriptor, self._sent, length, os.POSIX_FADV_DONTNEED)
+        self._sent = self._written
 
 
 class Disk:
-    """A POSIX file system. Whatever the system refuses is raised as OSError, unchanged.
+    """A POSIX file system. Its OSErrors are raised unchanged.
 
     `make_folder`, `create`, `rename`, `sync_folder`, `remove_file` and `remove_folder` are one change
     each, and so is each call of a `File`. The other methods are built from them.
@@ -48,28 +81,27 @@ class Disk:
 
     def create(self, path: Path) -> File:
         """Make a file, which must not exist yet, not even as a link."""
-        return _PosixFile(path)
+        return File(path)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Rename in one step. A file replaces one of that name; a folder needs a free name.
+        """Rename atomically. A file replaces one called `new`; a folder needs that name free.
 
         Raises:
-            FileExistsError: `old` is a folder, and something is called `new` already.
+            FileExistsError: `old` is a folder, and `new` exists.
         """
-        # The system would replace an empty folder.
+        # rename(2) would replace an empty folder.
         if _is_folder(old) and os.path.lexists(new):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
         os.rename(old, new)
 
     def sync_folder(self, path: Path) -> None:
-        """Return when the names in a folder are on the medium, if its file system supports that."""
+        """Return when the entries of a folder are on the medium, if its file system supports that."""
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
         except OSError as error:
-            if (
-                error.errno != errno.EINVAL
-            ):  # from file systems where names are on the medium anyway, or never
+            # Some file systems have no fsync of folders: entries are written through, or never for certain.
+            if error.errno != errno.EINVAL:
                 raise
         finally:
             os.close(folder)
@@ -83,7 +115,7 @@ class Disk:
         os.rmdir(path)
 
     def make_parents(self, path: Path) -> None:
-        """Make a folder and whatever is missing above it, and put their names on the medium."""
+        """Make a folder and its missing parents, and put their names on the medium."""
         if path.is_dir():
             return
         self.make_parents(path.parent)
@@ -104,10 +136,10 @@ class Disk:
         self.remove_folder(path)
 
     def write_text(self, path: Path, text: str) -> None:
-        """Write a small file so that its name has, at any moment, its old content or all of the new one.
+        """Replace the content of a small file atomically; the new content is on the medium on return.
 
-        It is on the medium on return. If the system refuses a step, the old content stays and nothing else is
-        left; a process that is killed may leave a hidden file beside it.
+        If a step fails, the old content stays and nothing else is left. A process that is killed may leave a
+        hidden file beside it.
         """
         aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
@@ -124,14 +156,13 @@ class Disk:
 
 
 def appear(disk: Disk, out: Path, fill: Callable[[Path], _Filled]) -> _Filled:
-    """Let `fill` write into a hidden folder beside `out`, and rename it once all is on the medium.
+    """Let `fill` write into a hidden folder beside `out`, rename that to `out`, and return `fill`'s result.
 
-    If that fails, nothing is left. An empty folder at `out`, or a link to one, is replaced. Returns what
-    `fill` does.
+    If that fails, nothing is left. An empty folder at `out`, or a link to one, is replaced.
     """
     aside = out.with_name(f".{out.name}.partial")
     disk.make_parents(out.parent)
-    if aside.exists():  # a run was killed
+    if aside.exists():  # left by a process that was killed
         disk.remove(aside)
     disk.make_folder(aside)
     try:
@@ -147,47 +178,6 @@ def appear(disk: Disk, out: Path, fill: Callable[[Path], _Filled]) -> _Filled:
         raise
     disk.sync_folder(out.parent)
     return filled
-
-
-class _PosixFile(File):
-    """A file descriptor, unbuffered. Bytes go to the medium while later ones are still being written."""
-
-    def __init__(self, path: Path):
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        self._descriptor = os.open(path, flags, 0o666)
-        self._written = 0
-        self._sent = 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        data = memoryview(data)
-        while data:
-            count = os.write(self._descriptor, data)
-            data = data[count:]
-            self._written += count
-        if self._written - self._sent >= _SENT_BYTES:
-            self._send()
-
-    def sync(self) -> None:
-        os.fsync(self._descriptor)
-
-    def _send(self) -> None:
-        # Saying that pages are not needed makes Linux start to write them out, without waiting for it, so
-        # that `sync` has little left to do. Once on the medium, they make room for what is needed.
-        if hasattr(os, "posix_fadvise"):
-            length = self._written - self._sent
-            os.posix_fadvise(self._descriptor, self._sent, length, os.POSIX_FADV_DONTNEED)
-        self._sent = self._written
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            descriptor, self._descriptor = self._descriptor, -1
-            os.close(descriptor)
-
-    def __enter__(self) -> _PosixFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _is_folder(path: Path) -> bool:

@@ -1,9 +1,9 @@
 """A run's folder: its checkpoints, which of them is the newest, and which are kept.
 
-A checkpoint is written in a hidden folder and becomes visible by one rename; then
-``latest_checkpointed_iteration.txt`` names it, as in Megatron. What is removed is hidden by one rename first.
-So whatever is visible at any moment is whole, and what a killed run leaves behind is hidden until the next
-run clears it.
+A checkpoint is written into a hidden folder and becomes visible by one rename; then
+``latest_checkpointed_iteration.txt`` names it, as in Megatron. To remove a checkpoint, one rename hides it
+first. So a visible checkpoint is whole at any moment, and a killed run leaves only hidden folders, which the
+next run clears.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from megazero.checkpoint.disk import Disk
-from megazero.checkpoint.manifest import LARGEST, STATE, parse_facts
+from megazero.checkpoint.manifest import LARGEST, STATE, json_object
 from megazero.checkpoint.tensor_file import read_bytes
 from megazero.errors import CheckpointError, DamagedCheckpointError
 
 LATEST = "latest_checkpointed_iteration.txt"
-_DIGITS = "([0-9]{7}|[1-9][0-9]{7,17})"  # so that an iteration has one name
+_DIGITS = "([0-9]{7}|[1-9][0-9]{7,17})"  # one spelling for each iteration
 _VISIBLE = re.compile(f"iter_{_DIGITS}")
 _LEFTOVER = re.compile(
     rf"\.iter_{_DIGITS}\.(partial|replaced|removed)|" + re.escape(f".{LATEST}.") + "[0-9a-f]{16}"
@@ -33,7 +33,7 @@ _HUGGING_FACE = (
     "a Hugging Face model",
     "train on with `pretrain_gpt.py --load-hf`, or import it with `megazero checkpoint from-hf`",
 )
-# A name found in folders that other programs wrote, what such a folder is, and what to do.
+# (file name in a folder of another program, what such a folder is, what to do with it)
 _FOREIGN = (
     ("manifest.json", "one checkpoint", "name the folder above it"),
     ("model.safetensors", *_HUGGING_FACE),
@@ -58,10 +58,10 @@ def hidden_folder(directory: str | Path, iteration: int, state: str) -> Path:
 
 
 def saved_iterations(directory: str | Path) -> list[int]:
-    """Iterations of the visible checkpoints, in ascending order; none if there is no such folder.
+    """Iterations of the visible checkpoints, in ascending order; none if the folder does not exist.
 
     Raises:
-        CheckpointError: it is not a folder, or may not be read.
+        CheckpointError: `directory` is not a folder, or may not be read.
     """
     try:
         names = os.listdir(directory)
@@ -79,8 +79,8 @@ def latest_iteration(directory: str | Path) -> int | None:
     """The iteration that ``latest_checkpointed_iteration.txt`` names, or None if there is no such file.
 
     Raises:
-        DamagedCheckpointError: it does not hold a number, or is not a file.
-        CheckpointError: it holds `release`, as Megatron writes for converted weights.
+        DamagedCheckpointError: the file does not hold a number, or is not a regular file.
+        CheckpointError: the file holds `release`, which Megatron writes for converted weights.
     """
     path = Path(directory) / LATEST
     if not os.path.lexists(path):
@@ -102,10 +102,10 @@ class Candidates:
     """Checkpoints to try, the best first.
 
     Attributes:
-        folders: the one that the run's file names, then the others, newest first; but those of which it is
-            known that something was wrong with the run come last, if there are others.
-        remarks: what was odd about the file.
-        states: the content of `state.json` of the folders that were looked into, so that it is read once.
+        folders: the checkpoint that the run's file names, then the others, newest first. Leading ones that
+            are known to be unhealthy are moved to the end, unless all are.
+        remarks: what is odd about the run's file, or why a checkpoint comes last.
+        states: the content of each ``state.json`` that was read for this, so that it is read once.
     """
 
     folders: tuple[Path, ...]
@@ -113,19 +113,19 @@ class Candidates:
     states: Mapping[Path, bytes] = field(default_factory=dict)
 
     def facts(self, folder: Path) -> dict[str, Any]:
-        """The content of a candidate's `state.json`, before anything else of the checkpoint is checked.
+        """A candidate's ``state.json``, before anything else of the checkpoint is checked.
 
         Raises:
-            DamagedCheckpointError: it cannot be read, or is not a JSON object.
+            DamagedCheckpointError: the file cannot be read, or is not a JSON object.
         """
-        return parse_facts(self.states.get(folder) or _state(folder), folder / STATE)
+        return json_object(self.states.get(folder) or _state(folder), folder / STATE)
 
 
 def candidates(directory: str | Path, iteration: int | None = None) -> Candidates:
-    """The checkpoints that may be loaded from a run's folder: any, or only the one of an iteration.
+    """The checkpoints to try when a run is resumed: all, or the one of `iteration`.
 
     Raises:
-        CheckpointError: another system wrote the folder, it cannot be read, or it has no such iteration.
+        CheckpointError: another program wrote the folder, it cannot be read, or it lacks the iteration.
     """
     directory = Path(directory)
     saved = _loadable(directory)
@@ -166,16 +166,16 @@ def candidates(directory: str | Path, iteration: int | None = None) -> Candidate
 
 
 def healthy(folder: Path, states: dict[Path, bytes] | None = None) -> bool:
-    """Whether nothing was wrong with the run when it saved a checkpoint, as far as that says.
+    """Whether a checkpoint's ``state.json`` says that the run was healthy when it saved.
 
-    One that does not say so is believed, and so is one that cannot be read: it will be found to be damaged.
-    What was read is added to `states`.
+    A file without that fact, from an older version, counts as healthy. So does one that cannot be read: the
+    load will refuse it as damaged. The content is added to `states`.
     """
     try:
         state = _state(folder)
         if states is not None:
             states[folder] = state
-        return parse_facts(state, folder / STATE).get("healthy") is not False
+        return json_object(state, folder / STATE).get("healthy") is not False
     except CheckpointError:
         return True
 
@@ -190,15 +190,11 @@ def was_healthy(directory: Path, iteration: int) -> bool:
 
 
 def _loadable(directory: Path) -> dict[int, Path]:
-    """The folder of each iteration's checkpoint: a killed run may have set one aside and not replaced it."""
+    """Iteration -> folder, with checkpoints that a killed run has set aside and not replaced."""
     places = {iteration: iteration_folder(directory, iteration) for iteration in saved_iterations(directory)}
-    if directory.is_dir():
-        aside = [
-            (leftover.restored, leftover.path)
-            for leftover in leftovers(directory)
-            if leftover.restored is not None
-        ]
-        places |= {int(restored.name.removeprefix("iter_")): path for restored, path in aside}
+    for leftover in leftovers(directory) if directory.is_dir() else ():
+        if leftover.restored is not None:
+            places[int(leftover.restored.name.removeprefix("iter_"))] = leftover.path
     return places
 
 
@@ -210,12 +206,12 @@ def _refuse_foreign(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Leftover:
-    """A file or folder that a killed run left, or that a running one is working on.
+    """A hidden file or folder that a killed run left, or that a running one is working on.
 
     Attributes:
-        path: its hidden path.
-        restored: the checkpoint that it becomes again, because its replacement was never finished; None if it
-            is only to be removed.
+        path: the hidden path.
+        restored: the visible path that `recover` gives back to a checkpoint whose replacement was never
+            finished; None for what `recover` removes.
     """
 
     path: Path
@@ -223,7 +219,7 @@ class Leftover:
 
 
 def leftovers(directory: str | Path) -> list[Leftover]:
-    """The files and folders that `recover` would clear, by name."""
+    """The files and folders that `recover` clears, sorted by name."""
     directory = Path(directory)
     entries = []
     for name in sorted(os.listdir(directory)):
@@ -238,7 +234,7 @@ def leftovers(directory: str | Path) -> list[Leftover]:
 
 
 def recover(disk: Disk, directory: Path, which: Callable[[Path], bool] = lambda path: True) -> None:
-    """Clear what a killed run or a failed save left, as far as `which` says; the caller holds the lock."""
+    """Remove or restore the leftovers for whose paths `which` is true; the caller holds the lock."""
     for leftover in leftovers(directory):
         if not which(leftover.path):
             continue
@@ -249,7 +245,7 @@ def recover(disk: Disk, directory: Path, which: Callable[[Path], bool] = lambda 
 
 
 def publish(disk: Disk, directory: Path, iteration: int) -> Path:
-    """Make a partial checkpoint, which is complete and synced, the newest visible one."""
+    """Make a partial checkpoint, which must be complete and synced, the newest visible one."""
     final = iteration_folder(directory, iteration)
     replaced = hidden_folder(directory, iteration, "replaced")
     if final.exists():
@@ -271,11 +267,11 @@ def publish(disk: Disk, directory: Path, iteration: int) -> Path:
 
 @dataclass(frozen=True)
 class Retention:
-    """The checkpoints to keep: the newest, and ...
+    """The rule by which older checkpoints are kept.
 
     Attributes:
-        last: this many of the newest; None keeps all.
-        every: those whose iteration is a multiple of this; None keeps no further ones.
+        last: the number of newest checkpoints to keep; None keeps all.
+        every: keep also iterations that are multiples of this; None keeps no more.
     """
 
     last: int | None = None
@@ -284,9 +280,9 @@ class Retention:
     def superseded(
         self, iterations: list[int], latest: int | None, well: Callable[[int], bool] = lambda iteration: True
     ) -> list[int]:
-        """Iterations that may be removed, oldest first.
+        """Iterations to remove, oldest first.
 
-        `latest`, which a resume would take, always stays, and so does the newest that was `well`.
+        `latest`, which a resume would take, always stays, and so does the newest for which `well` is true.
         """
         if self.last is None:
             return []
@@ -297,27 +293,25 @@ class Retention:
             if iteration != latest and not (self.every and iteration % self.every == 0)
         ]
         if removable and not any(well(iteration) for iteration in iterations if iteration not in removable):
-            removable = [
-                iteration
-                for iteration in removable
-                if iteration != next(filter(well, reversed(removable)), None)
-            ]
+            newest_well = next(filter(well, reversed(removable)), None)
+            removable = [iteration for iteration in removable if iteration != newest_well]
         return removable
 
 
 def prune(
     disk: Disk, directory: Path, retention: Retention, on_removed: Callable[[Path], None] = lambda path: None
 ) -> None:
-    """Remove the checkpoints that are not kept."""
+    """Remove the checkpoints that `retention` does not keep."""
     latest = latest_iteration(directory)
-    kept = partial(was_healthy, directory)
-    for iteration in retention.superseded(saved_iterations(directory), latest, kept):
+    for iteration in retention.superseded(
+        saved_iterations(directory), latest, partial(was_healthy, directory)
+    ):
         remove_checkpoint(disk, directory, iteration)
         on_removed(iteration_folder(directory, iteration))
 
 
 def remove_checkpoint(disk: Disk, directory: Path, iteration: int) -> None:
-    """Remove a visible checkpoint; it is invisible before the first of its files is removed."""
+    """Remove a visible checkpoint: hide it by one rename, then remove its files."""
     hidden = hidden_folder(directory, iteration, "removed")
     disk.rename(iteration_folder(directory, iteration), hidden)
     disk.sync_folder(directory)  # else a power cut could bring its name back without its files

@@ -1,4 +1,4 @@
-"""The checkpoint that a path means: the folder of a run, or of one checkpoint."""
+"""Turn a path that a user gives, of a run's folder or of one checkpoint, into a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megazero.errors import CheckpointError
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is one checkpoint, by its manifest or its name; otherwise it is a run's.
+    """Whether a folder is one checkpoint, by its manifest or its name, and not a run's folder.
 
     Raises:
-        CheckpointError: it is not a folder.
+        CheckpointError: `path` is not a folder.
     """
     if not path.is_dir():
         raise CheckpointError(
@@ -30,12 +30,12 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def no_checkpoint(path: Path) -> CheckpointError:
-    """The error to raise for a run's folder that has no checkpoint."""
+    """The error for a run's folder without a checkpoint."""
     return CheckpointError(f"`{path}` must hold a checkpoint, but has none; check the path")
 
 
 def checkpoints_of(path: Path) -> list[Path]:
-    """The one checkpoint, or all of a run, oldest first; then those that a killed run set aside.
+    """The checkpoint at `path`, or all of a run: the visible ones, oldest first, then those set aside.
 
     Raises:
         CheckpointError: there is none.
@@ -50,11 +50,11 @@ def checkpoints_of(path: Path) -> list[Path]:
 
 
 def one_checkpoint(path: Path, step: int | None = None) -> Path:
-    """The one checkpoint, or the one of a run that a resume would take; warnings go to standard error.
+    """The checkpoint at `path`, or the one of a run that a resume would take. Warns on standard error.
 
     Args:
         path: the folder of a run or, unless `step` is given, of a checkpoint.
-        step: take that of this step.
+        step: the iteration to take from a run's folder.
 
     Raises:
         CheckpointError: there is none.

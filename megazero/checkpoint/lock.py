@@ -1,9 +1,9 @@
-"""The right to write into a run's folder, and whether it is still the same folder.
+"""The lock on a run's folder, and the folder's identity.
 
 The system's lock belongs to a file, not to a name: when somebody deletes a folder and makes it anew, the next
-job gets a fresh lock while the first one goes on. So whoever holds a lock looks, before each change of the
-folder, whether the file of that name is still the one that it holds. Each checkpoint says which folder it was
-saved into, so one that came from elsewhere can be told later too.
+job gets a fresh lock while the first one goes on. So before each change of the folder, the holder checks that
+the file called `LOCK` is still the file that it has locked. Each checkpoint records the identity of the
+folder that it was saved into, so a copy from elsewhere is recognized later too.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from megazero.file_lock import this_process, try_lock
 
 LOCK = ".lock"
 FOLDER_FACT = "folder"
-"""The name under which a checkpoint's facts have the identity of the folder that it was saved into."""
+"""The key in a checkpoint's facts of the identity of the folder that it was saved into."""
 _IDENTITY = re.compile(rb"^folder ([0-9a-f]{32})$", re.MULTILINE)
 _LARGEST = 1000
 
 
 class WriterLock:
-    """The right to write into a folder, held by one job at a time; the system frees it at its end.
+    """The lock on a folder, which one job holds at a time; the system frees it when the process ends.
 
-    If the file system has no locks, a warning says so; then `check` sees another job once that has begun.
+    On a file system without locks, a warning says so; `check` then notices another job after it has begun.
 
     Attributes:
-        identity: a random name of the folder, which its lock file keeps from job to job and when it is moved.
+        identity: a random name of the folder, kept in its lock file from job to job and when it is moved.
 
     Raises:
-        CheckpointError: another job holds it.
+        CheckpointError: another job holds the lock.
     """
 
     def __init__(self, directory: Path):
@@ -46,14 +46,14 @@ class WriterLock:
         self._content = self._sign()
 
     def check(self) -> None:
-        """Return if the folder is still the one that this job may write into.
+        """Raise unless the folder is still the one that this job has locked.
 
-        A lock file that was deleted is made again if nobody else can have written meanwhile: the folder is
-        the same one, or has no checkpoint.
+        A deleted lock file is made again if no other job can have written meanwhile, that is, if the folder
+        is the same one or has no checkpoint.
 
         Raises:
-            LostFolderError: it was deleted and made anew, or replaced, and another job may write there.
-            CheckpointError: it is not there.
+            LostFolderError: the folder was made anew or replaced, and another job may write there.
+            CheckpointError: the folder is gone.
             OSError: the system refuses.
         """
         try:
@@ -61,21 +61,21 @@ class WriterLock:
         except FileNotFoundError:
             self._take_again()
             return
-        if not self._is_mine(there):
+        if not self._is_held(there):
             raise self._lost()
 
     def release(self) -> None:
-        """Let others write."""
+        """Free the lock."""
         for descriptor in (self._file, self._folder):
             if descriptor >= 0:
                 os.close(descriptor)
         self._file = self._folder = -1
 
     def _open(self) -> str | None:
-        """Lock the file of the lock's name, and keep the folder open, so that no other can have its number.
+        """Lock the file called `LOCK`, and keep the folder open, so that no new folder gets its inode number.
 
         Returns:
-            The folder's identity, if the file has one.
+            The folder's identity, if the file holds one.
 
         Raises:
             CheckpointError: another job holds the lock.
@@ -91,7 +91,7 @@ class WriterLock:
         match = _IDENTITY.search(os.pread(file, _LARGEST, 0))
         return match[1].decode() if match else None
 
-    def _is_mine(self, there: os.stat_result) -> bool:
+    def _is_held(self, there: os.stat_result) -> bool:
         try:
             same = os.path.samestat(there, os.fstat(self._file))
             return same and os.pread(self._file, _LARGEST, 0) == self._content
@@ -118,7 +118,7 @@ class WriterLock:
         self._content = self._sign()
 
     def _sign(self) -> bytes:
-        """Write who holds the lock; returns what the file holds."""
+        """Write this job's name and the folder's identity into the lock file; return the content."""
         content = f"{this_process()}\nfolder {self.identity}\njob {self._job}\n".encode()
         os.pwrite(self._file, content, 0)
         os.ftruncate(self._file, len(content))
@@ -134,11 +134,11 @@ class WriterLock:
 
 
 def saved_elsewhere(folder: Path, saved_into: str | None) -> str | None:
-    """Say that a checkpoint was not saved into the folder that it is in; None if nothing shows that.
+    """A warning that a checkpoint was saved into another folder than it is in now; None if nothing shows it.
 
     Args:
         folder: the checkpoint's folder.
-        saved_into: the identity of the run's folder that the checkpoint names.
+        saved_into: the identity of the run's folder, as the checkpoint recorded it.
     """
     try:
         match = _IDENTITY.search(_content(folder.parent / LOCK))
@@ -150,7 +150,7 @@ def saved_elsewhere(folder: Path, saved_into: str | None) -> str | None:
 
 
 def _locked(directory: Path) -> int:
-    """The folder's lock file, open and locked.
+    """Open and lock a folder's lock file; return its descriptor.
 
     Raises:
         CheckpointError: another job holds the lock.
@@ -177,7 +177,7 @@ def _locked(directory: Path) -> int:
 
 
 def _holder(path: Path) -> str | None:
-    """The process that holds a lock file, or held it last, in the file's words; None if it has none."""
+    """The process that holds a lock file, or held it last, as the file's first line says; None if empty."""
     try:
         first = _content(path).partition(b"\n")[0]
     except OSError:

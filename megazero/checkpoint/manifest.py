@@ -1,10 +1,10 @@
-"""The JSON files that make a folder of tensor files a checkpoint, and how they are checked.
+"""The JSON files that describe a checkpoint, and their checks.
 
-``manifest.json`` is written last, so a folder without it is not a checkpoint. What one process wrote (format
-2) it lists in full, each file with its size and the hashes of its blocks, and ``index.json`` says which box
-of which logical tensor lies in which file; what several ranks wrote (format 3) they describe by parts, see
-`by_parts`. The first line of a manifest or part is the hash of the rest. What is read here may come from
-anyone: sizes, names and boxes are checked before they are used.
+``manifest.json`` is written last, so a folder without it is not a checkpoint. In format 2, which one process
+writes, it lists every file with its size and the hashes of its blocks, and ``index.json`` says which box of
+which logical tensor lies in which file. In format 3 every rank describes its own files, see `by_parts`. The
+first line of a manifest or part is the hash of the rest. These files may come from anyone, so sizes, names
+and boxes are checked before they are used.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ MANIFEST = "manifest.json"
 INDEX = "index.json"
 STATE = "state.json"
 _FIRST_LINE = re.compile(rb'\{"checksum": "([0-9a-f]{16})",\n')
-# Nothing larger is a genuine description; the manifest for 2 TB of files has about 10 MB.
+# No genuine description is larger; the manifest for 2 TB of files has about 10 MB.
 LARGEST = 1 << 30
+
+Facts = Mapping[str, Any]
+"""The content of ``state.json``: whatever the run saves besides tensors."""
 
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200)]
@@ -40,7 +43,7 @@ Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 
 
 class DescriptionModel(BaseModel):
-    """Something that a description says, read strictly."""
+    """Base of the models of descriptions: strict, and without unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -62,20 +65,20 @@ class FileEntry(DescriptionModel):
 
     @property
     def record(self) -> FileRecord:
-        """The same in the form that the reader of files takes."""
+        """The entry as a `FileRecord`."""
         return FileRecord(self.size, self.blocks)
 
 
 class Manifest(DescriptionModel):
-    """The contents of a checkpoint.
+    """The content of ``manifest.json``.
 
     Attributes:
-        format: the format of the whole checkpoint.
+        format: the checkpoint's format, see the module.
         iteration: the iteration after which it was saved.
         block_size: bytes per hash.
-        files: all files but the manifest, by name; without those that parts describe.
-        save: a random name of this save, which its parts have too; None if it has no parts.
-        parts: the number of parts.
+        files: all files by name, except the manifest and the files that parts describe.
+        save: a random name of this save, repeated in its parts; None in format 2.
+        parts: the number of parts; 0 in format 2.
     """
 
     format: Literal[2, 3]
@@ -103,17 +106,17 @@ class Piece(DescriptionModel):
 
     @property
     def box(self) -> Box:
-        """The part of the tensor that it is."""
+        """The box of the tensor."""
         return Box(self.offset, self.shape)
 
 
 class TensorModel(DescriptionModel):
-    """The facts about one logical tensor.
+    """Name, dtype and shape of one logical tensor.
 
     Attributes:
         name, kind: its `Key`.
         dtype: the dtype as safetensors names it, such as F32.
-        shape: its shape, without padding.
+        shape: the shape, without padding of the vocabulary.
     """
 
     name: Annotated[str, StringConstraints(min_length=1, max_length=10_000)]
@@ -128,18 +131,18 @@ class TensorModel(DescriptionModel):
 
 
 class Logical(TensorModel):
-    """One logical tensor and where its elements are: the pieces of a whole one cover `shape` exactly once."""
+    """One logical tensor and its pieces, which in a whole description cover `shape` exactly once."""
 
     pieces: tuple[Piece, ...]
 
 
 class Index(DescriptionModel):
-    """All logical tensors of a checkpoint."""
+    """The content of ``index.json`` in format 2: all logical tensors of a checkpoint."""
 
     tensors: tuple[Logical, ...]
 
     def trouble(self, sizes: Mapping[str, int]) -> str | None:
-        """Return what is wrong with the index, in words, given the files' sizes; None if nothing is."""
+        """Return the first fault, in words, given the files' sizes in bytes; None if there is none."""
         return (
             first_trouble(self.tensors)
             or first_stray(self.tensors, sizes)
@@ -148,7 +151,7 @@ class Index(DescriptionModel):
 
 
 def first_trouble(tensors: Iterable[TensorModel]) -> str | None:
-    """The first thing wrong with the tensors themselves, in words."""
+    """The first fault of the tensors themselves, in words; None if there is none."""
     seen: set[Key] = set()
     for tensor in tensors:
         if tensor.key in seen:
@@ -156,21 +159,21 @@ def first_trouble(tensors: Iterable[TensorModel]) -> str | None:
         seen.add(tensor.key)
         if tensor.dtype not in DTYPES:
             return f"`{tensor.key}` has the unknown dtype {tensor.dtype!r}"
-        # Strides are counted as if a dim of size 0 had size 1.
+        # torch computes strides as if a dim of size 0 had size 1, and they must not overflow.
         if math.prod(max(size, 1) for size in tensor.shape) >= 1 << 60:
             return f"`{tensor.key}` has a shape beyond all memory"
     return None
 
 
 def first_stray(tensors: Iterable[Logical], sizes: Mapping[str, int]) -> str | None:
-    """The first piece that does not fit its tensor or its file, in words."""
+    """The first fault of a piece beside its tensor or its file, in words; None if there is none."""
     for tensor in tensors:
         for piece in tensor.pieces:
             if not len(piece.offset) == len(piece.shape) == len(tensor.shape):
                 return f"a piece of `{tensor.key}` has a different number of dims"
             if piece.file not in sizes or not piece.file.endswith(".safetensors"):
                 return f"`{tensor.key}` lies in {piece.file!r}, which the manifest does not list"
-            # Whoever reads the tensor allocates memory for it first.
+            # A reader allocates memory for the piece before it opens the file.
             if piece.box.numel * DTYPES[tensor.dtype].itemsize > sizes[piece.file]:
                 return f"a piece of `{tensor.key}` is larger than its file"
     return None
@@ -182,14 +185,14 @@ def _uncovered(tensor: Logical) -> str | None:
 
 
 def piece_name(key: Key, shape: tuple[int, ...], box: Box) -> str:
-    """The name of a piece in its file."""
+    """The name of a piece in its tensor file."""
     return str(key) if box == Box.whole(shape) else f"{key}{box}"
 
 
 def dump_manifest(
     iteration: int, files: Mapping[str, FileRecord], save: str | None = None, parts: int = 0
 ) -> bytes:
-    """The content of ``manifest.json``; `save` and `parts` are those of a checkpoint in parts."""
+    """The bytes of ``manifest.json``; `save` and `parts` are given in format 3."""
     manifest = Manifest(
         format=3 if parts else 2,
         iteration=iteration,
@@ -202,12 +205,12 @@ def dump_manifest(
 
 
 def entries_of(files: Mapping[str, FileRecord]) -> dict[str, FileEntry]:
-    """Return what a description says of files, by name."""
+    """The entries of files in a description, by name."""
     return {name: FileEntry(size=record.size, blocks=record.blocks) for name, record in sorted(files.items())}
 
 
 def sealed(text: str) -> bytes:
-    """A description, a JSON object, with its hash in the first line."""
+    """Put the hash of a JSON object into its first line."""
     rest = text.encode()[1:].removeprefix(b"\n") + b"\n"
     return b'{"checksum": "' + xxhash.xxh3_64_hexdigest(rest).encode() + b'",\n' + rest
 
@@ -216,12 +219,12 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check ``manifest.json``.
 
     Raises:
-        DamagedCheckpointError: it is missing, changed or ill-formed.
-        CheckpointError: it has another format.
+        DamagedCheckpointError: the file is missing, changed or ill-formed.
+        CheckpointError: the checkpoint has another format.
     """
     path = folder / MANIFEST
     rest = unsealed(path)
-    if (written := _plain(rest, path).get("format")) not in FORMATS:
+    if (written := json_object(rest, path).get("format")) not in FORMATS:
         raise CheckpointError(
             f"`{path}` must be of format {' or '.join(map(str, FORMATS))}, but is of {written!r}; use the "
             "version that wrote it"
@@ -230,7 +233,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def unsealed(path: Path) -> bytes:
-    """The JSON of a description that `sealed` made."""
+    """Read a file that `sealed` made, check its hash, and return the JSON without it.
+
+    Raises:
+        DamagedCheckpointError: the file is missing or changed.
+    """
     data = read_bytes(path, most=LARGEST)
     first = _FIRST_LINE.match(data)
     if first is None or xxhash.xxh3_64_hexdigest(data[first.end() :]).encode() != first[1]:
@@ -241,12 +248,12 @@ def unsealed(path: Path) -> bytes:
 
 
 def parse(model: type[_Model], data: bytes, path: Path) -> _Model:
-    """A validated description.
+    """Validate JSON; `path` is for messages.
 
     Raises:
-        DamagedCheckpointError: it is ill-formed; the first reason is named.
+        DamagedCheckpointError: the JSON does not fit the model; the first reason is named.
     """
-    _plain(data, path)  # refuses equal keys, of which the model would take the last
+    json_object(data, path)  # refuses equal keys, of which pydantic would take the last
     try:
         return model.model_validate_json(data)
     except ValidationError as error:
@@ -257,12 +264,12 @@ def parse(model: type[_Model], data: bytes, path: Path) -> _Model:
         ) from None
 
 
-def parse_facts(data: bytes, path: Path) -> dict[str, Any]:
-    """The content of ``state.json``."""
-    return _plain(data, path)
+def json_object(data: bytes, path: Path) -> dict[str, Any]:
+    """Parse a JSON object without equal keys; `path` is for messages.
 
-
-def _plain(data: bytes, path: Path) -> dict[str, Any]:
+    Raises:
+        DamagedCheckpointError: the data are something else.
+    """
     try:
         value = json.loads(data, object_pairs_hook=distinct)
     except (ValueError, RecursionError) as error:

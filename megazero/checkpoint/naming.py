@@ -1,30 +1,31 @@
-"""Naming: which tensor of a foreign model holds which numbers of one of ours, in both directions.
+"""Rules that map tensors of other libraries ("theirs") to megazero's ("ours"), in both directions.
 
     TensorRule("layers.{i}.attention.qkv.weight", "g s d h", "h.{i}.attn.k.weight", "(g s d) h", KEY)
 
-says: our tensor has the dims g, s, d, h. Theirs has two dims; the first runs through g, s and d, with d
-fastest; and it holds only one slot of s, the key's. A transpose is another order of the letters; if one of
-our tensors is several of theirs, several rules take different parts of it. Since the dims that theirs merges
-can be split again without moving anything, their tensor *seen as ours* is a view, through which it is both
-read and written. The notation is that of einops (Rogozhnikov 2022).
+says: our tensor has the dims g, s, d, h. Their tensor has two dims. The first runs through g, s and d, with d
+fastest, and has only one slot of s, the key's. A transpose is another order of the letters. If one of our
+tensors is several of theirs, several rules take different parts of it. As a merged dim can be split again
+without moving anything, their tensor can be viewed with our dims, and is read and written through that view.
+The notation is that of einops (Rogozhnikov 2022).
 
-A number is the size of a dim; the sizes of letters are what the model's spec says (`_ends`, `_dims`):
+A number is the size of a dim. A letter's size follows from the model's spec (`_ends`, `_dims`):
 
 ==========  =====================================================================================
-anywhere    h and e hidden, j two vectors of that width
-ends        v vocabulary, p positions, b kinds of distance, q query heads, n classes
-attention   q query heads, g groups of them, s slots of a group: its queries, key and value,
+anywhere    h and e hidden size, j twice the hidden size
+ends        v vocabulary, p positions, b buckets of relative distance, q query heads, n classes
+attention   q query heads, g groups (key/value heads), s slots of a group: its queries, key, value;
             d channels of a head, a channels of all values, k channels of all keys
-latent      q, d and a, r width of what queries are made of, l width of the small vector,
-            z that and the rotated key, y channels of a head that are made of the small vector
+latent      q, d and a as above, r width of the vector that queries are made of, l width of the
+            compressed vector, z compressed vector and rotated key, y channels of a head's plain
+            key and value, which are made of the compressed vector
 MLP         f inner width
-experts     x experts, m inner width of an expert, w that of the shared ones together
-mixer       G groups of heads, H heads of a group, W their channels, R outputs of the first
-            projection, C channels of the convolution (all of a group), M channels of all heads
+experts     x experts, m inner width of an expert, w inner width of the shared experts together
+mixer       G groups of heads, H heads of a group; of each group: W channels of its heads, R outputs
+            of the input projection, C channels of the convolution; M channels of all heads
 ==========  =====================================================================================
 
-A name of theirs with ``{x}`` is one tensor for each expert, which holds that expert's slot of x. A dim of
-theirs that is always 1 is ``()``.
+A name of theirs with ``{x}`` stands for one tensor per expert, which has that expert's slot of x. A dim of
+theirs that is always 1 is written ``()``.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ from megazero.spec.model import LayerSpec, ModelSpec
 from megazero.spec.parts import AttentionSpec, LatentAttentionSpec, MixerSpec, MlpSpec
 
 Take = tuple[str, slice]
-"""The part of one of our dims that theirs holds; negative bounds count from the end."""
+"""(letter, range of that dim of ours that their tensor has); negative bounds count from the end."""
 
 Sizes = Mapping[str, int]
-"""Letter -> size, for a model."""
+"""Letter -> size."""
 
 
 def always(spec: ModelSpec | LayerSpec) -> bool:
@@ -88,7 +89,7 @@ def qkv_biased(spec: ModelSpec) -> bool:
 
 
 def of_kinds(letters: str) -> Callable[[LayerSpec], bool]:
-    """Whether a tensor is present: in layers with a part of these letters, as a hybrid pattern has them."""
+    """Whether a tensor is present: in layers with one of these parts, by their letters in hybrid patterns."""
 
     def present(layer: LayerSpec) -> bool:
         mlp = "E" if layer.experts else "-" * (layer.mlp is not None)
@@ -100,19 +101,19 @@ def of_kinds(letters: str) -> Callable[[LayerSpec], bool]:
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One of their tensors, and which part of ours it is; see the module.
+    """A rule between one of their tensors and a part of one of ours; see the module.
 
     Attributes:
-        ours: global name, behind which ``/kind`` says which of its tensors, unless it is the weight (see
-            `Key`); ``{i}`` stands for every layer's number.
-        dims: our dims, a letter each.
-        theirs: their name; ``{i-1}`` stands for the number of the layer before (the first one has no such
-            tensor), ``{last}`` for the last one's, ``{j}`` for a decoder's layer's own after an encoder,
-            ``{i/2}`` for that of a layer of theirs that two of ours are, ``{x}`` for every expert's.
+        ours: our global name, or ``name/kind`` for another kind than weights (see `Key`). ``{i}`` is the
+            number of the layer.
+        dims: our dims, one letter or number each.
+        theirs: their name. ``{i-1}`` is the number of the layer before (the first layer has no such tensor),
+            ``{last}`` the last layer's, ``{j}`` the number within the decoder of an encoder-decoder,
+            ``{i/2}`` the number where two layers of ours are one of theirs, ``{x}`` the number of the expert.
         their_dims: their dims, with merged ones in parentheses.
-        take: the part of ours that theirs holds, which may depend on the sizes; None for all.
-        when: says whether a model has these tensors.
-        layer: says whether a layer has them, as layers may differ.
+        take: the part of ours that their tensor has; None for all.
+        when: whether a model has these tensors.
+        layer: whether a layer has them.
     """
 
     ours: str
@@ -126,14 +127,14 @@ class TensorRule:
 
 @dataclass(frozen=True)
 class Link:
-    """A rule with all letters and numbers filled in.
+    """A rule applied to one layer (and expert) of one model.
 
     Attributes:
         key: our tensor.
         shape: the shape of our whole tensor.
-        box: the part that theirs holds.
-        theirs: name of their tensor.
-        merged: for each of their dims, those of ours that it runs through, slowest first.
+        box: the part of ours that their tensor has.
+        theirs: the name of their tensor.
+        merged: for each of their dims, the dims of ours that it runs through, slowest first.
     """
 
     key: Key
@@ -149,41 +150,41 @@ class Link:
 
     @property
     def is_straight(self) -> bool:
-        """Whether their elements are in the same order as ours."""
+        """Whether elements have the same order in both tensors."""
         order = [dim for dims in self.merged for dim in dims]
         return order == sorted(order)
 
     @property
     def in_rows(self) -> Link:
-        """The link to their tensor seen as a matrix, whose rows run through all dims but its last."""
+        """The link to their tensor as a matrix, with all dims but the last merged into rows."""
         *rows, last = self.merged
         if len(rows) < 2:
             return self
         return replace(self, merged=(tuple(dim for dims in rows for dim in dims), last))
 
     def as_ours(self, theirs: Tensor, box: Box | None = None) -> Tensor:
-        """Their contiguous tensor, or the rows of it that hold `box`, as a view with our dims."""
+        """View their contiguous tensor, or those rows of it that have our `box`, with our dims."""
         shape = (box or self.box).shape
         order = [dim for dims in self.merged for dim in dims]
         split = theirs.view([shape[dim] for dim in order])
         return split.permute([order.index(dim) for dim in range(len(shape))])
 
     def rows_of(self, box: Box) -> tuple[slice, Box]:
-        """Consecutive rows of theirs (along its first dim) that hold our `box`, and the box they make."""
+        """Consecutive rows of their tensor that contain our `box`, and the box of ours that the rows are."""
         offset, shape = list(self.box.offset), list(self.box.shape)
         unit, start = self.their_shape[0], 0
         for dim in self.merged[0]:
             unit //= self.box.shape[dim]
             start += (box.offset[dim] - self.box.offset[dim]) * unit
             offset[dim], shape[dim] = box.offset[dim], box.shape[dim]
-            if box.shape[dim] > 1:  # rows of a further dim's part would not be consecutive
+            if box.shape[dim] > 1:  # a part of the next dim would not be consecutive rows
                 break
         count = math.prod(shape[dim] for dim in self.merged[0])
         return slice(start, start + count), Box(tuple(offset), tuple(shape))
 
 
 def cut(box: Box, dims: Sequence[int], limit: int) -> Iterator[Box]:
-    """`box` in parts of at most `limit` elements, cut along the first of `dims`, then the next, if needed."""
+    """Cut a box into parts of at most `limit` elements, along the first of `dims`, then the next."""
     if not dims or box.numel <= limit:
         yield box
         return
@@ -197,7 +198,7 @@ def cut(box: Box, dims: Sequence[int], limit: int) -> Iterator[Box]:
 
 
 def _ends(spec: ModelSpec, vocab_size: int) -> Sizes:
-    """The sizes of dims beside the layers."""
+    """The sizes of dims outside the layers."""
     hidden = spec.stream.width
     return {
         **{"h": hidden, "e": hidden, "j": 2 * hidden, "v": vocab_size, "p": spec.positions},
@@ -231,7 +232,7 @@ def _dims(layer: LayerSpec) -> Sizes:
 
 @dataclass(frozen=True)
 class Table:
-    """All links of one model. No two name the same tensor of theirs."""
+    """All links of one model; no two name the same tensor of theirs."""
 
     links: tuple[Link, ...]
 
@@ -239,13 +240,13 @@ class Table:
     def of(
         cls, rules: Iterable[TensorRule], spec: ModelSpec, vocab_size: int, *, behind: bool = False
     ) -> Table:
-        """The rules for a model; with `behind`, those of layers alone, for the layers of further tokens."""
+        """Apply rules to a model or, with `behind`, to its layers for multi-token prediction alone."""
         every, count = spec.every_layer, len(spec.layers)
         numbers = range(count, len(every)) if behind else range(count)
         ends, sides = (count - 1, spec.encoder_layers), _ends(spec, vocab_size)
         sizes = {number: _dims(every[number]) for number in numbers}
         links = []
-        # Layer after layer, so that a file holds whole ones.
+        # Links are in the order of layers, so that a shard of a written model has whole layers.
         for layered, run in groupby((r for r in rules if r.when(spec)), lambda rule: "{i}" in rule.ours):
             block = list(run)
             if not layered:
@@ -261,7 +262,7 @@ class Table:
 
     @cached_property
     def by_key(self) -> Mapping[Key, tuple[Link, ...]]:
-        """Our tensor -> the links it is made of, in the order of the rules."""
+        """Our tensor -> its links, in the order of the rules."""
         by_key: dict[Key, list[Link]] = defaultdict(list)
         for link in self.links:
             by_key[link.key].append(link)
@@ -269,12 +270,12 @@ class Table:
 
     @cached_property
     def by_theirs(self) -> Mapping[str, Link]:
-        """Their tensor -> its link to ours."""
+        """The name of their tensor -> its link."""
         return MappingProxyType({link.theirs: link for link in self.links})
 
     @cached_property
     def shapes(self) -> Mapping[Key, tuple[int, ...]]:
-        """The shapes of our tensors."""
+        """Our tensor -> its shape."""
         return MappingProxyType({key: links[0].shape for key, links in self.by_key.items()})
 
 
@@ -302,7 +303,14 @@ def _link(
 def named_in(
     template: str, number: int | None, slot: int | None = None, ends: tuple[int, int] = (0, 0)
 ) -> str:
-    """A rule's name in layer `number`, expert `slot`; `ends` are the last layer and the first decoder's."""
+    """Fill in a name of a rule for a layer and an expert.
+
+    Args:
+        template: the name, with ``{i}`` and so on.
+        number: the layer.
+        slot: the expert.
+        ends: the number of the last layer, and the first number of the decoder.
+    """
     marks: dict[str, int | None] = {"{i}": number, "{last}": ends[0], "{x}": slot}
     if number is not None:
         marks |= {"{i-1}": number - 1, "{j}": number - ends[1], "{i/2}": number // 2}

@@ -1,4 +1,4 @@
-"""`Part`: a box of a named logical tensor, and the memory that it is written from or read into."""
+"""`Part`: a box of a logical tensor, with the memory to write it from or to read it into."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from megazero.checkpoint.box import Box
 
 WEIGHT = "weight"
 RANDOM = "rng"
-"""Kind of the logical tensors [ranks, ...] whose row r is the state of rank r's generators."""
+"""Kind of logical tensors [ranks, ...]: row r is the state of rank r's random generators."""
 ROUTER = "router"
-"""Kind of what routers remember from step to step besides their weights, [experts]."""
+"""Kind of a router's expert biases [experts], which balancing moves from step to step."""
 
 FP8 = "fp8"
-"""Kind of what linear layers with 8-bit products remember: histories [steps, 3] and scales [3]."""
+"""Kind of the scaling state of fp8 linear layers: histories of maxima [steps, 3] and scales [3]."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """Identifies a logical tensor: the global name of a parameter (or buffer), and which of its tensors.
+    """The name of a logical tensor.
 
-    `kind` is ``weight``, or names an optimizer state such as ``exp_avg``.
+    Attributes:
+        name: the global name of a parameter or buffer.
+        kind: ``weight``, or a state of the parameter such as ``exp_avg``.
     """
 
     name: str
@@ -36,14 +38,14 @@ class Key:
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a logical tensor.
+    """A box of a logical tensor, and its memory.
 
     Attributes:
         key: the logical tensor.
         shape: the shape of the whole logical tensor, without padding.
-        box: the part of it.
+        box: the box.
         tensor: the memory, in the box's shape, with any strides, dtype and device.
-        offloaded: whether the memory is where offloaded state is kept; it is written from there, not copied.
+        offloaded: whether the memory belongs to offloaded state, from which files are written without a copy.
     """
 
     key: Key
@@ -54,31 +56,31 @@ class Part:
 
     @classmethod
     def whole(cls, key: Key, tensor: Tensor) -> Part:
-        """All of a logical tensor."""
+        """A part that is the whole logical tensor."""
         return cls(key, tuple(tensor.shape), Box.whole(tensor.shape), tensor)
 
 
 class Source(Protocol):
-    """Logical tensors that can be read in parts: a checkpoint, or a foreign model seen as one."""
+    """Logical tensors that can be read in parts: a checkpoint, or another library's model seen as one."""
 
     @property
     def shapes(self) -> Mapping[Key, tuple[int, ...]]:
-        """The shapes of everything that it holds."""
+        """Logical tensor -> its shape."""
 
     def read(self, parts: Iterable[Part]) -> None:
-        """Fill the memory of parts, converted to its dtype. All keys must be in `shapes`, in that shape.
+        """Fill the memory of parts, converting to its dtype. Keys and shapes must be those in `shapes`.
 
         Raises:
-            DamagedCheckpointError: the stored bytes are not those that were written.
+            DamagedCheckpointError: the stored bytes have changed since they were written.
         """
 
 
-def misfits(held: Mapping[Key, tuple[int, ...]], wanted: Mapping[Key, tuple[int, ...]]) -> list[str]:
-    """A clause for each wanted logical tensor that is missing or has another shape."""
+def misfits(shapes: Mapping[Key, tuple[int, ...]], wanted: Mapping[Key, tuple[int, ...]]) -> list[str]:
+    """A clause for each wanted logical tensor that `shapes` lacks or has in another shape."""
     wrong = []
     for key, shape in wanted.items():
-        if key not in held:
+        if key not in shapes:
             wrong.append(f"{key} is missing")
-        elif tuple(held[key]) != tuple(shape):
-            wrong.append(f"{key} has shape {list(held[key])}, not {list(shape)}")
+        elif tuple(shapes[key]) != tuple(shape):
+            wrong.append(f"{key} has shape {list(shapes[key])}, not {list(shape)}")
     return wrong

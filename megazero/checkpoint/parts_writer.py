@@ -1,16 +1,16 @@
-"""Writes the description of a checkpoint by parts: each rank its own, the first rank what they share.
+"""Writes the description of a checkpoint by parts: each rank its part, the first rank the index.
 
-What ranks pass on about their parts is folded on its way to the first rank, and stays as large as the list of
-the model's tensors: for each how many elements were written, a fingerprint that shows whether these are all
-of them once, and the numbers of the parts, as few ranges.
+Each rank sends a tally of each tensor. Tallies are merged on their way to the first rank, so that no message
+outgrows the list of the model's tensors: the number of elements written, a fingerprint that shows whether the
+pieces cover the tensor once, and the part numbers as a few ranges.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from megazero.checkpoint.box import PRIME, Box
 from megazero.checkpoint.by_parts import Contents, ListedTensor, PartDescription, part_name
@@ -19,6 +19,7 @@ from megazero.checkpoint.manifest import (
     INDEX,
     MANIFEST,
     STATE,
+    Facts,
     Logical,
     Piece,
     dump_manifest,
@@ -34,9 +35,10 @@ _MOST_RUNS = 8
 
 
 class Tally(TypedDict):
-    """The facts that add up over the parts that hold pieces of one tensor, as JSON.
+    """The sum, over one or more parts, of the pieces of one tensor; sent as JSON.
 
-    `elements` and `fingerprint` are sums over pieces; `writers` are (start, stop, step) of parts' numbers.
+    `elements` and `fingerprint` are sums over pieces; `writers` are ranges (start, stop, step) of part
+    numbers.
     """
 
     name: str
@@ -49,13 +51,13 @@ class Tally(TypedDict):
 
 
 def write_part(disk: Disk, folder: Path, written: Written, save: str, number: int, count: int) -> list[Tally]:
-    """Describe what one rank wrote, in a file of its own; what others must know of it is returned.
+    """Write the part that describes one rank's files, and return its tallies.
 
     Args:
         folder: the partial checkpoint's folder.
-        written: what this rank wrote there.
+        written: the files of this rank there.
         save: the random name of this save.
-        number, count: the part's number, from 0, and how many there are.
+        number, count: the part's number, from 0, and the number of parts.
 
     Raises:
         OSError: the disk is full, fails, or may not be written to.
@@ -66,7 +68,7 @@ def write_part(disk: Disk, folder: Path, written: Written, save: str, number: in
 
 
 def describe(written: Written, save: str, number: int) -> tuple[PartDescription, list[Tally]]:
-    """Describe what one rank wrote: its part of the description, and what others must know of it."""
+    """The part that describes one rank's files, and its tallies."""
     by_key: dict[Key, list[WrittenPiece]] = {}
     for entry in written.entries:
         by_key.setdefault(entry.key, []).append(entry)
@@ -100,19 +102,18 @@ def _tally(tensor: Logical, number: int) -> Tally:
 
 
 def fold(some: Sequence[Tally], later: Sequence[Tally]) -> list[Tally]:
-    """The tallies of some parts and of others with higher numbers together.
+    """Merge the tallies of some parts with those of later parts.
 
-    Tensors that differ in shape or dtype stay apart, and `write_contents` refuses them.
+    Tallies that differ in shape or dtype are kept apart, and `write_contents` refuses them.
     """
     tallies = {_identity(tally): tally for tally in some}
     for tally in later:
         known = tallies.get(_identity(tally))
         if known is not None:
-            added = {name: known[name] + tally[name] for name in ("elements", "fingerprint")}
             tally = {
                 **known,
-                "elements": added["elements"],
-                "fingerprint": added["fingerprint"] % PRIME,
+                "elements": known["elements"] + tally["elements"],
+                "fingerprint": (known["fingerprint"] + tally["fingerprint"]) % PRIME,
                 "writers": joined([*known["writers"], *tally["writers"]]),
             }
         tallies[_identity(tally)] = tally
@@ -124,10 +125,10 @@ def _identity(tally: Tally) -> tuple[object, ...]:
 
 
 def joined(runs: Iterable[Sequence[int]]) -> list[list[int]]:
-    """Ascending (start, stop, step) as fewer of them, with the same numbers.
+    """Merge ascending ranges (start, stop, step) into fewer with the same numbers.
 
-    If more than `_MOST_RUNS` are left, one range from the first number to the last takes their place: readers
-    then look into parts that do not hold the tensor.
+    If more than `_MOST_RUNS` are left, one range from the first number to the last replaces them: readers
+    may then open parts without the tensor, but the index stays small.
     """
     fewer: list[range] = []
     for run in (range(*numbers) for numbers in runs):
@@ -147,7 +148,7 @@ def write_contents(
     folder: Path,
     iteration: int,
     tallies: Sequence[Tally],
-    facts: Mapping[str, Any],
+    facts: Facts,
     save: str,
     parts: int,
 ) -> None:
@@ -156,13 +157,13 @@ def write_contents(
     Args:
         folder: the partial checkpoint's folder.
         iteration: the iteration after which it was saved.
-        tallies: of all parts.
-        facts: everything else, as JSON.
+        tallies: the merged tallies of all parts.
+        facts: the content of ``state.json``.
         save: the random name of this save.
         parts: the number of parts.
 
     Raises:
-        CheckpointError: the pieces do not make whole tensors.
+        CheckpointError: the pieces do not cover the tensors exactly once.
         OSError: the disk is full, fails, or may not be written to.
     """
     known: dict[Key, Tally] = {}

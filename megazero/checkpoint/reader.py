@@ -1,6 +1,6 @@
-"""Reading a checkpoint from any layout: each rank takes the boxes that it needs, wherever they lie.
+"""Reads a checkpoint on any layout: each rank fills the boxes that it needs from whichever files hold them.
 
-No more than `_STAGED` bytes are held besides the destination, and each file's blocks are hashed in passing.
+At most `_STAGED` bytes are held besides the destination. Blocks are hashed as they are read.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megazero.checkpoint.blocks import record_of
 from megazero.checkpoint.box import Box
-from megazero.checkpoint.directory import Directory, DirectoryInParts, Share, Wanted, WholeDirectory
+from megazero.checkpoint.directory import Directory, DirectoryInParts, ReaderRank, Wanted, WholeDirectory
 from megazero.checkpoint.folder import hidden_folder, iteration_folder
 from megazero.checkpoint.lock import FOLDER_FACT
 from megazero.checkpoint.manifest import (
@@ -29,15 +28,17 @@ from megazero.checkpoint.manifest import (
     LARGEST,
     MANIFEST,
     STATE,
+    Facts,
     FileEntry,
     Piece,
-    parse_facts,
+    json_object,
     piece_name,
     read_manifest,
 )
 from megazero.checkpoint.part import Key, Part, Source
 from megazero.checkpoint.safetensors_header import DTYPES
 from megazero.checkpoint.tensor_file import TensorFile, memory_of, read_bytes
+from megazero.checkpoint.writer import deal
 from megazero.errors import DamagedCheckpointError
 
 _STAGED = 64 << 20
@@ -45,9 +46,9 @@ _KEPT_OPEN = 64
 
 
 class Verify(str, Enum):
-    """The checks of a checkpoint while it is loaded.
+    """How much of a checkpoint is checked while it is read.
 
-    FULL: the hash of every block that is read. SIZE: only that all files exist with the right sizes.
+    FULL: the hash of every block that is read. SIZE: only that all files exist in the right sizes.
     """
 
     FULL = "full"
@@ -56,7 +57,7 @@ class Verify(str, Enum):
 
 @dataclass(frozen=True)
 class _Copy:
-    """The box of elements that one piece contributes to one part."""
+    """The box of elements to copy from a piece into a part."""
 
     part: Part
     piece: Piece
@@ -69,21 +70,20 @@ class CheckpointReader:
     Args:
         folder: its folder, such as ``DIR/iter_0000100``.
         verify: how much is checked while reading.
-        share: the reader's place among those that open the checkpoint together. Where it is described by
-            parts, each looks at its share of these and whether their files are there; all together look at
-            all. By default it is alone.
-        state: the content of its `state.json`, if that was read before; it is read again if the manifest
-            lists another content.
+        rank: this process among those that open the checkpoint together. Each checks the files of its share
+            of the parts, so together they check all. By default it is alone.
+        state: the content of ``state.json``, if it was read before; used only if it has the hash that the
+            manifest lists.
 
     Attributes:
-        manifest: which files there are, but for those that parts describe.
-        directory: where the tensors lie.
-        facts: everything else that was saved.
+        manifest: the content of ``manifest.json``.
+        directory: the lookup of pieces.
+        facts: everything that was saved besides tensors.
         saved_into: the identity of the run's folder that it was saved into; None from earlier versions.
-        shapes: the shapes of all tensors.
+        shapes: logical tensor -> its shape.
 
     Raises:
-        DamagedCheckpointError: a file is missing, has another size, or was changed (if it is read here).
+        DamagedCheckpointError: a file is missing, has another size, or, if it is read here, was changed.
         CheckpointError: the checkpoint has another format.
     """
 
@@ -92,7 +92,7 @@ class CheckpointReader:
         folder: str | Path,
         *,
         verify: Verify = Verify.FULL,
-        share: Share | None = None,
+        rank: ReaderRank | None = None,
         state: bytes | None = None,
     ):
         self.folder = Path(folder)
@@ -103,11 +103,11 @@ class CheckpointReader:
         self._check_files(self.manifest.files)
         if wrong := [name for name in (INDEX, STATE) if name not in self.manifest.files]:
             raise DamagedCheckpointError(f"`{self.folder}` must be whole, but {wrong[0]} is not listed")
-        self.directory = self._directory(share or Share())
-        facts = parse_facts(self._json(STATE, state), self.folder / STATE)
+        self.directory = self._directory(rank or ReaderRank())
+        facts = json_object(self._json(STATE, state), self.folder / STATE)
         saved_into = facts.pop(FOLDER_FACT, None)
         self.saved_into = saved_into if isinstance(saved_into, str) else None
-        self.facts: Mapping[str, Any] = MappingProxyType(facts)
+        self.facts: Facts = MappingProxyType(facts)
         self._tensors = self.directory.tensors
         self.shapes = MappingProxyType({key: tensor.shape for key, tensor in self._tensors.items()})
 
@@ -128,17 +128,18 @@ class CheckpointReader:
         for part in parts:
             tensor = self._tensors[part.key]
             assert tensor.shape == tuple(part.shape), f"{part.key}: {tensor.shape}, not {part.shape}"
-        lying = self.directory.find([Wanted(part.key, part.box) for part in parts])
-        for part, pieces in zip(parts, lying, strict=True):
+        pieces_of = self.directory.find([Wanted(part.key, part.box) for part in parts])
+        for part, pieces in zip(parts, pieces_of, strict=True):
             for piece in pieces:
                 box = piece.box.overlap(part.box)
-                assert box is not None, "pieces that overlap were looked for"
+                assert box is not None, "`find` returns pieces that overlap"
                 copies[piece.file].append(_Copy(part, piece, box))
         for name in sorted(copies):
             with self._reading(name) as file:
                 runs = [run for copy in copies[name] for run in _runs(file, copy)]
                 file.read_spans((run.start, memory_of(run.target)) for run in runs if run.is_direct)
-                for batch in _batches(run for run in runs if not run.is_direct):
+                staging = sorted((run for run in runs if not run.is_direct), key=lambda run: run.start)
+                for batch in deal(staging, lambda run: run.count * run.dtype.itemsize, _STAGED):
                     staged = [torch.empty(run.count, dtype=run.dtype) for run in batch]
                     file.read_spans(
                         (run.start, memory_of(buffer)) for run, buffer in zip(batch, staged, strict=True)
@@ -147,7 +148,7 @@ class CheckpointReader:
                         run.target.copy_(buffer.as_strided(run.target.shape, run.strides))
 
     def tensor(self, key: Key) -> Tensor:
-        """A whole logical tensor, in its stored dtype."""
+        """Read a whole logical tensor, in its stored dtype."""
         tensor = self._tensors[key]
         whole = torch.empty(tensor.shape, dtype=self.dtype(key))
         self.read([Part.whole(key, whole)])
@@ -158,10 +159,10 @@ class CheckpointReader:
         return DTYPES[self._tensors[key].dtype]
 
     def open(self, name: str) -> TensorFile:
-        """Open one of the tensor files; it must have the entries that the index says it has.
+        """Open a tensor file and check that it has the entries that the index lists.
 
         Raises:
-            DamagedCheckpointError: it lacks one, or has it in another shape or dtype.
+            DamagedCheckpointError: the file lacks an entry, or has it in another shape or dtype.
         """
         file = TensorFile(
             self.folder / name, self.directory.entry(name).record, verify=self.verify is Verify.FULL
@@ -187,19 +188,19 @@ class CheckpointReader:
             self._kept.pop(next(iter(self._kept))).close()
         yield file
 
-    def _directory(self, share: Share) -> Directory:
+    def _directory(self, rank: ReaderRank) -> Directory:
         content = self._json(INDEX)
         if not self.manifest.parts:
             return WholeDirectory(self.folder, self.manifest, content)
-        directory = DirectoryInParts(self.folder, self.manifest, content, share)
-        for number in range(share.rank, self.manifest.parts, share.ranks):
+        directory = DirectoryInParts(self.folder, self.manifest, content, rank)
+        for number in range(rank.rank, self.manifest.parts, rank.ranks):
             self._check_files(directory.part(number).files)
         return directory
 
     def _check_name(self) -> None:
         expected = iteration_folder(self.folder.parent, self.manifest.iteration).name
         aside = hidden_folder(self.folder.parent, self.manifest.iteration, "replaced").name
-        # A link may have any name except that of another iteration.
+        # A link to a checkpoint may have any name except that of another iteration.
         name = Path(os.path.abspath(self.folder)).name
         name = name if name.startswith("iter_") else self.folder.resolve().name
         if name not in (expected, aside):
@@ -208,7 +209,7 @@ class CheckpointReader:
             )
 
     def _check_files(self, files: Mapping[str, FileEntry]) -> None:
-        """Look whether these files are there, in their size."""
+        """Raise unless these files exist in the listed sizes."""
         wrong = []
         for name, entry in files.items():
             path = self.folder / name
@@ -223,7 +224,7 @@ class CheckpointReader:
             raise DamagedCheckpointError(f"`{self.folder}` must be whole, but {'; '.join(wrong)}")
 
     def _json(self, name: str, known: bytes | None = None) -> bytes:
-        """The content of a small file, which may be `known` already; its hash is always checked."""
+        """The content of a small file, `known` or read; its hash is checked either way."""
         record = self.manifest.files[name].record
         if known is not None and record_of(known) == record:
             return known
@@ -235,14 +236,14 @@ _: type[Source] = CheckpointReader
 
 @dataclass(frozen=True)
 class _FileSpan:
-    """Consecutive bytes of a file, and which elements of a part they hold.
+    """Consecutive elements of a file, and the memory to copy some of them into.
 
     Attributes:
         start: the first byte in the file.
-        count: how many of the file's elements to read from there.
-        dtype: the file's dtype.
+        count: the number of elements to read from there.
+        dtype: their dtype.
         strides: the strides of `target`'s elements among them.
-        target: the memory of the part.
+        target: memory of a part.
     """
 
     start: int
@@ -253,14 +254,14 @@ class _FileSpan:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the bytes are exactly those of the target."""
+        """Whether the bytes can be read straight into the target."""
         target = self.target
-        alike = self.count == target.numel() and target.dtype == self.dtype
-        return alike and target.is_cpu and target.is_contiguous()
+        same_bytes = self.count == target.numel() and target.dtype == self.dtype
+        return same_bytes and target.is_cpu and target.is_contiguous()
 
 
 def _runs(file: TensorFile, copy: _Copy) -> Iterator[_FileSpan]:
-    """The spans to read for a copy, each of at most `_STAGED` bytes."""
+    """The spans to read for one copy, each of at most `_STAGED` bytes."""
     entry = file.entries[piece_name(copy.part.key, copy.part.shape, copy.piece.box)]
     size, shape = entry.dtype.itemsize, copy.piece.shape
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))  # of contiguous memory
@@ -272,23 +273,8 @@ def _runs(file: TensorFile, copy: _Copy) -> Iterator[_FileSpan]:
         yield _FileSpan(entry.start + first * size, last + 1, entry.dtype, strides, target)
 
 
-def _batches(runs: Iterable[_FileSpan]) -> Iterator[list[_FileSpan]]:
-    """Runs in file order, in batches of at most `_STAGED` bytes or of a single run."""
-    batch: list[_FileSpan] = []
-    held = 0
-    for run in sorted(runs, key=lambda run: run.start):
-        size = run.count * run.dtype.itemsize
-        if batch and held + size > _STAGED:
-            yield batch
-            batch, held = [], 0
-        batch.append(run)
-        held += size
-    if batch:
-        yield batch
-
-
 def _chunks(box: Box, strides: tuple[int, ...], limit: int) -> Iterator[Box]:
-    """The box, cut along its first dims so that each piece spans at most `limit` elements of such memory."""
+    """Cut a box along its first dims into boxes that span at most `limit` elements of strided memory."""
     span = 1 + sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True))
     if span <= limit or box.numel == 1:
         yield box

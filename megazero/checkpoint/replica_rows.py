@@ -1,4 +1,4 @@
-"""State that each replica has a copy of its own of: stored as a row for each, read by any number of them."""
+"""State that differs between replicas: stored as one row per replica, read by any number of replicas."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from megazero.checkpoint.part import Key, Part, Source
 
 
 class ReplicaRows:
-    """A source whose tensors [replicas, ...] have as many rows as those who read them.
+    """A source that presents tensors [saved replicas, ...] as [replicas, ...], for the replicas that read.
 
-    As many replicas as were saved get their own rows back. Any other number of replicas all get the mean of
-    the saved rows: what the replicas' messages left out enters their mean, which is then what it would have
-    been.
+    As many replicas as saved get their own rows back. Any other number of replicas all get the mean of the
+    saved rows. These rows are errors of compressed messages, of which only the replicas' mean enters the
+    weights, and the mean stays the same.
 
     Args:
         source: the checkpoint.
-        parts: all that is to be read.
+        parts: all parts that will be read.
         kinds: the kinds with a row for each replica.
 
     Attributes:
-        shapes: the shapes of everything that it holds.
+        shapes: logical tensor -> its shape.
     """
 
     def __init__(self, source: Source, parts: Sequence[Part], kinds: Collection[str]):
@@ -38,7 +38,7 @@ class ReplicaRows:
         self.shapes: Mapping[Key, tuple[int, ...]] = MappingProxyType(shapes)
 
     def read(self, parts: Iterable[Part]) -> None:
-        """Fill the memory of parts; see `Source`. Takes the memory of one row of one part, in fp64."""
+        """Fill the memory of parts; see `Source`. Holds one row of one part in fp64 besides."""
         straight: list[Part] = []
         averaged: list[Part] = []
         for part in parts:

@@ -1,8 +1,8 @@
 """The header of a safetensors file, written and strictly read.
 
-The format: 8 bytes, little-endian, give the header's length. The header is a JSON object ``{name:
-{"dtype", "shape", "data_offsets": [begin, end]}}`` with spaces after it; its key ``__metadata__`` may
-hold strings. The bytes of the tensors follow without gaps, offsets counted from the end of the header
+A file begins with the header's length, 8 bytes, little-endian. The header is a JSON object ``{name: {"dtype",
+"shape", "data_offsets": [begin, end]}}``, padded with spaces; its key ``__metadata__`` may hold strings. The
+bytes of the tensors follow without gaps. Offsets count from the end of the header
 (https://huggingface.co/docs/safetensors).
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 LENGTH_BYTES = 8
-# As in the library, so that whatever it opens can be opened here.
+# The library's own limit, so that every file that it opens can be opened here.
 LARGEST_HEADER = 100_000_000
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -47,7 +47,7 @@ _LARGEST = 2**63 - 1
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file: what it is, and its bytes `start` to `stop` counted from the file's beginning."""
+    """One tensor of a file; its bytes are `start` to `stop`, counted from the beginning of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -58,11 +58,11 @@ class Entry:
 def encode_header(
     tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """All bytes before those of the tensors, which follow in this order.
+    """All bytes of a file before its tensors, which must follow in this order.
 
     Raises:
-        ValueError: a name occurs twice or is reserved, a dtype has no name in the format, or there are more
-            tensors than a header can name.
+        ValueError: a name occurs twice or is reserved, a dtype has no name in the format, or the header is
+            too large.
     """
     content: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     offset = 0
@@ -89,7 +89,7 @@ def decode_header(text: bytes, data_bytes: int) -> tuple[dict[str, Entry], dict[
         data_bytes: the number of bytes in the file after the header.
 
     Raises:
-        ValueError: it does not follow the format exactly; the message says why.
+        ValueError: the header does not follow the format exactly; the message says why.
     """
     try:
         content = json.loads(text.decode(), object_pairs_hook=distinct, parse_int=_size)
@@ -114,8 +114,8 @@ def decode_header(text: bytes, data_bytes: int) -> tuple[dict[str, Entry], dict[
     return ordered, metadata
 
 
-def _entry(name: str, stored: Any, begin: int) -> Entry:
-    name.encode()  # refuses lone surrogates, which nothing could print
+def _entry(name: str, stored: object, begin: int) -> Entry:
+    name.encode()  # raises on lone surrogates, which cannot be printed
     if not isinstance(stored, dict) or set(stored) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name!r} is not described by dtype, shape and data_offsets")
     dtype = DTYPES.get(stored["dtype"]) if isinstance(stored["dtype"], str) else None
@@ -124,7 +124,7 @@ def _entry(name: str, stored: Any, begin: int) -> Entry:
     shape, offsets = stored["shape"], stored["data_offsets"]
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise ValueError(f"{name!r} has a shape or data_offsets that are not lists of sizes")
-    # Strides are counted as if a dim of size 0 had size 1.
+    # torch computes strides as if a dim of size 0 had size 1, and they must not overflow.
     extent = dtype.itemsize
     for size in shape:
         extent *= max(size, 1)
@@ -135,13 +135,13 @@ def _entry(name: str, stored: Any, begin: int) -> Entry:
     return Entry(dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
 
 
-def _are_sizes(value: Any) -> bool:
-    # A bool is an int to isinstance.
+def _are_sizes(value: object) -> bool:
+    # To `isinstance` a bool is an int.
     return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A dict of these keys and values, for `json.loads`, which itself would take the last of equal keys.
+    """An `object_pairs_hook` for `json.loads`, which itself would silently take the last of equal keys.
 
     Raises:
         ValueError: a key occurs twice.

@@ -1,4 +1,4 @@
-"""`Saver`: the checkpoints of one run, written by all its ranks, in line or in the background."""
+"""`Saver`: writes the checkpoints of a run from all its ranks, at once or in the background."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +15,9 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from megazero.checkpoint.disk import Disk
-from megazero.checkpoint.folder import (
-    Retention,
-    hidden_folder,
-    prune,
-    publish,
-    recover,
-)
+from megazero.checkpoint.folder import Retention, hidden_folder, prune, publish, recover
 from megazero.checkpoint.lock import FOLDER_FACT, WriterLock
+from megazero.checkpoint.manifest import Facts
 from megazero.checkpoint.part import Part
 from megazero.checkpoint.parts_writer import Tally, fold, write_contents, write_part
 from megazero.checkpoint.staging import Staging
@@ -34,49 +29,50 @@ from megazero.mpu.threads import helper_pool
 
 _Result = TypeVar("_Result")
 
-# The errors that `together` raises on all ranks, by name.
+# The errors that `together` raises as they are on all ranks, by name; others become CheckpointError.
 _KINDS = MappingProxyType({kind.__name__: kind for kind in (DamagedCheckpointError, LostFolderError)})
 
 
 @dataclass
 class _PendingSave:
-    """A checkpoint on its way to disk.
+    """A checkpoint that is being written.
 
     Attributes:
         iteration: the iteration after which it is saved.
-        facts: what is written besides tensors.
+        facts: the content of ``state.json``.
         save: a random name of this save, the same on all ranks.
-        staging: the host memory that it is written from.
-        job: this rank's current work for it: writing its files; then, on the first rank, completing it.
+        staging: the host memory with the copies of its tensors.
+        job: this rank's current work: writing its files; afterwards, on the first rank, completing the
+            checkpoint.
         copied: done once the originals may change.
-        completing: whether all files are written.
+        completing: whether all ranks have written their files.
     """
 
     iteration: int
-    facts: Mapping[str, Any]
+    facts: Facts
     save: str
     staging: Staging
-    job: Future[Any]
+    job: Future[Written | list[Tally]] | Future[None]
     copied: Future[Written]
     completing: bool = False
 
 
 class Saver:
-    """Writes checkpoints into one folder. Every rank of a job has one and makes the same calls.
+    """Writes checkpoints into one folder. Every rank of a job has a saver and makes the same calls.
 
-    With `in_flight` 0 a save returns when its checkpoint is visible. Otherwise it returns at once: threads
-    copy the parts, which must not change before `wait_for_copies` has returned, and write them. Parts that
-    are offloaded are written from where they are instead, into files of their own, so that no memory is taken
-    for them; `wait_for_copies` then takes until they are written. Between two training steps the ranks call
-    `advance` together, first when all files are written, then when the first rank has made them a visible
-    checkpoint. A save beyond `in_flight` waits for the oldest.
+    With `in_flight` 0 a save returns when its checkpoint is visible. Otherwise it returns at once, and
+    threads copy the parts and write the copies; the parts must not change before `wait_for_copies` returns.
+    Offloaded parts are not copied, to save host memory: they are written from where they are, into files of
+    their own, and `wait_for_copies` waits for these files. Between two training steps the ranks call
+    `advance` together, once when all files are written, and again when the first rank has made the
+    checkpoint visible. A save beyond `in_flight` waits for the oldest.
 
     Args:
         directory: the run's folder; made if missing.
         context: the ranks of the job.
         disk: makes all changes to the file system.
         retention: which older checkpoints are kept.
-        in_flight: how many checkpoints may be on their way at a time; 0 writes in line.
+        in_flight: the number of checkpoints that may be pending; 0 saves synchronously.
 
     Raises:
         CheckpointError: on every rank, if the folder cannot be written or another job writes there.
@@ -95,7 +91,7 @@ class Saver:
         self.disk = disk or Disk()
         self.retention = retention or Retention()
         self.in_flight = in_flight
-        self._flights: deque[_PendingSave] = deque()
+        self._pending: deque[_PendingSave] = deque()
         self._free: list[Staging] = []
         self._copier = helper_pool(1, "checkpoint-copy")
         self._writer = helper_pool(2, "checkpoint")
@@ -104,33 +100,33 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank is still working on the oldest checkpoint on its way."""
-        return bool(self._flights) and not self._flights[0].job.done()
+        """Whether this rank is still working on the oldest pending checkpoint."""
+        return bool(self._pending) and not self._pending[0].job.done()
 
     @property
     def unsettled(self) -> int:
-        """Checkpoints that are on their way; the same on all ranks."""
-        return len(self._flights)
+        """The number of pending checkpoints, the same on all ranks."""
+        return len(self._pending)
 
     def is_full(self, iteration: int) -> bool:
-        """Whether the oldest checkpoint on its way must be settled before this iteration's is begun."""
-        # One of the same iteration would be cleared while it is being written.
-        return len(self._flights) >= max(1, self.in_flight) or iteration in self._iterations()
+        """Whether the oldest pending checkpoint must be settled before this iteration's is begun."""
+        # A pending save of the same iteration has the same hidden folder, which a new save clears.
+        return len(self._pending) >= max(1, self.in_flight) or iteration in self._iterations()
 
-    def save(self, iteration: int, parts: Sequence[Part], facts: Mapping[str, Any]) -> list[int]:
+    def save(self, iteration: int, parts: Sequence[Part], facts: Facts) -> list[int]:
         """Save a checkpoint, or begin to save it.
 
         Args:
             iteration: the iteration that was just completed.
-            parts: what this rank writes; see `shards.parts_to_write`.
-            facts: everything else, as JSON; the first rank's are written.
+            parts: the parts that this rank writes; see `shards.parts_to_write`.
+            facts: the content of ``state.json``; the first rank's is written.
 
         Returns:
             The iterations of the checkpoints that became visible.
 
         Raises:
-            CheckpointError: on every rank, if any could not save; nothing of it is visible then. It may also
-                concern an earlier checkpoint on its way that could not be settled.
+            CheckpointError: on every rank, if any rank could not save, or an earlier pending checkpoint could
+                not be settled; that checkpoint is not visible then.
         """
         visible = []
         while self.is_full(iteration):
@@ -149,7 +145,7 @@ class Saver:
                 )
             written = _done_here(lambda: self._write(folder, parts))
             job = _done_here(lambda: self._describe(folder, name, written.result()))
-            self._flights.append(_PendingSave(iteration, facts, name, staging, job, written))
+            self._pending.append(_PendingSave(iteration, facts, name, staging, job, written))
             return visible if self.in_flight else [*visible, self.settle()]
         copies, fill = staging.take(copied_parts)
         offloaded = [part for part in parts if part.offloaded]
@@ -164,45 +160,47 @@ class Saver:
             return self._describe(folder, name, copied.result() + self._write(folder, copies))
 
         job = self._writer.submit(write)
-        self._flights.append(_PendingSave(iteration, facts, name, staging, job, copied))
+        self._pending.append(_PendingSave(iteration, facts, name, staging, job, copied))
         return visible
 
     def wait_for_copies(self) -> None:
-        """Return when the parts of all checkpoints on their way may change."""
-        wait([flight.copied for flight in self._flights])  # `settle` reports failures
+        """Return when the parts of all pending checkpoints may change."""
+        wait([pending.copied for pending in self._pending])  # `settle` reports failures
 
     def advance(self) -> int | None:
-        """Take the oldest checkpoint one stage further; every rank calls this, ideally when none is `busy`.
+        """Take the oldest pending checkpoint one stage further; best called when no rank is `busy`.
+
+        Every rank calls this.
 
         Returns:
-            Its iteration, once it is visible.
+            Its iteration once it is visible, else None.
 
         Raises:
-            CheckpointError: on every rank, if any could not do its part; nothing is visible then.
+            CheckpointError: on every rank, if any rank failed; the checkpoint is not visible then.
         """
-        flight = self._flights[0]
-        folder = hidden_folder(self.directory, flight.iteration, "partial")
+        pending = self._pending[0]
+        folder = hidden_folder(self.directory, pending.iteration, "partial")
         first = self.context.rank == 0
         try:
-            if not flight.completing:
-                together(self.context, lambda: flight.job.result() and None, f"write into {folder}")
-                described = fold_values(self.context.world, flight.job.result(), fold, self.context.device)
+            if not pending.completing:
+                together(self.context, lambda: pending.job.result() and None, f"write into {folder}")
+                described = fold_values(self.context.world, pending.job.result(), fold, self.context.device)
                 if first:
-                    work = partial(self._complete, folder, flight, described)
-                    flight.job = self._writer.submit(work) if self.in_flight else _done_here(work)
-                flight.completing = True
+                    work = partial(self._complete, folder, pending, described)
+                    pending.job = self._writer.submit(work) if self.in_flight else _done_here(work)
+                pending.completing = True
                 return None
-            together(self.context, flight.job.result if first else None, f"complete {folder}")
+            together(self.context, pending.job.result if first else None, f"complete {folder}")
         except CheckpointError:
-            self._forget(flight)
+            self._forget(pending)
             if first:
                 self._tidy(lambda path: path == folder)
             raise
-        self._forget(flight)
-        return flight.iteration
+        self._forget(pending)
+        return pending.iteration
 
     def settle(self) -> int:
-        """Wait for the oldest checkpoint on its way and make it visible; every rank calls this.
+        """Wait for the oldest pending checkpoint and make it visible; every rank calls this.
 
         Returns:
             Its iteration.
@@ -215,7 +213,7 @@ class Saver:
         return iteration
 
     def close(self) -> None:
-        """Release the folder to other jobs. What was not settled stays invisible."""
+        """Release the folder to other jobs. A checkpoint that was not settled stays invisible."""
         for threads in (self._copier, self._writer):
             threads.shutdown(wait=True, cancel_futures=True)
         if self._lock is not None:
@@ -224,7 +222,6 @@ class Saver:
 
     @property
     def _held(self) -> WriterLock:
-        """The lock of the first rank, which has it until `close`."""
         assert self._lock is not None, "only the first rank holds the lock, until it closes"
         return self._lock
 
@@ -244,13 +241,13 @@ class Saver:
             raise
 
     def _iterations(self) -> list[int]:
-        return [flight.iteration for flight in self._flights]
+        return [pending.iteration for pending in self._pending]
 
     def _begin(self, folder: Path) -> str:
-        """Make the folder of a save, and give the save a name."""
+        """Make the folder of a save; return a random name for the save."""
         self._held.check()
-        flying = {hidden_folder(self.directory, iteration, "partial") for iteration in self._iterations()}
-        self._tidy(lambda path: path.suffix == ".partial" and path not in flying)
+        pending = {hidden_folder(self.directory, iteration, "partial") for iteration in self._iterations()}
+        self._tidy(lambda path: path.suffix == ".partial" and path not in pending)
         self.disk.make_folder(folder)
         return secrets.token_hex(8)
 
@@ -259,21 +256,21 @@ class Saver:
         return write_parts(self.disk, folder, parts, *place, beside)
 
     def _describe(self, folder: Path, name: str, written: Written) -> Written | list[Tally]:
-        """Describe what this rank wrote, and return what the first rank needs to know of it."""
+        """Write this rank's part if there are several ranks; return what `_complete` needs to know of it."""
         rank, ranks = self.context.rank, self.context.world_size
         return written if ranks == 1 else write_part(self.disk, folder, written, name, rank, ranks)
 
-    def _complete(self, folder: Path, flight: _PendingSave, described: Written | list[Tally]) -> None:
+    def _complete(self, folder: Path, pending: _PendingSave, described: Written | list[Tally]) -> None:
         self._held.check()
         self._tidy(lambda path: path.suffix != ".partial")
-        facts = {**flight.facts, FOLDER_FACT: self._held.identity}
+        facts = {**pending.facts, FOLDER_FACT: self._held.identity}
         if isinstance(described, Written):
-            write_description(self.disk, folder, flight.iteration, [described], facts)
+            write_description(self.disk, folder, pending.iteration, [described], facts)
         else:
             ranks = self.context.world_size
-            write_contents(self.disk, folder, flight.iteration, described, facts, flight.save, ranks)
+            write_contents(self.disk, folder, pending.iteration, described, facts, pending.save, ranks)
         self._held.check()
-        visible = publish(self.disk, self.directory, flight.iteration)
+        visible = publish(self.disk, self.directory, pending.iteration)
         self._held.check()
         try:
             prune(self.disk, self.directory, self.retention)
@@ -281,25 +278,30 @@ class Saver:
             raise CheckpointError(f"{visible} is saved, but older ones stay: {error}") from error
 
     def _tidy(self, which: Callable[[Path], bool]) -> None:
-        """Clear what a failed save left. A faulty disk may make this fail too; a later save tries again."""
-        with contextlib.suppress(OSError, CheckpointError):
+        """Clear the leftovers of failed saves."""
+        with contextlib.suppress(OSError, CheckpointError):  # a faulty disk; a later save tries again
             self._held.check()
             recover(self.disk, self.directory, which)
 
-    def _forget(self, flight: _PendingSave) -> None:
-        self._flights.popleft()
+    def _forget(self, pending: _PendingSave) -> None:
+        self._pending.popleft()
         if self.in_flight:
-            self._free.append(flight.staging)
+            self._free.append(pending.staging)
 
 
-def together(context: ParallelContext, work: Callable[[], Any] | None, what: str) -> Any:
-    """Do `work` here if this rank has any; a failure on one rank is raised on all.
+def together(context: ParallelContext, work: Callable[[], object] | None, what: str) -> Any:
+    """Run `work` on the ranks that pass some; a failure on one rank is raised on all. Every rank calls this.
+
+    Args:
+        context: the ranks.
+        work: the work; None on a rank without.
+        what: the work in words, for messages, as in "rank 0 could not `what`".
 
     Returns:
-        The first rank's result on all ranks; JSON must be able to hold it.
+        The first rank's result, on all ranks; it must be JSON.
 
     Raises:
-        CheckpointError: on every rank, of the kind that was raised; it names the first rank that failed and
+        CheckpointError: on every rank, in the class that was raised; names the first rank that failed, and
             why.
     """
     result = failure = None

@@ -1,4 +1,4 @@
-"""The boxes of logical tensors that a rank holds, in an optimizer's buckets or a model's parameters."""
+"""The parts of logical tensors that a rank has in its optimizer's buckets or its model's parameters."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ from megazero.zero.table import STAGES
 def parts_to_write(optimizer: Optimizer, context: ParallelContext, *, moments: bool = True) -> list[Part]:
     """The parts of masters and moments that this rank writes; over all ranks each element is written once.
 
-    What is sharded is written by its owners. What replicas hold whole is divided among them, parameter by
-    parameter, so that each writes about the same amount; so is what all tensor-parallel ranks hold. What each
-    replica has its own of is a row of a tensor over all of them, see `ReplicaRows`.
+    A shard is written by its owner. Where replicas (or tensor-parallel ranks) have equal copies, the
+    parameters are divided among them, so that each writes about as many bytes. State that differs between
+    replicas becomes one row per replica of a larger tensor, see `ReplicaRows`.
     """
     parts: list[Part] = []
-    totals: Counter[int] = Counter()  # elements to deal among so many replicas
+    totals: Counter[int] = Counter()  # number of replicas -> elements of which each of them has a copy
     for layout, _, _ in _flats(optimizer, moments):
-        mine = (span for i, span in enumerate(layout.spans) if _writes(i, layout.specs[i], context))
-        totals[layout.ranks] += 0 if layout.row.shard_state else sum(stop - start for start, stop in mine)
+        own = (span for i, span in enumerate(layout.spans) if _writes(i, layout.specs[i], context))
+        totals[layout.ranks] += 0 if layout.row.shard_state else sum(stop - start for start, stop in own)
     dealt: Counter[int] = Counter()
     for layout, flats, offloaded in _flats(optimizer, moments):
         for i, (spec, (start, stop)) in enumerate(zip(layout.specs, layout.spans, strict=True)):
             if not _writes(i, spec, context):
                 continue
             if not layout.row.shard_state:
+                # The parameter's midpoint in the sequence of all elements decides which replica writes it.
                 middle = dealt[layout.ranks] + (stop - start) // 2
                 dealt[layout.ranks] += stop - start
                 writer = middle * layout.ranks // max(1, totals[layout.ranks])
                 if min(writer, layout.ranks - 1) != layout.rank:
                     continue
-            elif start == stop and layout.rank != 0:
+            elif start == stop and layout.rank != 0:  # an empty parameter is listed once
                 continue
             for kind, flat in flats.items():
                 own = _parts(layout, spec, kind, flat, start, stop, context)
@@ -60,7 +61,7 @@ def parts_to_write(optimizer: Optimizer, context: ParallelContext, *, moments: b
 
 
 def parts_to_read(optimizer: Optimizer, context: ParallelContext, *, moments: bool = True) -> list[Part]:
-    """All parts of masters and moments that this rank holds; padding of the vocabulary is zeroed here."""
+    """All parts of masters and moments that this rank has; zeroes vocabulary padding, which no file has."""
     parts: list[Part] = []
     for layout, flats, _ in _flats(optimizer, moments):
         for spec, (start, stop) in zip(layout.specs, layout.spans, strict=True):
@@ -84,7 +85,7 @@ def parts_to_read(optimizer: Optimizer, context: ParallelContext, *, moments: bo
 
 
 def parts_in_use(optimizer: Optimizer, context: ParallelContext) -> list[Part]:
-    """All parts of the weights in use that this rank holds, where these are not the rounded masters."""
+    """All parts of the weights in use that this rank has, if delayed updates let them lag behind masters."""
     return [
         part
         for layout, flats, _ in _flats(optimizer, True)
@@ -94,7 +95,7 @@ def parts_in_use(optimizer: Optimizer, context: ParallelContext) -> list[Part]:
 
 
 def parts_of_parameters(parameters: Iterable[nn.Parameter], context: ParallelContext) -> list[Part]:
-    """The parts of the weights alone, of parameters that hold this rank's whole slice."""
+    """The parts of the weights in parameters that have this rank's whole slice (no ZeRO stage 3)."""
     parts: list[Part] = []
     for param in parameters:
         spec = spec_of(param)
@@ -106,7 +107,7 @@ def parts_of_parameters(parameters: Iterable[nn.Parameter], context: ParallelCon
 
 
 def state_keys(optimizer: Optimizer) -> set[Key]:
-    """The logical tensors of which this rank's buckets, or their copies on other replicas, hold a part."""
+    """The logical tensors with a part in this rank's buckets or in another replica's copy of them."""
     return {
         Key(spec.tied_with or spec.name, kind)
         for flats_of in (_flats, _private)
@@ -119,8 +120,7 @@ def state_keys(optimizer: Optimizer) -> set[Key]:
 def _flats(
     optimizer: Optimizer, moments: bool
 ) -> Iterator[tuple[BucketLayout, Mapping[str, Tensor], Collection[str]]]:
-    """The state that replicas hold together: flat tensors over a layout's `state_range`, and which kinds are
-    offloaded."""
+    """State that replicas share: layout, flat tensors over `state_range` by kind, and offloaded kinds."""
     apart = {*optimizer.private_kinds, *optimizer.rule.needs.scalars, SERVER_ERROR}
     for bucket in optimizer.store.buckets:
         flats, layout = optimizer.store.at_rest(bucket), bucket.layout
@@ -129,12 +129,12 @@ def _flats(
         if optimizer.delayed is not None and bucket.key.trainable:
             shared[IN_USE] = bucket.weights_in_use()
         yield layout, shared if moments else {WEIGHT: flats[WEIGHT]}, offloaded
-        if moments and SERVER_ERROR in flats:  # each replica has its slice of it, as if state were sharded
+        if moments and SERVER_ERROR in flats:  # sliced over replicas, as at stage 1, whatever the stage is
             yield replace(layout, row=STAGES[1]), {SERVER_ERROR: flats[SERVER_ERROR]}, ()
 
 
 def _private(optimizer: Optimizer, moments: bool) -> Iterator[tuple[BucketLayout, Mapping[str, Tensor]]]:
-    """The state that each replica has for itself: flat tensors [padded]."""
+    """State that differs between replicas: layouts and flat tensors [padded] by kind."""
     if moments and (kinds := optimizer.private_kinds):
         for bucket in optimizer.store.buckets:
             flats = optimizer.store.at_rest(bucket)
@@ -142,7 +142,10 @@ def _private(optimizer: Optimizer, moments: bool) -> Iterator[tuple[BucketLayout
 
 
 def _scalars(optimizer: Optimizer, moments: bool) -> Iterator[tuple[BucketLayout, int, list[Part]]]:
-    """The numbers that all ranks with a part of a parameter hold, [1]; by bucket and member."""
+    """Scalars of parameters: layouts, the parameter's number in the bucket, and parts of shape [1].
+
+    Every rank with a part of a parameter has its scalars.
+    """
     kinds = optimizer.rule.needs.scalars if moments else ()
     for bucket in optimizer.store.buckets if kinds else ():
         flats = optimizer.store.at_rest(bucket)
@@ -153,9 +156,9 @@ def _scalars(optimizer: Optimizer, moments: bool) -> Iterator[tuple[BucketLayout
 
 
 def _writes(number: int, spec: ParamSpec, context: ParallelContext) -> bool:
-    """Whether this rank is the one to write a bucket's member of that number, among those with copies."""
-    mine, copies = spec.copy(context.place)
-    return spec.tied_with is None and number % copies == mine
+    """Whether this rank, among those with equal copies, writes parameter `number` of a bucket."""
+    own, copies = spec.copy(context.place)
+    return spec.tied_with is None and number % copies == own
 
 
 def _rows(
@@ -165,7 +168,7 @@ def _rows(
     span: tuple[int, int],
     context: ParallelContext,
 ) -> Iterator[Part]:
-    """This replica's row of logical tensors [replicas, ...]."""
+    """This replica's rows of logical tensors [replicas, ...]."""
     for kind, flat in flats.items():
         for part in _slice_parts(spec, kind, flat[slice(*span)], 0, span[1] - span[0], context):
             box = Box((layout.rank, *part.box.offset), (1, *part.box.shape))
@@ -189,7 +192,7 @@ def _parts(
 def _slice_parts(
     spec: ParamSpec, kind: str, flat: Tensor, start: int, stop: int, context: ParallelContext
 ) -> Iterator[Part]:
-    """Elements `start` to `stop` of this rank's flattened slice, as boxes of the whole."""
+    """Elements `start` to `stop` of this rank's flattened slice, as boxes of the whole tensor."""
     key = Key(spec.tied_with or spec.name, kind)
     whole = Box.whole(spec.shape)
     if not whole.numel:

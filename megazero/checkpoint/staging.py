@@ -1,4 +1,4 @@
-"""Host memory between a run that continues and a checkpoint that is being written."""
+"""Host memory for copies of a checkpoint's tensors, from which files are written while training goes on."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ALIGNMENT = 64
 
 
 class Staging:
-    """Host memory that parts are copied to, in one piece, kept from one checkpoint to the next.
+    """One allocation of host memory for copies of parts, reused from one checkpoint to the next.
 
     Args:
-        streams: those of the device.
+        streams: the device's streams.
     """
 
     def __init__(self, streams: Streams = INLINE) -> None:
@@ -27,14 +27,15 @@ class Staging:
         self._copies: list[Tensor] = []
 
     def has_room(self, parts: Sequence[Part]) -> bool:
-        """Whether the host's memory has room for copies of these parts."""
+        """Whether host memory suffices for copies of these parts."""
         return self._is_for(parts) or _size([part.tensor for part in parts]) <= available_memory()
 
     def take(self, parts: Sequence[Part]) -> tuple[list[Part], Callable[[], None]]:
-        """Parts on the host, and a function that fills them; originals must not change until it returns.
+        """Return parts on the host, and a function that fills them.
 
-        Copies from a device whose memory is apart are queued here, after the work that is already queued;
-        the function waits for them. It copies other memory itself, on any thread.
+        The originals must not change until the function returns. Copies from device memory are queued here,
+        behind the work already queued; the function waits for them. It copies host memory itself and may be
+        called on any thread.
         """
         if not self._is_for(parts):
             self._copies = self._make([part.tensor for part in parts])
@@ -46,7 +47,7 @@ class Staging:
         def fill() -> None:
             for copy, tensor in here:
                 copy.copy_(tensor)
-            points[-1].host_waits()  # copies are made in order
+            points[-1].host_waits()  # copies run in order, so the last one is enough
             queued.clear()
 
         return [replace(part, tensor=copy) for part, (copy, _) in zip(parts, pairs, strict=True)], fill
@@ -58,7 +59,6 @@ class Staging:
         )
 
     def _make(self, originals: Sequence[Tensor]) -> list[Tensor]:
-        """Memory for copies of all of these."""
         memory = Slab(self._streams).take(_size(originals))
         places = zip(memory.split([_room(tensor) for tensor in originals]), originals, strict=True)
         return [place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for place, tensor in places]
@@ -69,5 +69,5 @@ def _size(originals: Sequence[Tensor]) -> int:
 
 
 def _room(tensor: Tensor) -> int:
-    """Bytes of a copy's place."""
+    """Bytes of a copy, rounded up to the alignment."""
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,8 +1,8 @@
 """Files of tensors in the safetensors format, hashed while they are written and checked while they are read.
 
-The safetensors library reads these files, and its files can be read here, but it can do neither of the two:
-it writes a file in one call, from all tensors at once and in an order of its own, and it reads through mapped
-memory, where a bad sector ends the process instead of raising an exception.
+The safetensors library reads these files, and its files can be read here, but it cannot do this work: it
+writes a file in one call, from all tensors at once and in its own order, and it reads through mapped memory,
+where a bad sector kills the process instead of raising an exception.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megazero.checkpoint.safetensors_header import (
 )
 from megazero.errors import CheckpointError
 
-# Bytes are hashed and written in pieces of this size, so that they are still cached when written. Larger
-# writes were slower: the page cache then looks for larger runs of free memory.
+# Bytes are hashed and written in pieces of this size, so that they are still cached when they are written.
+# Larger writes were slower: the page cache then looks for larger runs of free memory.
 _PIECE = 512 << 10
-# For less than this, a copy that saves a system call pays off.
+# A tensor smaller than this is copied into a buffer, which is cheaper than a system call of its own.
 _SMALL = 64 << 10
 
 
@@ -37,7 +37,7 @@ class Later:
     """A tensor that is made when its turn to be written comes, and dropped afterwards.
 
     Attributes:
-        dtype, shape: what `make` returns has these.
+        dtype, shape: dtype and shape of the tensor that `make` returns.
         make: makes the tensor.
     """
 
@@ -47,18 +47,18 @@ class Later:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, in its own memory, whatever its dtype."""
-    # A single element counts as contiguous whatever its strides, and `view` would keep them.
+    """The memory of a contiguous CPU tensor of any dtype, as a view of bytes."""
+    # A single element is contiguous whatever its strides are, and `view` would keep them.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     # numpy knows neither bfloat16 nor 8-bit floats.
     return flat.view(torch.uint8).numpy().data
 
 
 def narrowed(name: object, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in another dtype; `name` is what a message calls it.
+    """Convert a tensor to another dtype; `name` is for messages.
 
     Raises:
-        CheckpointError: a finite value is too large for it.
+        CheckpointError: a finite value overflows.
     """
     made = tensor.to(dtype)
     if dtype != tensor.dtype and (made.isinf() & ~tensor.isinf()).any():
@@ -80,15 +80,15 @@ def write_tensors(
 ) -> FileRecord:
     """Write a new file of named tensors, in their order; it is on the medium on return.
 
-    A tensor that is contiguous on the CPU is written from its own memory; others are copied, one at a
-    time. If writing fails, what was written so far is left.
+    A contiguous CPU tensor is written from its own memory; others are copied, one at a time. After a failure
+    a partial file is left.
 
     Args:
         disk: makes the file.
         path: the file, which must not exist yet.
-        tensors: tensors with any strides and device, in the dtypes that safetensors has.
-        metadata: strings that readers of the format may look for.
-        hashed: whether the record gets hashes.
+        tensors: tensors with any strides and device, in dtypes of safetensors.
+        metadata: the strings of ``__metadata__``.
+        hashed: whether to compute the record's hashes.
         block_size: bytes per hash.
 
     Raises:
@@ -125,24 +125,21 @@ def read_bytes(
     block_size: int = BLOCK,
     most: int | None = None,
 ) -> bytes:
-    """All of a file that `write_bytes` wrote.
+    """Read a whole file.
 
     Args:
         path, record, verify, block_size: as for `BlockFile`.
-        most: the largest number of bytes it may have.
+        most: the largest number of bytes that the file may have.
 
     Raises:
-        DamagedCheckpointError: it is missing, too large, cannot be read or is not as recorded.
+        DamagedCheckpointError: the file is missing, too large, cannot be read or is not as recorded.
     """
-    file = BlockFile(path, record, verify=verify, block_size=block_size)
-    try:
+    with BlockFile(path, record, verify=verify, block_size=block_size) as file:
         if most is not None and file.size > most:
             raise file.damage(f"its {file.size} bytes are more than the {most} that it may have")
         data = bytearray(file.size)
         file.read_into(memoryview(data), 0)
         return bytes(data)
-    finally:
-        file.close()
 
 
 def _on_host(name: str, tensor: Tensor | Later) -> Tensor:
@@ -158,10 +155,10 @@ def _on_host(name: str, tensor: Tensor | Later) -> Tensor:
 
 
 class _Stream:
-    """Writes a file piece by piece, hashing each right before.
+    """Writes a file in pieces, each hashed right before, while it is in the cache.
 
-    Pieces end at multiples of their size in the file. Large tensors are written from their own memory; small
-    ones are collected, so that thousands of them take few system calls.
+    Pieces end at multiples of `_PIECE` in the file. Large tensors are written from their own memory; small
+    ones are collected in a buffer, so that thousands of them take few system calls.
     """
 
     def __init__(self, file: File, block_size: int, hashed: bool):
@@ -202,18 +199,18 @@ class _Stream:
         self._file.write(piece)
 
 
-class TensorFile:
+class TensorFile(BlockFile):
     """A safetensors file that is open for reading, by one thread at a time.
 
     Attributes:
         path: the file.
-        entries: name -> dtype, shape and place of each tensor, in the order of their bytes.
-        metadata: the strings that the file holds besides them.
+        entries: name -> dtype, shape and bytes of each tensor, in file order.
+        metadata: the strings of ``__metadata__``.
 
     Args:
         path: a regular file, not a link.
-        record: what the file must be. Without one, only the header is checked.
-        verify: check the blocks that are read, not only size and header.
+        record: the expected size and hashes; None checks the header alone.
+        verify: compare hashes too, not only size and header.
         block_size: bytes per hash.
 
     Raises:
@@ -224,8 +221,7 @@ class TensorFile:
     def __init__(
         self, path: Path, record: FileRecord | None = None, *, verify: bool = True, block_size: int = BLOCK
     ):
-        self.path = path
-        self._file = BlockFile(path, record, verify=verify, block_size=block_size)
+        super().__init__(path, record, verify=verify, block_size=block_size)
         try:
             self.entries, self.metadata = self._read_header()
         except BaseException:
@@ -235,19 +231,8 @@ class TensorFile:
     def __enter__(self) -> TensorFile:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def read_into(self, memory: memoryview, start: int) -> None:
-        """Fill `memory`, whose items are bytes, from byte `start` of the file on."""
-        self._file.read_into(memory, start)
-
-    def read_spans(self, spans: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill several memories, each from a byte of the file on; a block is read once for all of them."""
-        self._file.read_spans(spans)
-
     def tensor(self, name: str) -> Tensor:
-        """One tensor.
+        """Read one tensor.
 
         Raises:
             KeyError: there is no tensor of this name.
@@ -257,26 +242,18 @@ class TensorFile:
         self.read_into(memory_of(tensor), entry.start)
         return tensor
 
-    def verify_all(self) -> None:
-        """Read the whole file and check it, using little memory."""
-        self._file.verify_all()
-
-    def close(self) -> None:
-        """Close the file; a second call does nothing."""
-        self._file.close()
-
     def _read_header(self) -> tuple[Mapping[str, Entry], Mapping[str, str]]:
-        if self._file.size < LENGTH_BYTES:
-            raise self._file.damage(f"{self._file.size} bytes are not a safetensors file")
+        if self.size < LENGTH_BYTES:
+            raise self.damage(f"{self.size} bytes are not a safetensors file")
         length = bytearray(LENGTH_BYTES)
-        self._file.read_into(memoryview(length), 0)
+        self.read_into(memoryview(length), 0)
         size = int.from_bytes(length, "little")
-        data_bytes = self._file.size - LENGTH_BYTES - size
+        data_bytes = self.size - LENGTH_BYTES - size
         if size > LARGEST_HEADER or data_bytes < 0:
-            raise self._file.damage(f"a header of {size} bytes does not fit into it")
+            raise self.damage(f"a header of {size} bytes does not fit into it")
         text = bytearray(size)
-        self._file.read_into(memoryview(text), LENGTH_BYTES)
+        self.read_into(memoryview(text), LENGTH_BYTES)
         try:
             return decode_header(bytes(text), data_bytes)
         except ValueError as error:
-            raise self._file.damage(f"its header is not a safetensors header: {error}") from error
+            raise self.damage(f"its header is not a safetensors header: {error}") from error

@@ -1,8 +1,8 @@
-"""Upcycling (Komatsuzaki et al. 2023): a dense model's weights as those of a model with experts.
+"""Upcycling (Komatsuzaki et al. 2023): begin a model with experts from a dense model's weights.
 
-Each expert is a copy of the MLP whose place it takes. As long as the weights of a token's experts sum to one,
-the new model computes what the dense one does, whatever its routers say; `config/rules/experts.py` holds
-the conditions. The routers are new, and so different experts see different tokens and grow apart.
+Each expert begins as a copy of the MLP that it replaces. As long as the gates of a token's experts sum to
+one, the new model computes what the dense one does, whatever its routers choose; `config/rules/experts.py`
+holds the conditions. The new routers send different tokens to different experts, which so grow apart.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def dense_model(model: ModelConfig) -> ModelConfig:
 
 
 def router_names(spec: ModelSpec) -> tuple[str, ...]:
-    """The weights that a dense model has nothing for."""
+    """The weights of routers, which a dense model has not."""
     kinds = ("weight", "logit_bias") if spec.router is not None and spec.router.bias else ("weight",)
     return tuple(f"layers.{layer}.mlp.router.{kind}" for layer in spec.expert_layers for kind in kinds)
 
 
 class Upcycled:
-    """The weights of a model with experts but those of its routers, as a `Source`.
+    """A `Source` of all weights of a model with experts, except its routers'.
 
     Args:
-        source: holds the weights of the `dense_model`; other kinds are left out.
+        source: the weights of the `dense_model`; other kinds are left out.
         spec: the model with experts.
 
     Attributes:
-        shapes: the shapes of everything that it holds.
+        shapes: logical tensor -> its shape.
     """
 
     def __init__(self, source: Source, spec: ModelSpec):
@@ -58,7 +58,7 @@ class Upcycled:
         self.shapes: Mapping[Key, tuple[int, ...]] = MappingProxyType(shapes)
 
     def read(self, parts: Iterable[Part]) -> None:
-        """Fill the memory of parts; see `Source`. What several experts of a part share is read once."""
+        """Fill the memory of parts; see `Source`. The dense weight is read once and copied to all experts."""
         wanted: list[Part] = []
         stacked: list[Tensor] = []
         for part in parts:

@@ -1,4 +1,4 @@
-"""Writes the files of one checkpoint, and the description that makes them one."""
+"""Writes a checkpoint's tensor files, and their description if one process writes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from megazero.checkpoint.manifest import (
     INDEX,
     MANIFEST,
     STATE,
+    Facts,
     Index,
     Logical,
     Piece,
@@ -39,12 +40,12 @@ Item = TypeVar("Item")
 
 SHARD_BYTES = 5 << 30
 NAMES = "model.safetensors.index.json"
-"""Which file each weight lies in, as Hugging Face's libraries look it up."""
+"""Hugging Face's index of weights and files, with which its libraries can open a checkpoint's weights."""
 
 
 @dataclass(frozen=True)
 class WrittenPiece:
-    """One piece as it was written: which tensor, which box, and in which file."""
+    """One piece as it was written: the tensor, the box of it, and the file."""
 
     key: Key
     dtype: str
@@ -67,13 +68,13 @@ class Written:
 def write_parts(
     disk: Disk, folder: Path, parts: Iterable[Part], number: int, count: int, beside: str = ""
 ) -> Written:
-    """Write parts to two files: the weights, and the rest. A file that would be empty is not written.
+    """Write parts to two files, one for weights and one for the rest; none that would be empty.
 
     Args:
         folder: the partial checkpoint's folder.
         parts: the parts, with tensors on any device.
-        number, count: this file's number, from 0, and how many there are of its kind, for its name.
-        beside: what tells these files from others with this number.
+        number, count: the rank's number, from 0, and the number of ranks, for the names.
+        beside: a suffix for the names, if the rank writes further files.
 
     Raises:
         OSError: the disk is full, fails, or may not be written to.
@@ -84,24 +85,25 @@ def write_parts(
             sorts[sort_of(part.key)].append(part)
     files: dict[str, FileRecord] = {}
     entries: list[WrittenPiece] = []
-    for sort, mine in sorts.items():
-        if not mine:
+    for sort, sorted_parts in sorts.items():
+        if not sorted_parts:
             continue
         name = file_name(sort + beside, number, count)
-        files[name] = write_tensors(
-            disk, folder / name, ((piece_name(p.key, p.shape, p.box), p.tensor) for p in mine)
-        )
-        entries += [WrittenPiece(p.key, NAME_OF_DTYPE[p.tensor.dtype], p.shape, p.box, name) for p in mine]
+        named = ((piece_name(p.key, p.shape, p.box), p.tensor) for p in sorted_parts)
+        files[name] = write_tensors(disk, folder / name, named)
+        entries += [
+            WrittenPiece(p.key, NAME_OF_DTYPE[p.tensor.dtype], p.shape, p.box, name) for p in sorted_parts
+        ]
     return Written(files, entries)
 
 
 def sort_of(key: Key) -> str:
-    """The sort of file that a tensor goes to."""
+    """The sort of file that a tensor is written to."""
     return "model" if key.kind == WEIGHT else "optimizer"
 
 
 def file_name(sort: str, number: int, count: int) -> str:
-    """The name of a shard, numbered as Hugging Face does."""
+    """The name of a tensor file, numbered in Hugging Face's manner."""
     return f"{sort}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
@@ -110,7 +112,7 @@ def write_description(
     folder: Path,
     iteration: int,
     written: Iterable[Written],
-    facts: Mapping[str, Any],
+    facts: Facts,
     beside: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write the index, the facts and finally the manifest; then the folder is complete and synced.
@@ -118,13 +120,13 @@ def write_description(
     Args:
         folder: the partial checkpoint's folder.
         iteration: the iteration after which it was saved.
-        written: what each rank wrote.
-        facts: everything else, as JSON.
-        beside: further files for other programs, by name; part of the checkpoint, and checked with it.
+        written: the files of each rank.
+        facts: the content of ``state.json``.
+        beside: further files for other programs, by name; hashed and checked like the others.
 
     Raises:
-        CheckpointError: the pieces do not make whole tensors.
-        OSError: as above.
+        CheckpointError: the pieces do not cover the tensors exactly once.
+        OSError: the disk is full, fails, or may not be written to.
     """
     files: dict[str, FileRecord] = {}
     tensors: dict[Key, tuple[WrittenPiece, list[Piece]]] = {}
@@ -159,26 +161,26 @@ def write_checkpoint(
     directory: str | Path,
     iteration: int,
     tensors: Iterable[tuple[Key, Later]],
-    facts: Mapping[str, Any],
+    facts: Facts,
     *,
     disk: Disk | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write a checkpoint from one process, one tensor at a time. Nothing of it is left if that fails.
+    """Write a checkpoint from one process, one tensor in memory at a time. After a failure nothing is left.
 
-    Each tensor is whole in one file, and `NAMES` says in which, so other programs open the weights by name.
+    Each tensor is whole in one file, which `NAMES` lists, so other programs can open the weights by name.
 
     Args:
         directory: the run's folder.
-        iteration: the iteration that it counts as.
-        tensors: whole logical tensors, by kind; each is loaded when its turn comes.
-        facts: what else to store, as JSON.
+        iteration: the checkpoint's iteration.
+        tensors: whole logical tensors; each is made when its turn comes.
+        facts: the content of ``state.json``.
         disk: makes all changes to the file system.
         shard_bytes: the size at which another file is begun.
 
     Raises:
-        CheckpointError: another job writes there, or the disk cannot be written, or there is no room for the
-            whole on the disk or for one tensor in memory.
+        CheckpointError: another job writes there, the disk cannot be written, or there is no room on it for
+            the checkpoint or in memory for the largest tensor.
     """
     disk, directory = disk or Disk(), Path(directory)
     shards = _shards(tensors, shard_bytes)
@@ -210,7 +212,7 @@ def write_checkpoint(
 
 
 def _check_room(directory: Path, sizes: Sequence[int]) -> None:
-    """Raise CheckpointError if the tensors, of these sizes in bytes, have no room; nothing is touched."""
+    """Raise CheckpointError if disk or memory has no room for tensors of these sizes in bytes."""
     above = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     for where, what, needed, free in (
         (f"the disk of `{directory}`", "the checkpoint", sum(sizes), shutil.disk_usage(above).free),
@@ -240,25 +242,25 @@ def _weight_map(written: Iterable[Written]) -> bytes:
 
 
 def _shards(tensors: Iterable[tuple[Key, Later]], shard_bytes: int) -> dict[str, list[tuple[Key, Later]]]:
-    """File name -> the tensors in it, of one sort and at most `shard_bytes` in all, or one larger tensor."""
+    """File name -> its tensors, of one sort and at most `shard_bytes` in all, or one larger tensor."""
     sorts: dict[str, list[tuple[Key, Later]]] = {"model": [], "optimizer": []}
     for item in tensors:
         sorts[sort_of(item[0])].append(item)
     return {
         file_name(sort, number, len(shards)): shard
-        for sort, mine in sorts.items()
-        for shards in [deal(mine, size_of, shard_bytes)]
+        for sort, items in sorts.items()
+        for shards in [deal(items, size_of, shard_bytes)]
         for number, shard in enumerate(shards)
     }
 
 
 def size_of(item: tuple[Key, Later]) -> int:
-    """The bytes of a tensor that is still to be made."""
+    """The size in bytes of a tensor that is still to be made."""
     return Box.whole(item[1].shape).numel * item[1].dtype.itemsize
 
 
 def later_weights(source: Source) -> Iterator[tuple[Key, Later]]:
-    """All tensors that a source holds, in fp32, each read when its turn comes."""
+    """All tensors of a source, in fp32, each read when its turn comes."""
 
     def make(key: Key, shape: tuple[int, ...]) -> Tensor:
         tensor = torch.empty(shape)
@@ -270,7 +272,7 @@ def later_weights(source: Source) -> Iterator[tuple[Key, Later]]:
 
 
 def deal(items: Iterable[Item], size_of: Callable[[Item], int], most: int) -> list[list[Item]]:
-    """Items in order, in lists of at most `most` bytes each, or of a single item that has more."""
+    """Split items, in order, into lists of at most `most` bytes each, or of a single larger item."""
     lists: list[list[Item]] = []
     room = 0
     for item in items:

@@ -1,5 +1,6 @@
-"""formats: checkpoints of other libraries, read as whole logical tensors and, for Hugging Face's, written.
+"""formats: checkpoints of other libraries, presented as whole logical tensors.
 
-`hf` has transformers' folders, `megatron` those of Megatron-LM and Megatron-DeepSpeed, `deepspeed` those of
-DeepSpeed's engine; `pickles.py` reads pickles without running what they name.
+`hf` reads and writes transformers' folders; `megatron` reads Megatron-LM's and Megatron-DeepSpeed's
+checkpoints, and writes Megatron-LM's; `deepspeed` reads those of DeepSpeed's engine. `pickles.py` reads
+pickles without running what they name.
 """

@@ -1,8 +1,8 @@
-"""Reading pickles without running what they name.
+"""Reads pickles without running what they name.
 
 A pickle names functions to call, so one of unknown origin can run anything. torch's restricted unpickler
-calls only what it is allowed to. Of what Megatron and DeepSpeed store besides tensors, only the arguments are
-wanted; `Inert` stands in for the other classes, by their names: none is called or needs to be installed.
+calls only functions that it was allowed. Megatron and DeepSpeed store objects of many classes besides tensors
+and arguments. `Inert` stands in for these classes, by name, so none is called or needs to be installed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import torch
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.regular_file import open_regular
 
-# What is stored besides tensors and plain values: states of numpy's generators, enums among the arguments,
-# loss scalers, Transformer Engine's extra states.
+# Classes of objects besides tensors and plain values: states of numpy's generators, enums among the
+# arguments, loss scalers, Transformer Engine's extra states. numpy 2 has moved `core` to `_core`, and Python
+# 3.13 paths to `pathlib._local`.
 INERT = (
     *("numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType"),
     *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
@@ -41,23 +42,26 @@ INERT = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
 )
 SafeGlobal = Callable[..., Any] | tuple[Any, str]
-"""A function or class that torch's unpickler may call, or (what stands for a name, that name)."""
+"""A function or class that torch's unpickler may call under its own name, or (function, another name)."""
+
+Saved = Mapping[str, Any]
+"""A mapping out of a file of `torch.save`, whose values may be anything."""
 _ZIP = b"PK\x03\x04"
 _NAMED = re.compile(r"GLOBAL ([\w.]+)")
-# What torch puts before it is advice to load the file without restrictions.
+# Before this, torch's message advises to load the file without restrictions.
 _REASON = re.compile(r"WeightsUnpickler error:\s*")
 
 
 class Inert:
-    """Stands in for an object that is not wanted: takes whatever a pickle gives it and keeps nothing."""
+    """Stands in for an object that is not needed: accepts any arguments and state, and keeps nothing."""
 
-    def __new__(cls, *arguments: Any) -> Inert:
+    def __new__(cls, *arguments: object) -> Inert:
         return super().__new__(cls)
 
-    def __init__(self, *arguments: Any):
+    def __init__(self, *arguments: object):
         pass
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         pass
 
     def __repr__(self) -> str:
@@ -65,15 +69,15 @@ class Inert:
 
 
 class Kept:
-    """Stands in for an object of a class that need not be installed, and keeps its state as attributes."""
+    """Stands in for an object of a class that is not installed, and keeps its state as attributes."""
 
-    def __new__(cls, *arguments: Any) -> Kept:
+    def __new__(cls, *arguments: object) -> Kept:
         return super().__new__(cls)
 
-    def __init__(self, *arguments: Any):
+    def __init__(self, *arguments: object):
         self.arguments = arguments
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         if isinstance(state, Mapping):
             self.__dict__.update(state)
 
@@ -89,7 +93,7 @@ KEPT = (
 
 
 class PositionEmbedding(Enum):
-    """BigScience's ``megatron.enums.PositionEmbeddingType``; its arguments give the kind by number."""
+    """BigScience's ``megatron.enums.PositionEmbeddingType``, which is pickled by number."""
 
     rotary = 1
     absolute = 2
@@ -102,21 +106,21 @@ def load_pickle(
     known: Iterable[SafeGlobal] = (),
     remedy: str = "if it is a class whose objects are not needed, add `--inert-class {}`",
 ) -> Any:
-    """Return the contents of a file of `torch.save`; tensors are mapped until they are used, if they can be.
+    """Return the object in a file of `torch.save`; tensors are memory-mapped where the format allows it.
 
     Args:
         path: the file.
-        inert: further classes, by full name, whose objects are not wanted.
-        known: further functions and classes to call; they take precedence.
-        remedy: what the message says to do about others.
+        inert: further classes, by full name, whose objects are not needed.
+        known: further functions and classes that may be called; these take precedence.
+        remedy: the message's advice about a class that is not allowed, with `{}` for its name.
 
     Raises:
-        CheckpointError: it names a class or function that is not allowed, which was not called.
-        DamagedCheckpointError: it is missing or cannot be read.
+        CheckpointError: the file names a class or function that is not allowed, which was not called.
+        DamagedCheckpointError: the file is missing or cannot be read.
     """
     try:
         with open_regular(path) as file:
-            mapped = file.read(len(_ZIP)) == _ZIP  # what torch < 1.6 wrote cannot be mapped
+            mapped = file.read(len(_ZIP)) == _ZIP  # files from before torch 1.6 are no archives to map
         with _allowing([*{_name(entry): entry for entry in (*_allowed(inert), *known)}.values()]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
@@ -133,7 +137,7 @@ def load_pickle(
 
 
 def reason_of(error: Exception) -> str:
-    """Why a file could not be read, without torch's advice to read it without restrictions."""
+    """The reason why a file could not be read, without torch's advice to lift the restrictions."""
     if isinstance(error, pickle.UnpicklingError):
         return _REASON.split(str(error))[-1].partition("\n")[0]
     return f"{type(error).__name__}: {error}"
@@ -141,10 +145,10 @@ def reason_of(error: Exception) -> str:
 
 @contextmanager
 def parsed(path: Path, what: str) -> Iterator[None]:
-    """Take a file's content apart, which can fail in any way if it is damaged.
+    """Turn any exception of the block, which takes a file's content apart, into a refusal of the file.
 
     Raises:
-        DamagedCheckpointError: it fails; `what` is what should be there.
+        DamagedCheckpointError: the block raised; the message says that the file must hold `what`.
     """
     try:
         yield
@@ -156,7 +160,7 @@ def parsed(path: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def _allowing(allowed: list[SafeGlobal]) -> Iterator[None]:
-    """Let torch call only these: what other libraries have allowed must not replace our stand-ins."""
+    """Let torch call only these functions: what other libraries have allowed must not replace `Inert`."""
     others = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals(allowed)
@@ -168,12 +172,12 @@ def _allowing(allowed: list[SafeGlobal]) -> Iterator[None]:
 
 
 def _name(allowed: SafeGlobal) -> str:
-    """The name by which a pickle asks for it."""
+    """The name under which a pickle asks for a function."""
     return allowed[1] if isinstance(allowed, tuple) else f"{allowed.__module__}.{allowed.__qualname__}"
 
 
 def unreadable(path: Path, what: str, error: Exception) -> CheckpointError:
-    """The refusal of a file that could not be read: it is damaged, unless memory was too little."""
+    """The error for a file that could not be read: it is damaged, unless memory was exhausted."""
     out_of_it = isinstance(error, OSError) and error.errno == errno.ENOMEM
     if out_of_it or isinstance(error, MemoryError) or "allocate memory" in str(error):
         return CheckpointError(
@@ -197,6 +201,6 @@ def _allowed(inert: Iterable[str]) -> list[SafeGlobal]:
     ]
 
 
-def _member(owner: Any, name: str) -> Any:
-    """Stand in for `getattr`, with which some versions of Python store members of enums."""
+def _member(owner: object, name: str) -> PositionEmbedding | Inert:
+    """Stand in for `getattr`, by which some versions of Python pickle members of enums."""
     return PositionEmbedding[name] if owner is PositionEmbedding else Inert()

@@ -1,4 +1,4 @@
-"""Disks that count the changes they are told to make, stop before any of them, or refuse it."""
+"""Disks that count their changes, stop before any of them, or refuse one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.checkpoint.power_cut import Change, Medium
 
 
 class Stopped(BaseException):
-    """Stands for a kill: no code under test may catch it."""
+    """Simulates a kill: a BaseException that no code under test catches."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """That a change does not happen, or only the first `written` bytes of it; `end` raises or kills."""
+    """The end of a change: its first `written` bytes are written, then `end` raises or kills."""
 
     end: Callable[[], None]
     written: int = 0
@@ -30,13 +30,13 @@ Fault = Callable[[Change], Verdict | None]
 
 
 class FaultyDisk(Disk):
-    """A real disk with a fault and, if wanted, a model of what a power cut would leave of it.
+    """A real disk with a fault and, optionally, a model of what a power cut would leave.
 
-    Nothing is really synced, which would take most of the time: what outlives the process is enough.
+    Nothing is synced, which would take most of the time: data need to outlive the process only.
 
     Args:
-        fault: asked before each change.
-        medium: told of each change that happened.
+        fault: called before each change.
+        medium: notes each change after it has happened.
     """
 
     def __init__(self, fault: Fault | None = None, medium: Medium | None = None):
@@ -62,7 +62,7 @@ class FaultyDisk(Disk):
         self.pass_on(Change("remove_folder", path), lambda _: Disk.remove_folder(self, path))
 
     def pass_on(self, change: Change, do: Callable[[memoryview | None], object]):
-        """Do a change, as far as the fault lets it happen."""
+        """Make a change, unless the fault ends it."""
         verdict = self.fault(change)
         if verdict is None:
             return self._do(change, do)
@@ -104,17 +104,17 @@ class _FaultyFile:
 
 
 def stop() -> None:
-    """The end of a verdict, within the process."""
+    """Raise `Stopped`."""
     raise Stopped
 
 
 def kill() -> None:
-    """The end of a verdict, for a process of its own."""
+    """Kill this process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Counter:
-    """Lets all happen and remembers it."""
+    """A fault that lets all changes happen and logs them."""
 
     def __init__(self) -> None:
         self.log: list[Change] = []
@@ -124,10 +124,10 @@ class Counter:
 
 
 class StopAt:
-    """Ends the change of this number (from 0), after half of its bytes if it is a write and `half` is set.
+    """Ends change `number` (from 0); with `half`, a write ends after half of its bytes.
 
-    All later changes end too, also those of other disks with this fault: who is dead changes nothing.
-    `stopped_at` is the name of the change, if it came to that.
+    All later changes end too, also those of other disks with this fault, as after a kill. `stopped_at` is the
+    name of the change, or empty if there were fewer.
     """
 
     def __init__(self, number: int, half: bool = False, end: Callable[[], None] = stop):
@@ -137,7 +137,7 @@ class StopAt:
 
     @property
     def stopped(self) -> bool:
-        """Whether it came to that."""
+        """Whether the change was reached."""
         return bool(self.stopped_at)
 
     def __call__(self, change: Change) -> Verdict | None:
@@ -151,7 +151,7 @@ class StopAt:
 
 @dataclass
 class Refuse:
-    """Refuses changes with an error of the system, while `on`, those for which `when` holds."""
+    """While `on`, refuses the changes for which `when` is true with the system error `number`."""
 
     number: int
     when: Callable[[Change], bool] = lambda change: True
@@ -169,7 +169,7 @@ class Refuse:
 
 @dataclass
 class Full(Refuse):
-    """A disk with `room` for so many bytes; a write that does not fit is cut, as POSIX does, and refused."""
+    """A disk with `room` bytes left; a write that does not fit is cut, as in POSIX, and refused."""
 
     room: int = 0
 

@@ -25,35 +25,36 @@ FACTS = {"kind": "weights", "vocab_size": 5}
 
 
 def make(directory: Path, iteration: int = 7, tensors: Mapping[Key, torch.Tensor] = TENSORS) -> Path:
-    """A small whole checkpoint."""
+    """Write a small checkpoint."""
     made = ((key, Later(t.dtype, tuple(t.shape), lambda t=t: t)) for key, t in tensors.items())
     return write_checkpoint(directory, iteration, made, FACTS)
 
 
 def record_of(path: Path) -> FileRecord:
-    """What a manifest says of a file."""
+    """A file's entry in a manifest."""
     hasher = BlockHasher()
     hasher.update(path.read_bytes())
     return hasher.record()
 
 
 def sealed(text: str) -> bytes:
-    """A manifest of this JSON object, which begins with a brace, with its checksum."""
+    """A JSON object, given as text from its brace on, with the checksum of a manifest."""
     rest = text[1:].encode("utf-8", "surrogatepass")
     return b'{"checksum": "' + xxh3_64_hexdigest(rest).encode() + b'",\n' + rest
 
 
 def reseal(folder: Path) -> None:
-    """Write the manifest that fits the files as they are."""
+    """Rewrite the manifest to fit the files as they are."""
     iteration = int(folder.name.removeprefix("iter_"))
     names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
     (folder / MANIFEST).write_bytes(dump_manifest(iteration, {n: record_of(folder / n) for n in names}))
 
 
 def edit(path: Path, change: Callable[[Any], Any]) -> None:
-    """Replace the content of a JSON file by what `change` makes of it, and seal the checkpoint.
+    """Change the content of a JSON file, and reseal the checkpoint.
 
-    `change` returns an object, or text where Python would not write it so, or None if it changed it in place.
+    `change` gets the object. It returns another object, or text that Python would not write, or None after a
+    change in place.
     """
     content = json.loads(path.read_text())
     changed = change(content)
@@ -64,7 +65,7 @@ def edit(path: Path, change: Callable[[Any], Any]) -> None:
 
 
 def edit_manifest(folder: Path, change: Callable[[Any], Any]) -> None:
-    """The same for the manifest."""
+    """Change the manifest; see `edit`."""
     content = json.loads((folder / MANIFEST).read_text())
     del content["checksum"]
     changed = change(content)

@@ -13,7 +13,7 @@ from pathlib import Path
 class Change:
     """One change of the file system that is about to happen.
 
-    `name` is that of the method, `data` are the bytes of a write, `target` is the new name of a rename.
+    `name` is the name of `Disk`'s method, `data` the bytes of a write, `target` the new name of a rename.
     """
 
     name: str
@@ -34,7 +34,7 @@ class _File:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """A name is taken out of a folder, one is put in, or both at once; `node` is what they name."""
+    """A change of a folder's names: one is removed, one is added, or both at once; both name `node`."""
 
     node: _File | _Folder
     old: str | None = None
@@ -43,13 +43,13 @@ class _Step:
 
 @dataclass(eq=False)
 class _Folder:
-    """What is on the medium of a folder's names, and what has happened to them since."""
+    """A folder's names on the medium, and the steps since its last sync."""
 
     synced: dict[str, _File | _Folder] = field(default_factory=dict)
     steps: list[_Step] = field(default_factory=list)
 
     def after(self, steps: Iterable[_Step]) -> dict[str, _File | _Folder] | None:
-        """The names if these steps reached the medium; None if no system could have made just these."""
+        """The names if these steps alone reached the medium; None if no system could do that."""
         names = dict(self.synced)
         for step in steps:
             if step.old is not None and names.pop(step.old, None) is not step.node:
@@ -62,20 +62,20 @@ class _Folder:
 
     @property
     def shown(self) -> dict[str, _File | _Folder]:
-        """The names as programs see them."""
+        """The names as programs see them before the cut."""
         return self.after(self.steps)
 
     @property
     def nodes(self) -> list[_File | _Folder]:
-        """All that any of its names may stand for."""
+        """All nodes that one of its names may stand for."""
         return [*self.synced.values(), *(step.node for step in self.steps)]
 
 
 class Medium:
-    """A model of the file system below `root`.
+    """A model of the file system below `root`, with all states that POSIX allows after a power cut.
 
-    The worst that POSIX allows: a file's bytes since its last sync are there or not; of what happened to the
-    names of a folder since its last sync any part has reached the medium, whatever has of other folders.
+    A file's bytes since its last sync are there or not. Of the changes of a folder's names since its last
+    sync, any subset has reached the medium, independently of other folders.
     """
 
     def __init__(self, root: Path):
@@ -84,7 +84,7 @@ class Medium:
         self._top = _load(root)
 
     def note(self, change: Change) -> None:
-        """A change has happened."""
+        """Note a change that has happened."""
         folder, name = self._at(change.path.parent), change.path.name
         match change.name:
             case "make_folder":
@@ -108,7 +108,7 @@ class Medium:
                 raise AssertionError(other)
 
     def found_after_cut(self) -> Iterator[Tree]:
-        """What may be there when the power is back."""
+        """The states in which the file system may be after a power cut."""
         folders = [each for each in _folders(self._top) if each.steps]
         for choice in itertools.product(*(self._possible(each) for each in folders)):
             names = dict(zip(map(id, folders), choice, strict=True))
@@ -116,11 +116,11 @@ class Medium:
                 yield _tree(self._top, names, synced_only)
 
     def shown(self) -> Tree:
-        """What it shows while the power is on."""
+        """The state that programs see without a power cut."""
         return _tree(self._top, {}, synced_only=False)
 
     def _possible(self, folder: _Folder) -> list[dict[str, _File | _Folder]]:
-        """What may be found of its names; below a run's folder, only whether they are complete matters."""
+        """The possible contents of a folder; below a run's folder, only whether they are complete matters."""
         run = any(each is folder for each in self._top.nodes)
         sizes = range(len(folder.steps) + 1) if run else (0, len(folder.steps))
         subsets = (s for n in sizes for s in itertools.combinations(folder.steps, n))
@@ -136,7 +136,7 @@ class Medium:
 
 
 def tree_of(path: Path) -> Tree:
-    """What there really is in a folder."""
+    """The real content of a folder."""
     return _tree(_load(path), {}, synced_only=False)
 
 
@@ -159,7 +159,7 @@ def _load(path: Path) -> _Folder:
 
 
 def _folders(folder: _Folder) -> list[_Folder]:
-    """It and all below it, each once."""
+    """The folder and all folders below it, each once."""
     found = {id(folder): folder}
     for node in folder.nodes:
         if isinstance(node, _Folder):

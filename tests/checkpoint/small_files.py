@@ -1,4 +1,4 @@
-"""What tests of tensor files share: small ones, quickly written, and their contents."""
+"""Small tensor files for tests, written quickly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megazero.checkpoint.tensor_file import TensorFile, write_tensors
 
 
 class UnsyncedDisk(Disk):
-    """Waits for no medium, and notes the memory of each write."""
+    """A disk without syncs that records the memory of each write."""
 
     def __init__(self) -> None:
         self.writes: list[memoryview] = []
@@ -30,7 +30,7 @@ class UnsyncedDisk(Disk):
 
 
 def noise(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Any bit pattern, those of no number too."""
+    """Random bit patterns, NaNs among them."""
     generator = torch.Generator().manual_seed(seed)
     numel = torch.Size(shape).numel()
     if dtype == torch.bool:
@@ -49,7 +49,7 @@ def address(memory: memoryview) -> int:
 
 
 def small_file(path: Path, block_size: int = 512) -> FileRecord:
-    """About 1.5 KB in several blocks."""
+    """Write a file of about 1.5 KB in several blocks."""
     tensors = [
         ("layers.0.w", noise(torch.float32, (9, 31))),
         ("b", noise(torch.bfloat16, (40,))),

@@ -70,7 +70,7 @@ def test_every_truncation_and_extension_is_found(tmp_path):
 
 
 def test_a_changed_bit_of_any_byte_is_found(tmp_path):
-    """Two bits of each byte, all eight within any four bytes."""
+    """Flips two bits of each byte, all eight positions within any four bytes."""
     path = tmp_path / "f"
     record = small_file(path)
     data = path.read_bytes()
@@ -84,7 +84,7 @@ def test_a_changed_bit_of_any_byte_is_found(tmp_path):
 
 
 def test_a_changed_header_is_refused_or_still_whole_without_a_record(tmp_path):
-    """Whatever happens, it is no other exception, and all tensors can be read."""
+    """No other exception is raised, and a file that opens has all tensors."""
     path = tmp_path / "f"
     small_file(path)
     data = path.read_bytes()
@@ -193,7 +193,7 @@ def test_a_bad_sector_is_damage_with_its_cause(tmp_path, monkeypatch):
 
 
 def test_nothing_writes_into_the_memory_once_an_error_is_raised(tmp_path, monkeypatch):
-    """A thread that reads another block must not do so later, when the memory is filled from elsewhere."""
+    """Else a thread with another block could write later, over memory that is filled from elsewhere."""
     path = tmp_path / "f"
     write_bytes(UnsyncedDisk(), path, bytes(64), block_size=16)
     damaged = FileRecord(64, ("0" * 16,) * 4)
@@ -249,7 +249,7 @@ def test_a_range_that_is_not_in_the_file(tmp_path, start, length):
 
 @pytest.fixture
 def reads(monkeypatch) -> list[tuple[int, int]]:
-    """Start and length of all that is read."""
+    """Start and length of each read."""
     preadv, found = os.preadv, []
 
     def noted(descriptor, buffers, start):
@@ -261,7 +261,7 @@ def reads(monkeypatch) -> list[tuple[int, int]]:
 
 
 def test_small_neighbours_are_read_once(tmp_path, reads):
-    """With the block that they share: what lies between them is passed over."""
+    """Their common block is read once, with the bytes between them."""
     tensors = {f"{i}": noise(torch.uint8, (7,), i) for i in range(256)}
     record = write_tensors(UnsyncedDisk(), tmp_path / "f", tensors.items(), block_size=1024)
     with TensorFile(tmp_path / "f", record, block_size=1024) as file:

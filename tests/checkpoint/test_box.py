@@ -36,7 +36,7 @@ def several_boxes(draw, least: int = 0, most: int = 4):
 
 
 def counts(shape: tuple[int, ...], boxes: list[Box]) -> torch.Tensor:
-    """How often each element is covered."""
+    """The number of boxes that cover each element."""
     found = torch.zeros(shape, dtype=torch.int64)
     for box in boxes:
         found[box.slices] += 1

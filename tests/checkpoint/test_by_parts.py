@@ -15,7 +15,7 @@ from torch import Tensor
 from megazero.checkpoint import directory as directory_module
 from megazero.checkpoint.box import PRIME, Box
 from megazero.checkpoint.by_parts import part_name, read_part
-from megazero.checkpoint.directory import Share
+from megazero.checkpoint.directory import ReaderRank
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import iteration_folder, publish
 from megazero.checkpoint.manifest import read_manifest
@@ -36,13 +36,13 @@ SAVE = "0123456789abcdef"
 
 
 def rows(tensor: Tensor, key: Key, edges: list[int]) -> list[list[Part]]:
-    """For each rank, the rows of a tensor between two edges."""
+    """A part for each rank: the rows of a tensor between two edges."""
     boxes = [Box((a, 0), (b - a, tensor.shape[1])) for a, b in pairwise([0, *edges, len(tensor)])]
     return [[Part(key, tuple(tensor.shape), box, tensor[box.slices])] for box in boxes]
 
 
 def of_four(whole: Tensor) -> list[list[Part]]:
-    """For each of four ranks, rows of two tensors."""
+    """The parts of four ranks: rows of two tensors."""
     pairs = zip(rows(whole, W, [3, 4, 9]), rows(whole[:8] / 2, V, [2, 4, 6]), strict=True)
     return [some + others for some, others in pairs]
 
@@ -54,7 +54,7 @@ def read_everything(folder: Path) -> None:
 
 
 def write(directory: Path, by_rank: list[list[Part]], iteration: int = 1, save: str = SAVE) -> Path:
-    """A checkpoint that these ranks wrote."""
+    """Write a checkpoint from several ranks."""
     folder, count, tallies = directory / f".iter_{iteration:07d}.partial", len(by_rank), []
     folder.mkdir(parents=True)
     for number, parts in enumerate(by_rank):
@@ -71,7 +71,7 @@ def whole() -> Tensor:
 
 @pytest.fixture
 def folder(tmp_path, whole) -> Path:
-    """Four ranks with rows of two tensors."""
+    """A checkpoint that four ranks wrote, with rows of two tensors each."""
     by_rank = [
         a + b for a, b in zip(rows(whole, W, [3, 4, 9]), rows(whole[:8] / 2, V, [2, 4, 6]), strict=True)
     ]
@@ -80,7 +80,7 @@ def folder(tmp_path, whole) -> Path:
 
 @pytest.fixture
 def opened(monkeypatch) -> list[int]:
-    """The numbers of the parts that are read."""
+    """The list of the part numbers that are read."""
     numbers: list[int] = []
 
     def reading(folder, manifest, number):
@@ -138,7 +138,7 @@ def test_every_box_comes_back(folder, whole):
 
 
 def test_whole_or_by_parts_it_is_the_same_checkpoint(tmp_path, folder, whole):
-    """What several ranks wrote was described in one file before; such checkpoints are read as ever."""
+    """Earlier versions described the files of several ranks in one index; such checkpoints stay readable."""
     older = tmp_path / "older" / ".iter_0000001.partial"
     older.mkdir(parents=True)
     written = [write_parts(Disk(), older, parts, number, 4) for number, parts in enumerate(of_four(whole))]
@@ -155,14 +155,14 @@ def test_whole_or_by_parts_it_is_the_same_checkpoint(tmp_path, folder, whole):
 def test_a_rank_of_the_same_layout_reads_its_own_part(folder, opened, whole):
     for rank in range(4):
         opened.clear()
-        reader = CheckpointReader(folder, share=Share(rank, 4, rank / 4))
+        reader = CheckpointReader(folder, rank=ReaderRank(rank, 4, rank / 4))
         (mine,) = rows(whole, W, [3, 4, 9])[rank]
         reader.read([mine])
         assert opened == [rank]
 
 
 def test_a_rank_of_another_layout_reads_until_it_has_all(folder, opened, whole):
-    reader = CheckpointReader(folder, share=Share(1, 2, 0.5))
+    reader = CheckpointReader(folder, rank=ReaderRank(1, 2, 0.5))
     opened.clear()
     memory = torch.zeros(2, 4)
     reader.read([Part(W, (12, 4), Box((10, 0), (2, 4)), memory)])
@@ -177,14 +177,14 @@ def test_readers_together_look_at_every_part_once(folder, opened):
     for ranks in (1, 3, 4, 9):
         opened.clear()
         for rank in range(ranks):
-            CheckpointReader(folder, share=Share(rank, ranks))
+            CheckpointReader(folder, rank=ReaderRank(rank, ranks))
         assert sorted(opened) == [0, 1, 2, 3]
 
 
 def test_only_parts_that_may_hold_a_tensor_are_read(tmp_path, opened, whole):
     first, second = rows(whole, W, [6])
     by_rank = [[], first, [], second, []]
-    reader = CheckpointReader(write(tmp_path, by_rank), share=Share(4, 5, 0.8))
+    reader = CheckpointReader(write(tmp_path, by_rank), rank=ReaderRank(4, 5, 0.8))
     opened.clear()
     assert reader.tensor(W).equal(whole)
     assert sorted(opened) == [1, 3]
@@ -222,7 +222,7 @@ def test_a_part_that_is_missing_or_damaged_is_named(folder, verify):
             path.write_bytes(bad)
         with pytest.raises(DamagedCheckpointError, match=path.name):
             CheckpointReader(folder, verify=verify)
-        CheckpointReader(folder, verify=verify, share=Share(0, 4))  # another looks at that part
+        CheckpointReader(folder, verify=verify, rank=ReaderRank(0, 4))  # another looks at that part
         path.write_bytes(good)
     CheckpointReader(folder, verify=verify)
 
@@ -241,7 +241,7 @@ def test_a_part_of_another_save_or_number_is_none(tmp_path, folder, whole):
 
 
 def forge(path: Path, change) -> None:
-    """Another part with a right checksum."""
+    """Replace a part by another one with a right checksum."""
     part = json.loads(path.read_text())
     del part["checksum"]
     change(part)
@@ -257,7 +257,7 @@ def tensor(**fields):
 
 
 def file_of(name: str):
-    """Another name for the file of the part."""
+    """Rename the file of a part in its description."""
 
     def change(part) -> None:
         part["files"][name] = part["files"].pop("model-00002-of-00004.safetensors")
@@ -336,7 +336,7 @@ def test_hostile_manifests(folder, facts):
 
 
 def test_pieces_that_overlap_are_refused_where_they_are_read(folder):
-    """An index that was right when it was written cannot have them, but a forged part can."""
+    """A genuine checkpoint cannot have them, as fingerprints are checked, but a forged part can."""
     forge(folder / part_name(0, 4), piece(offset=[2, 0], shape=[3, 4]))
     with pytest.raises(DamagedCheckpointError, match="do not cover"):
         CheckpointReader(folder).directory.whole()
@@ -348,7 +348,7 @@ def test_pieces_that_overlap_are_refused_where_they_are_read(folder):
 
 
 def cuts(draw: random.Random, box: Box) -> list[Box]:
-    """A box in random parts."""
+    """A box, cut into random boxes."""
     dims = [dim for dim, size in enumerate(box.shape) if size > 1]
     if not dims or draw.random() < 0.2:
         return [box]
@@ -430,7 +430,7 @@ def test_tallies_are_the_same_in_whatever_order_blocks_are_folded(fan):
 
 @pytest.mark.parametrize("ranks", [2, 9])
 def test_ranks_save_by_parts(tmp_path, ranks):
-    """Nine are more than one rank folds at a time."""
+    """Nine ranks are more than one rank folds at a time, which is eight."""
     world = ThreadWorld(ranks, timeout=30)
 
     def work(rank: int) -> None:

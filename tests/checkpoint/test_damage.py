@@ -40,7 +40,7 @@ SHARD = "model-00001-of-00001.safetensors"
 
 
 def refusal(folder: Path, verify: Verify = Verify.FULL) -> str:
-    """Why a checkpoint cannot be read; nothing if it can."""
+    """The reason why a checkpoint cannot be read; empty if it can."""
     try:
         reader = CheckpointReader(folder, verify=verify)
         for key in reader.shapes:
@@ -52,7 +52,7 @@ def refusal(folder: Path, verify: Verify = Verify.FULL) -> str:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Path:
-    """A checkpoint of less than 4 KB; whoever changes it mends it."""
+    """A checkpoint of less than 4 KB; each test undoes its change."""
     return make(tmp_path_factory.mktemp("small"))
 
 
@@ -132,7 +132,7 @@ def test_all_kinds_of_damage(run):
 
 
 def test_the_sweep_would_tell(run):
-    """What it reports if nothing is detected, and if the wrong checkpoint comes."""
+    """The sweep reports undetected damage, and a load of the wrong checkpoint."""
     nothing = Damage("nothing", {}, ("x",))
     assert read_everything(run, nothing).trouble == "was read without an error"
     assert "resumed from [3] instead of one of (1,)" in continue_run(run, ("loaded",), (OLDER,))
@@ -172,7 +172,7 @@ def test_without_its_name_the_newest_comes(run):
 
 
 def test_sizes_alone_do_not_show_a_flip(run):
-    """What `--verify-checkpoint size` gives up for speed."""
+    """`--verify-checkpoint size` gives this up for speed."""
     name = "model-00001-of-00004.safetensors"
     data = run.newest[name]
     with run.with_damage(run.damaged("flip", {name: flipped(data, 8 * len(data) - 1)})):

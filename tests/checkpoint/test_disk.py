@@ -15,11 +15,11 @@ from tests.tables import over_table
 
 
 class Stop(BaseException):
-    """Stands for the end of the process."""
+    """Simulates the end of the process."""
 
 
 class ScriptedDisk(Disk):
-    """Notes each change, and raises `error` instead of the one that is called `at`."""
+    """Logs each change, and raises `error` instead of the change called `at`."""
 
     def __init__(self, at: str = "", error: BaseException | None = None):
         self.at, self.error = at, error
@@ -84,7 +84,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_file_gets_all_that_is_written(tmp_path, monkeypatch):
-    """However little of it the system takes at a time."""
+    """The system may take few bytes at a time."""
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
     with Disk().create(tmp_path / "f") as file:

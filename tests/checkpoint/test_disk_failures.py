@@ -43,7 +43,7 @@ KEY = Key("a")
 
 
 def save_one(saver: Saver, iteration: int) -> str | None:
-    """Save, and wait until it is visible; what the error said, if there was one."""
+    """Save, and wait until the checkpoint is visible; return the error's message, or None."""
     rank, ranks = saver.context.rank, saver.context.world_size
     part = Part(KEY, (ranks, 3), Box((rank, 0), (1, 3)), torch.full((1, 3), float(iteration)))
     try:
@@ -64,7 +64,7 @@ def hidden(directory: Path) -> list[str]:
 
 
 class Once:
-    """Refuses the change of this number, counted from `arm`."""
+    """Refuses one change, by its number since `arm`."""
 
     def __init__(self, number: int):
         self.number, self.count, self.refused = number, None, None
@@ -86,7 +86,7 @@ class Once:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_any_change_may_fail_once(tmp_path, rank, in_flight):
     def attempt(number: int) -> Change | None:
-        """Fail there while the second of three checkpoints is saved over two ranks."""
+        """Save three checkpoints from two ranks, with a fault during the second."""
         directory, fault = tmp_path / str(number), Once(number)
         world, grid = ThreadWorld(2), ProcessGrid.factor(2)
 
@@ -180,7 +180,7 @@ def test_what_a_dead_disk_kept_goes_when_it_is_back(tmp_path):
 
 
 def test_tidying_up_leaves_alone_what_is_on_its_way(tmp_path):
-    """A save begins while an earlier one is being completed, whose predecessor is set aside just then."""
+    """A save begins while an earlier one is being completed and has just set its predecessor aside."""
     saver = Saver(tmp_path, solo_context())
     assert save_one(saver, 20) is None
     saver.close()
@@ -208,7 +208,7 @@ def test_tidying_up_leaves_alone_what_is_on_its_way(tmp_path):
 
 
 def _dying(dead: Refuse) -> Callable[[Change], Verdict | None]:
-    """Refuses all from the first sync on."""
+    """Refuses all changes from the first sync on."""
 
     def fault(change: Change) -> Verdict | None:
         dead.on = dead.on or change.name == "sync"
@@ -250,7 +250,7 @@ def test_training_goes_on(tmp_path, capsys, number, how):
 
 
 def test_a_failure_that_is_seen_late_costs_no_other_checkpoint(tmp_path):
-    """The next save waited for it, and was given up with it."""
+    """The next save once waited for the failed one, and was given up with it."""
 
     def late(change) -> bool:
         fails = "iter_0000004" in str(change.path) and change.name == "write"

@@ -33,7 +33,7 @@ SECRET = "secret.json"
 
 
 class Opened:
-    """The paths that this process opens or lists while it is `watching`."""
+    """Records the paths that this process opens or lists while `watching`."""
 
     def __init__(self) -> None:
         self.watching = False
@@ -47,7 +47,7 @@ class Opened:
 
 @pytest.fixture(scope="module")
 def opened() -> Opened:
-    """One for all tests: a hook cannot be taken away again."""
+    """One recorder for all tests, because an audit hook cannot be removed."""
     return Opened()
 
 
@@ -58,7 +58,7 @@ def made(tmp_path_factory) -> Path:
 
 
 def a_copy(made: Path, folder: Path) -> Path:
-    """A copy of the checkpoint in this folder, beside a file that is none of its business."""
+    """Copy the checkpoint into a folder, beside a file that it must not open."""
     (folder / SECRET).write_text("{}")
     shutil.copytree(made, folder / "run")
     return folder / "run" / "iter_0000007"
@@ -78,7 +78,7 @@ def read_everything(folder: Path) -> None:
 def refusal(
     opened: Opened, folder: Path, name: str, kind: type[CheckpointError] = DamagedCheckpointError
 ) -> str:
-    """Read all of the checkpoint, which must be refused by this name; return the message."""
+    """Read the whole checkpoint, which must be refused; return the message."""
     began = time.monotonic()
     tracemalloc.start()
     opened.paths.clear()
@@ -106,7 +106,7 @@ def refused(opened, folder) -> Callable[..., str]:
 
 
 def files_named(name: str) -> Callable[[dict], None]:
-    """A manifest that lists a file of this name, with the content of the one beside the run."""
+    """A change: the manifest lists another file, with the record of the one beside the run."""
 
     def change(manifest: dict) -> None:
         manifest["files"][name] = {"size": 2, "blocks": ["0123456789abcdef"]}
@@ -115,7 +115,7 @@ def files_named(name: str) -> Callable[[dict], None]:
 
 
 def entry(**fields: object) -> Callable[[dict], None]:
-    """A manifest that says something else of a file."""
+    """A change of a file's entry in the manifest."""
     return lambda manifest: manifest["files"][STATE].update(fields)
 
 
@@ -124,7 +124,7 @@ def fact(**fields: object) -> Callable[[dict], None]:
 
 
 def text(replace: str, by: str) -> Callable[[dict], str]:
-    """JSON as Python would not write it."""
+    """A change of the JSON text, which Python would not write so."""
 
     def change(content: dict) -> str:
         written = json.dumps(content)
@@ -135,7 +135,7 @@ def text(replace: str, by: str) -> Callable[[dict], str]:
 
 
 def without(*path: str | int) -> Callable[[dict], None]:
-    """JSON that lacks what is at this place."""
+    """A change: the JSON lacks one entry."""
 
     def change(content: Any) -> None:
         for step in path[:-1]:
@@ -227,7 +227,7 @@ def test_other_formats_are_refused_and_not_taken_for_damage(made, opened, tmp_pa
 
 
 def piece(number: int = 0, **fields: object) -> Callable[[dict], None]:
-    """An index that says something else of one tensor's piece."""
+    """A change of one tensor's piece in the index."""
     return lambda index: index["tensors"][number]["pieces"][0].update(fields)
 
 
@@ -236,7 +236,7 @@ def tensor(**fields: object) -> Callable[[dict], None]:
 
 
 def of_shape(*shape: int) -> Callable[[dict], None]:
-    """An index whose first tensor has this shape, in one piece."""
+    """A change: the index's first tensor has another shape, in one piece."""
 
     def change(index: dict) -> None:
         tensor(shape=shape)(index)
@@ -246,7 +246,7 @@ def of_shape(*shape: int) -> Callable[[dict], None]:
 
 
 def more_pieces(*pieces: tuple[list[int], list[int]]) -> Callable[[dict], None]:
-    """An index whose first tensor, of shape [4, 3], has these pieces beside its own."""
+    """A change: the index's first tensor, of shape [4, 3], has further pieces."""
 
     def change(index: dict) -> None:
         made = [{"file": SHARD, "offset": offset, "shape": shape} for offset, shape in pieces]
@@ -354,7 +354,7 @@ def test_hostile_states(made, opened, tmp_path, content):
 
 @pytest.mark.parametrize("name", [MANIFEST, INDEX, STATE])
 def test_a_description_of_many_bytes_is_not_read(folder, refused, name):
-    """A file with a hole costs its maker nothing."""
+    """A sparse file of any size costs its maker nothing."""
     size = 1 << 36
     os.truncate(folder / name, size)
     if name != MANIFEST:
@@ -436,7 +436,7 @@ def test_a_checkpoint_may_lie_elsewhere_under_its_name(folder, tmp_path):
 
 
 def test_a_seal_of_what_was_written_is_the_same(folder):
-    """The forger's seal is the writer's: otherwise the tests above would test nothing but checksums."""
+    """Else the tests above would pass because of wrong checksums alone."""
     before = (folder / MANIFEST).read_bytes()
     reseal(folder)
     assert (folder / MANIFEST).read_bytes() == before

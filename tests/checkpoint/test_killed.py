@@ -42,7 +42,7 @@ SHAPE = (4, 3)
 
 
 def value(key: Key, iteration: int) -> torch.Tensor:
-    """What a checkpoint of `iteration` holds."""
+    """The content of the checkpoint of `iteration`."""
     return torch.arange(12.0).view(SHAPE) + 100 * iteration + len(key.kind)
 
 
@@ -73,12 +73,12 @@ def holds(folder: Path, iteration: int) -> None:
 
 @dataclass
 class Scenario:
-    """What is saved over what.
+    """A folder and the checkpoints that are saved into it.
 
     Attributes:
-        before, saved: iterations that are there, and that are saved.
-        ranks, retention, in_flight: of the saver.
-        left: states in which a killed run left the newest of those that are there.
+        before, saved: iterations that the folder has, and iterations that are saved.
+        ranks, retention, in_flight: the saver's.
+        left: hidden states in which an earlier kill left the newest iteration of `before`.
     """
 
     before: tuple[int, ...]
@@ -97,7 +97,7 @@ class Scenario:
             shutil.rmtree(newest)
 
     def run(self, directory: Path, disks: list[FaultyDisk], stopper: StopAt) -> list[int]:
-        """Save until the end or the stop; the iterations that became visible to their callers."""
+        """Save until the end or the stop; return the iterations that `save` reported visible."""
         visible: list[int] = []
         world, grid = ThreadWorld(self.ranks), ProcessGrid.factor(self.ranks)
 
@@ -132,7 +132,7 @@ SCENARIOS = {
 
 
 def check(directory: Path, scenario: Scenario, returned: list[int]) -> None:
-    """What a job that continues here must find, and can do."""
+    """Check what a job that continues in the folder must be able to load and save."""
     known = {*scenario.before, *scenario.saved}
     assert set(saved_iterations(directory)) <= known
     for iteration in saved_iterations(directory):
@@ -158,7 +158,7 @@ def check(directory: Path, scenario: Scenario, returned: list[int]) -> None:
 
 @dataclass
 class Sweep:
-    """Runs a scenario again and again, each time until another stop."""
+    """Runs a scenario repeatedly, stopped at another change each time."""
 
     scenario: Scenario
     folder: Path
@@ -173,7 +173,7 @@ class Sweep:
         self.base = tree_of(base)
 
     def stop_at(self, rank: int, number: int, half: bool) -> str:
-        """Stop one rank there, and look at all that may be left; the name of the change that it came to."""
+        """Stop one rank at a change, check all states that may be left, and return the change's name."""
         top = self._put(self.base)
         medium, stopper = Medium(top), StopAt(number, half)
         disks = [FaultyDisk(stopper if r == rank else None, medium) for r in range(self.scenario.ranks)]
@@ -221,7 +221,7 @@ def test_stopped_anywhere(tmp_path, name):
 @pytest.mark.gloo
 @pytest.mark.parametrize("points", [4, 12])
 def test_kills_of_real_ranks(tmp_path, points):
-    """`proofs/kill_sweep.py`, which says what must hold, for a point of each layout, or three."""
+    """Runs `proofs/kill_sweep.py` for one point of each layout, or three."""
     done = run(
         *("proofs/kill_sweep.py", "--points", points, "--jobs", 2),
         *("--folder", tmp_path / "sweep", "--output", tmp_path / "results.jsonl"),

@@ -124,7 +124,7 @@ def test_a_deleted_folder_fails_until_it_is_made_again(tmp_path):
 
 @pytest.mark.parametrize("locked", [True, False])
 def test_a_folder_replaced_by_that_of_another_run_is_lost(tmp_path, locked):
-    """Even if that run has ended; its checkpoints are not mixed with others, nor removed to keep one."""
+    """Even if the other run has ended: its checkpoints must be neither mixed with this run's nor pruned."""
     second = opened(tmp_path / "b")
     save(second, 30)
     second.close()
@@ -200,7 +200,7 @@ def test_without_locks_a_job_that_begins_later_is_seen(tmp_path, monkeypatch):
 
 
 def test_a_lock_file_that_was_deleted_by_another_machine_is_lost(tmp_path, monkeypatch):
-    """There a network file system answers so about a file that is open."""
+    """A network file system then answers ESTALE for the open file."""
     lock = WriterLock(tmp_path)
 
     def stale(file):
@@ -243,7 +243,7 @@ def test_a_checkpoint_that_was_saved_elsewhere_is_told(tmp_path, capsys):
 
 
 def meanwhile(monkeypatch: pytest.MonkeyPatch, iteration: int, happens) -> None:
-    """Let something happen, on one rank, while the step after this many is made."""
+    """Call a function on one rank during a certain step."""
     whole = Engine.attempt
 
     def step(self, batches, progress, *rest):

@@ -38,7 +38,7 @@ def test_patterns_are_groups_of_letters(text, groups):
 
 
 def test_a_fused_transposed_weight_is_seen_as_ours():
-    """Ours [g, s, d, h] = [2, 3, 1, 2]; theirs [h, s g d] = [2, 6], written out."""
+    """Our tensor is [g, s, d, h] = [2, 3, 1, 2], theirs [h, s g d] = [2, 6], with literal values."""
     changes = {"num_layers": 1, "num_attention_heads": 2, "hidden_size": 2, "kv_channels": 1}
     model = GPT2.model_copy(update=changes)
     rule = TensorRule("{i}.qkv", "g s d h", "c_attn", "h (s g d)")
@@ -54,7 +54,7 @@ def test_a_fused_transposed_weight_is_seen_as_ours():
 
 
 def test_parts_of_a_fused_weight_are_several_of_theirs():
-    """Two query heads for one key and value, twice: heads of width 1."""
+    """Two groups of two query heads with one key and value; heads of width 1."""
     model = LLAMA.model_copy(update={"num_attention_heads": 4, "kv_channels": 1, "hidden_size": 3})
     links = Table.of(architecture_of(LLAMA).rules, model_spec(model), 5).by_key[
         Key("layers.1.attention.qkv.weight")
@@ -100,7 +100,7 @@ def test_tensors_come_layer_by_layer():
     [(None, "h (s g d)"), (None, "(g s d) h"), (("s", slice(0, -2)), "(g s d) h"), (None, "(d g) (h s)")],
 )
 def test_rows_of_every_box_hold_it_and_are_seen_as_ours(take, their_dims):
-    """Swept over all boxes of ours."""
+    """A sweep over all boxes of our tensor."""
     changes = {"num_layers": 1, "kv_channels": 2, "hidden_size": 3, "num_attention_heads": 4}
     model = LLAMA.model_copy(update=changes)
     (link,) = Table.of([TensorRule("{i}", "g s d h", "x", their_dims, take)], model_spec(model), 5).links
@@ -116,7 +116,7 @@ def test_rows_of_every_box_hold_it_and_are_seen_as_ours(take, their_dims):
 
 
 def test_few_rows_are_read_for_one_head():
-    """A key of one group: its own rows, not those of the groups around it."""
+    """The key of one group is read without the rows of other groups."""
     (link,) = (x for x in table_of("llama").links if x.theirs.endswith("layers.0.self_attn.k_proj.weight"))
     assert link.box == Box((0, 3, 0, 0), (2, 1, 10, 36))  # after 3 queries
     rows, covered = link.rows_of(Box((1, 3, 4, 5), (1, 1, 2, 7)))

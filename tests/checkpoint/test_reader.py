@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def cut(directory: Path, tensor: Tensor, cuts: list[list[int]]) -> CheckpointReader:
-    """A checkpoint that holds a tensor in pieces, cut at these places of each dim, dealt to three files."""
+    """Write a checkpoint with a tensor cut into pieces along each dim, spread over three files."""
     edges = [[0, *at, n] for at, n in zip(cuts, tensor.shape, strict=True)]
     boxes = [
         Box(tuple(a for a, _ in pairs), tuple(b - a for a, b in pairs))
@@ -176,7 +176,7 @@ def on_ranks(grid: ProcessGrid, stage: int, work):
 
 @pytest.fixture(scope="module")
 def saved_on_four(tmp_path_factory) -> Path:
-    """Saved on four tensor-parallel ranks."""
+    """A checkpoint that four tensor-parallel ranks saved."""
     folder = tmp_path_factory.mktemp("saved")
 
     def save(optimizer, context):
@@ -193,7 +193,7 @@ def saved_on_four(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def bytes_read(monkeypatch):
-    """Bytes of tensor files, by the thread that opened them (the rank); others may help it to read."""
+    """Bytes read from tensor files, by the thread that opened them (the rank), whichever threads read."""
     found: Counter[str] = Counter()
     lock = threading.Lock()
     opened, read = BlockFile.__init__, BlockFile._read
@@ -214,7 +214,7 @@ def bytes_read(monkeypatch):
 
 
 def wanted_blocks(reader: CheckpointReader, parts: list[Part]) -> dict[tuple[str, int], int]:
-    """Bytes of each block (file, number) that holds any of the parts, or a header of their files."""
+    """Bytes of each block (file, number) with a part, or with the header of a file that has one."""
     blocks: set[tuple[str, int]] = set()
     sizes = {name: entry.size for name, entry in reader.directory.files().items()}
     for name in sizes:
@@ -307,7 +307,7 @@ print(peak() - before)
 
 @pytest.mark.slow
 def test_memory_beside_the_destination_is_bounded(tmp_path):
-    """A tensor of 128 MiB: a quarter of its columns, and rows of it in another dtype."""
+    """Reads a quarter of the columns of a tensor of 128 MiB, and rows of it in another dtype."""
     tensors = [
         (Key(name), Later(torch.float32, shape, lambda shape=shape: torch.full(shape, 2.0)))
         for name, shape in (("small", (3,)), ("wide", (8192, 4096)))

@@ -27,7 +27,7 @@ EVERY_RULE = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
 class Saved:
-    """The parts that all ranks write, as whole tensors."""
+    """A source: the parts that all ranks write, as whole tensors."""
 
     def __init__(self, ranks):
         written = {}
@@ -87,7 +87,7 @@ def test_as_many_replicas_go_on_bit_for_bit(rule, grid):
 
 @EVERY_RULE
 def test_buckets_and_slices_of_another_layout_take_the_same_state(rule):
-    """Nothing in a checkpoint is of a bucket: it comes back from any, bit for bit."""
+    """A checkpoint knows no buckets, so state comes back bit for bit into other ones."""
     first = save(rule, ProcessGrid(dp=2))
 
     def work(context):
@@ -103,7 +103,7 @@ def test_buckets_and_slices_of_another_layout_take_the_same_state(rule):
 @EVERY_RULE
 @pytest.mark.parametrize("replicas", [1, 3, 4])
 def test_another_number_of_replicas_keeps_the_mean(rule, replicas):
-    """All begin with the mean of what the saved replicas had; an owner's error is of elements, and re-cut."""
+    """All begin with the mean of the saved replicas' errors; a server's error is sharded, and re-cut."""
     first = save(rule, ProcessGrid(dp=2))
 
     def work(context):

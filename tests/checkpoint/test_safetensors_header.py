@@ -91,7 +91,7 @@ HOSTILE = {
 
 
 def refusal(path: Path) -> str:
-    """The message with which a file is refused, which must need no memory beyond what the file has."""
+    """The message with which a file is refused, using no more memory than the file has bytes."""
     tracemalloc.start()
     try:
         with pytest.raises(DamagedCheckpointError) as caught:
@@ -124,7 +124,7 @@ def test_a_header_beyond_all_reason_is_refused_unread(tmp_path):
 
 
 def test_tensors_may_be_described_in_any_order(tmp_path):
-    """As the library takes them; an empty one lies before, between or after the others."""
+    """The library accepts this too; an empty tensor may be before, between or after the others."""
     tensors = {
         "c": described("U8", (0,), (4, 4)),
         "b": described("U8", (3,), (1, 4)),

@@ -29,7 +29,7 @@ RANKS = 3
 
 
 class GatedDisk(Disk):
-    """Begins no tensor file before `gate` is open; nothing is really synced."""
+    """A disk without syncs that begins no tensor file before `gate` is open."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -44,7 +44,7 @@ class GatedDisk(Disk):
 
 
 class FailingDisk(Disk):
-    """Refuses to make what `fails` says."""
+    """Refuses to make files for which `fails` is true."""
 
     def __init__(self, fails) -> None:
         self.fails = fails
@@ -62,13 +62,13 @@ def on_ranks(work) -> list:
 
 
 def row(rank: int, value: float, width: int = 4) -> tuple[Tensor, list[Part]]:
-    """One row of [ranks, width], and what its rank writes."""
+    """A row of a tensor [ranks, width], as the part that its rank writes."""
     tensor = torch.full((1, width), float(value))
     return tensor, [Part(W, (RANKS, width), Box((rank, 0), (1, width)), tensor)]
 
 
 def save_now(saver: Saver, iteration: int) -> None:
-    """Save this rank's row and wait until all is visible."""
+    """Save this rank's row and wait until the checkpoint is visible."""
     saver.save(iteration, row(saver.context.rank, iteration)[1], {})
     while saver.unsettled:
         saver.settle()
@@ -80,7 +80,7 @@ def stored(directory: Path, iteration: int) -> list[list[float]]:
 
 @pytest.mark.parametrize("in_flight", [0, 1, 2])
 def test_checkpoints_become_visible_in_order(tmp_path, in_flight):
-    """Saved one after the other, with what tensors held when `save` was called."""
+    """Each has the values that the tensors had when `save` was called."""
 
     def work(context):
         saver = Saver(tmp_path, context, in_flight=in_flight)
@@ -114,7 +114,7 @@ def test_checkpoints_become_visible_in_order(tmp_path, in_flight):
 
 
 def test_a_save_without_room_for_its_copies_is_written_at_once(tmp_path, monkeypatch):
-    """One rank needs more than there is; the copies of the others are on their way."""
+    """One rank lacks memory for copies, while the others have made theirs."""
     monkeypatch.setattr(staging, "available_memory", lambda: 256)
 
     def work(context):
@@ -365,13 +365,13 @@ def test_memory_of_a_device_is_copied_in_the_order_of_its_work(tmp_path):
 
 
 def offloaded(values: Tensor, other: Tensor) -> list[Part]:
-    """Masters in a store's memory, and a moment on the device."""
+    """Parts: masters in the memory of an offloading store, and a moment on the device."""
     masters = Part(W, tuple(values.shape), Box.whole(values.shape), values, offloaded=True)
     return [masters, Part.whole(Key("w", "exp_avg"), other)]
 
 
 def test_what_is_asleep_is_written_from_where_it_is(tmp_path):
-    """It takes no memory, an update waits until it is written, and the checkpoint is that of the save."""
+    """No memory is taken, an update waits until files are written, and they have the values of the save."""
     disk, context = GatedDisk(), solo_context()
     saver = Saver(tmp_path, context, disk, in_flight=1)
     masters, moments = torch.ones(1000), torch.ones(1000)

@@ -31,7 +31,7 @@ COLUMNS, ROWS = (Cut(0, "tp"),), (Cut(1, "tp"),)
 
 
 def vocabulary(tp: int, name: str = "words", tied_with: str | None = None) -> ParamSpec:
-    """Five entries, padded to as many for each rank: 8 on four ranks, of which the last has none."""
+    """Five entries, padded to equally many for each rank: 8 on four ranks; the last has only padding."""
     cut = Cut(0, "tp", padded_size=-(-5 // (2 * tp)) * 2 * tp)
     return ParamSpec(name, (5, 3), ANY, (cut,), tied_with=tied_with)
 
@@ -55,7 +55,7 @@ def specs(tp: int) -> list[ParamSpec]:
 
 
 def whole(key: Key, shape: tuple[int, ...]) -> Tensor:
-    """Values that occur once in all tensors."""
+    """Tensors in which every value occurs once."""
     number = sum(ord(c) * 31**i for i, c in enumerate(f"{key}")) % 997
     return (torch.arange(math.prod(shape), dtype=torch.float64) + 1000 * number + 1).float().view(shape)
 
@@ -72,7 +72,7 @@ class Whole:
 
 
 def build(grid: ProcessGrid, rank: int, stage: int, bucket_size: int = 20, dtype=F32, fill=math.nan):
-    """The optimizer of one rank, all of it `fill`."""
+    """Build the optimizer of one rank, with every value `fill`."""
     context = recording_context(grid, rank, TrafficLog(), "cpu")
     params = [Placement.of(context, dtype).parameter(spec) for spec in specs(grid.tp)]
     for param in params:

@@ -54,7 +54,7 @@ def test_shapes_are_those_of_the_experts_and_the_routers_are_missing():
 
 @over_table("name", MODELS)
 def test_every_part_is_that_of_the_dense_mlp_for_each_expert(name):
-    """Random boxes of all tensors, in memory of odd strides."""
+    """Reads random boxes of all tensors into strided memory."""
     model, draw = MODELS[name], random.Random(4)
     dense = random_weights(dense_model(model))
     source, parts = Upcycled(dense, model_spec(model)), []

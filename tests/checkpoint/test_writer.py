@@ -29,7 +29,7 @@ from tests.tables import over_table
 
 
 def sample(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Random bits, whatever they mean."""
+    """A tensor of random bits."""
     count = Box.whole(shape).numel * dtype.itemsize
     bits = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), dtype=torch.uint8)
     return bits.view(dtype).view(shape)

@@ -87,13 +87,13 @@ def test_what_checkpoints_have_beside_weights_is_read_as_inert(tmp_path):
 
 
 def test_a_signal_that_is_stored_by_its_own_name(tmp_path):
-    """As Python 3.11.2 does, and 3.11.7 does not."""
+    """Python 3.11.2 stores it so, 3.11.7 does not."""
     data = b"\x80\x02}X\x01\0\0\0scsignal\nSIGTERM\ns."
     assert type(load_pickle(_save_pickle(tmp_path / "a.pt", data))["s"]) is Inert
 
 
 def test_classes_that_are_not_installed(tmp_path):
-    """Stand-ins take their place. Enums are stored by value, or by `getattr` of their name."""
+    """Stand-ins replace them. Enums are stored by value, or by `getattr` with their name."""
     names = ["megatron.core.transformer.enums.AttnBackend", "megatron.enums.PositionEmbeddingType"]
     (backend, positions) = (f"c{name.rpartition('.')[0]}\n{name.rpartition('.')[2]}\n" for name in names)
     by_value = (
@@ -113,7 +113,7 @@ def test_classes_that_are_not_installed(tmp_path):
 
 
 def test_getattr_reaches_nothing(tmp_path):
-    """Its stand-in gives members of one enum only."""
+    """The stand-in for `getattr` gives members of one enum only."""
     data = b"\x80\x02cbuiltins\ngetattr\ncargparse\nNamespace\nX\x08\0\0\0__init__\x86R."
     assert type(load_pickle(_save_pickle(tmp_path / "a.pt", data))) is Inert
 
@@ -146,7 +146,7 @@ def test_every_cut_of_a_file_is_an_error_of_ours(tmp_path):
 
 
 def _save_pickle(path: Path, data: bytes) -> Path:
-    """As the pickle of a file of torch.save."""
+    """Write bytes as the pickle in a file of `torch.save`."""
     torch.save({}, path)
     writer = torch._C.PyTorchFileWriter(str(path))
     writer.write_record("data.pkl", data, len(data))
@@ -156,7 +156,7 @@ def _save_pickle(path: Path, data: bytes) -> Path:
 
 
 def test_what_others_have_allowed_is_not_called(tmp_path):
-    """Libraries allow classes of theirs for the whole process; that lasts, but does not hold here."""
+    """A library may allow classes for the whole process; that stays in force, but not in `load_pickle`."""
     torch.save({"a": random.Random(1)}, tmp_path / "a.pt")
     with torch.serialization.safe_globals([random.Random]):
         before = torch.serialization.get_safe_globals()
@@ -167,7 +167,7 @@ def test_what_others_have_allowed_is_not_called(tmp_path):
 
 
 def test_too_little_memory_does_not_make_a_file_damaged(tmp_path, monkeypatch):
-    """It was told to be copied again; and no message passes on torch's advice to lift the restrictions."""
+    """The message once said to copy the file again. No message repeats torch's advice to trust it."""
     path = tmp_path / "a.pt"
     torch.save({"w": torch.ones(2)}, path)
     failures = [

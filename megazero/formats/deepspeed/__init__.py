@@ -1,1 +1,1 @@
-"""Reading checkpoints that DeepSpeed wrote, at any stage and of any number of ranks."""
+"""deepspeed: reads checkpoints of DeepSpeed's engine, of any ZeRO stage and any number of ranks."""

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoint beside its tensors: counters, options, loss scale, the script's own values."""
+"""A DeepSpeed checkpoint's content besides tensors: counters, options, loss scale, the script's values."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 from megazero.formats.deepspeed.pickles import clone_tensors_for_torch_save
 from megazero.formats.deepspeed.vectors import Scale
+from megazero.formats.pickles import Saved
 
-# Keys of a file of the model that are DeepSpeed's own; the script's stand among them.
+# DeepSpeed's own keys in a model file; every other key is a value that the script gave (`client_state`).
 _OWN = frozenset(
     {
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
@@ -23,13 +24,13 @@ _OWN = frozenset(
 
 @dataclass(frozen=True)
 class ForeignCounts:
-    """How far a training with DeepSpeed had come.
+    """The progress of a training with DeepSpeed.
 
     Attributes:
         steps: optimizer steps, skipped ones included.
         samples: samples over all ranks.
         skipped: steps without an update.
-        updates: how many updates the moments saw; None without an optimizer.
+        updates: the optimizer's updates, for its bias correction; None without an optimizer.
     """
 
     steps: int = 0
@@ -40,40 +41,40 @@ class ForeignCounts:
 
 @dataclass(frozen=True)
 class ForeignFacts:
-    """The content of a checkpoint beside tensors.
+    """A checkpoint's content besides tensors.
 
     Attributes:
-        counts: how far the training had come.
+        counts: the progress.
         options: the options of each parameter group.
-        schedule: the state of the learning rate schedule; None if there was none.
-        scale: the dynamic loss scale; None if there was none.
+        schedule: the state of the learning rate schedule, or None.
+        scale: the dynamic loss scale, or None.
         client: the script's own values.
     """
 
     counts: ForeignCounts = ForeignCounts()
-    options: Sequence[Mapping[str, Any]] = ()
-    schedule: Mapping[str, Any] | None = None
+    options: Sequence[Saved] = ()
+    schedule: Saved | None = None
     scale: Scale | None = None
-    client: Mapping[str, Any] = field(default_factory=dict)
+    client: Saved = field(default_factory=dict)
 
 
 def read_facts(
-    model: Mapping[str, Any], updates: int | None, groups: Sequence[Mapping[str, Any]], scale: Scale | None
+    model: Saved, updates: int | None, groups: Sequence[Saved], scale: Scale | None
 ) -> ForeignFacts:
-    """The facts in the first file of the model, with those of the optimizer.
+    """Read the facts from the first model file and the optimizer.
 
     Args:
-        model: the content of the file.
-        updates: how many of them the optimizer counted; None without one.
+        model: the content of the model file.
+        updates: the updates that the optimizer counted; None without an optimizer.
         groups: the parameter groups of the optimizer.
-        scale: see `ForeignFacts`.
+        scale: the dynamic loss scale, or None.
     """
     steps, samples, skipped = (
         int(model.get(name) or 0) for name in ("global_steps", "global_samples", "skipped_steps")
     )
-    # Copies: tensors of a mapped file must not outlive its content.
+    # Copies, because tensors of a memory-mapped file change if the file is written over.
     return ForeignFacts(
-        # Some optimizers do not count.
+        # Some optimizers do not count their updates.
         ForeignCounts(steps, samples, skipped, None if updates is None else updates or steps - skipped),
         options=[{k: v for k, v in group.items() if k not in ("params", "step")} for group in groups],
         schedule=clone_tensors_for_torch_save(model.get("lr_scheduler")),
@@ -82,12 +83,12 @@ def read_facts(
     )
 
 
-def count_updates(states: Mapping[Any, Any] | Sequence[Any], groups: Sequence[Mapping[str, Any]]) -> int:
-    """The updates that an optimizer's states counted: the most of any parameter."""
+def count_updates(states: Mapping[Any, Any] | Sequence[Any], groups: Sequence[Saved]) -> int:
+    """The largest count of updates in an optimizer's states or groups."""
     steps = [0]
-    entry = states.values() if isinstance(states, Mapping) else states
-    for holder in [*entry, *groups]:
-        step = holder.get("step") if isinstance(holder, Mapping) else None
+    # Adam counts in each parameter's state, apex's FusedAdam in the groups.
+    for counter in [*(states.values() if isinstance(states, Mapping) else states), *groups]:
+        step = counter.get("step") if isinstance(counter, Mapping) else None
         if step is not None:
             steps.append(int(step))
     return max(steps)

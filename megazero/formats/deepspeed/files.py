@@ -1,4 +1,4 @@
-"""Which files DeepSpeed's checkpoint of one tag consists of, by their names."""
+"""The files of a DeepSpeed checkpoint, by name. Each checkpoint is a folder, called its tag."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ OPTIM_FILE_SUFFIX = "_optim_states.pt"
 MODEL_FILE_SUFFIX = "_model_states.pt"
 UNIVERSAL_CHECKPOINT_VERSION_VALUE = 0.4
 UNIVERSAL = "zero"
-"""The folder that universal checkpoints have beside the model's files."""
+"""The folder of a universal checkpoint beside its model files."""
 
-# Old releases wrote no underline before the last part.
+# Old releases wrote no underline before `optim_states`.
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_?optim_states\.pt")
 _MODEL = re.compile(r"(?:(?:bf16_)?zero_pp_rank_(?P<data>\d+)_)?mp_rank_(?P<model>\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<model>\d+))?-model_states\.pt")
@@ -30,10 +30,10 @@ class Files:
 
     Attributes:
         folder: the folder of the tag.
-        model: the model's files by (model-parallel rank, data-parallel rank).
-        optimizer: the optimizer's, likewise.
-        layers: the files of a pipeline's layers by the layer's number.
-        experts: the files of experts.
+        model: model files by (model-parallel rank, data-parallel rank).
+        optimizer: optimizer files, likewise.
+        layers: a pipeline's layer files by the number of the layer.
+        experts: files of experts.
     """
 
     folder: Path
@@ -48,25 +48,25 @@ class Files:
         return (self.folder / UNIVERSAL).is_dir()
 
     def model_ranks(self) -> list[int]:
-        """The model-parallel ranks that there are files of."""
+        """The model-parallel ranks with files, in ascending order."""
         return sorted({rank for rank, _ in self.model})
 
     def of_optimizer(self, model_rank: int, count: int) -> list[Path]:
-        """The optimizer's files of a model-parallel rank, by data-parallel rank.
+        """The optimizer files of a model-parallel rank's `count` data-parallel ranks, in order.
 
         Raises:
-            DamagedCheckpointError: one of `count` is missing.
+            DamagedCheckpointError: a file is missing.
         """
         return self._complete(self.optimizer, model_rank, count, "optim_states.pt")
 
     def of_model(self, model_rank: int, count: int) -> list[Path]:
-        """The model's files of a model-parallel rank, by data-parallel rank; see `of_optimizer`."""
+        """The model files of a model-parallel rank's `count` data-parallel ranks; see `of_optimizer`."""
         return self._complete(self.model, model_rank, count, "model_states.pt")
 
     def _complete(
-        self, result: Mapping[tuple[int, int], Path], model_rank: int, count: int, kind: str
+        self, paths: Mapping[tuple[int, int], Path], model_rank: int, count: int, kind: str
     ) -> list[Path]:
-        missing = [rank for rank in range(count) if (model_rank, rank) not in result]
+        missing = [rank for rank in range(count) if (model_rank, rank) not in paths]
         if missing:
             names = ", ".join(f"zero_pp_rank_{r}_mp_rank_{model_rank:02d}_{kind}" for r in missing[:5])
             raise DamagedCheckpointError(
@@ -74,12 +74,12 @@ class Files:
                 f"{' and more' if missing[5:] else ''} {'is' if len(missing) == 1 else 'are'} missing; copy "
                 "the files of every node into one folder"
             )
-        return [result[model_rank, rank] for rank in range(count)]
+        return [paths[model_rank, rank] for rank in range(count)]
 
 
 def find_files(folder: Path) -> Files | None:
-    """DeepSpeed's files in the folder of a tag; None if there are none."""
-    names = sorted(path for path in folder.glob("*.pt")) if folder.is_dir() else []
+    """The files in the folder of a tag; None if none is DeepSpeed's."""
+    names = sorted(folder.glob("*.pt")) if folder.is_dir() else []
     experts = [path for path in names if _EXPERT.fullmatch(path.name)]
     layers = {int(m["layer"]): path for path, m in _matches(_LAYER, names)}
     model = {(int(m["model"]), int(m["data"] or 0)): path for path, m in _matches(_MODEL, names)}
@@ -94,7 +94,7 @@ def _matches(pattern: re.Pattern[str], paths: Iterable[Path]) -> Iterable[tuple[
 
 
 def inventory(folder: Path, most: int = 5) -> str:
-    """Say what is in a folder, for messages."""
+    """The names of the first files in a folder, as a clause for messages."""
     if not folder.is_dir():
         return "nothing, for it does not exist" if not folder.exists() else "nothing, for it is a file"
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
@@ -104,16 +104,16 @@ def inventory(folder: Path, most: int = 5) -> str:
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
-    """The path of DeepSpeed's file of the model for a model-parallel rank."""
+    """The path of a model-parallel rank's model file, given the rank as two digits."""
     return str(Path(base_folder) / f"{MODEL_FILE_PREFIX}{mp_rank_str}{MODEL_FILE_SUFFIX}")
 
 
 def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
-    """The path of DeepSpeed's file of an optimizer's shard."""
+    """The path of a rank's optimizer file."""
     name = f"{ZERO_FILE_PREFIX}{dp_rank}_{MODEL_FILE_PREFIX}{mp_rank:02d}{OPTIM_FILE_SUFFIX}"
     return str(Path(base_folder) / name)
 
 
 def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
-    """The path of DeepSpeed's file of a pipeline's layer for a tensor-parallel rank."""
+    """The path of a pipeline layer's file for a tensor-parallel rank; `layer_id` is such as ``layer_03``."""
     return str(Path(base_folder) / f"{layer_id}-model_{tp_rank:02d}{MODEL_FILE_SUFFIX}")

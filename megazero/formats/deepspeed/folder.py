@@ -1,7 +1,7 @@
 """`ForeignFolder`: DeepSpeed's checkpoint of one tag, seen as whole logical tensors.
 
-Files are mapped, and a tensor is joined from the ranks' slices when it is read, so that memory is taken for
-one tensor at a time.
+Files are memory-mapped, and a tensor is joined from the ranks' slices when it is read, so memory is needed
+for one tensor at a time.
 """
 
 from __future__ import annotations
@@ -20,31 +20,34 @@ from megazero.formats.deepspeed.pickles import load_states
 from megazero.formats.deepspeed.states import OptimizerStates, read_sharded, read_unsharded
 from megazero.formats.deepspeed.universal import read_universal
 from megazero.formats.deepspeed.vectors import Joined, Shapes, cut_parameters
+from megazero.formats.pickles import Saved
 
 Groups = Sequence[Shapes]
 """The parameters of each group of an optimizer, in its order."""
 
 
 class ForeignFolder:
-    """The tensors and facts of one tag.
+    """The tensors and facts of one tag; a `Source`.
+
+    Weights are the optimizer's fp32 masters if these are read, else the model's own, in its dtype.
 
     Args:
-        files: its files.
-        groups: the optimizer's groups as they are now: checkpoints of stage 0 do not name their parameters.
-            Without them, weights of stage 0 are those of the model, in its type.
-        optimizer: whether the optimizer's files are read. Without them weights are the model's too, but for
-            stage 3, where there are no others.
+        files: the tag's files.
+        groups: the optimizer's groups in the present run, to name the parameters of stage 0, whose files do
+            not; without them, the masters of stage 0 are not read.
+        optimizer: whether to read the optimizer files. At stage 3 they are read anyway, as the model files
+            have no weights.
 
     Attributes:
         facts: everything but tensors.
-        shapes: the shapes of all tensors.
+        shapes: logical tensor -> its shape.
         frozen: names of the parameters that were not trained.
         buffers: names of the buffers.
-        shared: other name of a parameter -> the name that its tensors have.
+        shared: another name of a parameter -> the name of its tensors.
 
     Raises:
         CheckpointError: files name a class that is not known, belong to several tensor-parallel ranks, or
-            hold what is not read here.
+            hold something that is not supported.
         DamagedCheckpointError: a file is missing or cannot be read.
     """
 
@@ -82,7 +85,7 @@ class ForeignFolder:
 
     @property
     def shapes(self) -> Mapping[Key, tuple[int, ...]]:
-        """The shapes of all tensors, under each of a parameter's names."""
+        """The shapes of all tensors, once under each of a parameter's names."""
         own = {key: joined.shape for key, joined in self._tensors.items()}
         return own | {Key(alias, key.kind): own[key] for alias, key in self._aliases()}
 
@@ -94,7 +97,7 @@ class ForeignFolder:
                     yield alias, key
 
     def tensor(self, key: Key) -> Tensor:
-        """A whole logical tensor."""
+        """Join a whole logical tensor."""
         if key not in self._tensors:
             key = Key(self.shared[key.name], key.kind)
         return self._tensors[key].whole()
@@ -104,8 +107,8 @@ class ForeignFolder:
         for part in parts:
             part.tensor.copy_(self.tensor(part.key)[part.box.slices])
 
-    def _optimizer(self, rank: int, model: Mapping[str, Any], groups: Groups) -> OptimizerStates | None:
-        """Masters and moments of the model-parallel rank; None if the run had no optimizer."""
+    def _optimizer(self, rank: int, model: Saved, groups: Groups) -> OptimizerStates | None:
+        """Masters and moments of a model-parallel rank; None if the run had no optimizer."""
         if self.files.universal:
             known = {
                 name: tuple(shape)
@@ -114,7 +117,7 @@ class ForeignFolder:
             }
             return read_universal(self.files.folder / UNIVERSAL, known)
         if not any(of == rank for of, _ in self.files.optimizer):
-            # Stages 1 to 3 say their parameters' shapes; then there is no optimizer in this file either.
+            # Stages 1 to 3 write `param_shapes`; only without these does the model file have the optimizer.
             if model.get("param_shapes") is None:
                 return read_unsharded(model.get("optimizer"), groups, self.files.folder)
             if not model.get("dp_world_size"):
@@ -122,7 +125,7 @@ class ForeignFolder:
             self.files.of_optimizer(rank, int(model["dp_world_size"]))
         return read_sharded(self.files, rank, model)
 
-    def _add_module(self, model: Mapping[str, Any]) -> None:
+    def _add_module(self, model: Saved) -> None:
         module = model.get("module") or {}
         self.buffers |= set(model.get("buffer_names") or ())
         self.shared |= model.get("shared_params") or {}
@@ -131,7 +134,7 @@ class ForeignFolder:
         for name, value in module.items():
             if not isinstance(value, Tensor):
                 continue
-            # Names of one parameter share its memory, although at stage 3 there is none of it here.
+            # Tied parameters are pickled with one storage. At stage 3 it is empty, but still the same one.
             place = value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride()
             kept = owners.setdefault(place, name)
             if kept != name:
@@ -141,8 +144,8 @@ class ForeignFolder:
         if any(Key(name) not in self._tensors for name in model.get("frozen_param_shapes") or ()):
             self._add_frozen(model)
 
-    def _add_frozen(self, model: Mapping[str, Any]) -> None:
-        """Parameters that are not trained lie beside the module; at stage 3 each rank keeps its slices."""
+    def _add_frozen(self, model: Saved) -> None:
+        """Add frozen parameters, which lie beside the module; at stage 3 each rank's file has its slices."""
         every = [model["frozen_param_fragments"]]
         if any(
             every[0][name].numel() < shape.numel() for name, shape in model["frozen_param_shapes"].items()
@@ -155,14 +158,13 @@ class ForeignFolder:
                 self._tensors[Key(name)] = joined
 
     def _put(self, key: Key, value: Tensor) -> None:
-        self._check_same(
-            key, before := self._tensors.get(key), joined := Joined(tuple(value.shape), (value,))
-        )
+        before, joined = self._tensors.get(key), Joined(tuple(value.shape), (value,))
+        self._check_same(key, before, joined)
         if before is None:
             self._tensors[key] = joined
 
     def _add(self, states: OptimizerStates) -> None:
-        """Masters and moments; masters take the place of the model's rounded weights."""
+        """Add masters and moments; masters replace the model's rounded weights."""
         for (name, kind), joined in states.tensors.items():
             key = Key(name, kind)
             if key in self._from_optimizer:
@@ -171,7 +173,7 @@ class ForeignFolder:
             self._from_optimizer.add(key)
 
     def _check_same(self, key: Key, before: Joined | None, joined: Joined) -> None:
-        """Two model-parallel ranks may have one tensor, as pipeline stages have tied ones, but not slices."""
+        """Refuse tensor-parallel slices. Pipeline stages pass: two may have the same tied tensor."""
         if before is not None and (
             before.shape != joined.shape or not torch.equal(before.whole(), joined.whole())
         ):

@@ -1,9 +1,9 @@
-"""Pickles that a DeepSpeed user's checkpoints hold, read without running what they name.
+"""Pickles in the checkpoints of DeepSpeed's users, read without running what they name.
 
-Tensors, plain values and the classes below are read by torch's restricted unpickler. A file that names
-anything else is refused by that name, unless the environment says ``MEGAZERO_TRUST_PICKLE=1``: whoever wrote
-such a file can run any code in the process that loads it. It is the environment's word so that it reaches a
-load inside of other libraries and in scripts alike.
+torch's restricted unpickler reads tensors, plain values and the classes below. A file that names anything
+else is refused by that name, unless the environment has ``MEGAZERO_TRUST_PICKLE=1``: whoever wrote such a
+file can run any code in the process that loads it. The switch is in the environment because it must also
+reach loads inside other libraries.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def trusts_pickle() -> bool:
 
 
 def load_states(path: Path) -> Any:
-    """The contents of one of DeepSpeed's files.
+    """The object in one of DeepSpeed's files.
 
     Raises:
-        CheckpointError: it names a class that is not known, which was not called.
-        DamagedCheckpointError: it cannot be read.
+        CheckpointError: the file names a class that is not known, which was not called.
+        DamagedCheckpointError: the file cannot be read.
     """
     if not trusts_pickle():
         return load_pickle(path, known=_known(), remedy=REMEDY)
@@ -45,9 +45,9 @@ def load_states(path: Path) -> Any:
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A copy of nested lists, tuples and dictionaries whose tensors are copies on `device`.
+    """Copy nested lists, tuples and dictionaries, with their tensors on `device`.
 
-    `torch.save` writes the whole memory that a tensor is a view of; a copy has only its own.
+    `torch.save` writes the whole storage behind a view; a copy has a storage of its own size.
     """
     if isinstance(item, Tensor):
         return item.detach().to(device, copy=True)
@@ -63,10 +63,10 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 
 def dump_object(value: Any, name: str) -> torch.Tensor:
-    """An object of any class as bytes.
+    """Pickle an object of any class into a tensor of bytes; `name` is for messages.
 
     Raises:
-        CheckpointError: it cannot be pickled.
+        CheckpointError: the object cannot be pickled.
     """
     file = io.BytesIO()
     try:
@@ -80,10 +80,10 @@ def dump_object(value: Any, name: str) -> torch.Tensor:
 
 
 def load_object(content: torch.Tensor, name: str) -> Any:
-    """The object that `dump_object` was given.
+    """Unpickle the object that `dump_object` was given.
 
     Raises:
-        CheckpointError: it is of a class that is not known, and the environment does not trust it.
+        CheckpointError: the object is of an unknown class, and the environment does not trust pickles.
     """
     file = io.BytesIO(content.numpy().tobytes())
     try:
@@ -100,7 +100,7 @@ def load_object(content: torch.Tensor, name: str) -> Any:
 
 
 def _known() -> list[SafeGlobal]:
-    """Classes whose making runs nothing that a file could choose."""
+    """Classes whose construction runs no code that a file could choose."""
     arrays = (np.ndarray, np.dtype, *(kind for kind in vars(np.dtypes).values() if isinstance(kind, type)))
     rebuild = np._core if hasattr(np, "_core") else np.core
     return [

@@ -1,4 +1,4 @@
-"""The states of DeepSpeed's optimizers: masters and moments by parameter, out of flat vectors."""
+"""The states of DeepSpeed's optimizers: masters and moments of each parameter, cut from flat vectors."""
 
 from __future__ import annotations
 
@@ -28,38 +28,40 @@ from megazero.formats.deepspeed.vectors import (
     tensors_of,
     vector_of,
 )
+from megazero.formats.pickles import Saved
 
-Cut = Callable[[Sequence[Tensor]], Iterator[tuple[str, Joined]]]
+Splitter = Callable[[Sequence[Tensor]], Iterator[tuple[str, Joined]]]
+"""Splits the ranks' vectors into (parameter, tensor)."""
 
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """The content of an optimizer.
+    """The state of an optimizer.
 
     Attributes:
         tensors: (parameter, kind) -> its master weight or a moment.
-        groups: its parameter groups.
-        updates: how many updates it made.
-        scale: its dynamic loss scale.
+        groups: the parameter groups.
+        updates: the number of updates.
+        scale: the dynamic loss scale, or None.
     """
 
     tensors: Mapping[tuple[str, str], Joined] = field(default_factory=dict)
-    groups: Sequence[Mapping[str, Any]] = ()
+    groups: Sequence[Saved] = ()
     updates: int = 0
     scale: Scale | None = None
 
 
-def read_sharded(files: Files, rank: int, model: Mapping[str, Any]) -> OptimizerStates:
-    """The states of stages 1 to 3 from the files of all data-parallel ranks.
+def read_sharded(files: Files, rank: int, model: Saved) -> OptimizerStates:
+    """Read the state of stages 1 to 3 from the files of all data-parallel ranks.
 
     Args:
         files: the checkpoint's files.
         rank: the model-parallel rank.
-        model: its file of the model, which says how parameters lie in the vectors.
+        model: the content of its model file, which lists the parameters in the order of the vectors.
 
     Raises:
         DamagedCheckpointError: a rank's file is missing, or does not fit the others.
-        CheckpointError: it holds something that is not read here.
+        CheckpointError: a file holds something that is not supported.
     """
     first = load_states(next(path for (of, _), path in files.optimizer.items() if of == rank))
     saved = first["optimizer_state_dict"]
@@ -69,29 +71,30 @@ def read_sharded(files: Files, rank: int, model: Mapping[str, Any]) -> Optimizer
     every = [load_states(path)["optimizer_state_dict"] for path in paths]
     shapes = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
     base = saved["optimizer_state_dict" if "fp32_flat_groups" in saved else "base_optimizer_state"]
-    if not isinstance(base, Mapping):  # of an elastic checkpoint: a state for each parameter
+    if not isinstance(base, Mapping):  # elastic checkpoints have a list of states, one for each parameter
         base = {"state": [state for one in base for state in (one if isinstance(one, list) else [one])]}
     groups = base.get("param_groups", ())
     updates = count_updates(base.get("state", {}), groups)
     return OptimizerStates(join_ranks(every, shapes), groups, updates, Scale.of(saved))
 
 
-def join_ranks(ranks: Sequence[Mapping[str, Any]], shapes: Sequence[Shapes]) -> dict[tuple[str, str], Joined]:
-    """Join the masters and moments of a model-parallel rank: (parameter, kind) -> its tensor.
+def join_ranks(ranks: Sequence[Saved], shapes: Sequence[Shapes]) -> dict[tuple[str, str], Joined]:
+    """Join the masters and moments of a model-parallel rank: (parameter, kind) -> tensor.
 
     Args:
         ranks: the ``optimizer_state_dict`` in the file of each data-parallel rank.
-        shapes: the parameters of each group, in the order in which they lie in the vectors.
+        shapes: the parameters of each group, in the order of the vectors.
 
     Raises:
         DamagedCheckpointError: a vector is too short.
     """
     tensors: dict[tuple[str, str], Joined] = {}
     if "fp32_flat_groups" in ranks[0]:  # stage 3
+        # Its vectors are cut into sub-groups of limited size, whatever the parameter groups are.
         together = {name: shape for group in shapes for name, shape in group.items()}
         masters = [torch.cat([vector_of(part) for part in one["fp32_flat_groups"]]) for one in ranks]
         states = [joined_states(one["optimizer_state_dict"]["state"]) for one in ranks]
-        _take(tensors, masters, states, lambda slices: cut_parameters(slices, together))
+        _take(tensors, masters, states, partial(cut_parameters, shapes=together))
         return tensors
     gaps = ranks[0].get("param_alignment_paddings") or [()] * len(shapes)
     for number, group in enumerate(shapes):
@@ -102,15 +105,15 @@ def join_ranks(ranks: Sequence[Mapping[str, Any]], shapes: Sequence[Shapes]) -> 
 
 
 def read_unsharded(saved: Any, groups: Sequence[Shapes], folder: Path) -> OptimizerStates | None:
-    """The states of stage 0 from the file of the model, in which parameters have no names.
+    """Read the state of stage 0, which numbers parameters instead of naming them, from the model file.
 
     Args:
-        saved: the optimizer's entry there: torch's own, or that of a wrapper with fp32 masters.
-        groups: the parameters of the groups, in order.
-        folder: named in messages.
+        saved: the optimizer's entry there: torch's own state, or that of a wrapper with fp32 masters.
+        groups: the parameters of each group, in order.
+        folder: the checkpoint's folder, for messages.
 
     Raises:
-        CheckpointError: the groups have other parameters.
+        CheckpointError: the saved groups have other parameters.
     """
     if not saved or not groups:
         return None
@@ -144,24 +147,24 @@ def _take(
     into: dict[tuple[str, str], Joined],
     masters: Sequence[Tensor],
     states: Sequence[Mapping[str, Tensor]],
-    cut: Cut,
+    split: Splitter,
 ) -> None:
-    """Cut the ranks' vectors of masters, and of each kind of moments, and add the parameters' pieces."""
-    for name, joined in cut(masters):
+    """Split the ranks' vectors of masters and of each moment, and add the tensors to `into`."""
+    for name, joined in split(masters):
         into[name, WEIGHT] = joined
     for kind in states[0]:
-        for name, joined in cut([state[kind] for state in states]):
+        for name, joined in split([state[kind] for state in states]):
             into[name, kind] = joined
 
 
 def _check_sizes(sizes: Sequence[int], saved: Sequence[Tensor | None], folder: Path) -> None:
-    theirs = [None if value is None else value.numel() for value in saved]
-    if len(sizes) != len(theirs) or any(t not in (None, s) for s, t in zip(sizes, theirs, strict=True)):
-        raise _other_groups(folder, f"sizes {theirs}", f"{list(sizes)}")
+    stored = [None if value is None else value.numel() for value in saved]
+    if len(sizes) != len(stored) or any(t not in (None, s) for s, t in zip(sizes, stored, strict=True)):
+        raise _other_groups(folder, f"sizes {stored}", f"{list(sizes)}")
 
 
-def _other_groups(folder: Path, theirs: str, ours: str) -> CheckpointError:
+def _other_groups(folder: Path, stored: str, present: str) -> CheckpointError:
     return CheckpointError(
-        f"`{folder}` must be of an optimizer with the same parameter groups, but has {theirs} where this "
-        f"one has {ours}; build the groups as they were, or load with load_optimizer_states=False"
+        f"`{folder}` must be of an optimizer with the same parameter groups, but has {stored} where this "
+        f"one has {present}; build the groups as they were, or load with load_optimizer_states=False"
     )

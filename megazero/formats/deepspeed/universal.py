@@ -3,7 +3,7 @@
     global_step100_universal/zero/3.mlp.dense_h_to_4h.weight/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt
     global_step100_universal/zero/optimizer_state.pt                     options of groups, the loss scale
 
-Tensors are whole, joined over all ranks by the patterns that the model gave when it was saved.
+Tensors are whole: DeepSpeed's converter joined them over all ranks, by patterns that the model had given.
 """
 
 from __future__ import annotations
@@ -21,29 +21,34 @@ from megazero.formats.deepspeed.facts import count_updates
 from megazero.formats.deepspeed.pickles import load_states
 from megazero.formats.deepspeed.states import OptimizerStates
 from megazero.formats.deepspeed.vectors import Joined, Scale, Shapes
+from megazero.formats.pickles import Saved
 
 MASTER, STEP = "fp32", "step"
-"""The kinds of the files of masters, and of counts of updates."""
+"""Names, without ``.pt``, of the files of masters and of counts of updates."""
 
 Open = Callable[[Path], Any]
-"""Read one file."""
+"""Reads one file of `torch.save`."""
 
 
 @dataclass(frozen=True)
 class ParameterFile:
-    """A file of a parameter: its name, the kind of tensor, what says more about that, and the value.
+    """A file of a parameter.
 
-    The kind is the file's name without its ending: `fp32` of masters, `step` of the count of updates.
+    Attributes:
+        parameter: the name of the parameter.
+        kind: the file's name without ``.pt``.
+        facts: how the value was joined.
+        value: a tensor, or the count of updates.
     """
 
     parameter: str
     kind: str
-    facts: Mapping[str, Any]
+    facts: Saved
     value: Any
 
 
 def parameter_files(folder: Path, load: Open) -> Iterator[ParameterFile]:
-    """The files of all parameters in a checkpoint's folder ``zero``.
+    """Read the files of all parameters in a checkpoint's folder ``zero``.
 
     Raises:
         DamagedCheckpointError: a parameter has no fp32 weights.
@@ -58,30 +63,30 @@ def parameter_files(folder: Path, load: Open) -> Iterator[ParameterFile]:
 def parameter_file(path: Path, load: Open) -> ParameterFile:
     """Read one file of a parameter."""
     content = load(path)
-    # Stage 3 writes tensors alone, the others a dictionary around them.
+    # From stage 3 the file holds the tensor itself, from other stages a dictionary with it and facts.
     facts = content if isinstance(content, Mapping) and "param" in content else {"param": content}
     return ParameterFile(path.parent.name, path.stem, facts, facts["param"])
 
 
-def optimizer_facts(folder: Path, load: Open) -> Mapping[str, Any]:
-    """The optimizer's state beside tensors; none if it was not kept."""
+def optimizer_facts(folder: Path, load: Open) -> Saved:
+    """The optimizer's state besides tensors; empty if the checkpoint has none."""
     path = folder / "optimizer_state.pt"
     return load(path) if path.exists() else {}
 
 
 def read_universal(folder: Path, shapes: Shapes) -> OptimizerStates:
-    """Masters and moments in a checkpoint's folder ``zero``.
+    """Read masters and moments from a checkpoint's folder ``zero``.
 
     Args:
         folder: the folder.
-        shapes: those of parameters whose tensors may be stored flat, as of stage 3.
+        shapes: shapes of parameters, because tensors from stage 3 are stored flat.
 
     Raises:
         DamagedCheckpointError: a parameter has no fp32 weights.
         CheckpointError: a file names a class that is not known.
     """
     tensors: dict[tuple[str, str], Joined] = {}
-    steps: list[Mapping[str, Any]] = []
+    steps: list[Saved] = []
     for file in parameter_files(folder, load_states):
         name, value = file.parameter, file.value
         if file.kind == STEP:
@@ -91,6 +96,6 @@ def read_universal(folder: Path, shapes: Shapes) -> OptimizerStates:
             tensors[name, kind] = Joined(shapes.get(name, tuple(value.shape)), (value.reshape(-1),))
     saved = optimizer_facts(folder, load_states)
     groups = saved.get("param_groups", ())
-    # Stage 3 has no step.pt, but the optimizer's own state, which counts.
+    # From stage 3 there is no step.pt, but the optimizer's own state has the count.
     updates = count_updates(steps or saved.get("optimizer_state_dict", {}).get("state", {}), groups)
     return OptimizerStates(tensors, groups, updates, Scale.of(saved))

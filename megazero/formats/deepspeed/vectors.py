@@ -1,4 +1,4 @@
-"""Flat vectors in the files of DeepSpeed's ZeRO, cut into parameters; states of groups; loss scales."""
+"""Flat vectors of DeepSpeed's ZeRO, cut into parameters; states of parameter groups; loss scales."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ import torch
 from torch import Tensor
 
 from megazero.errors import DamagedCheckpointError
+from megazero.formats.pickles import Saved
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Parameter -> its shape, in the order in which they lie in a flat vector."""
+"""Parameter -> its shape, in the order of a flat vector."""
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A tensor in pieces, which are joined when it is asked for.
+    """A tensor in pieces, joined by `whole`.
 
     Attributes:
         shape: its shape.
-        pieces: flat tensors that it begins with when they are concatenated.
+        pieces: flat tensors; concatenated, they are the tensor's elements, and perhaps padding.
     """
 
     shape: tuple[int, ...]
     pieces: tuple[Tensor, ...]
 
     def whole(self) -> Tensor:
-        """The tensor."""
+        """Join the pieces."""
         count = torch.Size(self.shape).numel()
         flat = self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
         return flat.detach().reshape(-1)[:count].view(self.shape)
@@ -37,12 +38,12 @@ class Joined:
 def cut_vector(
     slices: Sequence[Tensor], shapes: Shapes, gaps: Sequence[int] = ()
 ) -> Iterator[tuple[str, Joined]]:
-    """The parameters of one flat vector that is cut into slices, one for each rank (stages 1 and 2).
+    """Cut a flat vector, of which each rank has one slice, into parameters (stages 1 and 2).
 
     Args:
-        slices: each rank's slice, in order; the last ones may lack their padding.
+        slices: each rank's slice, in order.
         shapes: the parameters in the vector, which may end in padding.
-        gaps: how many elements of padding follow each parameter.
+        gaps: the elements of padding behind each parameter; () for none.
 
     Raises:
         DamagedCheckpointError: the vector is too short.
@@ -65,11 +66,11 @@ def cut_vector(
 
 
 def cut_parameters(slices: Sequence[Tensor], shapes: Shapes) -> Iterator[tuple[str, Joined]]:
-    """The parameters of which each rank has an equal slice, one after another in its vector (stage 3).
+    """Cut the ranks' vectors, which have an equal slice of each parameter, into parameters (stage 3).
 
     Args:
         slices: each rank's vector.
-        shapes: the parameters in it; the last rank's slice of each may end in padding.
+        shapes: the parameters in a vector; the last rank's slice of each may end in padding.
 
     Raises:
         DamagedCheckpointError: a vector is too short.
@@ -85,28 +86,31 @@ def cut_parameters(slices: Sequence[Tensor], shapes: Shapes) -> Iterator[tuple[s
 
 
 def group_state(base: Any, number: int) -> Mapping[str, Tensor]:
-    """The moments of a group: one vector of each kind, or (elastic checkpoints) one for each parameter."""
+    """The moments of a parameter group, one vector of each kind.
+
+    Elastic checkpoints have one vector per parameter, which are concatenated.
+    """
     if isinstance(base, Mapping):
         return tensors_of(base["state"].get(number, {}))
     entry = base[number]
     return tensors_of(entry) if isinstance(entry, Mapping) else joined_states(dict(enumerate(entry)))
 
 
-def joined_states(states: Mapping[Any, Mapping[str, Any]]) -> Mapping[str, Tensor]:
-    """The vectors of sub-groups, one after another, by kind."""
+def joined_states(states: Mapping[Any, Saved]) -> Mapping[str, Tensor]:
+    """Concatenate the vectors of numbered states, by kind."""
     parts = [tensors_of(states[number]) for number in sorted(states)]
     return {kind: torch.cat([part[kind] for part in parts]) for kind in (parts[0] if parts else ())}
 
 
-def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The moments alone: counters may be tensors too, without dimensions."""
+def tensors_of(state: Saved) -> dict[str, Tensor]:
+    """The moments of a state; a counter may be a tensor too, but has no dims."""
     return {
         kind: vector_of(value) for kind, value in state.items() if isinstance(value, Tensor) and value.dim()
     }
 
 
 def vector_of(value: Tensor) -> Tensor:
-    """The elements of a tensor in one dimension."""
+    """Flatten a tensor."""
     return value.detach().reshape(-1)
 
 
@@ -116,7 +120,7 @@ class Scale:
 
     Attributes:
         scale: the factor of the loss.
-        good_steps: steps in a row without an overflow.
+        good_steps: steps since the last overflow.
         hysteresis: overflows that are still tolerated; None if it was not saved.
     """
 
@@ -125,8 +129,8 @@ class Scale:
     hysteresis: int | None
 
     @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> Scale | None:
-        """Read it from a wrapper's state, or from its loss scaler's; None if there is none."""
+    def of(cls, saved: Saved) -> Scale | None:
+        """Read a dynamic loss scale from an optimizer's state or the loss scaler in it; None without one."""
         scaler = vars(saved["loss_scaler"]) if "loss_scaler" in saved else saved
         if not isinstance(scaler, Mapping) or "last_overflow_iter" not in scaler:
             return None
@@ -134,12 +138,12 @@ class Scale:
         return cls(float(scaler["cur_scale"]), good, scaler.get("cur_hysteresis"))
 
     def since_growth(self, window: int) -> int:
-        """Return the good steps since the scale grew last: Megatron-LM counts these, DeepSpeed all."""
+        """Good steps since the scale last grew, as Megatron-LM counts; DeepSpeed counts from the overflow."""
         return self.good_steps if self.good_steps <= window else (self.good_steps - 1) % window
 
 
-def _too_short(name: str, wanted: int, held: int) -> DamagedCheckpointError:
+def _too_short(name: str, wanted: int, size: int) -> DamagedCheckpointError:
     return DamagedCheckpointError(
-        f"the vector that holds `{name}` must have at least {wanted} elements, but has {held}; the files are "
+        f"the vector that holds `{name}` must have at least {wanted} elements, but has {size}; the files are "
         "not all of one checkpoint: copy them again"
     )

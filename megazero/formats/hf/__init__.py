@@ -1,9 +1,9 @@
 """hf: models of Hugging Face transformers, read as logical tensors and written from them.
 
-`architecture` says what there is to know about an architecture, its tensors in the notation of
-`checkpoint/naming.py`; `architectures` lists all. `reader` presents a folder as a `Source`, `writer` makes a
-folder from any `Source`; `convert` connects both to checkpoints. Nothing here imports transformers, and
-nothing unpickles.
+`architecture` defines the tables that describe one, in the notation of `checkpoint/naming.py`, and each
+family has a module of tables; `architectures` lists all. `reader` presents a folder as a `Source`, `writer`
+makes a folder from any `Source`, `convert` connects both to checkpoints. Nothing here imports transformers or
+unpickles.
 """
 
 from megazero.formats.hf.architecture import Architecture

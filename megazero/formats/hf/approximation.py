@@ -1,4 +1,4 @@
-"""Approximations: changes that make a model one which transformers has, with outputs that differ slightly."""
+"""Approximations: changes after which transformers can express a model, with slightly different outputs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megazero.formats.hf.encoder import with_one_gelu
 
 @dataclass(frozen=True)
 class Approximation:
-    """One such change, which has to be asked for.
+    """A change of a model, made only on request.
 
     Attributes:
-        flag: the flag of `to-hf` that asks for it.
-        help: what the flag does.
-        change: the model -> the one that is written in its place; the same if there is nothing to change.
-        wanted: the models that it is for, in words.
-        lacking: what another model has not, as in "CKPT has no ...".
-        remark: what is said after it was written.
+        flag: the flag of `to-hf` that requests it.
+        help: the help of the flag.
+        change: model -> the model to write instead; the same if there is nothing to change.
+        wanted: the models that it applies to, for the message "must be given for ...".
+        lacking: the part that other models lack, for the message "CKPT has no ...".
+        remark: the line that is printed after the model was written.
     """
 
     flag: str
@@ -31,7 +31,7 @@ class Approximation:
     remark: str
 
     def of(self, model: ModelConfig, where: object) -> ModelConfig:
-        """The model that is written in place of this one, which is stored at `where`.
+        """The model to write instead of `model`, which is stored at `where`.
 
         Raises:
             ConfigError: there is nothing to approximate.
@@ -46,7 +46,7 @@ class Approximation:
 
 
 def without_capacity(model: ModelConfig) -> ModelConfig:
-    """The model whose experts take all tokens that are sent to them."""
+    """The model without a limit on the tokens of an expert."""
     names = ("moe_expert_capacity_factor", "moe_eval_capacity_factor") if model.num_experts else ()
     return model.model_copy(update=dict.fromkeys(names))
 

@@ -13,9 +13,17 @@ from megazero.checkpoint.naming import TensorRule, biased, named_in, qkv_biased
 from megazero.config.tree.model import ModelConfig
 
 Json = Mapping[str, Any]
+"""The fields of a ``config.json``."""
+
+JsonObject = dict[str, Any]
+"""The fields of a ``config.json`` that is being made."""
+
+Rewrite = Callable[[Json], JsonObject]
+"""Turns the fields of a ``config.json`` into other fields."""
+
 OWN_CODE = "auto_map"
 GENERATING = "AutoModelForCausalLM"
-"""`Architecture.auto` of those that generate text."""
+"""`Architecture.auto` of classes that generate text."""
 
 
 def same(value: Any) -> Any:
@@ -25,17 +33,18 @@ def same(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class FieldPair:
-    """A field of ``config.json`` and our field that says the same.
+    """A field of ``config.json`` and the field of `ModelConfig` with the same meaning.
 
     Attributes:
-        theirs: its name there.
-        ours: its name in `ModelConfig`.
-        default: what transformers assumes if ``config.json`` lacks the field; its type is the field's.
+        theirs: the name in ``config.json``.
+        ours: the name in `ModelConfig`.
+        default: the value that transformers assumes if ``config.json`` lacks the field; its type is the
+            field's type.
         kind: the field's type, if the default is None.
-        words: (their value, ours), if the values differ; the first pair with our value is what is written.
-        resolved: the property of `ModelConfig` that is written, if ours may be left to a default, or a
-            function of the model that gives it.
-        taken: (their value) -> ours, if the values of a number or list differ in form.
+        words: (their value, our value), if the words differ; the first pair with our value is written.
+        resolved: the property of `ModelConfig`, or the function of a model, whose value is written; for
+            fields that may be unset in `ModelConfig`, or have another form there.
+        taken: their value -> our value, if the form of a number or list differs.
     """
 
     theirs: str
@@ -47,7 +56,7 @@ class FieldPair:
     taken: Callable[[Any], Any] = same
 
     def written(self, model: ModelConfig) -> Any:
-        """The value of ``config.json`` for a model that the architecture can express."""
+        """The value to write into ``config.json`` for a model that the architecture can express."""
         if callable(self.resolved):
             return self.resolved(model)
         value = getattr(model, self.resolved or self.ours)
@@ -70,23 +79,23 @@ GELUS = (
 
 
 class TensorLike(Protocol):
-    """A tensor in a file: its shape, and its rows if they are asked for."""
+    """A tensor in a file, read by rows."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the tensor."""
 
     def rows(self, rows: slice) -> Tensor:
-        """Some of its rows (indexes of the first dim)."""
+        """Read rows, given as indexes of the first dim."""
 
 
 def as_told(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfig:
-    """The model as ``config.json`` describes it."""
+    """Return the model as ``config.json`` describes it, whatever the tensors are."""
     return model
 
 
 def pair(ours: str, theirs: str, dims: str = "h", their_dims: str | None = None) -> tuple[TensorRule, ...]:
-    """The weight and the bias of a norm, or of a linear layer, whose bias lacks the last dim."""
+    """Rules for weight and bias of a norm or of a linear layer, whose bias has all dims but the last."""
     their_dims = their_dims or dims
     weight = TensorRule(f"{ours}.weight", dims, f"{theirs}.weight", their_dims)
     if " " not in dims:
@@ -96,7 +105,7 @@ def pair(ours: str, theirs: str, dims: str = "h", their_dims: str | None = None)
 
 
 def separate(theirs: str, *names: str) -> tuple[TensorRule, ...]:
-    """Matrices of queries, keys and values, which `theirs` has under these names, and their biases."""
+    """Rules for separate matrices and biases of queries, keys and values: `names` of the module `theirs`."""
     slots = slice(0, -2), slice(-2, -1), slice(-1, None)
     return tuple(
         replace(rule, take=("s", slot), when=qkv_biased if rule.when is biased else rule.when)
@@ -106,10 +115,10 @@ def separate(theirs: str, *names: str) -> tuple[TensorRule, ...]:
 
 
 def layers_of(config: Json, default: int) -> int:
-    """The number of layers that ``config.json`` says, or that transformers assumes.
+    """The number of layers in ``config.json``, or the `default` that transformers assumes.
 
     Raises:
-        ValueError: it is none, or too large to list them.
+        ValueError: the value is not a positive number, or too large to make lists of.
     """
     layers = config.get("num_hidden_layers", default)
     if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:
@@ -118,17 +127,17 @@ def layers_of(config: Json, default: int) -> int:
 
 
 def without_own_code(config: Json) -> dict[str, Any]:
-    """`config` of an architecture that older folders came with the code of, which is in transformers now."""
+    """Drop ``auto_map``, by which older folders name code of their own for a model now in transformers."""
     return {field: value for field, value in config.items() if field != OWN_CODE}
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A condition on a model's shape, without which one of the two sides cannot have it.
+    """A condition on a model that is needed by transformers' class or by megazero.
 
     Attributes:
-        holds: whether a shape meets it.
-        words: what must hold, as in "`x` must be ...".
+        holds: whether a model meets the condition.
+        words: the condition in words, as in "`x` must be ...".
     """
 
     holds: Callable[[ModelConfig], bool]
@@ -163,7 +172,7 @@ PLAIN_HEADS = Limit(
 )
 _MOST_LAYERS = 10_000
 
-# Fields that change what a model computes in ways that nothing here supports, unless null, false or empty.
+# Fields that must be null, false or empty, because megazero has nothing that computes what they ask for.
 NEVER = (
     "quantization_config",
     "pruned_heads",
@@ -177,39 +186,41 @@ NEVER = (
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture, as megazero has to know it: a class of transformers that has weights.
+    """One class of transformers, as tables for reading and writing its folders.
 
-    Classes of one ``model_type`` with different heads are several such values.
+    A ``model_type`` whose classes have different heads has several architectures. In all tables, "theirs" is
+    transformers' and "ours" is megazero's.
 
     Attributes:
         name: the class in transformers, as in ``architectures``.
         model_type: the value in ``config.json``.
-        auto: the class that loads it without being told which one it is.
-        prefix: what all tensor names but the head's start with; files of the bare model leave it out.
+        auto: transformers' class that picks this one by itself, such as AutoModelForCausalLM.
+        prefix: the beginning of all tensor names but the head's; files of the bare model leave it out.
         rules: the tensors.
-        stacked: for tensors that files may also hold in another form, all experts in one: the rules of that
-            form. They take the place of the rules for the same tensors of ours where a file has their names.
-        copies: (name, name of the tensor that it equals); files may leave either out, unless the first is a
-            tensor of its own here.
-        fused: (their tensor, those of `rules` and `blank` that it holds one below the other, in order of
-            rows), by layer; layers that have none of these have no such tensor.
-        blank: tensors that theirs has and ours has not; they are written as zeros. `seen` refuses others, if
-            they would change a result.
-        ignored: regular expressions for buffers that are not weights. Where one has the group `further`, the
-            number of a layer, it is for a tensor of layers behind the model's, which transformers leaves out.
+        stacked: rules for a second form of some tensors, with all experts in one. They replace the rules for
+            the same tensors of ours if a file has their names.
+        copies: (name, name of the equal tensor); files may lack either, unless the first is a tensor of its
+            own in this model.
+        fused: (their tensor, the tensors of `rules` and `blank` whose rows it concatenates, in order), by
+            layer; a layer without any of these has no such tensor.
+        blank: tensors that only theirs has. They are written as zeros, and read if they change nothing:
+        `seen`
+            refuses others that would change a result.
+        ignored: regular expressions for buffers that are not weights. One with the group `further`, a layer's
+            number, matches tensors of layers behind the model's own, which transformers drops too.
         renamed: (regular expression, replacement) for names in older files.
         settings: fields of ``config.json``.
-        fixed: (their field, the only value that ours supports), which a missing field means too.
+        fixed: (their field, the only value that ours supports); a missing field means that value.
         ours_fixed: (our field, the only value that theirs supports).
-        implied: (our field, value) that reading sets and writing does not ask for: theirs always trains so,
-            or it matters only beside another field.
-        limits: conditions on the shape.
-        plain: returns ``config.json`` with nested or renamed fields turned into those of `settings`; raises
-            ValueError, in words, if it asks for something that ours does not support.
-        complete: the opposite, for writing.
+        implied: (our field, value) to set when reading and not to check when writing: transformers always
+            trains so, or the field matters only beside another one.
+        limits: conditions on the model.
+        plain: rewrites ``config.json`` so that nested or renamed fields become those of `settings`; raises
+            ValueError, in words, for what ours does not support.
+        complete: the inverse of `plain`, for writing.
         classifies: whether its models are classifiers, which have `num_classes`.
-        seen: (model of ``config.json``, tensors of the folder by name) -> the model that they make, for what
-            ``config.json`` does not say; raises ValueError, in words, if ours does not support that.
+        seen: (model of ``config.json``, tensors of the folder by name) -> the model, for facts that only the
+            tensors show; raises ValueError, in words, for what ours does not support.
     """
 
     name: str
@@ -235,12 +246,12 @@ class Architecture:
 
     @property
     def named(self) -> frozenset[str]:
-        """Our fields that its tables name."""
+        """The fields of `ModelConfig` that the tables name."""
         pairs = (*self.ours_fixed, *self.implied)
         return frozenset([*(field for field, _ in pairs), *(setting.ours for setting in self.settings)])
 
     def rules_for(self, names: Iterable[str]) -> tuple[TensorRule, ...]:
-        """The rules for a file that holds tensors of these names."""
+        """The rules for a file with tensors of these names: `rules`, or `stacked` where the names match."""
         held = tuple(names)
         stacked = [rule for rule in self.stacked if _is_held(rule, held)]
         replaced = {rule.ours for rule in stacked}
@@ -253,13 +264,13 @@ class Architecture:
         return tuple(kept)
 
     def fused_in(self, layers: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """`fused` with the numbers of layers; what lies in no layer is there once."""
+        """`fused` for every layer; a tensor outside the layers is given once."""
         for whole, parts in self.fused:
             for number in range(layers if "{i" in whole else 1):
                 yield named_in(whole, number), tuple(named_in(part, number) for part in parts)
 
 
 def _is_held(rule: TensorRule, names: Iterable[str]) -> bool:
-    """Whether a tensor of any layer by this rule is among the names."""
+    """Whether the rule names a tensor, of any layer, that is among the names."""
     pattern = re.compile(re.escape(rule.theirs).replace(re.escape("{i}"), r"\d+"))
     return any(pattern.fullmatch(name) for name in names)

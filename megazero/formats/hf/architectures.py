@@ -1,4 +1,4 @@
-"""All architectures, in the order in which they are tried for a model of ours."""
+"""All architectures, in the order in which they are tried when a model is written."""
 
 from __future__ import annotations
 
@@ -26,16 +26,14 @@ from megazero.formats.hf.gpt_oss import GPT_OSS
 from megazero.formats.hf.granite import GRANITE
 from megazero.formats.hf.llama import LLAMA
 from megazero.formats.hf.mamba2 import MAMBA2
-from megazero.formats.hf.mistral import MISTRAL
-from megazero.formats.hf.mixtral import MIXTRAL
+from megazero.formats.hf.mistral import MISTRAL, MIXTRAL
 from megazero.formats.hf.nemotron_h import NEMOTRON_H
 from megazero.formats.hf.neox import FALCON, GPT_NEOX
 from megazero.formats.hf.olmo import OLMO2, OLMOE
 from megazero.formats.hf.opt import OPT
 from megazero.formats.hf.phi3 import PHI3
-from megazero.formats.hf.qwen2 import QWEN2
+from megazero.formats.hf.qwen import QWEN2, QWEN3, QWEN3_MOE
 from megazero.formats.hf.qwen2_moe import QWEN2_MOE
-from megazero.formats.hf.qwen3 import QWEN3, QWEN3_MOE
 from megazero.formats.hf.smollm3 import SMOLLM3
 from megazero.formats.hf.t5 import T5_GENERATION
 
@@ -92,4 +90,4 @@ LACKING: Mapping[str, str] = MappingProxyType(
         "FalconH1ForCausalLM": "layers add a mixer and attention side by side; here a layer is one of them",
     }
 )
-"""Classes that are asked for and have what our layers lack, by name: what that is."""
+"""Class in transformers -> the part of its layers that megazero lacks."""

@@ -1,18 +1,17 @@
 """Bamba (IBM 2024) as transformers' BambaForCausalLM: a mixer or attention, then an MLP, in every layer.
 
-Each of its layers is two of ours, with the letters M and -, or * and -. Attention rotates a share of its
-channels.
+Each of its layers is two of megazero's, with the letters M and -, or * and -, of a hybrid pattern. Attention
+rotates a part of its channels.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 from megazero.checkpoint.naming import TensorRule, of_kinds
 from megazero.config.tree.model import ModelConfig
-from megazero.formats.hf.architecture import PLAIN_HEADS, FieldPair, Json, Limit, layers_of
+from megazero.formats.hf.architecture import PLAIN_HEADS, FieldPair, Json, JsonObject, Limit, layers_of
 from megazero.formats.hf.llama import LLAMA, UNBIASED_SETTINGS, rules_with, with_defaults, without
 from megazero.formats.hf.neox import EVEN_SHARE, PARTIAL, SCALINGS, SHARE, rotated
 from megazero.formats.hf.rope import with_rope_parameters
@@ -38,7 +37,7 @@ _NAMES = MappingProxyType({"attention.": "*", "mlp.": "-"})
 
 
 def _halved(rule: TensorRule) -> TensorRule:
-    """A rule of Llama's, for the half of its layer that is a layer of ours."""
+    """A rule of Llama, moved to that half of Bamba's layer which is a layer here."""
     if "{i}" not in rule.ours:
         return replace(rule, theirs=rule.theirs.replace("model.norm.", "model.final_layernorm."))
     letters = next(
@@ -48,14 +47,11 @@ def _halved(rule: TensorRule) -> TensorRule:
     return replace(rule, theirs=theirs, layer=of_kinds(letters))
 
 
-def plain(config: Json) -> dict[str, Any]:
-    """`config` with a letter for each half of a layer, and a flat rotation.
-
-    Raises:
-        ValueError: layers of attention are none of the model's, or something is not supported.
-    """
+def _plain(config: Json) -> JsonObject:
+    """Write the pattern of layers as letters, and flatten the rope fields."""
     out = dict(config)
-    if out.pop(PARTIAL, None) not in (None, _SHARE):  # whatever it says, transformers takes half
+    # Whatever this field says, transformers rotates half of the channels.
+    if out.pop(PARTIAL, None) not in (None, _SHARE):
         raise ValueError(f"`{PARTIAL}` must be {_SHARE}, but is {config[PARTIAL]!r:.40}")
     layers = layers_of(out, 32)
     attention = out.pop(_ATTENTION, None) or []
@@ -71,7 +67,7 @@ def plain(config: Json) -> dict[str, Any]:
     return rotated(out, _SHARE)
 
 
-def _complete(config: Json) -> dict[str, Any]:
+def _complete(config: Json) -> JsonObject:
     out = with_rope_parameters(complete_mixers(config, *_MIXER))
     share, letters = out.pop(SHARE), out.pop(PATTERN)
     for field in SCALINGS:
@@ -145,6 +141,6 @@ BAMBA = replace(
         Limit(lambda m: not m.num_experts, "there must be no experts"),
         Limit(_in_pairs, "the pattern must be of M- and *-, a mixer or attention and then an MLP"),
     ),
-    plain=plain,
+    plain=_plain,
     complete=_complete,
 )

@@ -1,16 +1,15 @@
-"""Two kinds of BERT in transformers: the original (Devlin et al. 2019), Megatron's (Shoeybi et al. 2019).
+"""transformers' two kinds of BERT: Bert (Devlin et al. 2019) and MegatronBert (Shoeybi et al. 2019).
 
-In the original, transformers' Bert, norms follow each half of a layer. As the residual comes after the norm,
-our list of norms is theirs moved on by one place: our first one is that of their embedding, the input norm of
-each later layer is the last one of the layer before, and our final norm is the last one of the last layer. In
-Megatron's, transformers' MegatronBert, norms precede each half.
+Bert's norms follow each half of a layer, MegatronBert's precede it. megazero's precede it in both, and for
+Bert take the residual after the norm, so that the sequence of norms is only shifted by one: the embedding's
+norm is the first layer's input norm here, the last norm of a layer is the next layer's input norm, and the
+last layer's is the final norm.
 """
 
 from __future__ import annotations
 
 from megazero.formats.hf import encoder
 from megazero.formats.hf.architecture import pair
-from megazero.formats.hf.encoder_classifier import multiple_choice, sequence_classification
 
 _BODY = (
     *encoder.EMBEDDING,
@@ -23,8 +22,10 @@ _BODY = (
 
 BERT_PRETRAINING = encoder.pretraining("BertForPreTraining", "bert", _BODY, post_norm=True)
 BERT_MASKED_LM = encoder.masked_lm(BERT_PRETRAINING, "BertForMaskedLM", _BODY)
-BERT_CLASSIFICATION = sequence_classification(BERT_PRETRAINING, "BertForSequenceClassification", _BODY)
-BERT_MULTIPLE_CHOICE = multiple_choice(BERT_PRETRAINING, "BertForMultipleChoice", _BODY)
+BERT_CLASSIFICATION = encoder.sequence_classification(
+    BERT_PRETRAINING, "BertForSequenceClassification", _BODY
+)
+BERT_MULTIPLE_CHOICE = encoder.multiple_choice(BERT_PRETRAINING, "BertForMultipleChoice", _BODY)
 
 _NORMS_FIRST = (
     *encoder.EMBEDDING,
@@ -40,9 +41,9 @@ MEGATRON_BERT_PRETRAINING = encoder.pretraining(
 MEGATRON_BERT_MASKED_LM = encoder.masked_lm(
     MEGATRON_BERT_PRETRAINING, "MegatronBertForMaskedLM", _NORMS_FIRST
 )
-MEGATRON_BERT_CLASSIFICATION = sequence_classification(
+MEGATRON_BERT_CLASSIFICATION = encoder.sequence_classification(
     MEGATRON_BERT_PRETRAINING, "MegatronBertForSequenceClassification", _NORMS_FIRST
 )
-MEGATRON_BERT_MULTIPLE_CHOICE = multiple_choice(
+MEGATRON_BERT_MULTIPLE_CHOICE = encoder.multiple_choice(
     MEGATRON_BERT_PRETRAINING, "MegatronBertForMultipleChoice", _NORMS_FIRST
 )

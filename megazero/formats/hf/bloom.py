@@ -1,6 +1,6 @@
-"""BLOOM (BigScience 2022) as transformers' BloomForCausalLM: linear biases, and a norm of the embedding.
+"""BLOOM (BigScience 2022) as transformers' BloomForCausalLM: ALiBi, and a norm of the embedding.
 
-Its fused queries, keys and values lie head by head, as ours do.
+Its fused queries, keys and values lie head by head, as Megatron-LM's and megazero's do.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BLOOM = Architecture(
         FieldPair("n_layer", "num_layers", 2),
         FieldPair("hidden_size", "hidden_size", 64),
         FieldPair("n_head", "num_attention_heads", 8),
-        # How theirs was trained: it has no largest position, and transformers does not read this.
+        # ALiBi has no largest position: this is the length of training, which transformers ignores.
         FieldPair("seq_length", "max_position_embeddings", 2048, resolved="positions"),
         FieldPair("layer_norm_epsilon", "norm_epsilon", 1e-5),
         FieldPair(

@@ -1,11 +1,10 @@
-"""The names of a classifier's classes, which ``config.json`` gives as ``id2label`` and ``label2id``."""
+"""The names of a classifier's classes: ``id2label`` and ``label2id`` in ``config.json``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from megazero.formats.hf.architecture import Json
+from megazero.formats.hf.architecture import Json, JsonObject
 
 COUNT = "num_labels"
 _NAMES = "id2label"
@@ -13,10 +12,10 @@ _DEFAULT_COUNT = 2
 
 
 def names_of(config: Json) -> tuple[str, ...]:
-    """The names of the classes, in the order of their numbers; empty if they have none.
+    """The names of classes 0, 1, ...; empty if they have none.
 
     Raises:
-        ValueError: ``id2label`` is not an object from 0, 1, ... to names that differ and can be written.
+        ValueError: ``id2label`` does not map 0, 1, ... to different names that can be encoded.
     """
     named = config.get(_NAMES)
     if named is None:
@@ -31,32 +30,32 @@ def names_of(config: Json) -> tuple[str, ...]:
     return names
 
 
-def naming(names: Sequence[str]) -> dict[str, Any]:
-    """The fields of ``config.json`` that give these names."""
+def naming(names: Sequence[str]) -> JsonObject:
+    """The fields ``id2label`` and ``label2id`` for these names."""
     return {
         _NAMES: {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},
     }
 
 
-def with_count(config: Json) -> dict[str, Any]:
-    """`config` with ``num_labels``, which `save_pretrained` leaves to the names.
+def with_count(config: Json) -> JsonObject:
+    """Add ``num_labels``, which `save_pretrained` leaves to the names.
 
     Raises:
-        ValueError: they contradict it, or the classes do not exclude each other.
+        ValueError: the names contradict a number that is given.
     """
     names, purpose = names_of(config), "problem_type"
     count = config.get(COUNT, len(names) or _DEFAULT_COUNT)
     if names and count != len(names):
         raise ValueError(f"`{COUNT}` must be {len(names)} as in `{_NAMES}`, but is {count!r:.40}")
     out = {**config, COUNT: count}
-    if out.get(purpose) is None:  # left to the labels of the first batch
+    if out.get(purpose) is None:  # transformers then decides by the labels of the first batch
         out.pop(purpose, None)
     return out
 
 
-def with_default_names(config: Json) -> dict[str, Any]:
-    """The opposite: `config` with the names that transformers gives to classes without one."""
+def with_default_names(config: Json) -> JsonObject:
+    """Replace ``num_labels`` by transformers' default names, the inverse of `with_count`."""
     out = dict(config)
     count = out.pop(COUNT)
     return {**out, **naming([f"LABEL_{number}" for number in range(count)])}

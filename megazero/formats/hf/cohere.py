@@ -1,15 +1,14 @@
 """Command R (Cohere 2024, 2025) as transformers' CohereForCausalLM and Cohere2ForCausalLM.
 
-Attention and MLP read one layer norm, which has no bias, and are added to the residual at once; channels are
-rotated in pairs of neighbours. The second kind rotates in layers with a window alone.
+Attention and MLP read the same LayerNorm, which has no bias, and are added to the residual together. RoPE
+rotates neighbouring channels against each other. Cohere2 rotates only in layers with a window.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from megazero.formats.hf.architecture import DENSE_LIMITS, PLAIN_HEADS, FieldPair, Json, Limit
+from megazero.formats.hf.architecture import DENSE_LIMITS, PLAIN_HEADS, FieldPair, Json, JsonObject, Limit
 from megazero.formats.hf.llama import (
     EVEN_HEADS,
     LLAMA,
@@ -48,21 +47,12 @@ _SETTINGS = (
 )
 
 
-def plain_cohere(config: Json) -> dict[str, Any]:
-    """`config` with a flat rotation, whose base transformers assumes to be larger.
-
-    Raises:
-        ValueError: see `plain_rope`.
-    """
+def _plain_cohere(config: Json) -> JsonObject:
     return {"rope_theta": 500_000.0, **plain_rope(config)}
 
 
-def plain_cohere2(config: Json) -> dict[str, Any]:
-    """`config` with the windows of layers, those without rotation, and a flat rotation.
-
-    Raises:
-        ValueError: see `plain_listed` and `plain_rope`; or no layer has a window.
-    """
+def _plain_cohere2(config: Json) -> JsonObject:
+    """List the layers with windows and those without rotation, and flatten the rope fields."""
     out = dict(config)
     interval = out.pop(PATTERN, 4)
     if out.pop("head_dim", None) not in (None, _width(out)):
@@ -73,12 +63,12 @@ def plain_cohere2(config: Json) -> dict[str, Any]:
     return {**out, _UNROTATED: tuple(1 - flag for flag in out[KINDS])}
 
 
-def _width(config: Json) -> Any:
+def _width(config: Json) -> int | None:
     size, heads = config.get("hidden_size", 8192), config.get("num_attention_heads", 64)
     return size // heads if type(size) is int and type(heads) is int and heads > 0 else None
 
 
-def _without_list(config: Json) -> dict[str, Any]:
+def _without_list(config: Json) -> JsonObject:
     out = LLAMA.complete(config)
     del out[_UNROTATED]
     return out
@@ -102,7 +92,7 @@ COHERE = replace(
         ("rotary_interleaved", True),
     ),
     limits=(*DENSE_LIMITS, NO_WINDOWS, EVEN_HEADS, PLAIN_HEADS),
-    plain=plain_cohere,
+    plain=_plain_cohere,
 )
 
 COHERE2 = replace(
@@ -128,6 +118,6 @@ COHERE2 = replace(
             "layers with a window must rotate, and no others",
         ),
     ),
-    plain=plain_cohere2,
+    plain=_plain_cohere2,
     complete=with_listed(_without_list),
 )

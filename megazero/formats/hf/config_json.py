@@ -1,4 +1,4 @@
-"""``config.json``: which architecture and which of our models it describes, and how to write it."""
+"""Reads ``config.json`` as an architecture and a `ModelConfig`, and writes it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from megazero.formats.hf.windows import without_idle_windows
 
 CONFIG = "config.json"
 _LARGEST_JSON = 100 << 20
-# Our fields that may change besides, as theirs says nothing of them: how many positions there are, where they
-# have no table; how sums are rounded; and which weights decay.
+# Fields that ``config.json`` does not fix, so that a run may set them: the number of positions (where they
+# have no table), the precision of the residual stream, and the decay of norms.
 _FREE = FREE_MODEL_FIELDS | {
     *("max_position_embeddings", "fp32_residual_connection", "apply_wd_to_qk_layernorm")
 }
@@ -39,7 +39,7 @@ _FREE = FREE_MODEL_FIELDS | {
 
 @dataclass(frozen=True)
 class TokenIds:
-    """The tokens that begin, end and fill sequences; transformers allows several that end one."""
+    """The ids of the tokens that begin, end and pad sequences; transformers allows several that end one."""
 
     bos: int | None = None
     eos: int | tuple[int, ...] | None = None
@@ -53,9 +53,9 @@ class TokenIds:
 
     @classmethod
     def of_json(cls, config: Json) -> TokenIds:
-        """Read from these fields; a value that is not a token id counts as none."""
+        """Read these fields; a value that is not a token id counts as None."""
 
-        def one(value: Any) -> int | None:
+        def one(value: object) -> int | None:
             return value if type(value) is int and value >= 0 else None
 
         eos = config.get("eos_token_id")
@@ -72,10 +72,10 @@ class Description:
 
     Attributes:
         architecture: the architecture.
-        model: the model in our terms; its dropouts and sequence length only say how theirs was made.
+        model: the model; its dropouts and sequence length are those of the original training.
         vocab_size: rows of the embedding.
         tokens: the special tokens.
-        dtype: the dtype it names, such as ``bfloat16``; None if it names none.
+        dtype: the name of the weights' dtype, such as ``bfloat16``, or None.
         labels: the names of a classifier's classes, or of the choices; empty if they have none.
     """
 
@@ -88,10 +88,11 @@ class Description:
 
     @classmethod
     def read(cls, folder: Path) -> Description:
-        """Read from a local folder.
+        """Read ``config.json`` in a local folder.
 
         Raises:
-            CheckpointError: it cannot be read, or describes what ours does not support; names file and field.
+            CheckpointError: the file cannot be read, or describes a model that megazero lacks; names file and
+                field.
         """
         path = folder / CONFIG
         config = read_json(path)
@@ -101,10 +102,10 @@ class Description:
             raise CheckpointError(f"`{path}`: {error}") from None
 
     def given(self, tensors: Mapping[str, TensorLike]) -> Description:
-        """The description once the folder's tensors are known, for what ``config.json`` does not say.
+        """The description after `Architecture.seen` has looked at the folder's tensors.
 
         Args:
-            tensors: by name, with the prefix and the names of today.
+            tensors: by name, with the prefix and the present names.
         """
         model = self.architecture.seen(self.model, tensors)
         classes = [
@@ -132,14 +133,14 @@ class Description:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read a JSON object from a file.
 
     Raises:
-        CheckpointError: it is missing, unreadable or holds something else.
+        CheckpointError: the file is missing, cannot be read or holds something else.
     """
     try:
         status = path.stat()
-        # Reading a pipe would wait for its writer.
+        # Reading a named pipe would wait for its writer.
         if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_JSON:
             raise CheckpointError(
                 f"`{path}` must be a JSON file, but is not a plain file or has {status.st_size} bytes"
@@ -158,10 +159,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def find_architecture(config: Json) -> Architecture:
-    """The architecture, by `architectures`, or by `model_type` if that is missing.
+    """The architecture named by ``architectures``, or by ``model_type`` if that is missing.
 
     Raises:
-        ValueError: none fits.
+        ValueError: megazero has no such architecture.
     """
     known = ", ".join(architecture.name for architecture in ARCHITECTURES)
     named = config.get("architectures")
@@ -183,10 +184,10 @@ def find_architecture(config: Json) -> Architecture:
 
 
 def model_of(architecture: Architecture, config: Json) -> ModelConfig:
-    """Our model that ``config.json`` describes; its sequence length is the number of its positions.
+    """The model that ``config.json`` describes; its sequence length is the number of its positions.
 
     Raises:
-        ValueError: we have no such model.
+        ValueError: megazero lacks such a model.
     """
     config = architecture.plain(config)
     known = {*dict(architecture.fixed), *(setting.theirs for setting in architecture.settings)}
@@ -220,7 +221,7 @@ def model_of(architecture: Architecture, config: Json) -> ModelConfig:
 
 
 def _read(setting: FieldPair, config: Json) -> Any:
-    """The value of a setting in our terms."""
+    """The value of a field, in the form of `ModelConfig`."""
     value = config.get(setting.theirs, setting.default)
     if value is None and setting.default is None:
         return None
@@ -231,7 +232,7 @@ def _read(setting: FieldPair, config: Json) -> Any:
     if not setting.words:
         try:
             return setting.taken(value)
-        except ArithmeticError as error:  # it divides by 0, or is too large
+        except ArithmeticError as error:  # `taken` divides by 0, or overflows
             raise ValueError(
                 f"`{setting.theirs}` must be a number to calculate with, but is {value!r:.40}: {error}"
             ) from error
@@ -243,11 +244,11 @@ def _read(setting: FieldPair, config: Json) -> Any:
 
 
 def architecture_of(model: ModelConfig, name: str | None = None) -> Architecture:
-    """The first architecture that can express this model, or the one of this name.
+    """The first architecture that can express this model, or the one called `name`.
 
     Raises:
-        CheckpointError: none can; the reasons against each of its family are named, unless they are those
-            against another one and more.
+        CheckpointError: there is none. The message gives the reasons against each architecture of the model's
+            family, except those with all the reasons of another one and more.
     """
     classifies = model.num_classes is not None
     family = [
@@ -264,7 +265,7 @@ def architecture_of(model: ModelConfig, name: str | None = None) -> Architecture
     if name is not None and name not in [architecture.name for architecture in family]:
         known = ", ".join(architecture.name for architecture in family)
         raise CheckpointError(f"the architecture must be one of {known}, but is {name!r}")
-    if name is None:  # what the others say against it is that it is no hybrid, or that it is one
+    if name is None:  # whether the model is a hybrid decides first, so that messages are not about that
         family = [
             architecture
             for architecture in family
@@ -318,7 +319,7 @@ def config_of(
     dtype: str,
     labels: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """``config.json`` of a model that the architecture can express, and whose classes have these names."""
+    """``config.json`` of a model that the architecture can express; `labels` name a classifier's classes."""
     fields: dict[str, Any] = {}
     for setting in architecture.settings:
         fields[setting.theirs] = setting.written(model)
@@ -327,7 +328,7 @@ def config_of(
         "model_type": architecture.model_type,
         **architecture.complete({**fields, **dict(architecture.fixed)}),
         **(naming(labels) if labels else {}),
-        # Left out, it would be what some decoders assume, which a small vocabulary may not have.
+        # If it is left out, some decoders assume an id that a small vocabulary may not have.
         **({"pad_token_id": None} if architecture.auto == GENERATING else {}),
         **tokens.as_json(),
         "torch_dtype": dtype,
@@ -337,18 +338,21 @@ def config_of(
 
 
 def differences(theirs: ModelConfig, ours: ModelConfig, free: Set[str] = frozenset()) -> list[str]:
-    """The fields in `unlike`, as ``field: theirs, not ours``."""
+    """The fields in `unlike`, as clauses "`field` is theirs, not ours"."""
     return [f"`{field}` is {a}, not {b}" for field, a, b in unlike(theirs, ours, free)]
 
 
 def unlike(
     theirs: ModelConfig, ours: ModelConfig, free: Set[str] = frozenset()
-) -> list[tuple[str, Any, Any]]:
-    """Fields that make the same weights compute something else: (field, theirs, ours).
+) -> list[tuple[str, object, object]]:
+    """The fields with which two models compute something else from the same weights.
 
     Args:
         theirs, ours: the two models.
-        free: fields that may differ all the same.
+        free: fields that may differ.
+
+    Returns:
+        (field, value in `theirs`, value in `ours`).
     """
     left_out = _FREE | free
     if not (_has_dense_mlps(theirs) or _has_dense_mlps(ours)):

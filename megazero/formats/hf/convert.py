@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -29,7 +28,7 @@ from megazero.formats.hf.tokenizer_files import tokenizer_files, tokenizer_setti
 from megazero.formats.hf.writer import SHARD_BYTES, Exported, ModelFiles, write_hf
 
 KIND = "weights"
-"""The kind of checkpoints that hold a model but no training."""
+"""The kind of a checkpoint with weights alone, from which no run can resume."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,10 @@ class Imported:
 
     Attributes:
         folder: the checkpoint.
-        description: what it was in transformers.
-        tensors, parameters: how many there are.
-        tokenizer: the settings that read its tokenizer; None if it came without one.
-        remarks: what was left out, for a person.
+        description: the model in transformers.
+        tensors, parameters: their numbers.
+        tokenizer: the settings of its tokenizer; unset if it came without one.
+        remarks: the tensors that were left out, in words.
     """
 
     folder: Path
@@ -55,7 +54,7 @@ class Imported:
 def convert_from_hf(hf_dir: str | Path, out_dir: str | Path, *, disk: Disk | None = None) -> Imported:
     """Write the weights of a local Hugging Face model as checkpoint 0 in `out_dir`, in fp32.
 
-    Its tokenizer is not copied; the checkpoint records where it is.
+    The tokenizer is not copied; the checkpoint records its path.
 
     Raises:
         CheckpointError: the model is not supported, its files are damaged, or `out_dir` holds checkpoints or
@@ -94,18 +93,18 @@ def convert_to_hf(
     """Write a checkpoint as a folder that transformers reads.
 
     Args:
-        checkpoint: one checkpoint, or the folder of a run, whose newest is taken.
+        checkpoint: one checkpoint, or a run's folder, whose newest checkpoint is taken.
         out: a folder that does not exist yet, or is empty.
-        dtype: the type of the tensors.
+        dtype: the dtype of the tensors.
         max_shard_bytes: the size at which another file is begun.
-        tokenizer: used instead of the run's own settings.
+        tokenizer: settings to use instead of the run's.
         architecture: the class in transformers; by default the one that the model was converted from, or the
             first one that can express it.
-        approximations: what may be written otherwise than it was trained.
+        approximations: changes of the model that are allowed.
         disk: writes the files.
 
     Returns:
-        What was written, and why no tokenizer was; None if one was.
+        The folder, and the reason why no tokenizer was written; None if one was.
 
     Raises:
         CheckpointError: the checkpoint is missing, is damaged, or has a model that transformers does not
@@ -152,14 +151,14 @@ class _Facts:
     converted_from: str | None
 
     def origin(self, model: ModelConfig) -> str | None:
-        """The architecture that the weights were converted from, if it can still express the model."""
+        """The architecture that the weights were converted from, if it can still express `model`."""
         origins = [architecture for architecture in DECODERS if architecture.name == self.converted_from]
         return next((origin.name for origin in origins if not objections(origin, model)), None)
 
 
 def _facts_of(reader: CheckpointReader) -> _Facts:
-    """The model and tokenizer of a checkpoint, saved by a run or converted."""
-    facts: Mapping[str, Any] = reader.facts
+    """Read the facts of a checkpoint, saved by a run or converted."""
+    facts = reader.facts
     try:
         sections = facts.get("config") or facts
         model = ModelConfig.model_validate(sections["model"])

@@ -1,15 +1,14 @@
 """DeepSeek-V2 and V3 (DeepSeek-AI 2024) as transformers' DeepseekV2- and DeepseekV3ForCausalLM.
 
-Keys and values are made of one small vector of each token; the first layers are dense, and all others have
-many small experts and shared ones. V3 chooses experts by sigmoids, with a bias of each that its training
-moves. Further tokens (multi-token prediction) are not there in transformers, which leaves out V3's layer for
-them.
+Multi-head latent attention makes keys and values from one compressed vector per token. The first layers are
+dense; the others have many small experts and shared ones. V3 scores experts by sigmoids, plus a bias per
+expert that training moves to balance loads. transformers has no multi-token prediction and drops V3's layer
+for it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from megazero.checkpoint.naming import TensorRule, with_experts, with_shared_experts, without_experts
 from megazero.checkpoint.part import ROUTER
@@ -19,6 +18,7 @@ from megazero.formats.hf.architecture import (
     UNGROUPED,
     FieldPair,
     Json,
+    JsonObject,
     Limit,
     layers_of,
     without_own_code,
@@ -60,7 +60,7 @@ _NORM_EPSILON = 1e-6
 
 
 def _attention(ours: str, dims: str, theirs: str, their_dims: str, small: bool | None = None) -> TensorRule:
-    """A tensor of latent attention; `small` says whether queries are made of a small vector where it is."""
+    """A rule for latent attention; `small`: whether it needs compressed queries, or plain ones (False)."""
 
     def present(layer: LayerSpec) -> bool:
         part = layer.attention
@@ -97,11 +97,17 @@ _CHOICE_BIAS = TensorRule(
 )
 
 
-def _plain(config: Json, assumed: Json) -> dict[str, Any]:
-    """`config` with a flat rotation, the places of experts, and the width of all shared ones together."""
+def _plain(config: Json, assumed: Json) -> JsonObject:
+    """Flatten the rope fields, list the layers with experts, and sum the widths of shared experts.
+
+    Args:
+        config: the fields of ``config.json``.
+        assumed: the values that transformers assumes for missing fields.
+    """
     out = {**assumed, **without_own_code(config)}
     for field in ("rope_scaling", "rope_parameters"):
         scaling = out.get(field)
+        # Attention's own scale would use `mscale_all_dim`, while the rotation ignores it without `mscale`.
         if isinstance(scaling, dict) and scaling.get("mscale_all_dim") and not scaling.get("mscale"):
             raise ValueError(f"`{field}` must have `mscale` beside `mscale_all_dim`, but is {scaling!r:.200}")
     out = plain_rope(out)
@@ -118,22 +124,12 @@ def _plain(config: Json, assumed: Json) -> dict[str, Any]:
     return out
 
 
-def plain_v3(config: Json) -> dict[str, Any]:
-    """`config` of V3 as ours says it.
-
-    Raises:
-        ValueError: something is missing that must be there, or not supported.
-    """
+def _plain_v3(config: Json) -> JsonObject:
     assumed = {"num_hidden_layers": 61, "q_lora_rank": 1536, _DENSE: 3, _SHARED: 1, _WIDTH: 2048}
     return _plain(config, {**assumed, _GROUPS: 8, _CHOSEN_GROUPS: 4})
 
 
-def plain_v2(config: Json) -> dict[str, Any]:
-    """`config` of V2 as ours says it.
-
-    Raises:
-        ValueError: something is missing that must be there, or not supported.
-    """
+def _plain_v2(config: Json) -> JsonObject:
     out = _plain(config, {"num_hidden_layers": 32, "q_lora_rank": 1536, _DENSE: 0, _SHARED: 2, _WIDTH: 1407})
     method = out.pop(_METHOD, "greedy")
     if method not in ("greedy", "group_limited_greedy"):
@@ -141,12 +137,12 @@ def plain_v2(config: Json) -> dict[str, Any]:
     return out if method == "group_limited_greedy" else {**out, _GROUPS: None, _CHOSEN_GROUPS: None}
 
 
-def _complete_v3(config: Json) -> dict[str, Any]:
+def _complete_v3(config: Json) -> JsonObject:
     out = LLAMA.complete(config)
     return {**out, _GROUPS: out[_GROUPS] or 1, _CHOSEN_GROUPS: out[_CHOSEN_GROUPS] or 1}
 
 
-def _complete_v2(config: Json) -> dict[str, Any]:
+def _complete_v2(config: Json) -> JsonObject:
     out = LLAMA.complete(config)
     return {**out, _METHOD: "greedy" if out[_GROUPS] is None else "group_limited_greedy"}
 
@@ -174,7 +170,7 @@ _LIMITS = (
     ),
     Limit(
         lambda m: m.norm_epsilon == _NORM_EPSILON,
-        f"`norm_epsilon` must be {_NORM_EPSILON}, as it always is in norms of small vectors there",
+        f"`norm_epsilon` must be {_NORM_EPSILON}, as transformers always has it in norms of small vectors",
     ),
     Limit(
         lambda m: all(m.experts_at(n) for n in range(_first_with_experts(m), m.num_layers)),
@@ -236,7 +232,7 @@ DEEPSEEK_V3 = replace(
     ),
     implied=(*LLAMA.implied, ("position_embedding_type", "rope"), ("moe_router_enable_expert_bias", True)),
     limits=(*_LIMITS, groups_scored_by(2), SEVERAL_CHOSEN),
-    plain=plain_v3,
+    plain=_plain_v3,
     complete=_complete_v3,
 )
 
@@ -258,7 +254,7 @@ DEEPSEEK_V2 = replace(
         moe_intermediate_size=1407,
         routed_scaling_factor=1.0,
     ),
-    # transformers does not divide the weights of a token's experts by their sum, whatever it is told.
+    # transformers never divides the gates of a token's experts by their sum, whatever `norm_topk_prob` says.
     fixed=(("attention_bias", False), ("mlp_bias", False), ("moe_layer_freq", 1), ("norm_topk_prob", False)),
     ours_fixed=(
         *(pair for pair in DEEPSEEK_V3.ours_fixed if pair[0] != "moe_router_score_function"),
@@ -267,6 +263,6 @@ DEEPSEEK_V2 = replace(
     ),
     implied=(*LLAMA.implied, ("position_embedding_type", "rope")),
     limits=(*_LIMITS, groups_scored_by(1)),
-    plain=plain_v2,
+    plain=_plain_v2,
     complete=_complete_v2,
 )

@@ -1,7 +1,7 @@
-"""The common parts of transformers' two kinds of BERT, which differ only in the place of their norms.
+"""The common tables of transformers' two kinds of BERT, which differ only in the place of their norms.
 
-Each is several classes, one for each set of heads, which are rows of their own. A class without the binary
-head still has token types. Ours has them only if that is set, so a table of zeros stands for none.
+Each kind has a class per set of heads. Every class has token types; a model of megazero's may lack them, and
+is written with a table of zeros, which is read as none.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megazero.formats.hf.architecture import (
     pair,
     separate,
 )
+from megazero.formats.hf.class_names import COUNT, with_count, with_default_names
 from megazero.formats.hf.windows import PLAIN_ATTENTION
 from megazero.spec.model import ModelSpec
 
@@ -31,6 +32,8 @@ _BIAS = "cls.predictions.bias"
 _HEAD = "cls.predictions.decoder"
 _BINARY = "cls.seq_relationship"
 _GELUS = (("gelu", "gelu_exact"), ("gelu_new", "gelu"), ("gelu_pytorch_tanh", "gelu"))
+_OF_PRETRAINING = ("bert_binary_head", "bert_head_activation")
+_LEAST = 2
 
 
 def _with_types(spec: ModelSpec) -> bool:
@@ -58,7 +61,7 @@ MASKED_HEAD = (
     *pair("head.norm", "cls.predictions.transform.LayerNorm"),
     TensorRule("head.bias", "v", _BIAS, "v"),
     TensorRule("head.weight", "v h", f"{_HEAD}.weight", "v h", when=untied),
-    # transformers 5 adds this copy to the logits, and ties it to the other one only if the weight is tied.
+    # transformers 5 adds this second bias to the logits; it is tied to the first only if the weight is tied.
     TensorRule("head.bias", "v", f"{_HEAD}.bias", "v", when=untied),
 )
 BINARY_HEAD = (*POOLER, *pair("binary_head", _BINARY, "2 h"))
@@ -112,9 +115,9 @@ LIMITS = (
 
 
 def heads_seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfig:
-    """The model with the binary head if its tensors are there, and token types if they say anything.
+    """The model with a binary head if the tensors have one, and with token types unless they are zeros.
 
-    Google's own files name the class without the binary head, but hold it.
+    Google's own folders name the class without the binary head, although their files have it.
     """
     binary = model.bert_binary_head or f"{_BINARY}.weight" in tensors
     types = not binary and not _blank_types(model, tensors)
@@ -122,7 +125,7 @@ def heads_seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelCo
 
 
 def types_seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfig:
-    """The classifier with token types, as a model pretrained with the binary head, if they say anything."""
+    """The classifier with token types (a setting of models with the binary head) unless they are zeros."""
     return model.model_copy(update={"bert_binary_head": not _blank_types(model, tensors)})
 
 
@@ -132,15 +135,15 @@ def _blank_types(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> bool:
 
 
 def with_one_gelu(model: ModelConfig) -> ModelConfig:
-    """The model whose masked-LM head, if it has one, has the GELU of the MLPs."""
-    is_one = model.family != dict(OURS_FIXED)["family"] or model.num_classes is not None
-    if is_one or model.activation not in dict(_GELUS).values():
+    """The model with the MLPs' form of GELU in its masked-LM head, if it has such a head."""
+    headless = model.family != dict(OURS_FIXED)["family"] or model.num_classes is not None
+    if headless or model.activation not in dict(_GELUS).values():
         return model
     return model.model_copy(update={"bert_head_activation": model.activation})
 
 
 def pretraining(name: str, model_type: str, body: tuple[TensorRule, ...], *, post_norm: bool) -> Architecture:
-    """The class of this name, with both heads, on the embedding and layers `body`."""
+    """The class called `name` with both heads of pretraining; `body` are embedding and layers."""
     return Architecture(
         name=name,
         model_type=model_type,
@@ -163,7 +166,7 @@ def pretraining(name: str, model_type: str, body: tuple[TensorRule, ...], *, pos
 
 
 def masked_lm(base: Architecture, name: str, body: tuple[TensorRule, ...]) -> Architecture:
-    """The class of this name, which is `base` without the binary head."""
+    """The class called `name`, which is `base` without the binary head."""
     return replace(
         base,
         name=name,
@@ -171,4 +174,47 @@ def masked_lm(base: Architecture, name: str, body: tuple[TensorRule, ...]) -> Ar
         rules=(*body, *MASKED_HEAD),
         blank=BLANK,
         ours_fixed=(*base.ours_fixed[:-1], ("bert_binary_head", False)),
+    )
+
+
+def sequence_classification(base: Architecture, name: str, body: tuple[TensorRule, ...]) -> Architecture:
+    """The class called `name`, which classifies sequences; `body` are the embedding and layers of `base`."""
+    trunk = _classifier(base, name, body)
+    return replace(
+        trunk,
+        auto="AutoModelForSequenceClassification",
+        settings=(*trunk.settings, FieldPair(COUNT, "num_classes", _LEAST)),
+        fixed=(*trunk.fixed, ("problem_type", "single_label_classification")),
+        limits=(
+            *trunk.limits,
+            Limit(
+                lambda m: m.num_classes is None or m.num_classes >= _LEAST,
+                "there must be two classes or more, as transformers takes one for regression",
+            ),
+        ),
+        plain=with_count,
+        complete=with_default_names,
+    )
+
+
+def multiple_choice(base: Architecture, name: str, body: tuple[TensorRule, ...]) -> Architecture:
+    """The class called `name`, which gives each choice a score; `body` as above."""
+    trunk = _classifier(base, name, body)
+    ours_fixed = (*trunk.ours_fixed, ("num_classes", 1))
+    return replace(trunk, auto="AutoModelForMultipleChoice", ours_fixed=ours_fixed)
+
+
+def _classifier(base: Architecture, name: str, body: tuple[TensorRule, ...]) -> Architecture:
+    """`base` with a classifier instead of its heads, and without the setting of their GELU."""
+    return replace(
+        base,
+        name=name,
+        rules=(*body, *POOLER, *CLASSIFIER),
+        copies=(),
+        blank=BLANK,
+        settings=tuple(setting for setting in base.settings if setting.ours not in _OF_PRETRAINING),
+        ours_fixed=tuple((field, value) for field, value in base.ours_fixed if field not in _OF_PRETRAINING),
+        limits=TRUNK_LIMITS,
+        classifies=True,
+        seen=types_seen,
     )

@@ -1,9 +1,9 @@
-"""The common parts of architectures with a mixture of experts: expert tensors, settings and conditions.
+"""The common tables of architectures with a mixture of experts: expert tensors, settings and conditions.
 
-Files hold the matrices of each expert one by one. transformers 5 stacks them in memory, and a state that was
-saved without its help has the stacked ones, so both are read; what is written is one by one, as it writes.
-The coefficients of transformers' balancing loss mean something else than ours (theirs pools all layers and
-counts each choice in full), so they are neither read nor written.
+`save_pretrained` writes the matrices of each expert as tensors of their own. transformers 5 stacks them in
+memory, and a state that was saved without its help has the stacked ones, so both forms are read; the first is
+written. The coefficients of transformers' balancing loss are neither read nor written, because it is another
+loss: it pools all layers and counts each of a token's choices in full.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ LIMITS = (
     NO_DROPS,
 )
 CHOSEN = FieldPair("num_experts_per_tok", "moe_router_topk", 4)
-"""How many experts a token chooses."""
+"""The number of experts that a token is sent to."""
 OVER_CHOSEN = FieldPair(
     "norm_topk_prob", "moe_router_pre_softmax", False, words=((True, False), (False, True))
 )
-"""Whether the weights of those that it chose add up to 1."""
+"""Whether a token's gates add up to 1: the softmax is then over the chosen experts, not over all."""
 GROUPS = (
     FieldPair("n_group", "moe_router_num_groups", None, int),
     FieldPair("topk_group", "moe_router_group_topk", None, int),
 )
-"""Groups of experts, and how many of them a token chooses."""
+"""The number of groups of experts, and of those that a token may choose from."""
 SCALED = FieldPair(
     "routed_scaling_factor",
     "moe_router_topk_scaling_factor",
@@ -75,7 +75,7 @@ UNGATED = Limit(lambda m: not m.moe_shared_expert_gate, "shared experts must hav
 
 
 def groups_scored_by(best: int) -> Limit:
-    """The condition that a group is scored by so many of its experts."""
+    """The condition that a group's score is the sum of its `best` best experts here, as in transformers."""
     return Limit(
         lambda m: (
             (m.moe_router_num_groups or 1) == 1 or m.moe_router_topk // (m.moe_router_group_topk or 1) == best
@@ -85,12 +85,12 @@ def groups_scored_by(best: int) -> Limit:
 
 
 def width_of_experts(default: int) -> FieldPair:
-    """The setting for it where all layers have experts, so that ours need no other width."""
+    """The setting of an expert's width if every layer has experts, and `ffn_hidden_size` has no other use."""
     return FieldPair("intermediate_size", "ffn_hidden_size", default, resolved="expert_ffn_size")
 
 
 def number_of_experts(theirs: str, default: int) -> FieldPair:
-    """The setting for the number of experts, which ours gives for each layer."""
+    """The setting for the number of experts, which is a tuple, by layer, in `ModelConfig`."""
     return FieldPair(
         theirs,
         "num_experts",
@@ -101,10 +101,10 @@ def number_of_experts(theirs: str, default: int) -> FieldPair:
 
 
 def expert_rules(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
-    """The router, and the three matrices of each expert.
+    """Rules for the router and the three matrices of each expert.
 
     Args:
-        block: what their names begin with.
+        block: the beginning of their names.
         gate, up, down: the names of an expert's matrices.
     """
     router = TensorRule(f"{_OURS}.router.weight", "x h", f"{block}.gate.weight", "x h")
@@ -119,7 +119,7 @@ def expert_rules(block: str, gate: str, up: str, down: str) -> tuple[TensorRule,
 
 
 def stacked_rules(block: str) -> tuple[TensorRule, ...]:
-    """The same matrices of all experts in one tensor, first the gates and then the values of each."""
+    """Rules for the same matrices, stacked over experts; each has the rows of its gate, then of its value."""
     rules = (
         TensorRule(_UP, "x 2 m h", f"{block}.experts.gate_up_proj", "x (2 m) h"),
         TensorRule(_DOWN, "x h m", f"{block}.experts.down_proj", "x h m"),
@@ -128,7 +128,7 @@ def stacked_rules(block: str) -> tuple[TensorRule, ...]:
 
 
 def shared_rules(block: str) -> tuple[TensorRule, ...]:
-    """The matrices of the shared experts, whose names begin with `block`."""
+    """Rules for the shared experts, whose names begin with `block`."""
     ours = f"{_OURS}.shared"
     return (
         TensorRule(f"{ours}.up.weight", "2 w h", f"{block}.gate_proj.weight", "(2 w) h", GATE),

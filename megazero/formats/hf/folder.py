@@ -27,7 +27,7 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class Stored:
-    """A stored tensor: the file it is in, and the byte where it starts."""
+    """A tensor in a file, from byte `start` on; nothing is read before `rows` or `read_rows`."""
 
     file: TensorFile
     name: str
@@ -37,24 +37,24 @@ class Stored:
 
     @property
     def in_rows(self) -> Stored:
-        """The tensor seen as a matrix, whose rows run through all dims but its last."""
+        """The tensor as a matrix, with all dims but the last merged into rows."""
         if len(self.shape) < 3:
             return self
         return replace(self, shape=(math.prod(self.shape[:-1]), self.shape[-1]))
 
     def cut(self, first: int, stop: int) -> Stored:
-        """The tensor that some of its rows are."""
+        """Rows `first` to `stop`, as a tensor of their own."""
         start = self.start + first * math.prod(self.shape[1:]) * self.dtype.itemsize
         return replace(self, shape=(stop - first, *self.shape[1:]), start=start)
 
     def rows(self, rows: slice) -> Tensor:
-        """Some of its rows (indexes of the first dim), in new memory."""
+        """Read rows, given as indexes of the first dim, into new memory."""
         tensor = torch.empty((rows.stop - rows.start, *self.shape[1:]), dtype=self.dtype)
         self.read_rows(rows, tensor)
         return tensor
 
     def read_rows(self, rows: slice, memory: Tensor) -> None:
-        """Some of its rows, into contiguous memory of its dtype on the CPU."""
+        """Read rows into contiguous CPU memory of the tensor's dtype."""
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         self.file.read_into(memory_of(memory), self.start + rows.start * row_bytes)
 
@@ -63,10 +63,10 @@ _: type[TensorLike] = Stored
 
 
 class TensorFolder:
-    """All tensors of a folder, by name. Files stay open until `close`; only headers are read at first.
+    """All tensors of a folder, by name. Reads headers only; files stay open until `close`.
 
     Raises:
-        CheckpointError: there are no safetensors, or the index and its files do not agree.
+        CheckpointError: there are no safetensors files, or the index and its files disagree.
     """
 
     def __init__(self, folder: Path):
@@ -80,7 +80,7 @@ class TensorFolder:
         self._files.close()
 
     def _open(self, files: ExitStack) -> dict[str, Stored]:
-        # If both are there, transformers takes the single file.
+        # If a folder has both, transformers takes the single file.
         if (self.folder / SINGLE).exists():
             return self._tensors_of(files, SINGLE)
         if (self.folder / INDEX).exists():
@@ -106,7 +106,7 @@ class TensorFolder:
                 raise CheckpointError(
                     f"`{path}`: `weight_map` must name files beside it, but names {name!r:.200}"
                 )
-            # Unlike `Path.exists`, this is false for a name that no file system could have.
+            # `Path.exists` raises for a name that is too long; this returns False.
             if not os.path.exists(self.folder / name):
                 raise CheckpointError(
                     f"`{path}` must name files that are there, but {name:.200} is missing; fetch it again"
@@ -124,7 +124,7 @@ class TensorFolder:
         return stored
 
     def _tensors_of(self, files: ExitStack, name: str) -> dict[str, Stored]:
-        # Download caches consist of links.
+        # In download caches, files are links.
         file = files.enter_context(TensorFile((self.folder / name).resolve()))
         return {
             tensor: Stored(file, tensor, entry.dtype, entry.shape, entry.start)
@@ -133,9 +133,9 @@ class TensorFolder:
 
 
 def named(names: Iterable[str]) -> str:
-    """The first few names, and how many more there are."""
+    """The first few names, and the number of the others, for messages."""
     ordered = sorted(names)
-    # The names may be anything, and will be read on a terminal.
+    # Names come from the file, and control characters must not reach a terminal.
     first = [name[:200] if name.isprintable() else ascii(name)[:200] for name in ordered[:_MOST_NAMED]]
     more = len(ordered) - len(first)
     return ", ".join(first) + (f" and {more} more" if more > 0 else "")

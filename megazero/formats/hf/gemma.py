@@ -1,18 +1,17 @@
 """Gemma 2 and the text model of Gemma 3 (Gemma Team 2024, 2025) as transformers' classes for causal LM.
 
-Norms stand on both sides of attention and MLP and store their weights less 1, embeddings are multiplied by
-the root of their width, and most layers have a window. Gemma 2 bounds scores and logits; Gemma 3 normalizes
-queries and keys, and rotates slower in layers without a window.
+Norms are on both sides of attention and MLP and store weight - 1. Embeddings are multiplied by the square
+root of their width, and most layers have a sliding window. Gemma 2 caps attention scores and logits; Gemma 3
+normalizes queries and keys, and has a larger rope base in layers without a window.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from megazero.config.tree.model import ModelConfig
-from megazero.formats.hf.architecture import DENSE_LIMITS, FieldPair, Json, Limit
+from megazero.formats.hf.architecture import DENSE_LIMITS, FieldPair, Json, JsonObject, Limit
 from megazero.formats.hf.llama import (
     EVEN_HEADS,
     HEAD_NORMS,
@@ -33,8 +32,8 @@ _LOCAL, _PARAMETERS = "rope_local_base_freq", "rope_parameters"
 _LAYERS, _WIDTH = 26, 2304
 
 
-def _plain(config: Json, interval: Any) -> dict[str, Any]:
-    """The parts of `config` that Gemma 2 and 3 have alike."""
+def _plain(config: Json, interval: object) -> JsonObject:
+    """Flatten the fields that Gemma 2 and 3 have in common."""
     out = plain_rope(plain_listed(config, _LAYERS, 4096, interval))
     if out.get(_BOTH_WAYS) is None:
         out.pop(_BOTH_WAYS, None)
@@ -42,21 +41,12 @@ def _plain(config: Json, interval: Any) -> dict[str, Any]:
     return {**out, _ROOT: math.sqrt(size) if type(size) is int and size > 0 else 1.0}
 
 
-def plain_gemma2(config: Json) -> dict[str, Any]:
-    """`config` with the windows of layers, a flat rotation and the bounds that transformers assumes.
-
-    Raises:
-        ValueError: see `plain_listed` and `plain_rope`.
-    """
+def _plain_gemma2(config: Json) -> JsonObject:
     return {_SCORES: 50.0, _LOGITS: 30.0, **_plain(config, 2)}
 
 
-def plain_gemma3(config: Json) -> dict[str, Any]:
-    """`config` with the windows of layers, and both rotations flat.
-
-    Raises:
-        ValueError: see `plain_listed` and `plain_rope`; or the rotation of layers with a window is scaled.
-    """
+def _plain_gemma3(config: Json) -> JsonObject:
+    """Flatten both rotations: version 5 nests one for each kind of layer, version 4 has two fields."""
     out = dict(config)
     interval, local = out.pop(PATTERN, 6), out.pop(_LOCAL, None)
     rotations = out.pop(_PARAMETERS, None)
@@ -75,14 +65,14 @@ def plain_gemma3(config: Json) -> dict[str, Any]:
     return {**out, _LOCAL: (10000.0 if local is None else local) if has_windows else None}
 
 
-def _without_root(config: Json) -> dict[str, Any]:
+def _without_root(config: Json) -> JsonObject:
     out = LLAMA.complete(config)
     del out[_ROOT]
     return out
 
 
-def _with_rotations(config: Json) -> dict[str, Any]:
-    """`config` with both rotations, as versions 4 and 5 of transformers read them."""
+def _with_rotations(config: Json) -> JsonObject:
+    """Write both rotations, as versions 4 and 5 of transformers read them."""
     out = _without_root(config)
     base = out[_LOCAL] = 10000.0 if out[_LOCAL] is None else out[_LOCAL]
     windowed = {"rope_type": "default", "rope_theta": base}
@@ -90,9 +80,10 @@ def _with_rotations(config: Json) -> dict[str, Any]:
 
 
 def _scalar(model: ModelConfig) -> int:
-    return (
-        model.head_dim if model.softmax_scale is None else max(1, round(max(model.softmax_scale, 1e-9) ** -2))
-    )
+    """``query_pre_attn_scalar``, a whole number s for the softmax scale 1 / sqrt(s)."""
+    if model.softmax_scale is None:
+        return model.head_dim
+    return max(1, round(max(model.softmax_scale, 1e-9) ** -2))
 
 
 _FIXED = (
@@ -157,7 +148,7 @@ GEMMA2 = replace(
     fixed=(("attention_bias", False), (_BOTH_WAYS, False)),
     ours_fixed=_FIXED,
     limits=_LIMITS,
-    plain=plain_gemma2,
+    plain=_plain_gemma2,
     complete=with_listed(_without_root),
 )
 
@@ -178,6 +169,6 @@ GEMMA3 = replace(
             "`window_rotary_base` must be set where layers have a window, and only there",
         ),
     ),
-    plain=plain_gemma3,
+    plain=_plain_gemma3,
     complete=with_listed(_with_rotations),
 )

@@ -1,6 +1,8 @@
 """GPT-2 (Radford et al. 2019) as transformers' GPT2LMHeadModel.
 
-Its linear layers are `Conv1D` and hold [in, out], the transpose of ours; one makes queries, keys and values.
+Its linear layers are `Conv1D`, whose weight is [in, out], the transpose of `nn.Linear`'s. `c_attn` makes all
+queries, then all keys, then all values, while megazero has the three head by head, so that ranks can split
+heads.
 """
 
 from __future__ import annotations

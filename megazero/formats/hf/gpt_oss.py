@@ -1,16 +1,16 @@
 """gpt-oss (OpenAI 2025) as transformers' GptOssForCausalLM: biases everywhere, experts in every layer.
 
-Each head learns a number that its softmax counts beside the keys, and every second layer has a window. Gates
-and values of an expert lie channel by channel, and its matrices are the transposes of ours.
+Each head learns an attention sink, a logit that its softmax adds to those of the keys, and every second layer
+has a window. The matrices of experts are [in, out], the transpose of the other architectures', and gates and
+values alternate channel by channel.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from megazero.checkpoint.naming import TensorRule
-from megazero.formats.hf.architecture import FieldPair, Json, Limit
+from megazero.formats.hf.architecture import FieldPair, Json, JsonObject, Limit
 from megazero.formats.hf.experts import (
     CHOSEN,
     EVERYWHERE,
@@ -28,12 +28,8 @@ _OURS, _THEIRS = "layers.{i}.mlp", f"{LAYER}.mlp"
 _LENGTH = 4096
 
 
-def plain(config: Json) -> dict[str, Any]:
-    """`config` with the windows of layers, and the rotation that transformers assumes unless it is given.
-
-    Raises:
-        ValueError: see `plain_listed` and `plain_rope`.
-    """
+def _plain(config: Json) -> JsonObject:
+    """List the layers with windows, and flatten the rope fields, which transformers assumes to be YaRN's."""
     out = plain_listed(config, layers=36, width=128, interval=2)
     if out.get("rope_parameters") is None and out.get("rope_scaling") is None:
         out["rope_parameters"] = {
@@ -45,8 +41,8 @@ def plain(config: Json) -> dict[str, Any]:
     return {"rope_theta": 150_000.0, **plain_rope(out)}
 
 
-def _complete(config: Json) -> dict[str, Any]:
-    # Without a scaling, version 4 assumes its YaRN.
+def _complete(config: Json) -> JsonObject:
+    # Without `rope_scaling`, version 4 assumes YaRN.
     return {"rope_scaling": {"rope_type": "default"}, **LLAMA.complete(config)}
 
 
@@ -105,6 +101,6 @@ GPT_OSS = replace(
         EVERYWHERE,
         Limit(lambda m: m.activation_func_clamp_value is not None, "the values of gates must be bounded"),
     ),
-    plain=plain,
+    plain=_plain,
     complete=with_listed(_complete),
 )

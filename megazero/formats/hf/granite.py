@@ -1,4 +1,4 @@
-"""Granite (IBM 2024) as transformers' GraniteForCausalLM: Llama with factors here and there."""
+"""Granite (IBM 2024) as transformers' GraniteForCausalLM: Llama with four constant factors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megazero.formats.hf.llama import LLAMA
 
 
 def _divisor(model: ModelConfig) -> float:
-    """The shortest number whose inverse is the model's factor, so that one that was read is written again."""
+    """The shortest number whose inverse is the model's factor, so that a folder is written as it was read."""
     inverse = 1 / model.logits_multiplier
     shorter = (float(f"{inverse:.{digits}g}") for digits in (12, 15, 16))
     return next((number for number in shorter if 1 / number == model.logits_multiplier), inverse)
@@ -30,7 +30,7 @@ GRANITE = replace(
             1.0,
             resolved=lambda model: model.softmax_scale or model.head_dim**-0.5,
         ),
-        # Theirs divides.
+        # transformers divides by it.
         FieldPair(
             "logits_scaling",
             "logits_multiplier",

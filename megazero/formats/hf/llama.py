@@ -1,6 +1,7 @@
 """Llama (Touvron et al. 2023) as transformers' LlamaForCausalLM, with grouped-query attention.
 
-Both sides rotate the first half of a head's channels against the second, so weights need no permutation.
+transformers, like megazero, rotates the first half of a head's channels against the second, so queries and
+keys need no permutation; only Meta's original files pair neighbouring channels.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ HEAD_NORMS = tuple(
     TensorRule(f"layers.{{i}}.attention.{name}.weight", "d", f"{LAYER}.self_attn.{name}.weight", "d")
     for name in ("q_norm", "k_norm")
 )
-"""Norms of queries and keys that all heads share."""
+"""Rules for norms of each head's queries and keys [head_dim], with weights that all heads share."""
 PROJECTION_NORMS = tuple(
     TensorRule(f"layers.{{i}}.attention.{name}.weight", dim, f"{LAYER}.self_attn.{name}.weight", dim)
     for name, dim in (("q_norm", "a"), ("k_norm", "k"))
 )
-"""Norms of all queries, and of all keys, together."""
+"""Rules for norms over the channels of all heads' queries, and of all heads' keys."""
 MLP = (
     *(
         rule
@@ -59,7 +60,7 @@ _END = (
 
 
 def layer_norms(**theirs: str) -> tuple[TensorRule, ...]:
-    """The norms of a layer: their names by ours."""
+    """Rules for a layer's norms, given as ours=theirs."""
     return tuple(
         TensorRule(f"layers.{{i}}.{ours}.weight", "h", f"{LAYER}.{name}.weight", "h")
         for ours, name in theirs.items()
@@ -74,19 +75,19 @@ def rules_with(
     norms: tuple[TensorRule, ...] = _INPUT_NORMS,
     attention: tuple[TensorRule, ...] = _ATTENTION,
 ) -> tuple[TensorRule, ...]:
-    """The tensors of a model of Llama's kind whose layers have these MLPs, norms and attention."""
+    """Rules for a model like Llama with other MLPs, norms or attention."""
     return (*_EMBEDDING, *norms, *attention, *mlp, *_END)
 
 
 def with_defaults(settings: tuple[FieldPair, ...], **defaults: Any) -> tuple[FieldPair, ...]:
-    """The settings of an architecture for which transformers assumes other values, by their names."""
+    """Settings with other defaults, given by the names in ``config.json``."""
     return tuple(
         replace(setting, default=defaults.get(setting.theirs, setting.default)) for setting in settings
     )
 
 
 def without(settings: tuple[FieldPair, ...], *theirs: str) -> tuple[FieldPair, ...]:
-    """The settings of an architecture but those that another one says otherwise, by their names."""
+    """Settings without some, given by the names in ``config.json``."""
     return tuple(setting for setting in settings if setting.theirs not in theirs)
 
 
@@ -139,4 +140,4 @@ LLAMA = Architecture(
 )
 
 UNBIASED_SETTINGS = tuple(setting for setting in LLAMA.settings if setting.ours != "add_bias_linear")
-"""For descendants whose ``config.json`` says nothing of biases."""
+"""The settings for descendants whose ``config.json`` has no fields for biases."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megazero.checkpoint.naming import TensorRule, untied
 from megazero.config.tree.model import ModelConfig
 from megazero.formats.hf.architecture import (
@@ -11,6 +9,7 @@ from megazero.formats.hf.architecture import (
     Architecture,
     FieldPair,
     Json,
+    JsonObject,
     Limit,
     layers_of,
     pair,
@@ -33,17 +32,12 @@ _RULES, _FUSED = mixer(f"{_LAYER}.mixer")
 _NAMES = ("expand", "num_heads", "head_dim")
 
 
-def plain(config: Json) -> dict[str, Any]:
-    """`config` with the shortest step of a head.
-
-    Raises:
-        ValueError: steps are cut short, a number of layers cannot be, or a mixer is not as wide as its heads.
-    """
+def _plain(config: Json) -> JsonObject:
     layers = layers_of(config, 64)
     return {**plain_mixers(config, *_NAMES), "num_hidden_layers": layers, PATTERN: "M" * layers}
 
 
-def _complete(config: Json) -> dict[str, Any]:
+def _complete(config: Json) -> JsonObject:
     out = complete_mixers(config, *_NAMES)
     del out[PATTERN]
     return out
@@ -68,7 +62,7 @@ MAMBA2 = Architecture(
     copies=((_HEAD, _WORDS),),
     ignored=(),
     fused=_FUSED,
-    renamed=((r"backbone\.embedding\.weight", _WORDS),),
+    renamed=((r"backbone\.embedding\.weight", _WORDS),),  # the name in the authors' own files
     settings=(
         FieldPair("num_hidden_layers", "num_layers", 64),
         FieldPair("hidden_size", "hidden_size", 4096),
@@ -77,7 +71,7 @@ MAMBA2 = Architecture(
         LEAST_STEP,
         FieldPair("layer_norm_epsilon", "norm_epsilon", 1e-5),
         FieldPair("residual_in_fp32", "fp32_residual_connection", True),
-        # How theirs was trained: it has no largest position, and transformers does not read this.
+        # A mixer has no largest position: this is the length of training, which transformers ignores.
         FieldPair("max_position_embeddings", "max_position_embeddings", 2048, resolved="positions"),
         FieldPair("initializer_range", "init_method_std", 0.1),
         TIED,
@@ -91,6 +85,6 @@ MAMBA2 = Architecture(
         ("attention_dropout", 0.0),
     ),
     limits=(*EXPANDED_LIMITS, Limit(_mixers_alone, "all layers must be Mamba-2")),
-    plain=plain,
+    plain=_plain,
     complete=_complete,
 )

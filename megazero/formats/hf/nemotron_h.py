@@ -1,14 +1,13 @@
-"""Nemotron-H (NVIDIA 2025) as transformers' NemotronHForCausalLM: a pattern of single layers, as ours is.
+"""Nemotron-H (NVIDIA 2025) as transformers' NemotronHForCausalLM: a pattern of layers with one part each.
 
-Layers are Mamba-2 mixers, attention without positions, MLPs and experts. Experts have no gates; a router
-chooses them as DeepSeek-V3's does.
+A layer is a Mamba-2 mixer, attention without positions, an MLP, or experts. Experts have no gated activation;
+the router works as DeepSeek-V3's.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 from megazero.checkpoint.naming import TensorRule, of_kinds
 from megazero.checkpoint.part import ROUTER
@@ -17,6 +16,7 @@ from megazero.formats.hf.architecture import (
     Architecture,
     FieldPair,
     Json,
+    JsonObject,
     Limit,
     pair,
     separate,
@@ -52,9 +52,9 @@ _LETTERS = MappingProxyType({"linear_attention": "M", "full_attention": "*", "ml
 _OLD_KINDS = MappingProxyType({"mamba": "M", "attention": "*"})
 _SCORES, _BIASED = "scores of experts", "biases of experts"
 _NO_STEP = 1e-30
-"""The shortest step of a model without one, as 0 has no logarithm there; it leaves a state as it is."""
+"""Written for no shortest step, because transformers takes its logarithm; such a step changes no state."""
 
-# Older names, which transformers reads instead of today's.
+# Older names -> present ones; if a file has both, transformers reads the older.
 _OLD_NAMES = MappingProxyType(
     {
         "mamba_n_groups": "n_groups",
@@ -64,7 +64,7 @@ _OLD_NAMES = MappingProxyType(
         "mamba_conv_bias": "use_conv_bias",
     }
 )
-# What transformers assumes of experts, where there are some.
+# The values that transformers assumes for missing fields of experts.
 _EXPERTS = MappingProxyType(
     {
         "n_routed_experts": 8,
@@ -78,8 +78,8 @@ _EXPERTS = MappingProxyType(
 )
 
 
-def _pattern(config: dict[str, Any]) -> str:
-    """The letter of each layer; the fields that say them are taken out."""
+def _pattern(config: JsonObject) -> str:
+    """The letter of each layer; removes the fields with the kinds of layers from `config`."""
     listed, older = config.pop(_KINDS, None), config.pop(_OLD_PATTERN, None)
     kinds = config.pop("layer_types", None) if listed is None else listed
     if kinds is None and isinstance(older, str):
@@ -92,12 +92,8 @@ def _pattern(config: dict[str, Any]) -> str:
     return "".join(known[kind] for kind in kinds)
 
 
-def plain(config: Json) -> dict[str, Any]:
-    """`config` with a letter for each layer, and what is said of experts only where there are some.
-
-    Raises:
-        ValueError: the layers are not listed, or something is not supported.
-    """
+def _plain(config: Json) -> JsonObject:
+    """Write the layers as letters, and drop the fields of experts from a model without experts."""
     out = without_own_code(config)
     for old, name in _OLD_NAMES.items():
         if old in out:
@@ -121,7 +117,7 @@ def plain(config: Json) -> dict[str, Any]:
     return out
 
 
-def _complete(config: Json) -> dict[str, Any]:
+def _complete(config: Json) -> JsonObject:
     out = dict(config)
     kinds = {letter: kind for kind, letter in _LETTERS.items()}
     listed = [kinds[letter] for letter in out.pop(PATTERN)]
@@ -250,6 +246,6 @@ NEMOTRON_H = Architecture(
             ),
         ),
     ),
-    plain=plain,
+    plain=_plain,
     complete=_complete,
 )

@@ -1,13 +1,13 @@
 """GPT-NeoX and Falcon (Black et al. 2022, Almazrouei et al. 2023) as transformers' classes for causal LM.
 
-Attention and MLP read the same hidden states, each through a norm of its own. Queries, keys and values lie
-head by head, or group by group, as ours do. Of Falcon it is the newer decoder, with two norms in a layer.
+Attention and MLP run in parallel: both read the layer's input, each through a norm of its own. Queries, keys
+and values lie head by head, or group by group, as megazero's do. Of Falcon only the newer decoder is
+supported, with two norms in a layer (40B); the older one has a single norm (7B).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from megazero.checkpoint.naming import TensorRule, untied
 from megazero.formats.hf.architecture import (
@@ -18,6 +18,7 @@ from megazero.formats.hf.architecture import (
     Architecture,
     FieldPair,
     Json,
+    JsonObject,
     Limit,
     pair,
     without_own_code,
@@ -33,7 +34,7 @@ SCALINGS = ("rope_parameters", "rope_scaling")
 
 
 def _rules(prefix: str, layers: str, names: dict[str, str], head: str) -> tuple[TensorRule, ...]:
-    """The tensors, by the names of modules."""
+    """The rules for both architectures, by the names of their modules."""
     layer, attention = f"{prefix}{layers}.{{i}}", names["attention"]
     return (
         TensorRule("embedding.word.weight", "v h", f"{prefix}{names['words']}.weight", "v h"),
@@ -48,11 +49,15 @@ def _rules(prefix: str, layers: str, names: dict[str, str], head: str) -> tuple[
     )
 
 
-def rotated(config: Json, share: float) -> dict[str, Any]:
-    """`config` with a flat rotation of a share of each head's channels, under version 4's names or 5's.
+def rotated(config: Json, share: float) -> JsonObject:
+    """Flatten the rope fields where a head rotates a part of its channels, as version 4 or 5 spells them.
+
+    Args:
+        config: the fields of ``config.json``.
+        share: the part of the channels that transformers assumes.
 
     Raises:
-        ValueError: see `plain_rope`; or the share of rotated channels is given twice.
+        ValueError: see `plain_rope`; or two fields give different parts.
     """
     out = dict(config)
     base = out.pop(_BASE[0], None)
@@ -68,21 +73,12 @@ def rotated(config: Json, share: float) -> dict[str, Any]:
     return {**plain_rope(out), SHARE: float((shares or [share])[0])}
 
 
-def plain_neox(config: Json) -> dict[str, Any]:
-    """`config` of GPT-NeoX with a flat rotation.
-
-    Raises:
-        ValueError: see `plain_rope`; or the share of rotated channels is given twice.
-    """
+def _plain_neox(config: Json) -> JsonObject:
     return rotated(config, 0.25)
 
 
-def plain_falcon(config: Json) -> dict[str, Any]:
-    """`config` of Falcon with a flat rotation, and the number of norms that transformers assumes.
-
-    Raises:
-        ValueError: see `plain_rope`; or it is the older decoder.
-    """
+def _plain_falcon(config: Json) -> JsonObject:
+    """Flatten the rope fields, and fill in the number of norms."""
     out = plain_rope(without_own_code(config))
     if not out.get(_NEWER, False):
         raise ValueError(
@@ -91,10 +87,10 @@ def plain_falcon(config: Json) -> dict[str, Any]:
     return {**out, _NORMS: 2 if out.get(_NORMS) is None else out[_NORMS]}
 
 
-def _complete_neox(config: Json) -> dict[str, Any]:
+def _complete_neox(config: Json) -> JsonObject:
     out = with_rope_parameters(config)
     base, share = out[_BASE[1]], out[SHARE]
-    if "rope_scaling" in out:  # where version 5 reads no other base than that beside the scaling
+    if "rope_scaling" in out:  # version 5 then reads the base only there
         out["rope_scaling"] = {**out["rope_scaling"], _BASE[1]: base}
     return {**out, _BASE[0]: base, SCALINGS[0]: {**out[SCALINGS[0]], PARTIAL: share}}
 
@@ -151,7 +147,7 @@ GPT_NEOX = Architecture(
         EVEN_SHARE,
         Limit(lambda m: m.kv_heads == m.num_attention_heads, "there must be no groups of query heads"),
     ),
-    plain=plain_neox,
+    plain=_plain_neox,
     complete=_complete_neox,
 )
 
@@ -193,6 +189,6 @@ FALCON = Architecture(
     fixed=(("alibi", False), (_NEWER, True), ("parallel_attn", True), (_NORMS, 2)),
     ours_fixed=(*_OURS_FIXED, ("rotary_percent", 1.0), ("use_parallel_residual", True)),
     limits=(*LLAMA.limits, PLAIN_HEADS),
-    plain=plain_falcon,
+    plain=_plain_falcon,
     complete=with_rope_parameters,
 )

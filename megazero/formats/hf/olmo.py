@@ -1,7 +1,7 @@
 """OLMo-2 and OLMoE (OLMo Team 2024, Muennighoff et al. 2024) as transformers' Olmo2- and OlmoeForCausalLM.
 
-Both are Llama's kind with norms of all queries and of all keys together. OLMo-2 normalizes what attention and
-MLP add to the residual instead of what goes into them; OLMoE has experts in every layer.
+Both are Llama with norms over the channels of all heads' queries and of all heads' keys. OLMo-2 normalizes
+the outputs of attention and MLP instead of their inputs; OLMoE has experts in every layer.
 """
 
 from __future__ import annotations

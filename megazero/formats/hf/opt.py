@@ -1,13 +1,12 @@
-"""OPT (Zhang et al. 2022) as transformers' OPTForCausalLM: GPT-2 with ReLU and matrices of its own.
+"""OPT (Zhang et al. 2022) as transformers' OPTForCausalLM: GPT-2 with ReLU, in plain linear layers.
 
-Its table of positions begins with two rows that no token of a text has: they are left out, and written as
-zeros.
+Positions begin at row 2 of its table, a leftover of fairseq, which counted from the padding id. The two rows
+before are dropped when it is read, and written as zeros.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from megazero.checkpoint.naming import TensorRule, untied
 from megazero.formats.hf.architecture import (
@@ -17,6 +16,7 @@ from megazero.formats.hf.architecture import (
     Architecture,
     FieldPair,
     Json,
+    JsonObject,
     pair,
     separate,
 )
@@ -31,12 +31,8 @@ _BEFORE, _OURS = f"{_POSITIONS}, before the first", f"{_POSITIONS}, from the fir
 _NARROW = "word_embed_proj_dim"
 
 
-def plain(config: Json) -> dict[str, Any]:
-    """`config` of a model whose words' embeddings are as wide as its layers.
-
-    Raises:
-        ValueError: they are not, and are projected.
-    """
+def _plain(config: Json) -> JsonObject:
+    """Drop the embedding's width, which must be the layers' (only OPT-350m projects narrower embeddings)."""
     out = dict(config)
     width, hidden = out.pop(_NARROW, None), out.get("hidden_size", 768)
     if width not in (None, hidden):
@@ -94,5 +90,5 @@ OPT = Architecture(
         ("apply_residual_connection_post_layernorm", False),
     ),
     limits=(*DENSE_LIMITS, *PLAIN_ATTENTION, BIASES_ALIKE),
-    plain=plain,
+    plain=_plain,
 )

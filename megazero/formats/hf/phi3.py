@@ -1,9 +1,11 @@
-"""Phi-3 (Abdin et al. 2024) as transformers' Phi3ForCausalLM: Llama with two pairs of fused matrices."""
+"""Phi-3 (Abdin et al. 2024) as transformers' Phi3ForCausalLM: Llama with fused matrices.
+
+`qkv_proj` has all queries above all keys above all values; `gate_up_proj` the gates above the values.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from megazero.checkpoint.naming import TensorRule
 from megazero.formats.hf.architecture import (
@@ -11,6 +13,7 @@ from megazero.formats.hf.architecture import (
     PLAIN_HEADS,
     FieldPair,
     Json,
+    JsonObject,
     Limit,
     without_own_code,
 )
@@ -26,12 +29,7 @@ from megazero.formats.hf.rope import plain_rope
 from megazero.formats.hf.windows import ALIKE, WINDOW
 
 
-def plain(config: Json) -> dict[str, Any]:
-    """`config` with a flat rotation.
-
-    Raises:
-        ValueError: see `plain_rope`.
-    """
+def _plain(config: Json) -> JsonObject:
     return plain_rope(without_own_code(config))
 
 
@@ -79,5 +77,5 @@ PHI3 = replace(
             "rotary positions must not be scaled",
         ),
     ),
-    plain=plain,
+    plain=_plain,
 )

@@ -1,18 +1,25 @@
 """Qwen2-MoE (Qwen Team 2024) as transformers' Qwen2MoeForCausalLM: many small experts, and shared ones.
 
-All tokens go through the shared experts, weighed by a sigmoid gate. Dense layers may stand anywhere between
-those with experts. A model without shared experts is written with one channel of them, all zeros.
+All tokens go through the shared experts, whose output a sigmoid gate scales. Any layer may be dense.
+transformers always has shared experts, so a model without them is written with one channel of zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from megazero.checkpoint.naming import Table, TensorRule, with_experts, with_shared_experts, without_experts
 from megazero.config.tree.model import ModelConfig
-from megazero.formats.hf.architecture import PLAIN_HEADS, FieldPair, Json, Limit, TensorLike, layers_of
+from megazero.formats.hf.architecture import (
+    PLAIN_HEADS,
+    FieldPair,
+    Json,
+    JsonObject,
+    Limit,
+    TensorLike,
+    layers_of,
+)
 from megazero.formats.hf.experts import (
     CHOSEN,
     LIMITS,
@@ -59,11 +66,11 @@ BLANK = tuple(
     )
     for rule in _SHARED_RULES
 )
-"""One channel of zeros in the place of shared experts."""
+"""Rules for one channel of zeros instead of shared experts."""
 
 
 def shared_seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfig:
-    """The model, without shared experts if these are one channel of zeros, which stands for none."""
+    """The model, without shared experts if they are the one channel of zeros that stands for none."""
     bare = model.model_copy(
         update={"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False}
     )
@@ -77,8 +84,8 @@ def _is_zero(tensor: TensorLike | None, shape: tuple[int, ...]) -> bool:
     return tensor is not None and tensor.shape == shape and not tensor.rows(slice(0, shape[0])).any()
 
 
-def plain(config: Json) -> dict[str, Any]:
-    """`config` with the places of the experts as ours says them: every how many layers, or one by one.
+def plain(config: Json) -> JsonObject:
+    """Flatten the rope fields and windows, and give the layers with experts as an interval or as a list.
 
     Raises:
         ValueError: they are not given as numbers, or something else is not supported.
@@ -98,7 +105,7 @@ def plain(config: Json) -> dict[str, Any]:
 
 
 def sparse_step(model: ModelConfig) -> int:
-    """The distance between layers with experts, if they are the last of so many each; else 1."""
+    """The interval n if exactly every n-th layer has experts; else 1."""
     first = next(number for number in range(model.num_layers) if model.experts_at(number))
     regular = all(
         (model.experts_at(number) > 0) == ((number + 1) % (first + 1) == 0)
@@ -108,7 +115,7 @@ def sparse_step(model: ModelConfig) -> int:
 
 
 def dense_layers(model: ModelConfig) -> list[int]:
-    """The layers without experts, unless `sparse_step` says which they are."""
+    """The layers without experts; empty if `sparse_step` already gives them."""
     if sparse_step(model) > 1:
         return []
     return [number for number in range(model.num_layers) if not model.experts_at(number)]

@@ -1,4 +1,4 @@
-"""`HFReader`: a local Hugging Face model, seen as the logical tensors of megazero."""
+"""`HFReader`: a local Hugging Face model, seen as megazero's logical tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megazero.formats.hf.folder import FLOATS, Stored, TensorFolder, named
 from megazero.spec.resolve import model_spec
 
 CHUNK = 1 << 18
-"""The number of elements read at a time: few enough to be transposed within the cache."""
+"""Elements that are read at a time: few enough that a transpose stays within the cache."""
 
 
 class HFReader(Source):
@@ -31,14 +31,14 @@ class HFReader(Source):
 
     Attributes:
         folder: the folder.
-        description: what ``config.json`` says.
-        table: which of their tensors ours are made of.
-        shapes: the shapes of all our tensors.
-        remarks: what was left out, for a person.
+        description: the model in ``config.json``.
+        table: the links between megazero's tensors and transformers'.
+        shapes: logical tensor -> its shape.
+        remarks: the tensors that were left out, in words.
 
     Raises:
-        CheckpointError: the model has another architecture, uses what ours does not support, or the files do
-            not hold exactly the tensors it is made of; file and field, or tensors, are named.
+        CheckpointError: the model is not supported, or the files do not hold exactly its tensors; names file
+            and field, or the tensors.
     """
 
     def __init__(self, folder: str | Path):
@@ -67,10 +67,10 @@ class HFReader(Source):
     def for_model(
         cls, folder: str | Path, model: ModelConfig, vocab_size: int, free: Set[str] = frozenset()
     ) -> HFReader:
-        """The reader of a folder that fits a model; see `check_model`.
+        """Open a folder that must fit a model; see `check_model`.
 
         Raises:
-            CheckpointError: it does not fit, or cannot be read at all.
+            CheckpointError: the folder does not fit, or cannot be read.
         """
         reader = cls(folder)
         try:
@@ -88,23 +88,23 @@ class HFReader(Source):
 
     @property
     def shapes(self) -> Mapping[Key, tuple[int, ...]]:
-        """The shapes of everything that it holds."""
+        """Logical tensor -> its shape."""
         return self.table.shapes
 
     def model_settings(self) -> dict[str, Any]:
-        """The fields of `ModelConfig` that make the same model, `vocab_size` among them."""
+        """The fields of `ModelConfig` for this model, with `vocab_size`."""
         return {**self.description.model.model_dump(), "vocab_size": self.description.vocab_size}
 
     def check_model(self, model: ModelConfig, vocab_size: int, free: Set[str] = frozenset()) -> None:
-        """Make sure that a model would compute the same with these weights as theirs does.
+        """Check that a model computes the same with these weights as transformers' does.
 
         Args:
-            model: its shape.
+            model: the model.
             vocab_size: entries of its vocabulary, without padding.
-            free: fields of the shape that may differ, as what they are about is not taken.
+            free: fields that may differ, because the weights that depend on them are not taken.
 
         Raises:
-            CheckpointError: it would not; every field is named.
+            CheckpointError: fields differ; all are named.
         """
         wrong = differences(self.description.model, model, free)
         if vocab_size != self.description.vocab_size:
@@ -113,7 +113,7 @@ class HFReader(Source):
             raise CheckpointError(f"`{self.folder / CONFIG}` must fit the model, but {'; '.join(wrong)}")
 
     def read(self, parts: Iterable[Part]) -> None:
-        """Fill the memory of parts; see `Source`. Only the rows needed of each of their tensors are read.
+        """Fill the memory of parts; see `Source`. Only the rows with these parts are read.
 
         Raises:
             DamagedCheckpointError: a file has become shorter or cannot be read.
@@ -126,14 +126,14 @@ class HFReader(Source):
                     _read(stored.in_rows, link, piece, part.tensor[piece.within(part.box)])
 
     def tensor(self, key: Key) -> Tensor:
-        """A whole logical tensor, in the dtype it is stored in."""
+        """Read a whole logical tensor, in its stored dtype."""
         shape = self.shapes[key]
         whole = torch.empty(shape, dtype=self._stored[self.table.by_key[key][0].theirs].dtype)
         self.read([Part.whole(key, whole)])
         return whole
 
     def close(self) -> None:
-        """Give the files back."""
+        """Close the files."""
         self._tensors.close()
 
     def _check_experts(self, rules: Iterable[TensorRule], tensors: int) -> None:
@@ -146,7 +146,7 @@ class HFReader(Source):
         return Table.of(rules, model_spec(self.description.model), self.description.vocab_size)
 
     def _named_as_today(self) -> tuple[dict[str, Stored], tuple[str, ...]]:
-        """The stored tensors by their names in the architecture, and remarks on what is ignored there."""
+        """The stored tensors under their present names, without ignored ones, and remarks on these."""
         architecture = self.description.architecture
         present = dict(self._tensors.tensors)
         if not any(name.startswith(architecture.prefix) for name in present):  # the bare model was saved
@@ -157,12 +157,12 @@ class HFReader(Source):
             }
         for pattern, name in architecture.renamed:
             present = {re.sub(rf"\A{pattern}\Z", name, theirs): tensor for theirs, tensor in present.items()}
-        whole: set[str] = set()
-        further: dict[int, str] = {}
+        buffers: set[str] = set()
+        further: dict[int, str] = {}  # number -> the beginning of the names in a layer behind the model's
         for ignored in map(re.compile, architecture.ignored):
             for match in filter(None, map(ignored.fullmatch, present)):
                 if "further" not in ignored.groupindex:
-                    whole.add(match[0])
+                    buffers.add(match[0])
                 elif int(match["further"]) >= self.description.model.num_layers:
                     further[int(match["further"])] = match[0][: match.end("further") + 1]
         remarks = tuple(
@@ -170,14 +170,14 @@ class HFReader(Source):
             for number in sorted(further)
         )
         layers = tuple(further.values())
-        return {n: t for n, t in present.items() if n not in whole and not n.startswith(layers)}, remarks
+        return {n: t for n, t in present.items() if n not in buffers and not n.startswith(layers)}, remarks
 
     def _match(self, present: dict[str, Stored]) -> dict[str, Stored]:
-        """The stored tensor behind each name of the table; raises unless exactly these are `present`."""
-        blank = self._table(self.description.architecture.blank).by_theirs  # what ours does without
+        """The stored tensor of each name in the table; raises unless exactly these are `present`."""
+        blank = self._table(self.description.architecture.blank).by_theirs
         present = self._parted(self._without_copies(present), blank)
         for name in blank:
-            present.pop(name, None)  # zeros, as the architecture has seen, or what nothing reads
+            present.pop(name, None)  # zeros, as `Architecture.seen` has checked, or never used
         wrong = []
         if missing := self.table.by_theirs.keys() - present.keys():
             wrong.append(f"lack {named(missing)}")
@@ -193,7 +193,7 @@ class HFReader(Source):
         return present
 
     def _parted(self, present: dict[str, Stored], blank: Mapping[str, Link]) -> dict[str, Stored]:
-        """Cut tensors that are several of the table's, or of those without a tensor of ours."""
+        """Cut fused tensors into those of the table and of `blank`."""
         model, architecture = self.description.model, self.description.architecture
         present, table = dict(present), {**blank, **self.table.by_theirs}
         for whole, parts in architecture.fused_in(model.num_layers):
@@ -206,14 +206,16 @@ class HFReader(Source):
         return present
 
     def _without_copies(self, present: dict[str, Stored]) -> dict[str, Stored]:
-        """Drop copies that the table does not have; either of two tensors that must be equal may be missing.
+        """Drop copies that the table lacks, after checking that they equal their originals.
+
+        A file may have either of two tied tensors: the one that is missing is taken from the other.
 
         Raises:
             CheckpointError: both are there, and differ.
         """
         present, table = dict(present), self.table.by_theirs
         for copy, original in self.description.architecture.copies:
-            if copy in table and table[copy].key != table[original].key:  # it has numbers of its own
+            if copy in table and table[copy].key != table[original].key:  # untied: a tensor of its own
                 continue
             if copy in present and original in present:
                 self._check_copy(present[copy], present[original], original)
@@ -225,7 +227,7 @@ class HFReader(Source):
         return present
 
     def _check_copy(self, copy: Stored, original: Stored, name: str) -> None:
-        """Check that a copy equals its `original`, whose name today is `name`."""
+        """Check that a copy equals its `original`, whose present name is `name`."""
         same = (copy.shape, copy.dtype) == (original.shape, original.dtype)
         if same:
             step = max(1, CHUNK // max(1, copy.shape[-1])) if copy.shape else 1
@@ -253,7 +255,7 @@ class HFReader(Source):
 
 
 def _read(stored: Stored, link: Link, box: Box, target: Tensor) -> None:
-    """Read a box of ours, which is consecutive rows of theirs, or lies within some."""
+    """Read our `box`, which is some consecutive rows of theirs, or a part of such rows."""
     rows, covered = link.rows_of(box)
     straight = link.is_straight and covered == box and target.is_contiguous()
     if straight and target.is_cpu and target.dtype == stored.dtype:

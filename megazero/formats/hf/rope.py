@@ -1,7 +1,7 @@
-"""The rotation in ``config.json``: a base, and a way to scale it to longer sequences, in several spellings.
+"""RoPE in ``config.json``: its base, and its scaling to longer sequences, in several spellings.
 
 Up to version 4 transformers writes ``rope_theta`` and ``rope_scaling``, from version 5 on
-``rope_parameters``, which holds both.
+``rope_parameters``, which holds both. Both versions must be able to read what is written here.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
-from megazero.formats.hf.architecture import FieldPair, Json
+from megazero.formats.hf.architecture import FieldPair, Json, JsonObject
 from megazero.ops.rotary_frequencies import yarn_magnitude
 
 _FIELDS = ("rope_scaling", "rope_parameters")
@@ -39,35 +38,26 @@ ROPE_SETTINGS = (
     FieldPair("yarn rope_scaling.mscale", "mscale", 1.0),
     FieldPair("yarn rope_scaling.mscale_all_dim", "mscale_all_dim", 0.0),
 )
-"""The settings of the rotation, under the flat names that `plain_rope` gives them."""
+"""The settings of RoPE, under the flat names that `plain_rope` gives them."""
 
 _REQUIRED = frozenset({"factor", "low_freq_factor", "high_freq_factor", _LENGTH})
+_OF_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 _KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "default": frozenset(),
         "linear": frozenset({"factor"}),
-        "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", _LENGTH}),
-        "yarn": frozenset(
-            {
-                "factor",
-                _LENGTH,
-                "attention_factor",
-                "beta_fast",
-                "beta_slow",
-                "mscale",
-                "mscale_all_dim",
-                "truncate",
-            }
-        ),
+        "llama3": _REQUIRED,
+        "yarn": frozenset({"factor", _LENGTH, *_OF_YARN}),
     }
 )
+"""Kind of scaling -> the keys that it may have; those in `_REQUIRED` it must have."""
 
 
-def plain_rope(config: Json) -> dict[str, Any]:
-    """`config` with the rotation under the flat names of `ROPE_SETTINGS`.
+def plain_rope(config: Json) -> JsonObject:
+    """Flatten the rope fields: replace them by the names of `ROPE_SETTINGS`.
 
     Raises:
-        ValueError: the rotation is partial, of an unknown kind, or described twice in different ways.
+        ValueError: a part of the channels is rotated, the kind is unknown, or two fields disagree.
     """
     out = dict(config)
     thetas = {} if config.get("rope_theta") is None else {"rope_theta": config["rope_theta"]}
@@ -99,7 +89,7 @@ def plain_rope(config: Json) -> dict[str, Any]:
 
 
 def _scaling(field: str, nested: Json, config: Json) -> Json:
-    """The flat settings of one description of the rotation."""
+    """The flat fields of one scaling; `field` is the name of `nested` in `config`."""
     kind = nested.get("rope_type", nested.get("type", "default"))
     keys = _KEYS.get(kind) if isinstance(kind, str) else None
     if kind == "dynamic":
@@ -122,13 +112,11 @@ def _scaling(field: str, nested: Json, config: Json) -> Json:
         return {}
     given = {key: nested[key] for key in keys if nested.get(key) is not None}
     positions = config.get("max_position_embeddings")
-    if kind != "linear":  # the first training's length, where neither says it, is the model's own
+    if kind != "linear":  # a missing length of the original training means the model's own length
         given[_LENGTH] = config.get(_LENGTH) or given.get(_LENGTH) or positions
     if kind == "yarn" and "factor" not in given and given[_LENGTH] and positions:
         given["factor"] = positions / given[_LENGTH]
-    missing = sorted(
-        {*keys} & {"factor", "low_freq_factor", "high_freq_factor", _LENGTH} - {k for k in given if given[k]}
-    )
+    missing = sorted(keys & _REQUIRED - {key for key, value in given.items() if value})
     if missing:
         raise ValueError(f"`{field}` of the kind {kind} must have `{missing[0]}`, but is {nested!r:.200}")
     given = {key: float(v) if type(v) is int and key != _LENGTH else v for key, v in given.items()}
@@ -145,8 +133,12 @@ def _scaling(field: str, nested: Json, config: Json) -> Json:
     }
 
 
-def _sharpened(given: dict[str, Any]) -> dict[str, Any]:
-    """YaRN's settings with what attention is sharpened by as an mscale."""
+def _sharpened(given: JsonObject) -> JsonObject:
+    """YaRN's settings, with the factor of attention's logits expressed by `mscale`.
+
+    transformers multiplies cos and sin by ``attention_factor``; by default that is 0.1 mscale log(factor) +
+    1.
+    """
     sharpening = given.pop("attention_factor", None)
     if sharpening is None:
         if not (given.get("mscale") and given.get("mscale_all_dim")):  # transformers reads both or neither
@@ -159,16 +151,16 @@ def _sharpened(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "mscale": (sharpening - 1) / growth if growth else 1.0, "mscale_all_dim": 0.0}
 
 
-def with_rope_parameters(config: Json) -> dict[str, Any]:
-    """`config` with the rotation as versions 4 and 5 of transformers read it, instead of under flat names."""
+def with_rope_parameters(config: Json) -> JsonObject:
+    """Invert `plain_rope`: write the fields that versions 4 and 5 of transformers read."""
     flat = {key: value for key, value in config.items() if "rope_scaling" in key}
     out = {key: value for key, value in config.items() if key not in flat}
 
-    def of(kind: str) -> dict[str, Any]:
+    def of(kind: str) -> JsonObject:
         head = f"{kind} rope_scaling."
         return {key.removeprefix(head): value for key, value in flat.items() if key.startswith(head)}
 
-    scaling: dict[str, Any] = {}
+    scaling: JsonObject = {}
     if flat["rope_scaling.rope_type"] == "yarn":
         scaling = {"rope_type": "yarn", **of("yarn")}
         own, all_dim = scaling["mscale"], scaling["mscale_all_dim"]

@@ -1,4 +1,4 @@
-"""A SentencePiece model of Llama's kind (BPE, with bytes for unknown characters) as a ``tokenizer.json``.
+"""Converts a SentencePiece model like Llama's (BPE with a fallback to bytes) into a ``tokenizer.json``.
 
 transformers' own LlamaTokenizer reads the model too, but encodes texts that begin with a blank differently.
 """
@@ -25,10 +25,10 @@ _PROBES = (
 
 
 def tokenizer_json(path: Path) -> tuple[bytes, dict[str, str]] | None:
-    """The content of ``tokenizer.json``, and ``bos_token`` and so on.
+    """The content of ``tokenizer.json``, and the special tokens by name, such as ``bos_token``.
 
-    None if the ids would not be the model's: it is not a BPE of this kind, or it normalizes texts (which the
-    probes show), or it has pieces with rules of their own.
+    None if the ids would differ from the model's, because it is no such BPE, normalizes texts, or has pieces
+    with rules of their own. Texts that show each of these are encoded both ways to find out.
     """
     import sentencepiece
 
@@ -53,7 +53,8 @@ def _backend(model: sentencepiece.SentencePieceProcessor) -> tokenizers.Tokenize
         for number in range(len(pieces))
         if not (model.is_control(number) or model.is_unknown(number) or model.is_byte(number))
     ]
-    # Only scores tell the kinds of models apart: a BPE's are 0, -1, -2, ..., others' log-probabilities.
+    # The Python API does not tell the kind of model, but scores do: a BPE's are 0, -1, -2, ..., a unigram
+    # model's are log-probabilities.
     if [model.get_score(number) for number in ranked] != [-float(rank) for rank in range(len(ranked))]:
         return None
     if not any(model.is_byte(number) for number in range(len(pieces))):
@@ -86,7 +87,7 @@ def _backend(model: sentencepiece.SentencePieceProcessor) -> tokenizers.Tokenize
 
 
 def _with_specials(backend: tokenizers.Tokenizer, model: sentencepiece.SentencePieceProcessor) -> bytes:
-    """The backend with its control pieces as special tokens, as transformers wants them."""
+    """Dump the backend with its control pieces as special tokens, as transformers expects them."""
     content: dict[str, Any] = json.loads(backend.to_str())
     content["added_tokens"] = [
         {

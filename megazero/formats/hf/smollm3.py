@@ -1,12 +1,11 @@
-"""SmolLM3 (Hugging Face 2025) as transformers' SmolLM3ForCausalLM: Llama with layers that rotate nothing."""
+"""SmolLM3 (Hugging Face 2025) as transformers' SmolLM3ForCausalLM: Llama with some layers without RoPE."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from megazero.config.tree.model import ModelConfig
-from megazero.formats.hf.architecture import PLAIN_HEADS, FieldPair, Json, layers_of
+from megazero.formats.hf.architecture import PLAIN_HEADS, FieldPair, Json, JsonObject, layers_of
 from megazero.formats.hf.llama import LLAMA, with_defaults, without
 from megazero.formats.hf.rope import plain_rope
 from megazero.formats.hf.windows import KINDS
@@ -14,11 +13,11 @@ from megazero.formats.hf.windows import KINDS
 _LAYERS, _ROTATED, _INTERVAL = 36, "no_rope_layers", "no_rope_layer_interval"
 
 
-def plain(config: Json) -> dict[str, Any]:
-    """`config` with a flat rotation, and a 1 for each layer without it where theirs has one with it.
+def _plain(config: Json) -> JsonObject:
+    """Flatten the rope fields, and list the layers.
 
-    Raises:
-        ValueError: see `plain_rope`; or the layers are not listed in a way that can be told.
+    Despite its name, ``no_rope_layers`` has a 1 for layers with RoPE; `no_rope_freq` has a 1 for those
+    without.
     """
     out = {"rope_theta": 2_000_000.0, **plain_rope(config)}
     layers = layers_of(out, _LAYERS)
@@ -37,7 +36,7 @@ def plain(config: Json) -> dict[str, Any]:
     return {**out, _ROTATED: tuple(1 - flag for flag in rotated[:layers])}
 
 
-def _complete(config: Json) -> dict[str, Any]:
+def _complete(config: Json) -> JsonObject:
     out = LLAMA.complete(config)
     return {**out, _ROTATED: [1 - flag for flag in out[_ROTATED]]}
 
@@ -63,6 +62,6 @@ SMOLLM3 = replace(
         FieldPair(_ROTATED, "no_rope_freq", None, tuple, resolved=_unrotated),
     ),
     limits=(*LLAMA.limits, PLAIN_HEADS),
-    plain=plain,
+    plain=_plain,
     complete=_complete,
 )

@@ -1,7 +1,8 @@
-"""The common parts of architectures with Mamba-2 mixers: their tensors, settings and conditions.
+"""The common tables of architectures with Mamba-2 mixers: tensors, settings and conditions.
 
-Ours has what a group of heads needs side by side, theirs has kind after kind: the gates of all groups, then
-the inputs, and so on. So one of their tensors is several parts of ours, one below the other.
+megazero's projection has group after group of heads, each with its gates, inputs, B, C and steps, so that
+tensor-parallel ranks can split groups. transformers' has the gates of all groups, then all inputs, and so on.
+So one tensor of transformers concatenates several parts of ours.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 from megazero.checkpoint.naming import Sizes, Take, TensorRule, of_kinds
-from megazero.formats.hf.architecture import COMMON_LIMITS, FieldPair, Json, Limit
+from megazero.formats.hf.architecture import COMMON_LIMITS, FieldPair, Json, JsonObject, Limit
 
 Fused = tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -37,7 +37,7 @@ EXPANDED_LIMITS = (
 
 
 def _bounds(dim: str, sizes: Sizes) -> tuple[int, ...]:
-    """Where each kind begins in what convolution (C) or projection (R) have of a group, and the end."""
+    """Offsets of the kinds in a group's part of the convolution (C) or projection (R), and their end."""
     width, channels = sizes["W"], sizes["C"]
     mixed = (width, (width + channels) // 2, channels)
     return (0, *mixed) if dim == "C" else (0, width, *(width + end for end in mixed), sizes["R"])
@@ -56,7 +56,7 @@ _KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def mixer(theirs: str) -> tuple[tuple[TensorRule, ...], Fused]:
-    """The tensors of a mixer whose names begin with `theirs`, and which of theirs hold several of these."""
+    """The rules of a mixer whose names begin with `theirs`, and `Architecture.fused` for it."""
     rules: list[TensorRule] = []
     fused: list[tuple[str, tuple[str, ...]]] = []
     for ours, dims, name, their_dims in (
@@ -82,7 +82,7 @@ def mixer(theirs: str) -> tuple[tuple[TensorRule, ...], Fused]:
 
 
 def shape(heads: str, width: str, states: str, groups: str) -> tuple[FieldPair, ...]:
-    """The settings of mixers, by their names; the defaults are Mamba-2's."""
+    """The settings of mixers, given their names in ``config.json``; defaults are Mamba-2's."""
     return (
         FieldPair(heads, "mamba_num_heads", 128, resolved="mamba_heads"),
         FieldPair(width, "mamba_head_dim", 64),
@@ -92,16 +92,16 @@ def shape(heads: str, width: str, states: str, groups: str) -> tuple[FieldPair, 
 
 
 def least_step(config: Json) -> float:
-    """The shortest step that ``config.json`` allows; no step may be too long.
+    """The shortest step (dt) that ``config.json`` allows.
 
     Raises:
-        ValueError: some may, or there are no two limits.
+        ValueError: there is a longest step too, which is not supported, or there are not two limits.
     """
     limits = config.get(STEP_LIMITS)
     if limits is None:
         return 0.0
     least, most = limits if isinstance(limits, list) and len(limits) == 2 else (None, None)
-    most = most.get("__float__") if isinstance(most, dict) else most  # version 5's word for it
+    most = most.get("__float__") if isinstance(most, dict) else most  # so version 5 writes infinity
     if (
         not isinstance(least, int | float)
         or isinstance(least, bool)
@@ -116,17 +116,21 @@ def least_step(config: Json) -> float:
 
 PATTERN = "hybrid_layer_pattern"
 LETTERS = FieldPair(PATTERN, PATTERN, None, str, resolved="layer_kinds")
-"""The letter of each layer, which no ``config.json`` has under this name."""
+"""The letter of each layer, under a name that no ``config.json`` has; `Architecture.plain` fills it in."""
 
 LEAST_STEP = FieldPair(STEP_LIMITS, "mamba_min_step", 0.0)
 """The shortest step, as `least_step` gives it."""
 
 
-def plain_mixers(config: Json, expand: str, heads: str, width: str) -> dict[str, Any]:
-    """`config`, which has these names, with `least_step`.
+def plain_mixers(config: Json, expand: str, heads: str, width: str) -> JsonObject:
+    """Replace the limits of steps by `least_step`.
+
+    Args:
+        config: the fields of ``config.json``.
+        expand, heads, width: the names of its fields for a mixer's expansion, heads and channels of a head.
 
     Raises:
-        ValueError: see there; or a mixer is not as wide as its heads, which transformers refuses too.
+        ValueError: see `least_step`; or a mixer is not as wide as its heads, which transformers refuses too.
     """
     names = expand, "hidden_size", heads, width
     sizes = [config.get(name, default) for name, default in zip(names, (2, 4096, 128, 64), strict=True)]
@@ -141,8 +145,8 @@ def plain_mixers(config: Json, expand: str, heads: str, width: str) -> dict[str,
     return {**config, STEP_LIMITS: least_step(config)}
 
 
-def complete_mixers(config: Json, expand: str, heads: str, width: str) -> dict[str, Any]:
-    """The opposite of `plain_mixers`: `config` with two limits of steps, where they say something."""
+def complete_mixers(config: Json, expand: str, heads: str, width: str) -> JsonObject:
+    """The inverse of `plain_mixers`: write the expansion, and two limits of steps if there is a shortest."""
     out = {**config, expand: config[heads] * config[width] // config["hidden_size"]}
     least = out.pop(STEP_LIMITS)
     return {**out, STEP_LIMITS: [least, float("inf")]} if least else out

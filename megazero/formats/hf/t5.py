@@ -1,14 +1,14 @@
 """T5 (Raffel et al. 2020) as transformers' T5ForConditionalGeneration: 1.0, 1.1 and their descendants.
 
-Our layers are numbered along the model. Biases lie in the first layer of either stack there. The head is tied
-or not; newer releases no longer say so, but by whether the decoder's outputs are scaled.
+megazero numbers layers through encoder and decoder. The table of relative biases, which all layers of a stack
+share, is in the stack's first layer in transformers. Newer releases no longer write whether the head is tied,
+but whether the decoder's outputs are scaled, which a tied head needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from megazero.checkpoint.naming import TensorRule, untied
 from megazero.config.tree.model import ModelConfig
@@ -18,6 +18,7 @@ from megazero.formats.hf.architecture import (
     Architecture,
     FieldPair,
     Json,
+    JsonObject,
     Limit,
     TensorLike,
     separate,
@@ -47,7 +48,7 @@ def _is_plain(spec: ModelSpec) -> bool:
 
 
 def _layer(theirs: str, mlp: int, layer: Callable[[LayerSpec], bool]) -> tuple[TensorRule, ...]:
-    """The rules of a layer of either stack, whose MLP is part number `mlp` of it."""
+    """The rules of an encoder's or a decoder's layer, in which the MLP is module number `mlp`."""
     attention, dense = f"{theirs}.0.SelfAttention", f"{theirs}.{mlp}.DenseReluDense"
     up = f"{_OURS}.mlp.up.weight"
     return (
@@ -80,15 +81,15 @@ def _biases(stack: str) -> TensorRule:
     return TensorRule(f"{stack}.relative_bias.weight", "b q", theirs, "b q")
 
 
-def _plain(config: Json) -> dict[str, Any]:
+def _plain(config: Json) -> JsonObject:
     return {**config, _TIED: config.get(_SCALED, config.get(_TIED, True))}
 
 
 def _seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfig:
-    """The model, if it is one of ours: a head that is not scaled has weights of its own here.
+    """Return the model.
 
     Raises:
-        ValueError: it has none.
+        ValueError: outputs are not scaled, but the head is tied, which megazero lacks.
     """
     if model.untie_embeddings_and_output_weights and _HEAD not in tensors:
         raise ValueError(
@@ -99,7 +100,7 @@ def _seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfig:
     return model
 
 
-def _complete(config: Json) -> dict[str, Any]:
+def _complete(config: Json) -> JsonObject:
     return {**config, _SCALED: config[_TIED], "decoder_start_token_id": 0}
 
 
@@ -124,7 +125,7 @@ T5_GENERATION = Architecture(
         ("encoder.embed_tokens.weight", "shared.weight"),
         ("decoder.embed_tokens.weight", "shared.weight"),
     ),
-    # Older releases of T5 1.0 made a table for attention to the encoder, and did not read it.
+    # Files of T5 1.0 also have a table of biases for cross-attention, which older releases never used.
     ignored=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     settings=(
         FieldPair("num_layers", "t5_encoder_layers", 6, resolved="encoder_layers"),

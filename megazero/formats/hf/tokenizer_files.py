@@ -1,7 +1,7 @@
-"""The files of a run's tokenizer in the form transformers' AutoTokenizer expects, and the way back.
+"""Writes a run's tokenizer as the files that transformers' AutoTokenizer reads, and finds it in a folder.
 
-Only what gives the same ids is written. A kind that transformers does not have is left out, with a remark: a
-tokenizer that loads but encodes differently would be worse than none.
+A tokenizer is written only if it gives the same ids there, else a remark says so: one that loads but encodes
+differently would be worse than none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SETTINGS = "tokenizer_config.json"
 _BPE = ("vocab.json", "merges.txt")
 _PIECES = "tokenizer.model"
 _GENERIC = "PreTrainedTokenizerFast"
-# What `save_pretrained` writes beside a tokenizer.json.
+# The files that `save_pretrained` writes beside a tokenizer.json.
 _BESIDE = (_SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", *_BPE, _PIECES)
 _NAMED_ROLES = ("bos", "eos", "unk", "pad")
 
@@ -40,7 +40,7 @@ class TokenizerFiles:
     Attributes:
         files: (name, content).
         tokens: the special tokens.
-        remark: why there are no files; None if there are.
+        remark: the reason why there are no files; None if there are.
     """
 
     files: tuple[tuple[str, bytes], ...] = ()
@@ -53,7 +53,7 @@ def tokenizer_files(section: TokenizerConfig, vocab_size: int | None, positions:
 
     Args:
         section: the tokenizer section of the run's configuration.
-        vocab_size: the configured size, from which NullTokenizer is made.
+        vocab_size: the configured size, which only NullTokenizer needs.
         positions: the longest sequence that the model takes.
 
     Raises:
@@ -76,7 +76,7 @@ def tokenizer_files(section: TokenizerConfig, vocab_size: int | None, positions:
     elif isinstance(tokenizer, WordPieceTokenizer):
         files, settings = word_piece_files(tokenizer)
         files = (*files, (_SETTINGS, _json({"tokenizer_class": _GENERIC, **settings, **common})))
-        tokens = TokenIds(pad=roles["pad"])  # no text begins or ends with those that Megatron appends
+        tokens = TokenIds(pad=roles["pad"])  # Megatron's bos and eos are appended ids, which no text has
     if files is None:
         return TokenizerFiles(
             tokens=tokens, remark=f"transformers has nothing that gives the ids of this {kind}"
@@ -85,10 +85,10 @@ def tokenizer_files(section: TokenizerConfig, vocab_size: int | None, positions:
 
 
 def tokenizer_settings(folder: Path, vocab_size: int) -> dict[str, Any]:
-    """The fields of `TokenizerConfig` that read the tokenizer in a Hugging Face folder, if it has one.
+    """The fields of `TokenizerConfig` for the tokenizer in a Hugging Face folder; empty if it has none.
 
-    A ``vocab.txt`` alone is BERT's. It counts only if the model has rows for the two ids that Megatron
-    appends.
+    A ``vocab.txt`` alone is BERT's. It is taken only if the embedding has rows for the two ids (bos and eos)
+    that Megatron appends to the vocabulary.
 
     Args:
         folder: the folder.
@@ -150,7 +150,7 @@ def _pieces(path: Path, common: Mapping[str, Any]) -> tuple[tuple[str, bytes], .
 
 
 def _names(tokenizer: Tokenizer) -> dict[str, str]:
-    """``eos_token`` and so on, by the strings that stand for them."""
+    """The special tokens as strings, such as ``eos_token``."""
     ids = {role: tokenizer.special_ids[role] for role in _NAMED_ROLES if role in tokenizer.special_ids}
     if "eos" not in ids and tokenizer.eod is not None:
         ids["eos"] = tokenizer.eod
@@ -164,9 +164,9 @@ def _json(content: Mapping[str, Any]) -> bytes:
 def word_piece_files(
     tokenizer: WordPieceTokenizer,
 ) -> tuple[tuple[tuple[str, bytes], ...], Mapping[str, Any]]:
-    """(name, content) of the files but for ``tokenizer_config.json``, and that one's settings.
+    """(name, content) of all files but ``tokenizer_config.json``, and the settings for that file.
 
-    The ids that Megatron appends to BERT's are not among the words: no text has them.
+    The two ids that Megatron appends to BERT's vocabulary are left out, as no text has them.
     """
     import tokenizers
     from tokenizers import processors
@@ -200,5 +200,5 @@ def word_piece_files(
 
 
 def word_piece_kind(lower_case: bool) -> Literal["BertWordPieceLowerCase", "BertWordPieceCase"]:
-    """The kind of a folder's tokenizer."""
+    """The tokenizer type of a WordPiece vocabulary."""
     return "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"

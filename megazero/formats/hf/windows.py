@@ -1,17 +1,23 @@
-"""Sliding windows in ``config.json``: one width, and in some architectures which layers have it.
+"""Sliding windows in ``config.json``: one width and, in some architectures, the layers that have it.
 
-Theirs counts the tokens that a token sees, itself among them; ours counts those before it, as Megatron-LM
-does.
+transformers' width counts all tokens that a token sees, itself included; megazero's, as Megatron-LM's, counts
+the tokens before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.option import is_interval
-from megazero.formats.hf.architecture import PLAIN_HEADS, UNGROUPED, FieldPair, Json, Limit, layers_of
+from megazero.formats.hf.architecture import (
+    PLAIN_HEADS,
+    UNGROUPED,
+    FieldPair,
+    Json,
+    JsonObject,
+    Limit,
+    Rewrite,
+    layers_of,
+)
 
 WIDTH, KINDS, USED, FIRST = "sliding_window", "layer_types", "use_sliding_window", "max_window_layers"
 PATTERN = "sliding_window_pattern"
@@ -48,28 +54,28 @@ WINDOW = FieldPair(WIDTH, "window_size", None, int, resolved=_tokens_seen, taken
 """The width of all windows."""
 
 WINDOWED_LAYERS = FieldPair(KINDS, "window_attn_skip_freq", None, tuple, resolved=_windowed)
-"""Which layers have one, as `plain_layers` gives it."""
+"""A 1 for each layer with a window and a 0 for others, as `plain_layers` writes it."""
 
 
 def without_idle_windows(model: ModelConfig) -> ModelConfig:
-    """The model without a window as long as its longest sequence, which hides nothing there."""
+    """The model without its window if that is as wide as the longest sequence, and so hides nothing."""
     hides = model.window is not None and model.window[0] < model.positions - 1
     if model.window is None or hides or model.window_rotary_base is not None:
         return model
     return model.model_copy(update={"window_size": None, "window_attn_skip_freq": None})
 
 
-def plain_layers(config: Json, layers: int, first: int | None) -> dict[str, Any]:
-    """`config` with the width, and a 1 or 0 for each layer, of windows that are used.
+def plain_layers(config: Json, layers: int, first: int | None) -> JsonObject:
+    """Flatten the fields of windows that are used: leave the width, and a 1 or 0 for each layer.
 
     Args:
-        config: one of Qwen2's kind.
-        layers: the number of layers that transformers assumes if ``config.json`` says none.
-        first: the first layer with a window that it assumes; None if versions of it differ in what
-            ``max_window_layers`` means, so that the layers must be listed.
+        config: the fields of a ``config.json`` like Qwen2's.
+        layers: the number of layers that transformers assumes.
+        first: the first layer with a window that transformers assumes; None if its versions disagree about
+            ``max_window_layers``, so that ``layer_types`` must list the layers.
 
     Raises:
-        ValueError: the layers are not listed in a way that can be told, or have windows that are not used.
+        ValueError: the list of layers is ill-formed or missing, or has windows while none are used.
     """
     out = dict(config)
     used, width, kinds = out.pop(USED, False), out.pop(WIDTH, 4096), out.pop(KINDS, None)
@@ -95,31 +101,31 @@ def plain_layers(config: Json, layers: int, first: int | None) -> dict[str, Any]
     return {**out, WIDTH: width, KINDS: windowed} if any(windowed) else out
 
 
-def with_layers(complete: Callable[[Json], dict[str, Any]]) -> Callable[[Json], dict[str, Any]]:
-    """The opposite of `plain_layers`, after what else is to complete ``config.json``."""
+def with_layers(complete: Rewrite) -> Rewrite:
+    """A rewrite that calls `complete` and then inverts `plain_layers`."""
 
-    def completed(config: Json) -> dict[str, Any]:
+    def completed(config: Json) -> JsonObject:
         out = complete(config)
         width, windowed = out.pop(WIDTH), out.pop(KINDS)
         if width is None:
             return out
         kinds = [_SLIDING if flag else _FULL for flag in windowed]
-        # Versions that read no kinds give a window to all layers from this one on.
+        # Versions that do not read `layer_types` give a window to all layers from this one on.
         return {**out, USED: True, WIDTH: width, KINDS: kinds, FIRST: kinds.index(_SLIDING)}
 
     return completed
 
 
-def plain_listed(config: Json, layers: int, width: int, interval: Any) -> dict[str, Any]:
-    """`plain_layers` of an architecture whose layers all have a window but for every `interval`-th.
+def plain_listed(config: Json, layers: int, width: int, interval: object) -> JsonObject:
+    """Call `plain_layers`; without ``layer_types``, every `interval`-th layer has full attention.
 
     Args:
-        config: it may list the layers otherwise.
+        config: the fields of ``config.json``.
         layers, width: the number of layers and the width of windows that transformers assumes.
-        interval: see above.
+        interval: the interval, which may come from ``config.json`` unchecked.
 
     Raises:
-        ValueError: see `plain_layers`; or `interval`, which ``config.json`` may give, is none.
+        ValueError: see `plain_layers`; or `interval` is not a positive number.
     """
     given = {WIDTH: width, **config, USED: True}
     if given.get(KINDS) is None:
@@ -130,10 +136,10 @@ def plain_listed(config: Json, layers: int, width: int, interval: Any) -> dict[s
     return plain_layers(given, layers, None)
 
 
-def with_listed(complete: Callable[[Json], dict[str, Any]]) -> Callable[[Json], dict[str, Any]]:
-    """The opposite of `plain_listed`, after what else is to complete ``config.json``."""
+def with_listed(complete: Rewrite) -> Rewrite:
+    """A rewrite that calls `complete` and then inverts `plain_listed`."""
 
-    def completed(config: Json) -> dict[str, Any]:
+    def completed(config: Json) -> JsonObject:
         out = complete(config)
         windowed = out[KINDS] or (0,) * out["num_hidden_layers"]
         return {**out, KINDS: [_SLIDING if flag else _FULL for flag in windowed]}

@@ -1,4 +1,4 @@
-"""Writing a model as transformers reads it: safetensors, ``config.json`` and the tokenizer's files."""
+"""Writes a model as transformers reads it: safetensors, ``config.json`` and the tokenizer's files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,14 +22,14 @@ from megazero.checkpoint.tensor_file import Later, write_bytes, write_tensors
 from megazero.checkpoint.writer import deal
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
-from megazero.formats.hf.architecture import GENERATING
+from megazero.formats.hf.architecture import GENERATING, Json
 from megazero.formats.hf.config_json import CONFIG, NO_TOKENS, TokenIds, architecture_of, config_of
 from megazero.formats.hf.folder import INDEX, SINGLE
 from megazero.spec.resolve import model_spec
 
 SHARD_BYTES = 5 << 30
 CHUNK = 1 << 18
-"""Elements requested from a source at a time if they cannot go straight to their place."""
+"""Elements that are requested from a source at a time, if it must convert or transpose them."""
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -42,7 +41,7 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The parts of a model besides its weights.
+    """The content of a folder besides weights.
 
     Attributes:
         tokens: the special tokens.
@@ -64,9 +63,9 @@ class Exported:
     Attributes:
         folder: the folder.
         architecture: the class in transformers.
-        auto: the class that loads it without being told which one it is.
-        dtype: the type of all weights.
-        tensors, parameters: how many there are.
+        auto: transformers' class that picks the architecture by itself.
+        dtype: the dtype of all weights.
+        tensors, parameters: their numbers.
         files: (name, bytes), in the order of writing.
     """
 
@@ -80,13 +79,13 @@ class Exported:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """One of their tensors: links whose rows lie one below the other, in most a single one.
+class HFTensor:
+    """A tensor to write: one link, or several whose rows are concatenated (a fused tensor).
 
     Attributes:
-        theirs: its name.
-        links: the links.
-        dtype: the type that it is written in.
+        theirs: the name.
+        links: the links, in the order of rows.
+        dtype: the dtype that is written.
     """
 
     theirs: str
@@ -101,14 +100,20 @@ class Rows:
 
     @property
     def size(self) -> int:
-        """Bytes of their tensor."""
+        """Bytes of the tensor."""
         return math.prod(self.their_shape) * self.dtype.itemsize
 
     @classmethod
-    def joined(cls, links: Iterable[Link], fused: Mapping[str, str], dtype: torch.dtype) -> tuple[Rows, ...]:
-        """The tensors that hold all links; `fused` names those that hold several, by the links' names.
+    def joined(
+        cls, links: Iterable[Link], fused: Mapping[str, str], dtype: torch.dtype
+    ) -> tuple[HFTensor, ...]:
+        """The tensors to write for all links.
 
-        Weights are of `dtype`. What routers remember decides between experts, so it stays fp32, as there.
+        Args:
+            links: the links.
+            fused: name of a link -> name of the fused tensor that has its rows.
+            dtype: the dtype of weights. Expert biases stay fp32, as in transformers: rounding would change
+                which experts are chosen.
         """
         joined: dict[str, list[Link]] = defaultdict(list)
         for link in links:
@@ -135,11 +140,11 @@ def write_hf(
     extras: ModelFiles | None = None,
     disk: Disk | None = None,
 ) -> Exported:
-    """Write `out`, which appears whole by one rename. One tensor is held at a time.
+    """Write the folder `out`, which appears whole by one rename; one tensor is in memory at a time.
 
     Args:
-        source: holds the weights of `model`; other kinds are left out.
-        model: the shape, which one of the architectures must support.
+        source: the weights of `model`; other kinds are left out.
+        model: the model, which one of the architectures must support.
         vocab_size: entries of the vocabulary, without padding.
         out: a folder that does not exist yet, or is empty.
         dtype: float32, float16 or bfloat16.
@@ -148,8 +153,8 @@ def write_hf(
         disk: writes the files.
 
     Raises:
-        CheckpointError: no architecture supports the model, the source does not hold its weights, a weight
-            has no finite value in float16, `out` is taken, or the disk cannot be written.
+        CheckpointError: no architecture supports the model, the source does not hold exactly its weights, a
+            weight overflows in float16, `out` is not empty, or the disk cannot be written.
     """
     out, disk, extras = Path(os.path.abspath(out)), disk or Disk(), extras or ModelFiles()
     if dtype not in NAMES:
@@ -162,9 +167,9 @@ def write_hf(
     check_source(source, table)
     fused = {part: whole for whole, parts in architecture.fused_in(model.num_layers) for part in parts}
     blank = Table.of(architecture.blank, spec, vocab_size)
-    links = Rows.joined((*table.links, *blank.links), fused, dtype)
+    tensors = HFTensor.joined((*table.links, *blank.links), fused, dtype)
     config = config_of(architecture, model, vocab_size, extras.tokens, NAMES[dtype], extras.labels)
-    export = _Export(source, plan_shards(links, max_shard_bytes))
+    export = _Export(source, plan_shards(tensors, max_shard_bytes))
     small = {CONFIG: _json(config), **dict(extras.files)}
     if architecture.auto == GENERATING:
         small[GENERATION] = _json(extras.tokens.as_json())
@@ -174,15 +179,15 @@ def write_hf(
         files = appear(disk, out, lambda aside: tuple(export.write(disk, aside, small)))
     except OSError as error:
         raise CheckpointError(f"`{out}` must be written, but cannot be: {error}") from error
-    parameters = sum(math.prod(link.their_shape) for link in links)
-    return Exported(out, architecture.name, architecture.auto, NAMES[dtype], len(links), parameters, files)
+    parameters = sum(math.prod(tensor.their_shape) for tensor in tensors)
+    return Exported(out, architecture.name, architecture.auto, NAMES[dtype], len(tensors), parameters, files)
 
 
 def check_source(source: Source, table: Table) -> None:
-    """Make sure that a source holds exactly the weights of a table.
+    """Check that a source holds exactly the weights of a table.
 
     Raises:
-        CheckpointError: some are missing, superfluous or have other shapes.
+        CheckpointError: weights are missing, superfluous or have other shapes.
     """
     weights = {key: tuple(shape) for key, shape in source.shapes.items() if key.kind == WEIGHT}
     wrong = misfits(weights, {key: shape for key, shape in table.shapes.items() if key.kind == WEIGHT})
@@ -194,26 +199,26 @@ def check_source(source: Source, table: Table) -> None:
         )
 
 
-def plan_shards(links: Sequence[Rows], max_shard_bytes: int) -> list[tuple[str, list[Rows]]]:
-    """File names and what goes into each: in order, at most `max_shard_bytes` or one larger tensor."""
-    shards = deal(links, lambda link: link.size, max_shard_bytes)
+def plan_shards(tensors: Sequence[HFTensor], max_shard_bytes: int) -> list[tuple[str, list[HFTensor]]]:
+    """File names and their tensors: in order, at most `max_shard_bytes`, or one larger tensor."""
+    shards = deal(tensors, lambda tensor: tensor.size, max_shard_bytes)
     if len(shards) == 1:
         return [(SINGLE, shards[0])]
     return [(f"model-{n:05d}-of-{len(shards):05d}.safetensors", shard) for n, shard in enumerate(shards, 1)]
 
 
 def read_theirs(source: Source, link: Link, dtype: torch.dtype) -> Tensor:
-    """One of their tensors, filled by the source through a view with our dims.
+    """Read a tensor of transformers: let the source fill it through a view with our dims.
 
     Raises:
-        CheckpointError: it should be float16 but has values beyond its range.
+        CheckpointError: `dtype` is float16, and a value overflows.
     """
     theirs = torch.empty(link.their_shape, dtype=dtype)
-    seen = link.as_ours(theirs)
-    # A source holds a copy of whatever it must convert, transpose or skip within.
+    ours = link.as_ours(theirs)
+    # To convert, transpose or skip elements, a source holds a copy of what is asked for: ask for little.
     straight = link.is_straight and link.box == Box.whole(link.shape) and dtype == torch.float32
     boxes = [link.box] if straight else cut(link.box, range(len(link.shape)), CHUNK)
-    source.read([Part(link.key, link.shape, box, seen[box.within(link.box)]) for box in boxes])
+    source.read([Part(link.key, link.shape, box, ours[box.within(link.box)]) for box in boxes])
     if dtype == torch.float16 and not all(math.isfinite(extreme) for extreme in theirs.aminmax()):
         raise CheckpointError(
             f"`{link.key}` must be finite as float16, but has values beyond its range; export bfloat16 or "
@@ -225,12 +230,12 @@ def read_theirs(source: Source, link: Link, dtype: torch.dtype) -> Tensor:
 @dataclass(frozen=True)
 class _Export:
     source: Source
-    shards: list[tuple[str, list[Rows]]]
+    shards: list[tuple[str, list[HFTensor]]]
 
     def write(self, disk: Disk, folder: Path, small: Mapping[str, bytes]) -> Iterator[tuple[str, int]]:
-        """Write all files into `folder`; yields name and size of each after it is written."""
-        for name, links in self.shards:
-            later = ((link.theirs, self._later(link)) for link in links)
+        """Write all files into `folder`; yield the name and size of each after it is written."""
+        for name, tensors in self.shards:
+            later = ((tensor.theirs, self._later(tensor)) for tensor in tensors)
             record = write_tensors(disk, folder / name, later, metadata={"format": "pt"}, hashed=False)
             yield name, record.size
         if len(self.shards) > 1:
@@ -239,23 +244,23 @@ class _Export:
             write_bytes(disk, folder / name, data)
             yield name, len(data)
 
-    def _later(self, rows: Rows) -> Later:
+    def _later(self, tensor: HFTensor) -> Later:
         def make() -> Tensor:
-            tensors = [self._tensor(link, rows.dtype) for link in rows.links]
-            return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+            rows = [self._rows(link, tensor.dtype) for link in tensor.links]
+            return rows[0] if len(rows) == 1 else torch.cat(rows)
 
-        return Later(rows.dtype, rows.their_shape, make)
+        return Later(tensor.dtype, tensor.their_shape, make)
 
-    def _tensor(self, link: Link, dtype: torch.dtype) -> Tensor:
-        if link.key not in self.source.shapes:  # ours does without it
+    def _rows(self, link: Link, dtype: torch.dtype) -> Tensor:
+        if link.key not in self.source.shapes:  # one of `Architecture.blank`
             return torch.zeros(link.their_shape, dtype=dtype)
         return read_theirs(self.source, link, dtype)
 
-    def _index(self) -> dict[str, Any]:
-        total = sum(link.size for _, links in self.shards for link in links)
-        places = {link.theirs: name for name, links in self.shards for link in links}
+    def _index(self) -> Json:
+        total = sum(tensor.size for _, tensors in self.shards for tensor in tensors)
+        places = {tensor.theirs: name for name, tensors in self.shards for tensor in tensors}
         return {"metadata": {"total_size": total}, "weight_map": places}
 
 
-def _json(content: Mapping[str, Any]) -> bytes:
+def _json(content: Json) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

@@ -1,8 +1,8 @@
-"""megatron: checkpoints of Megatron-LM and Megatron-DeepSpeed as a source of weights; import only.
+"""megatron: reads checkpoints of Megatron-LM and Megatron-DeepSpeed, and writes Megatron-LM's.
 
-`pickles` reads files without running them, `folder` finds them, `stages` opens them, `inventory` lists what
-they hold. `names` and `settings` are the tables of what tensors and arguments mean, `reader` is the `Source`,
-`convert` writes a checkpoint from it.
+`folder` finds the files, `stages`, `dist_stages` and `universal` open them, `inventory` lists their tensors.
+`dialects` and `names` are the tables of tensors, `settings` that of arguments. `reader` is the `Source`, from
+which `convert` writes a megazero checkpoint; `export` goes the other way.
 """
 
 from megazero.formats.megatron.convert import import_megatron

@@ -1,12 +1,12 @@
-"""Our settings as Megatron-LM's arguments, and what it stores beside tensors: the reverse of `settings`."""
+"""Writes settings as Megatron-LM's arguments, optimizer groups and schedule; the inverse of `settings`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from megazero.checkpoint.manifest import Facts
 from megazero.config.derive import FREE_MODEL_FIELDS, model_differences, padded_vocab_size
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
@@ -16,17 +16,19 @@ from megazero.formats.megatron.masked import with_masked_head
 from megazero.formats.megatron.settings import COPIED, EXPERTS, GATED, read_settings
 from megazero.spec.resolve import model_spec
 
+_Value = TypeVar("_Value")
+
 SECTIONS = ("optimizer", "batch", "training")
-"""The sections whose settings decide how a run goes on, besides the model; they have Megatron's names."""
+"""The sections of settings, besides the model's, that a resumed run needs; they have Megatron's names."""
 
 
-def arguments_of(
-    model: ModelConfig, vocab_size: int, facts: Mapping[str, Any], dtype: torch.dtype
-) -> dict[str, Any]:
+def arguments_of(model: ModelConfig, vocab_size: int, facts: Facts, dtype: torch.dtype) -> dict[str, Any]:
     """Megatron-LM's arguments for a model and its run.
 
+    They are read back with `read_settings` and compared, so that no setting is lost silently.
+
     Raises:
-        CheckpointError: the model has settings that are not written; they are named.
+        CheckpointError: the model has settings that the export does not write; they are named.
     """
     arguments = {
         **{name: getattr(model, name) for name in COPIED if hasattr(model, name)},
@@ -49,7 +51,7 @@ def arguments_of(
         **({name: getattr(model, name) for name in GATED} if model.activation == "quick_geglu" else {}),
         "softmax_type": model.softmax_type,
         "window_size": model.window_size,
-        "window_attn_skip_freq": _alone(model.window_attn_skip_freq),
+        "window_attn_skip_freq": _unwrapped(model.window_attn_skip_freq),
         **_experts(model),
         **latent_arguments(model),
         **hybrid_arguments(model),
@@ -79,7 +81,8 @@ def arguments_of(
 _BERT = ("family", *(name for name in ModelConfig.model_fields if name.startswith("bert_")))
 
 
-def _alone(value: tuple[int, ...] | None) -> Any:
+def _unwrapped(value: tuple[_Value, ...] | None) -> tuple[_Value, ...] | _Value | None:
+    """The only element of a tuple with one."""
     return value if value is None or len(value) != 1 else value[0]
 
 
@@ -97,13 +100,13 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
         "num_experts": model.num_experts[0],
         "moe_layer_freq": 1 if all(places) or model.is_hybrid_model else places,
         "moe_ffn_hidden_size": model.expert_ffn_size,
-        "moe_router_load_balancing_type": _alone(model.moe_router_load_balancing_type),  # type: ignore[arg-type]
-        "moe_aux_loss_coeff": _alone(model.moe_aux_loss_coeff),  # type: ignore[arg-type]
+        "moe_router_load_balancing_type": _unwrapped(model.moe_router_load_balancing_type),
+        "moe_aux_loss_coeff": _unwrapped(model.moe_aux_loss_coeff),
     }
 
 
-def _run(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The run's settings, and how far it is; nothing for converted weights."""
+def _run(facts: Facts) -> dict[str, Any]:
+    """The run's settings and progress; empty for converted weights."""
     sections, state = facts.get("config"), facts.get("state")
     if not sections or not state:
         return {}
@@ -119,10 +122,11 @@ def _run(facts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def optimizer_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of the optimizer besides tensors, as Megatron has it where experts are not parallel.
+def optimizer_of(facts: Facts) -> dict[str, Any]:
+    """The optimizer's state besides tensors, as Megatron has it without expert parallelism.
 
-    Its optimizers of mixed precision look below another `optimizer`, that of fp32 weights does not.
+    It is given twice: mixed-precision optimizers look for it below another `optimizer`, fp32 optimizers do
+    not.
 
     Raises:
         CheckpointError: the checkpoint is not of a run with Adam's state.
@@ -141,7 +145,7 @@ def optimizer_of(facts: Mapping[str, Any]) -> dict[str, Any]:
         )
     common = (settings["lr"], settings["min_lr"])
     own = (own_rate, settings["min_lr"] if own_floor is None else own_floor)
-    # The group of its own is that of the embedding and the head, all of which decays.
+    # With `decoupled_lr`, embedding and head are a group of their own, and all their parameters decay.
     kinds = [(1.0, False), (0.0, False), *([] if own_rate is None else [(1.0, True)])]
     groups = [
         {
@@ -170,8 +174,8 @@ def optimizer_of(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {"optimizer": {"optimizer": state, **form, **state}}
 
 
-def schedule_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of the learning rate's schedule as Megatron stores it, with lengths in samples."""
+def schedule_of(facts: Facts) -> dict[str, Any]:
+    """The state of the learning-rate schedule as Megatron stores it, with lengths in samples."""
     settings, batch, state = facts["config"]["optimizer"], facts["global_batch_size"], facts["state"]
     training, known = facts["config"]["training"], facts.get("lengths") or {}
 

@@ -1,4 +1,4 @@
-"""Megatron's weights, and how far its run was -> a megazero checkpoint."""
+"""Imports a Megatron checkpoint, its weights or its whole run, as a megazero checkpoint."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def import_megatron(
 ) -> Path:
     """Write a checkpoint with the weights, in fp32, one tensor in memory at a time.
 
-    It is of iteration 0, or of that of the run, if the optimizer's state is taken too.
+    Its iteration is 0, or the run's if the optimizer's state is imported too.
 
     Args:
         reader: the weights to import.
-        directory: the run folder for the checkpoint.
+        directory: the run's folder for the checkpoint.
         tokenizer: the tokenizer that the model was trained with; None takes the reader's, if it has one.
 
     Raises:
@@ -65,16 +65,16 @@ def import_megatron(
 def run_facts(
     header: Header, arguments: Arguments, model: ModelConfig, tokenizer: TokenizerConfig
 ) -> dict[str, Any]:
-    """The facts of a checkpoint that a run can go on from.
+    """The facts of a checkpoint from which a run can resume.
 
     Args:
-        header: what the checkpoint says besides its tensors.
-        arguments: Megatron's arguments, corrected.
+        header: the checkpoint's content besides tensors.
+        arguments: Megatron's arguments, with the user's corrections.
         model: the model, with the vocabulary.
         tokenizer: the run's tokenizer.
 
     Raises:
-        CheckpointError: it does not say how far the run is, or has settings that ours cannot have.
+        CheckpointError: the run's progress is unknown, or it has settings that megazero lacks.
     """
     samples, iteration = arguments.get("consumed_train_samples"), header.iteration
     if not isinstance(samples, int) or iteration is None:
@@ -85,7 +85,7 @@ def run_facts(
     tokens = arguments.get("consumed_train_tokens") or samples * model.seq_length
     config = _config(arguments, model, tokenizer)
     skipped = max(0, iteration - _updates(header))
-    counts = header.numbers.get("num_steps", ())
+    counts = header.numbers.get("num_steps", ())  # despite the name, in samples
     made = int(counts[0]) if counts else samples - skipped * (config.batch.global_batch_size or 0)
     return {
         "kind": _RUN,
@@ -98,7 +98,8 @@ def run_facts(
             "consumed_samples": samples,
             "consumed_tokens": tokens,
             "skipped": skipped,
-            # Megatron's schedule counts samples of updates, Megatron-DeepSpeed's in tokens counts all.
+            # Megatron's schedule counts the samples of updates alone; in Megatron-DeepSpeed a schedule in
+            # tokens counts those of skipped steps too.
             "not_updated": {"iteration": skipped, "samples": samples - min(samples, made), "tokens": 0},
         },
         "scaler": _scaler(header),
@@ -144,7 +145,7 @@ def _updates(header: Header) -> int:
 
 
 def _scaler(header: Header) -> dict[str, Any]:
-    """The loss scale; 1 if none is kept, as for bf16."""
+    """The state of the loss scale; scale 1 if the checkpoint has none, as for bf16."""
     names = {"scale": "scale", "growth_tracker": "growth_tracker", "hysteresis_tracker": "hysteresis_left"}
     state: dict[str, Any] = {"scale": 1.0, "growth_tracker": 0, "hysteresis_left": 0, "overflows_at_floor": 0}
     for theirs, ours in names.items():

@@ -1,38 +1,48 @@
-"""Names of Megatron's tensors in all its generations, made into those of Megatron-Core's plain layers.
+"""Translates the tensor names of all generations of Megatron into Megatron-Core's.
 
-A model's only stack of layers is a decoder's there. A layer that predicts a further token stands in a block
-of its own, ``mtp.layers.0``, beside the norms and the product that join what it reads.
+Megatron-LM before Core, Megatron-DeepSpeed, and Core with Transformer Engine or without have different names
+for the same tensors. The common form is that of Core's layers without Transformer Engine, in which the only
+stack of layers is called decoder. A layer for multi-token prediction is in a block, ``mtp.layers.0``, with
+the norms and the projection of its inputs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+Arguments = Mapping[str, Any]
+"""Megatron's arguments, by name."""
+
+UNSET = (None, False, "", ())
+"""The values of an argument that was not given."""
 
 WORD = "embedding.word_embeddings.weight"
 WORD_COPY = "word_embeddings_for_further_tokens.weight"
-"""What the embedding is called here that the last stage has, to predict further tokens."""
+"""The last stage's copy of the embedding, for multi-token prediction; the name is megazero's own."""
 HEAD = "output_layer.weight"
 HEAD_COPY = "word_embeddings_for_head.weight"
+"""The last stage's copy of the embedding, for a tied head."""
 BLOCK = "mtp.layers."
-"""What the names of blocks that predict further tokens begin with."""
+"""The beginning of the names in blocks for multi-token prediction."""
 LAYER = r"(?:decoder\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\."
 
 _MODULES = re.compile(r"^(?:module\.)+")
 
-# Applied one after another, each to what the previous one made of the name.
+# Applied in this order, each to the result of the one before.
 _RENAMED = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
         (_MODULES, ""),
-        # Core's BERT is an encoder, and has no other stack.
+        # Core's BERT has an encoder as its only stack.
         (r"^encoder\.", "decoder."),
         (r"^(mtp\.layers\.\d+\.)mtp_model_layer\.", r"\1transformer_layer."),
         # Megatron-LM before Core and Megatron-DeepSpeed call the decoder encoder or transformer.
         (r"^language_model\.(?:encoder|transformer)\.", "decoder."),
         (r"^language_model\.(embedding|output_layer|rotary_pos_emb|pooler)\.", r"\1."),
         (r"^language_model\.lm_head\.", "output_layer."),
-        # A masked-LM head's last part is called by its own name where the head does not contain it.
+        # BERT's output bias: in Core it is in `output_layer`, before Core in the masked-LM head.
         (r"^lm_head\.bias$", "output_layer.bias"),
         (r"^lm_head\.layernorm\.", "lm_head.layer_norm."),
         (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
@@ -43,7 +53,7 @@ _RENAMED = tuple(
         (rf"^({LAYER})post_attention_(?:layer)?norm\.", r"\1pre_mlp_layernorm."),
         (rf"^({LAYER})mlp\.dense_h_to_4h\.", r"\1mlp.linear_fc1."),
         (rf"^({LAYER})mlp\.dense_4h_to_h\.", r"\1mlp.linear_fc2."),
-        # Transformer Engine keeps a norm with the linear layer after it.
+        # Transformer Engine fuses a norm into the linear layer behind it.
         (rf"^({LAYER})self_attention\.linear_qkv\.layer_norm_", r"\1input_layernorm."),
         (rf"^({LAYER})mlp\.linear_fc1\.layer_norm_", r"\1pre_mlp_layernorm."),
         (rf"^({LAYER})mixer\.in_proj\.layer_norm_", r"\1norm."),
@@ -55,10 +65,10 @@ _RENAMED = tuple(
 )
 _NOT_WEIGHTS = re.compile(r"(?:.*\.)?(?:_extra_state|inv_freq|local_tokens_per_expert)")
 EXPERT = re.compile(r"(.*mlp\.experts\.local_experts\.)(\d+)\.(.*)")
-"""The name of one expert's tensor: what is before its number, the number, and what is after it."""
+"""The name of one expert's tensor, in three groups: the prefix, the number, and the rest."""
 _NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.")
 
-# Names that show a model that we do not support; the first match says which kind.
+# (pattern of names, kind of model that has them), for models that are not supported; the first match counts.
 _FOREIGN = tuple(
     (re.compile(pattern), kind)
     for pattern, kind in (
@@ -78,9 +88,11 @@ _FOREIGN = tuple(
 
 
 def core_name(name: str, two_stacks: bool = False) -> str | None:
-    """Core's name for a tensor, its layer still numbered as in the stage; None for what is not a weight.
+    """Core's name of a tensor, with the layer's number within the stage; None for non-weights.
 
-    A model's only stack of layers is called the decoder; of two, each keeps its name in Core.
+    Args:
+        name: the name in the file.
+        two_stacks: whether the model has an encoder and a decoder; if not, its only stack is called decoder.
     """
     if _NOT_WEIGHTS.fullmatch(name):
         return None
@@ -93,29 +105,32 @@ def core_name(name: str, two_stacks: bool = False) -> str | None:
 
 
 def has_two_stacks(names: Collection[str]) -> bool:
-    """Whether a model with tensors of these names, as they are in the files, is an encoder and a decoder."""
+    """Whether names of tensors in files are those of an encoder-decoder."""
     plain = [_MODULES.sub("", name) for name in names]
     return all(any(name.startswith(f"{stack}.") for name in plain) for stack in ("encoder", "decoder"))
 
 
 def layer_of(name: str) -> int | None:
-    """The layer number in a tensor's name, if it belongs to a layer."""
+    """The number of the layer in a tensor's name; None outside the layers."""
     match = _NUMBERED.match(name)
     return None if match is None else int(match[1])
 
 
 def moved(name: str, by: int) -> str:
-    """The name with its layer's number raised by `by`."""
+    """The name with the number of its layer raised by `by`."""
     return renumbered(name, lambda number: f"decoder.layers.{number + by}.")
 
 
 def renumbered(name: str, place: Callable[[int], str]) -> str:
-    """The name with another place of its layer, which is made of its number."""
+    """The name with ``decoder.layers.N.`` replaced by `place(N)`."""
     return _NUMBERED.sub(lambda match: place(int(match[1])), name)
 
 
 def prefix_of_layer_file(names: Iterable[str]) -> str:
-    """The prefix that names in the file of one module of DeepSpeed's pipeline have in a whole model."""
+    """The prefix, in a whole model, of the names in the file of one module of DeepSpeed's pipeline.
+
+    The file's own names begin within the module, so the module is recognized by them.
+    """
     names = set(names)
     if "word_embeddings.weight" in names:
         return "language_model.embedding."
@@ -127,6 +142,6 @@ def prefix_of_layer_file(names: Iterable[str]) -> str:
 
 
 def foreign_kind(names: Iterable[str]) -> str | None:
-    """The kind of model that has these names, none of which is in the table."""
+    """The kind of unsupported model that these unknown names belong to, or None."""
     names = list(names)
     return next((kind for pattern, kind in _FOREIGN if any(pattern.search(name) for name in names)), None)

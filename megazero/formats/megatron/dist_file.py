@@ -1,8 +1,8 @@
-"""torch.distributed.checkpoint's files, read and written without it: `.metadata` and `*.distcp`.
+"""Reads and writes the files of torch.distributed.checkpoint, `.metadata` and `*.distcp`, without it.
 
-`.metadata` is a pickle that says which box of which tensor lies at which bytes of which file; each of these
-runs of bytes is a file of `torch.save` for itself. The pickle names nine classes of torch, which the records
-here stand for in both directions, so none of torch's is called when it is read.
+`.metadata` is a pickle that says which box of which tensor lies at which bytes of which file. Each such range
+of bytes is the content of a file of `torch.save`. The pickle names classes of torch. The records below stand
+for them in both directions, so that reading calls nothing of torch's, whose unpickler would run any code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_DIMS = 16
 
 
 class _Record:
-    """Stands for an object of torch's: keeps the fields that a pickle gives it."""
+    """Stands for an object of torch's; keeps the arguments and fields that a pickle gives it."""
 
     def __init__(self, *values: Any, **fields: Any):
         self.values = values
@@ -64,7 +64,7 @@ class _Metadata(_Record): ...
 
 
 class _Properties(_Record):
-    """The dtype and four facts more, as a tuple."""
+    """The dtype, layout, requires_grad, memory format and pinning, as a tuple."""
 
     def __getstate__(self) -> Any:
         return self.values
@@ -89,7 +89,7 @@ class _Place(_Record):
         return fields["fqn"], None if fields.get("offset") is None else tuple(fields["offset"])
 
 
-def _layout(name: Any) -> _Record:
+def _layout(name: object) -> _Record:
     return _Record(name)
 
 
@@ -103,7 +103,7 @@ _NAMES: tuple[tuple[str, str, Any], ...] = (
     (_MODULE, "TensorProperties", _Properties),
     (_MODULE, "_MEM_FORMAT_ENCODING", _MemoryFormat),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo", _Stored),
-    # Not written, but there in what others wrote.
+    # Not written here, but found in files of other versions of torch and of Megatron.
     (_MODULE, "StorageMeta", _Record),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata", _Record),
     (_MODULE, "MEM_FORMAT_ENCODING", _MemoryFormat),
@@ -140,7 +140,7 @@ class _Writing(pickle._Pickler):  # the one in Python, which lets a class be cal
 
 @dataclass(frozen=True)
 class SavedBox:
-    """A box of a tensor: the file that it is in, its first byte there, and how many there are."""
+    """A box of a tensor: its file, its first byte there, and its length in bytes."""
 
     box: Box
     file: str
@@ -150,7 +150,7 @@ class SavedBox:
 
 @dataclass(frozen=True)
 class SavedArray:
-    """A tensor: its shape, its dtype and the boxes that make it up."""
+    """A tensor: its shape, its dtype and the boxes that cover it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -158,12 +158,12 @@ class SavedArray:
 
 
 def read_metadata(folder: Path) -> Mapping[str, SavedArray]:
-    """The tensors of a folder, by name.
+    """Read `.metadata`: the tensors of a folder, by name.
 
     Raises:
-        CheckpointError: `.metadata` names what may not be called.
-        DamagedCheckpointError: it cannot be read, or its boxes do not make whole tensors, or are not in the
-            files.
+        CheckpointError: `.metadata` names a class or function that is not allowed.
+        DamagedCheckpointError: `.metadata` cannot be read, or its boxes do not cover the tensors, or are not
+            within the files.
     """
     path = folder / METADATA
     try:
@@ -208,7 +208,7 @@ def _shape(size: Any) -> tuple[int, ...]:
     return tuple(map(int, size))
 
 
-def _dtype(value: Any) -> torch.dtype:
+def _dtype(value: object) -> torch.dtype:
     if not isinstance(value, torch.dtype):
         raise ValueError(f"a dtype is {value!r:.40}")
     return value
@@ -222,10 +222,10 @@ def _box(chunk: Any, stored: Any) -> SavedBox:
 
 
 def read_array(folder: Path, array: SavedArray, box: Box) -> Tensor:
-    """A box of a tensor, in its stored dtype; only files with a part of it are opened.
+    """Read a box of a tensor, in its stored dtype; only files with a part of it are opened.
 
     Raises:
-        DamagedCheckpointError: the bytes of a part are not those of such a tensor.
+        DamagedCheckpointError: the bytes of a part are not such a tensor.
     """
     whole = torch.empty(box.shape, dtype=array.dtype)
     for saved in array.boxes:
@@ -248,7 +248,7 @@ def read_array(folder: Path, array: SavedArray, box: Box) -> Tensor:
 
 @dataclass(frozen=True)
 class ArrayPart:
-    """A box of a tensor to write; `names` are those under which it is found, each with the same bytes."""
+    """A box of a tensor to write. `.metadata` lists its bytes under each of `names`."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -263,13 +263,13 @@ def write_arrays(
     objects: Iterable[str] = (),
     file_bytes: int = SHARD_BYTES,
 ) -> dict[str, int]:
-    """Write tensors, one part in memory at a time, and `.metadata`; returns the files with their sizes.
+    """Write tensors, one part in memory at a time, and `.metadata`; return file name -> size in bytes.
 
     Args:
         disk: makes all changes to the file system.
         folder: the folder, which has none of these files yet.
         parts: the tensors.
-        objects: names of objects that have no state, under each of which a None is found.
+        objects: names under each of which `.metadata` lists the object [None].
         file_bytes: the size at which another file is begun.
 
     Raises:

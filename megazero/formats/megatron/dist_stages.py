@@ -1,8 +1,9 @@
-"""Megatron-Core's distributed checkpoints, seen as one stage on one rank with a tensor for each name.
+"""Megatron-Core's distributed checkpoints, seen as one stage on one rank.
 
-There a tensor is whole, whatever ranks wrote it. Layers that are alike, and experts, are stacked: one tensor
-has all of them, along dims before its own. Optimizer state is called by the weight's name. Versions before
-0.14 flatten it: what lies along its last dim is a part of the tensor, cut along the dims before.
+Tensors in them are whole, whichever ranks wrote them. Equal layers, and experts, are stacked: one tensor has
+all of them, along dims before its own. Optimizer state has the name of its weight. Versions before 0.14
+flatten it: the last dim runs through the elements of one tensor-parallel part, and the dims before number
+these parts.
 """
 
 from __future__ import annotations
@@ -43,8 +44,15 @@ _HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias))_([wv])")
 
 @dataclass(frozen=True)
 class _Slot:
-    """One tensor: the saved ones that it joins along its first dim, each [*stacked, *shape], or flattened;
-    its place in the stacked dims; and the shape of each."""
+    """Where one tensor is in the saved ones.
+
+    Attributes:
+        arrays: the saved tensors that are concatenated along its first dim (the gate and the value of a gated
+            MLP); each is [*stacked, *shape], or flattened.
+        at: the index in the stacked dims.
+        stacked: the sizes of the stacked dims.
+        shape: the shape of each of those that are concatenated.
+    """
 
     arrays: Mapping[str, SavedArray]
     at: tuple[int, ...]
@@ -53,7 +61,7 @@ class _Slot:
 
     @property
     def record_shape(self) -> tuple[int, ...]:
-        """The shape of the whole; of saved ones in another shape, one that no weight has."""
+        """The tensor's shape; if a saved one does not fit, an impossible shape, which `check` will refuse."""
         for array in self.arrays.values():
             own = array.shape[len(self.stacked) :]
             cuts = own[:-1]
@@ -65,18 +73,18 @@ class _Slot:
 
 
 class DistStages(Opened):
-    """The tensors of a distributed checkpoint, read when they are asked for.
+    """The tensors of a distributed checkpoint, each read on access.
 
     Args:
         files: the files.
         inert: classes whose objects are not needed, by full name.
 
     Attributes:
-        headers: the header of `common.pt`.
+        headers: the header in `common.pt`.
         inventories: kind -> the tensors of this kind, by Core's names.
 
     Raises:
-        CheckpointError: it is written in another form.
+        CheckpointError: the checkpoint is not in the torch_dist format.
         DamagedCheckpointError: a file cannot be read.
     """
 
@@ -87,20 +95,21 @@ class DistStages(Opened):
         arrays = read_metadata(files.folder)
         self._slots: dict[str, _Slot] = {}
         arguments = self.headers[files.ranks[0]].arguments or {}
-        # `GroupedMLP` flattened the state of its experts as it has them, transposed.
+        # `GroupedMLP` has transposed weights in memory. It saved weights as others do, but flattened
+        # optimizer state in its own order, which is therefore passed over and then reported as missing.
         transposed = with_grouped_mlp(arguments)
         inventories: dict[str, dict[str, TensorRecord]] = defaultdict(dict)
         for name, array in sorted(arrays.items()):
             match = _OF_OPTIMIZER.match(name)
             if match and match[1] is None:
-                continue  # stored otherwise than by weights
+                continue  # optimizer state in a form without the names of weights
             plain, kind = (name[match.end() :], match[1]) if match else (name, IN_USE)
             kind = _KINDS.get(kind, kind)
             model = arrays[plain].shape if plain in arrays else array.shape
             if transposed and ".experts." in plain and len(array.shape) > len(model):
                 continue
-            for mine, slot in _separate(plain, array, model):
-                called = core_name(mine)
+            for own, slot in _separate(plain, array, model):
+                called = core_name(own)
                 if called is not None:
                     place = f"{kind}/{called}"
                     before = self._slots.get(place, slot)
@@ -113,7 +122,7 @@ class DistStages(Opened):
         """Keep no file open."""
 
     def chunks(self, stage: int) -> Mapping[str, tuple[Weights, ...]]:
-        """The only model chunk, with the only rank's tensors."""
+        """The only model chunk, of the only rank."""
         return {
             "model": (
                 Lazy({place: partial(_whole, self.files.folder, s) for place, s in self._slots.items()}),
@@ -132,7 +141,7 @@ def _read(folder: Path, slot: _Slot, array: SavedArray) -> Tensor:
     tensor = read_array(folder, array, Box((*slot.at, *[0] * len(own)), (*[1] * depth, *own))).view(own)
     if own == shape:
         return tensor
-    # Flattened: a part lies along the last dim; the others say which part.
+    # Flattened: the last dim is one part, the others number the parts along each dim of the tensor.
     cuts = own[:-1]
     parts = tensor.view(*cuts, *(n // cut for n, cut in zip(shape, cuts, strict=True)))
     order = [
@@ -142,29 +151,30 @@ def _read(folder: Path, slot: _Slot, array: SavedArray) -> Tensor:
 
 
 def _separate(name: str, array: SavedArray, model: tuple[int, ...]) -> Iterator[tuple[str, _Slot]]:
-    """The tensors that one tensor stacks; `model` is the shape of the weight that it belongs to."""
+    """The tensors that a saved one stacks; `model` is the shape of the weight whose state it is."""
     layers, experts = _STACKED_LAYERS.fullmatch(name), _STACKED_EXPERTS.fullmatch(name)
     depth = (layers is not None) + (experts is not None)
-    if len(model) < depth or 0 in model:  # it stacks nothing
+    if len(model) < depth or 0 in model:  # ill-formed or empty: nothing is stacked
         yield name, _Slot({"": array}, (), (), array.shape)
         return
     for at in product(*map(range, model[:depth])):
-        mine, half = name, ""
+        own, half = name, ""
         if layers is not None:
-            mine = f"{layers[1]}{at[0]}.{layers[2]}"
+            own = f"{layers[1]}{at[0]}.{layers[2]}"
         if experts is not None:
-            mine = _STACKED_EXPERTS.sub(rf"\g<1>local_experts.{at[-1]}.\2", mine)
-        mine = _ONE_EXPERT.sub(r"\1local_experts.\2", mine)
-        if halves := _HALF.fullmatch(mine):
-            mine, half = halves[1], "01"["wv".index(halves[2])]
-        yield mine, _Slot({half: array}, at, model[:depth], model[depth:])
+            own = _STACKED_EXPERTS.sub(rf"\g<1>local_experts.{at[-1]}.\2", own)
+        own = _ONE_EXPERT.sub(r"\1local_experts.\2", own)
+        # With `singleton_local_shards`, gate (w) and value (v) of a gated MLP are saved as two tensors.
+        if halves := _HALF.fullmatch(own):
+            own, half = halves[1], "01"["wv".index(halves[2])]
+        yield own, _Slot({half: array}, at, model[:depth], model[depth:])
 
 
 def _check_form(folder: Path) -> None:
-    """Refuse forms other than torch_dist.
+    """Refuse formats other than torch_dist.
 
     Raises:
-        CheckpointError: another program's, or another backend's.
+        CheckpointError: another program or another backend wrote the folder.
     """
     path = folder / "metadata.json"
     try:

@@ -1,4 +1,4 @@
-"""A megazero checkpoint -> Megatron-LM's `torch_dist` format, so that a user can go back."""
+"""Exports a megazero checkpoint in Megatron-LM's `torch_dist` format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.described import check_saved_model
 from megazero.checkpoint.disk import Disk, appear
-from megazero.checkpoint.manifest import STATE
+from megazero.checkpoint.manifest import STATE, Facts
 from megazero.checkpoint.naming import Link
 from megazero.checkpoint.part import WEIGHT, Key, Part
 from megazero.checkpoint.reader import CheckpointReader
@@ -46,11 +46,11 @@ _FURTHER = re.compile(rf"({re.escape(BLOCK)}\d+\.transformer_layer\.)")
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """A user's decisions about an export.
+    """The user's choices for an export.
 
     Attributes:
-        dtype: the type of the model's weights.
-        with_optimizer: whether masters, moments and progress are written too.
+        dtype: the dtype of the model's weights.
+        with_optimizer: whether to write masters, moments and progress too.
         file_bytes: the size at which another file is begun.
     """
 
@@ -71,17 +71,17 @@ class Exported:
 def export_megatron(
     reader: CheckpointReader, directory: str | Path, options: ExportOptions, disk: Disk | None = None
 ) -> Exported:
-    """Write a checkpoint for Megatron-LM, one tensor in memory at a time. Nothing is left if that fails.
+    """Write a checkpoint for Megatron-LM, one tensor in memory at a time. After a failure nothing is left.
 
     Args:
         reader: the checkpoint.
-        directory: the run folder for Megatron's.
-        options: see `ExportOptions`.
+        directory: the run's folder to write into.
+        options: the user's choices.
         disk: makes all changes to the file system.
 
     Raises:
-        CheckpointError: the model is one that Megatron-LM has not, the checkpoint lacks what is asked for, or
-            the folder cannot be written.
+        CheckpointError: Megatron-LM lacks such a model, the checkpoint lacks the optimizer's state, or the
+            folder cannot be written.
     """
     disk, directory = disk or Disk(), Path(directory)
     facts = reader.facts
@@ -119,7 +119,7 @@ def export_megatron(
     return Exported(folder, len({name for part in parts for name in part.names}), sum(sizes.values()))
 
 
-def _write_common(disk: Disk, folder: Path, common: Mapping[str, Any]) -> None:
+def _write_common(disk: Disk, folder: Path, common: Facts) -> None:
     buffer = io.BytesIO()
     torch.save({**common, "args": Namespace(**common["args"])}, buffer)
     form = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -131,7 +131,7 @@ def _write_common(disk: Disk, folder: Path, common: Mapping[str, Any]) -> None:
 
 
 def _content(spec: ModelSpec, options: ExportOptions) -> dict[str, Any]:
-    """How Megatron is to name what it looks for."""
+    """``content_metadata``, which tells Megatron the naming and form of the tensors."""
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if options.with_optimizer:
         content["distrib_optim_sharding_type"] = "fully_reshardable"
@@ -165,7 +165,7 @@ def _parts(
 
 
 def _states(spec: ModelSpec, size: int) -> Iterator[str]:
-    """The names of the states that modules of Core have besides tensors; only 8-bit products have some."""
+    """The names of extra states of Core's modules, which it expects to find; they are empty but for fp8."""
     yield "output_layer._extra_state/shard_0_1"
     for name in links_of(rules(3.0), spec, size):
         place = _place(name, spec)
@@ -180,15 +180,15 @@ def _states(spec: ModelSpec, size: int) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class _Where:
-    """The names under which a tensor lies in Megatron's, its place in the stacked dims, and their sizes."""
+class _Place:
+    """A tensor's place in the export: its names, and the index in and sizes of the stacked dims."""
 
     names: tuple[str, ...]
     at: tuple[int, ...] = ()
     stacked: tuple[int, ...] = ()
 
 
-def _place(name: str, spec: ModelSpec) -> _Where:
+def _place(name: str, spec: ModelSpec) -> _Place:
     number = layer_of(name)
     further = _FURTHER.match(name)
     at: tuple[int, ...] = ()
@@ -196,7 +196,7 @@ def _place(name: str, spec: ModelSpec) -> _Where:
     if number is not None or further is not None:
         layer = spec.every_layer[len(spec.layers) if number is None else number]
         experts = layer.experts
-        if further is not None:  # a block of its own, which is stacked with no other
+        if further is not None:  # blocks for multi-token prediction are never stacked
             block, plain = further[1], name[further.end(1) :]
         elif _alike(spec):
             at, stacked, block, plain = (number or 0,), (len(spec.layers),), "decoder.layers.", _rest(name)
@@ -213,7 +213,7 @@ def _place(name: str, spec: ModelSpec) -> _Where:
             others = (name.replace("decoder.final_layernorm.", "decoder.final_norm."),)
     if with_masked_head(spec):
         others = tuple(re.sub(r"^decoder\.", "encoder.", called) for called in others)
-    return _Where(others, at, stacked)
+    return _Place(others, at, stacked)
 
 
 def _rest(name: str) -> str:
@@ -221,7 +221,7 @@ def _rest(name: str) -> str:
 
 
 def _called(plain: str, experts: int, *, latent: bool) -> Iterator[str]:
-    """The names of a layer's tensor with Transformer Engine, and without where they are others in Core."""
+    """The names of a layer's tensor with Transformer Engine and, if they differ, without it."""
     fused = plain.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
     fused = re.sub(r"^norm\.", "mixer.in_proj.layer_norm_", fused)
     if latent:
@@ -229,14 +229,14 @@ def _called(plain: str, experts: int, *, latent: bool) -> Iterator[str]:
     else:
         fused = fused.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
     yield fused
-    # Core's layers with latent attention, and beside experts, have their norms' own names without it.
+    # Without Transformer Engine, norms of latent attention and before experts have modules of their own.
     if latent or (experts and plain.startswith("pre_mlp")):
         yield plain
 
 
 def _part(
     reader: CheckpointReader,
-    where: _Where,
+    place: _Place,
     link: Link,
     key: Key,
     sliced: Sliced,
@@ -246,8 +246,8 @@ def _part(
 ) -> ArrayPart:
     own = link.their_shape
     padded = (rows, *own[1:]) if sliced.letter == "v" else own
-    shape, box = (*where.stacked, *padded), Box((*where.at, *[0] * len(own)), (*[1] * len(where.at), *padded))
-    names = tuple(f"{prefix}{name}" for prefix in prefixes for name in where.names)
+    shape, box = (*place.stacked, *padded), Box((*place.at, *[0] * len(own)), (*[1] * len(place.at), *padded))
+    names = tuple(f"{prefix}{name}" for prefix in prefixes for name in place.names)
     make = partial(_theirs, reader, link, key, padded, dtype)
     return ArrayPart(names, shape, box, Later(dtype, box.shape, make))
 
@@ -255,7 +255,7 @@ def _part(
 def _theirs(
     reader: CheckpointReader, link: Link, key: Key, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """Their tensor, with zeros where the vocabulary is padded."""
+    """Read a tensor of Megatron's, with zeros in the padding of the vocabulary."""
     theirs = torch.zeros(shape)
     own = theirs[: link.their_shape[0]] if shape else theirs
     reader.read([Part(key, link.shape, link.box, link.as_ours(own))])

@@ -1,6 +1,6 @@
-"""The files of a checkpoint of Megatron-LM or Megatron-DeepSpeed; only text files are opened here.
+"""The files of a checkpoint of Megatron-LM or Megatron-DeepSpeed, by name; only text files are opened here.
 
-Five forms, by pipeline stage PPP, tensor-parallel rank TT and expert-parallel rank EEE::
+There are five forms, with pipeline stage PPP, tensor-parallel rank TT and expert-parallel rank EEE in names::
 
     iter_0000100/.metadata, common.pt, *.distcp         Megatron-LM, format ``torch_dist``
     iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt  Megatron-LM (``release/`` for converted weights)
@@ -29,7 +29,7 @@ _TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
 
 
 class Form(Enum):
-    """The program that wrote it, and whether as a pipeline of layers; see the module."""
+    """The form of a checkpoint; see the module."""
 
     MEGATRON = "Megatron-LM"
     DISTRIBUTED = "Megatron-LM, torch_dist"
@@ -43,11 +43,12 @@ class Files:
     """The files of one checkpoint.
 
     Attributes:
-        folder: the folder that they are in.
-        form: how the model is split over them.
-        stages: the files of each part of the model, in order, by tensor-parallel rank.
-        ranks: the files that say when and with which arguments they were saved.
-        experts: for the file of a rank, those that hold the experts of the further expert-parallel ranks.
+        folder: the folder of the files.
+        form: the form.
+        stages: for each part of the model (a pipeline stage or a layer), in order, the files by
+            tensor-parallel rank.
+        ranks: the files with iteration and arguments.
+        experts: file of a rank -> the files of the further expert-parallel ranks, which have more experts.
     """
 
     folder: Path
@@ -58,22 +59,22 @@ class Files:
 
     @property
     def by_experts(self) -> Files:
-        """The same files, of one pipeline stage, if what looks like the numbers of stages is of experts."""
+        """The same files of one pipeline stage, with the second number in names read as the expert rank."""
         first, *others = self.stages
         further = {path: tuple(stage[rank] for stage in others) for rank, path in enumerate(first)}
         return replace(self, stages=(first,), experts=further)
 
     @property
     def tensor_ranks(self) -> int:
-        """Tensor-parallel size."""
+        """The tensor-parallel size."""
         return len(self.stages[0])
 
 
 def find_files(source: Path) -> Files:
-    """The checkpoint in a folder, or the newest one in a run's folder.
+    """Find the files of the checkpoint in a folder, or of the newest one in a run's folder.
 
     Raises:
-        CheckpointError: there is none, it has a form that cannot be read, or files are missing.
+        CheckpointError: there is no checkpoint, its form is not supported, or files are missing.
     """
     try:
         folder = _checkpoint_folder(source)
@@ -166,7 +167,7 @@ def _refuse_other_forms(folder: Path, names: Iterable[str]) -> None:
 
 
 def _rank_files(folder: Path, names: Iterable[str]) -> tuple[Path, ...]:
-    """DeepSpeed's files, one per model-parallel rank: stages times tensor-parallel ranks."""
+    """DeepSpeed's model files, one per model-parallel rank (stage x tensor ranks + tensor rank)."""
     places = {(int(m[1]), 0): folder / n for n in names if (m := _RANK_FILE.fullmatch(n))}
     return _grid(folder, places)[0] if places else ()
 
@@ -179,10 +180,10 @@ def _megatron_ranks(folder: Path, names: Iterable[str]) -> Iterable[tuple[tuple[
 
 
 def _grid(folder: Path, places: Mapping[tuple[int, int], Path]) -> tuple[tuple[Path, ...], ...]:
-    """Files by (tensor-parallel rank, stage) as stages of ranks; stage numbers may have gaps.
+    """Turn files by (tensor-parallel rank, stage) into stages of ranks; stage numbers may have gaps.
 
     Raises:
-        CheckpointError: there are none, or one is missing.
+        CheckpointError: there are no files, or one is missing.
     """
     if not places:
         raise CheckpointError(

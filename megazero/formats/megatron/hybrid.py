@@ -1,14 +1,14 @@
 """Hybrids of Mamba-2 mixers, attention and MLPs: Megatron's names of their tensors, and its arguments.
 
-A rank's file has kind after kind of what projection and convolution make: gates (z), inputs (x), vectors by
-which its groups of heads write (B) and read (C), and steps (dt). Distributed checkpoints have a tensor of
-each kind, called by its letter, and so has this table.
+In a rank's file, the projection's rows are kind after kind: gates (z), inputs (x), the state's input and
+output vectors (B, C), and steps (dt); so are the convolution's. Distributed checkpoints have a tensor for
+each kind, named by its letter, and so has this table.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +19,7 @@ from megazero.config.fields import names_with
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.roles import Role
 from megazero.formats.hf.state_space import mixer
-from megazero.formats.megatron.latent import UNSET
+from megazero.formats.megatron.dialects import UNSET, Arguments
 from megazero.formats.megatron.weights import Weights
 from megazero.spec.model import LayerSpec
 
@@ -27,7 +27,7 @@ _SAID = ("hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ra
 _SIZES = names_with(Role.MAMBA)
 _IGNORED = names_with(Role.HYBRIDS_IGNORE)
 _EPSILON = 1e-5
-"""What the norms in Core's mixers have, whatever the others have."""
+"""The epsilon of the norms in Core's mixers, which no argument changes."""
 
 _LETTERS = MappingProxyType({"gates": "z", "inputs": "x", "writing": "B", "reading": "C", "steps": "dt"})
 _CONVOLVED = ("x", "B", "C")
@@ -36,18 +36,18 @@ _FUSED = re.compile(r"(.*\.mixer\.)(in_proj\.weight|conv1d\.(?:weight|bias))")
 
 
 def alone_in(letters: str) -> Callable[[LayerSpec], bool]:
-    """Whether a tensor is present: in layers that are one such part and nothing else."""
+    """Whether a tensor is present: in layers whose only part has one of these letters."""
     present = of_kinds(letters)
     return lambda layer: layer.sides == 1 and present(layer)
 
 
 def with_both(layer: LayerSpec) -> bool:
-    """Whether a tensor is present: in layers of attention and an MLP."""
+    """Whether a tensor is present: in layers with attention and an MLP."""
     return layer.sides > 1
 
 
 def mixer_rules(theirs: str) -> Iterator[tuple[TensorRule, str]]:
-    """The tensors of a mixer whose names begin with `theirs`, and the dim of each that ranks split."""
+    """The rules of a mixer whose names begin with `theirs`, each with the dim that ranks split."""
     for rule in mixer(theirs)[0]:
         name = _KIND.sub(lambda match: f".{_LETTERS[match[1]]}", rule.theirs)
         yield (
@@ -57,9 +57,9 @@ def mixer_rules(theirs: str) -> Iterator[tuple[TensorRule, str]]:
 
 
 def kind_by_kind(weights: Weights) -> Weights:
-    """The same tensors of a rank, with one for each kind of what mixers project and convolve.
+    """A rank's tensors, with projections and convolutions of mixers split into one tensor per kind.
 
-    The rank's own tensors say how many rows each kind has.
+    The number of rows of each kind follows from the shapes of the rank's own tensors.
     """
     out: dict[str, Tensor] = {}
     for name, tensor in weights.items():
@@ -76,36 +76,36 @@ def kind_by_kind(weights: Weights) -> Weights:
 
 
 def _rows(weights: Weights, prefix: str) -> dict[str, int]:
-    """How many rows of each kind, by letter, this rank has; none of tensors that make no mixer."""
+    """Letter of a kind -> its rows in this rank's projection; empty if the tensors are no mixer's."""
     names = ("in_proj.weight", "conv1d.bias", "A_log")
     rows = [
         weights[prefix + n].shape[0] for n in names if prefix + n in weights and weights[prefix + n].dim()
     ]
     if len(rows) < len(names):
         return {}
-    made, mixed, heads = rows
-    width = made - mixed - heads
-    if not 1 <= width < mixed:
+    projected, convolved, heads = rows  # z + x + B + C + dt, x + B + C, and one dt for each head
+    width = projected - convolved - heads
+    if not 1 <= width < convolved:
         return {}
-    vectors = (mixed - width) // 2
+    vectors = (convolved - width) // 2
     return dict(zip(_LETTERS.values(), (width, width, vectors, vectors, heads), strict=True))
 
 
-def is_hybrid(names: Collection[str], arguments: Mapping[str, Any]) -> bool:
-    """Whether a model is one, by its tensors or by Megatron's arguments."""
+def is_hybrid(names: Collection[str], arguments: Arguments) -> bool:
+    """Whether a model is a hybrid, by its tensors or by Megatron's arguments."""
     said = any(arguments.get(name) not in (*UNSET, 0) for name in ("is_hybrid_model", *_SAID))
     return said or any(".mixer." in name for name in names)
 
 
-def hybrid_settings(names: Collection[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a hybrid's layers and sizes; nothing of other models.
+def hybrid_settings(names: Collection[str], arguments: Arguments) -> dict[str, Any]:
+    """A hybrid's settings of layers and sizes; empty for other models.
 
     Args:
         names: Core's names of the tensors.
         arguments: Megatron's arguments.
 
     Raises:
-        ValueError: settings that Core ignores there, or that ours has not.
+        ValueError: an argument is set that Core ignores in hybrids, or that megazero lacks.
     """
     if not is_hybrid(names, arguments):
         return {}
@@ -134,7 +134,7 @@ def hybrid_settings(names: Collection[str], arguments: Mapping[str, Any]) -> dic
 
 
 def hybrid_arguments(model: ModelConfig) -> dict[str, Any]:
-    """A hybrid as Megatron's arguments, by its pattern."""
+    """Megatron's arguments for a hybrid; empty for other models."""
     if not model.is_hybrid_model:
         return {}
     sizes = {name: getattr(model, name) for name in _SIZES}

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, by Core's names over the whole model, and whether they make our model."""
+"""Lists the tensors of a checkpoint, under Core's names in a whole model, and checks them against a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megazero.formats.megatron.stages import Opened, Stages
 from megazero.formats.megatron.weights import Weights
 
 IN_USE = "in use"
-"""The kind of a model's weights beside the masters of the optimizer, which have the kind of ours."""
+"""The kind of the model's own weights; the optimizer's masters have the kind `WEIGHT`."""
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MOST_NAMED = 8
@@ -35,20 +35,20 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """The place of a tensor: the stage, the model chunk in its files, and its name there."""
+    """The place of a tensor: pipeline stage, model chunk in the stage's files, and name there."""
 
     stage: int
     chunk: str
     name: str
 
     def tensors(self, stages: Opened) -> tuple[Tensor, ...]:
-        """The tensor on every rank."""
+        """The tensor of every tensor-parallel rank."""
         return tuple(rank[self.name] for rank in stages.chunks(self.stage)[self.chunk])
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor: its place, its shape and dtype on each rank, and by how much its copies differ at most."""
+    """One tensor: its place, its shape and dtype on each rank, and the largest difference between copies."""
 
     saved: SavedTensor
     shapes: tuple[tuple[int, ...], ...]
@@ -57,14 +57,14 @@ class TensorRecord:
 
 
 Inventory = Mapping[str, TensorRecord]
-"""Megatron-Core's name, with the number of the layer in the whole model -> the record of the tensor."""
+"""Core's name, with the layer's number in the whole model -> the record of the tensor."""
 
 
 def take_inventories(stages: Stages) -> Mapping[str, Inventory]:
-    """Open each file once and note what it holds, by kind.
+    """Open each file once and list its tensors, by kind.
 
     Raises:
-        CheckpointError: ranks of a stage hold different tensors, or a tensor is there twice.
+        CheckpointError: ranks of a stage have different tensors, or a tensor is there twice.
     """
     kinds: dict[str, dict[tuple[int, int], dict[str, TensorRecord]]] = {IN_USE: {}}
     for stage in range(len(stages.files.stages)):
@@ -74,7 +74,7 @@ def take_inventories(stages: Stages) -> Mapping[str, Inventory]:
             kinds.setdefault(kind or IN_USE, {})[virtual, stage] = dict(_of_chunk(stage, chunk, ranks))
     two_stacks = has_two_stacks([name for names in kinds[IN_USE].values() for name in names])
     first, firsts = 0, {}
-    # A stage's second chunk comes after the last stage's first one.
+    # With virtual stages, the second chunk of the first stage follows the first chunk of the last stage.
     for place in sorted(kinds[IN_USE]):
         called = [core_name(name, two_stacks) for name in kinds[IN_USE][place]]
         numbers = {number for name in called if name and (number := layer_of(name)) is not None}
@@ -94,14 +94,14 @@ def _whole(
     firsts: Mapping[tuple[int, int], int],
     two_stacks: bool,
 ) -> Inventory:
-    """The tensors of all chunks; `firsts` says which layer each begins with."""
+    """The tensors of all chunks, given each chunk's first layer."""
     whole: dict[str, TensorRecord] = {}
     twice: list[str] = []
     for place in sorted(chunks):
         named = ((core_name(name, two_stacks), record) for name, record in chunks[place].items())
         own = {moved(name, firsts[place]): record for name, record in named if name is not None}
         if WORD in own and WORD in whole and any(name.startswith(BLOCK) for name in own):
-            own[WORD_COPY] = own.pop(WORD)  # the last stage's, which further tokens are predicted from
+            own[WORD_COPY] = own.pop(WORD)  # the last stage's copy, for multi-token prediction
         twice += [name for name in own if name in whole]
         whole |= own
     if twice:
@@ -129,7 +129,7 @@ def _of_chunk(stage: int, chunk: str, ranks: Sequence[Weights]) -> Iterator[tupl
 
 
 def _difference(copies: Sequence[Tensor]) -> float:
-    """The largest difference of any element of any copy from the first's; NaN if either is NaN."""
+    """The largest difference between an element of a copy and of the first; NaN if one of these is NaN."""
     unequal = [copy for copy in copies[1:] if not torch.equal(copy, copies[0])]
     return float(torch.stack([(copy - copies[0]).abs().max() for copy in unequal]).max()) if unequal else 0.0
 
@@ -141,11 +141,11 @@ def check(
     *,
     average_replicas: bool,
 ) -> None:
-    """Check that exactly the model's tensors are there, in their shapes.
+    """Check that the inventory has exactly the tensors of the model's `links`, in their shapes.
 
     Raises:
-        CheckpointError: names all tensors that are missing, unknown, of another shape, or unequal although
-            they must be copies.
+        CheckpointError: tensors are missing, unknown, of another shape, or unequal although they must be
+            copies; all are named.
     """
     copies = {HEAD_COPY, HEAD, WORD_COPY} - links.keys()
     unknown = inventory.keys() - links.keys() - copies
@@ -182,7 +182,7 @@ def _misfits(
     if expected is None:
         yield f"cannot have {name}, {list(link.their_shape)}, split over {ranks} ranks"
         return
-    if sliced.letter == "v":  # padded, and the padding is not known before the rows are counted
+    if sliced.letter == "v":  # padded to any number of rows
         expected = (record.shapes[0][0] if record.shapes[0] else 0, *expected[1:])
     if any(shape != expected for shape in record.shapes):
         shapes = [list(shape) for shape in record.shapes]
@@ -190,9 +190,8 @@ def _misfits(
     if record.dtypes[0] not in _FLOATS or len(set(record.dtypes)) > 1:
         dtypes = ", ".join(sorted({str(dtype) for dtype in record.dtypes}))
         yield f"holds {name} as {dtypes} instead of floats of one kind"
-    if (
-        sliced.letter is None and record.difference != 0.0 and not average_replicas
-    ):  # NaN counts as a difference too
+    # NaN != 0.0, so it counts as a difference too.
+    if sliced.letter is None and record.difference != 0.0 and not average_replicas:
         yield (
             f"holds {name}, whose copies on the tensor-parallel ranks differ by up to "
             f"{record.difference:.2g}; --average-replicas takes their mean"
@@ -202,9 +201,9 @@ def _misfits(
 def _same(word: TensorRecord, copy: TensorRecord, stages: Opened) -> bool:
     if (word.shapes, word.dtypes) != (copy.shapes, copy.dtypes):
         return False
-    # Copied at once, because opening the other stage closes this one.
-    mine = [tensor.clone() for tensor in word.saved.tensors(stages)]
-    return all(map(torch.equal, mine, copy.saved.tensors(stages)))
+    # Cloned, because opening the copy's stage closes this one.
+    first = [tensor.clone() for tensor in word.saved.tensors(stages)]
+    return all(map(torch.equal, first, copy.saved.tensors(stages)))
 
 
 def _some(names: Iterable[str]) -> str:

@@ -1,25 +1,23 @@
-"""DeepSeek's additions: latent attention and blocks that predict further tokens, by Megatron's names.
+"""DeepSeek's additions, latent attention and multi-token prediction: Megatron's names and arguments.
 
-The block of depth 1 is ``mtp.layers.0``; in ours its layer has the number that follows the last one's.
+In Megatron the first block for multi-token prediction is ``mtp.layers.0``; in megazero its layer has the
+number behind the model's last layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megazero.config.fields import names_with
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.roles import Role
-from megazero.formats.megatron.dialects import BLOCK, renumbered
+from megazero.formats.megatron.dialects import BLOCK, UNSET, Arguments, renumbered
 from megazero.spec.model import LayerSpec
 from megazero.spec.parts import LatentAttentionSpec
 
-UNSET = (None, False, "", ())
-"""The values of an argument that was not given."""
-
 _SAME = names_with(Role.LATENT)
-# Ours -> what Megatron-Core calls it in its configuration, where Megatron-LM has no argument.
+# (our setting, name in Megatron-Core's configuration); Megatron-LM has no arguments for these.
 _YARN = (
     ("yarn_original_max_position_embeddings", "original_max_position_embeddings"),
     ("yarn_beta_fast", "beta_fast"),
@@ -29,7 +27,7 @@ _SCALING = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
 _IGNORED = ("softmax_scale", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
 
 Row = tuple[str, str, str, str, str | None, Callable[[LayerSpec], bool]]
-"""Our tensor, its dims, theirs, its dims, the dim that ranks split, and whether a layer has it."""
+"""Our name and dims, Megatron's name and dims, the dim that ranks split, and which layers have it."""
 
 
 def with_latent(layer: LayerSpec) -> bool:
@@ -47,7 +45,7 @@ def _plain_queries(layer: LayerSpec) -> bool:
 
 
 def latent_rows() -> Iterator[Row]:
-    """The matrices of latent attention within a layer's attention."""
+    """The matrices of latent attention, with names within a layer's attention."""
     yield "query", "q d r", "linear_q_proj", "(q d) r", "q", _plain_queries
     yield "query_down", "r h", "linear_q_down_proj", "r h", None, _small_queries
     yield "query", "q d r", "linear_q_up_proj", "(q d) r", "q", _small_queries
@@ -56,16 +54,16 @@ def latent_rows() -> Iterator[Row]:
 
 
 def latent_norms() -> Iterator[tuple[str, str, str]]:
-    """The norms of small vectors: ours, theirs, the dim."""
+    """The norms of compressed vectors: our name, Megatron's, the dim."""
     yield "query_norm", "q_layernorm", "r"
     yield "latent_norm", "kv_layernorm", "l"
 
 
-def latent_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Read latent attention and its rotation, which is its own, from the arguments; nothing without it.
+def latent_settings(arguments: Arguments) -> dict[str, Any]:
+    """The settings of latent attention, which has a RoPE of its own; empty for models without it.
 
     Raises:
-        ValueError: settings that Core ignores there, or that ours has not.
+        ValueError: an argument is set that Core ignores with latent attention, or that megazero lacks.
     """
     if arguments.get("multi_latent_attention") in UNSET:
         return {}
@@ -94,7 +92,7 @@ def latent_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def latent_arguments(model: ModelConfig) -> dict[str, Any]:
-    """Latent attention as Megatron's arguments."""
+    """Megatron's arguments for latent attention; empty for models without it."""
     if not model.multi_latent_attention:
         return {}
     named = {name: getattr(model, name) for name in (*_SAME, "multi_latent_attention")}
@@ -103,17 +101,23 @@ def latent_arguments(model: ModelConfig) -> dict[str, Any]:
 
 
 def further_rows() -> Iterator[tuple[str, str, str, str, str | None]]:
-    """A block's tensors beside its layer: ours, its dims, theirs, its dims, the dim that ranks split."""
+    """The matrices of a block for multi-token prediction besides its layer: the first columns of a `Row`."""
     yield "join.weight", "e j", "eh_proj.weight", "e j", "e"
 
 
 def further_norms() -> Iterator[tuple[str, str]]:
-    """A block's norms beside its layer: ours, theirs."""
+    """The norms of a block besides its layer: our name, Megatron's."""
     yield "word_norm", "enorm"
     yield "hidden_norm", "hnorm"
     yield "final_norm", "final_layernorm"
 
 
 def further_name(name: str, layers: int, inside: str = "") -> str:
-    """The name of a tensor of a further layer, numbered as ours is behind `layers`, where Megatron has it."""
+    """Megatron's name of a tensor of a layer for multi-token prediction.
+
+    Args:
+        name: Core's name, with the layer numbered behind the model's own `layers`.
+        layers: the number of the model's own layers.
+        inside: the module within the block.
+    """
     return renumbered(name, lambda number: f"{BLOCK}{number - layers}.{inside}")

@@ -1,13 +1,14 @@
-"""Megatron's BERT, as far as it differs from its GPT: how to tell it, its settings and conditions of tensors.
+"""Megatron's BERT where it differs from its GPT: settings, and conditions of tensors.
 
-Megatron's arguments do not say which kind of model they are of; the names of the tensors do.
+Megatron's arguments do not say whether they are a BERT's or a GPT's; the names of the tensors do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
+from megazero.formats.megatron.dialects import Arguments
 from megazero.spec.model import ModelSpec
 
 _FAMILY = "bert"
@@ -16,13 +17,12 @@ _BINARY_HEAD = "binary_head.weight"
 _TYPES = "embedding.tokentype_embeddings.weight"
 
 
-def family_settings(names: Collection[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that tell a BERT from a GPT; none for a GPT.
+def family_settings(names: Collection[str], arguments: Arguments) -> dict[str, Any]:
+    """The settings of a BERT that a GPT lacks; empty for a GPT.
 
     Args:
         names: Core's names of the tensors.
-        arguments: Megatron's arguments. Its masked-LM head has the erf form of GELU, whatever the MLPs have,
-            unless ``openai_gelu`` is set.
+        arguments: Megatron's arguments.
     """
     if _MASKED_HEAD not in names:
         return {}
@@ -30,6 +30,7 @@ def family_settings(names: Collection[str], arguments: Mapping[str, Any]) -> dic
         "family": _FAMILY,
         "bert_binary_head": _BINARY_HEAD in names,
         "bert_token_types": _BINARY_HEAD not in names and _TYPES in names,
+        # The head's GELU is the erf form, whatever the MLPs' is, unless this flag is set.
         "bert_head_activation": "gelu" if arguments.get("openai_gelu") else "gelu_exact",
     }
 
@@ -40,7 +41,7 @@ def with_masked_head(spec: ModelSpec) -> bool:
 
 
 def with_binary_head(spec: ModelSpec) -> bool:
-    """Whether a tensor is present: in a BERT that tells whether two segments are in order."""
+    """Whether a tensor is present: in a BERT with the head for next-sentence prediction."""
     return with_masked_head(spec) and spec.head.binary
 
 

@@ -1,6 +1,6 @@
-"""How our tensors are made from those of Megatron-Core's plain layers, and along which dims ranks split them.
+"""The table of tensors: rules between Megatron-Core's and ours, and the dims that ranks split.
 
-`dialects.py` turns the names of all generations into Core's.
+`dialects.py` translates the names of all generations into the names of this table.
 """
 
 from __future__ import annotations
@@ -45,10 +45,14 @@ _IN_LAYER = re.compile(rf"^(?:{LAYER}|{re.escape(BLOCK)}\d+\.)")
 
 @dataclass(frozen=True)
 class Sliced:
-    """A rule, the letter of the dim that tensor-parallel ranks split (None if each holds all), and our kind.
+    """A rule, and the way in which tensor-parallel ranks split the tensor.
 
-    A vocabulary (letter v) is padded at its end; only the number of its rows in the files says by how much.
-    `either`: the dim that some implementations split, while in others each rank holds all.
+    Attributes:
+        rule: the rule. letter: the dim that ranks split; None if each rank has the whole. A vocabulary
+        (letter v) is padded at
+            its end, by any number of rows.
+        kind: our kind of the tensor.
+        either: the dim that some implementations split, while others have the whole on each rank.
     """
 
     rule: TensorRule
@@ -57,7 +61,7 @@ class Sliced:
     either: str | None = None
 
     def boxes(self, link: Link, ranks: int, rows: int) -> Iterator[Box]:
-        """The part of our tensor that each rank holds; `rows` is the first dim of its tensor."""
+        """The box of our tensor that each rank has; `rows` is the number of rows in a rank's tensor."""
         if self.letter is None:
             yield from [link.box] * ranks
             return
@@ -71,12 +75,12 @@ class Sliced:
             yield Box(offset, shape)
 
     def fitted(self, link: Link, shapes: tuple[tuple[int, ...], ...]) -> Sliced:
-        """The same, split if the ranks' shapes say so, where there are both ways."""
+        """Choose between `letter` and `either` by the shapes on the ranks."""
         split = self.either is not None and len(shapes) > 1 and shapes[0] != link.their_shape
         return replace(self, letter=self.either) if split else self
 
     def shape(self, link: Link, ranks: int) -> tuple[int, ...] | None:
-        """The shape of one rank's tensor, None if the dim does not divide; a vocabulary's is the whole."""
+        """The shape of one rank's tensor (whole for a vocabulary); None if the dim does not divide."""
         if self.letter is None or self.letter == "v":
             return link.their_shape
         dim = self.rule.dims.split().index(self.letter)
@@ -137,7 +141,7 @@ def _both(first: Present, second: Present) -> Present:
 
 
 def _mlp_rows() -> Iterator[Sliced]:
-    """Three kinds of MLP: a dense layer's, a layer's experts, and those that all tokens go through."""
+    """The tensors of dense MLPs, of experts, of shared experts, and of routers."""
     core = "decoder.layers.{i}.mlp"
     kinds = (
         ("mlp", "", "f", core, without_experts),
@@ -183,14 +187,14 @@ def _latent_rows() -> Iterator[Sliced]:
     ours, theirs = "layers.{i}.attention", "decoder.layers.{i}.self_attention"
     for name, dims, called, their_dims, letter, layer in latent_rows():
         rule = TensorRule(f"{ours}.{name}.weight", dims, f"{theirs}.{called}.weight", their_dims, layer=layer)
-        # Transformer Engine's projections down are whole on each rank, those of Core's own layers are split.
+        # Ranks have the whole projections down with Transformer Engine, but split them in Core's own layers.
         yield Sliced(rule, letter, either=None if letter else dims[0])
     for name, called, dim in latent_norms():
         yield from _norm(f"{ours}.{name}", f"{theirs}.{called}", dim=dim, layer=_with_norm(name))
 
 
 def _hybrid_rows() -> Iterator[Sliced]:
-    """The tensors of layers that are a mixer, and the only norms of those and of MLPs alone."""
+    """The tensors of hybrids: mixers, and the only norm of layers that are just a mixer or just an MLP."""
     for theirs, letters in (("pre_mlp_layernorm", "-E"), ("norm", "M")):
         for sliced in _norm("layers.{i}.input_norm", f"decoder.layers.{{i}}.{theirs}"):
             yield replace(sliced, rule=replace(sliced.rule, layer=alone_in(letters)))
@@ -199,7 +203,7 @@ def _hybrid_rows() -> Iterator[Sliced]:
 
 
 def _further() -> Iterator[Sliced]:
-    """The tensors of blocks that predict further tokens, beside those of their layers."""
+    """The tensors of blocks for multi-token prediction, besides those of their layers."""
     ours, theirs = "layers.{i}", "decoder.layers.{i}"
     for name, dims, called, their_dims, letter in further_rows():
         yield Sliced(TensorRule(f"{ours}.{name}", dims, f"{theirs}.{called}", their_dims), letter)
@@ -239,12 +243,9 @@ def _norm(
 
 
 def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
-    """The table. The order of a rank's queries, keys and values has changed twice.
-
-    Args:
-        checkpoint_version: 0 has all queries, then all keys, then all values; 1 has the three channel by
-            channel; 2 and later have the queries, key and value head by head, or group by group.
-    """
+    """The table for a checkpoint version: Megatron has changed the order of fused q, k and v twice."""
+    # 0: all queries, then all keys, then all values. 1: q, k, v of each channel. 2 and later: queries, key
+    # and value of each head, or group of heads, which ranks can split without reordering.
     qkv = {0.0: "(s g d)", 1.0: "(g d s)"}.get(checkpoint_version, "(g s d)")
 
     ours, core = "layers.{i}", "decoder.layers.{i}"
@@ -302,7 +303,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
 
 
 def _of_parts(sliced: Sliced) -> Sliced:
-    """The same for layers that have the part which the tensor belongs to."""
+    """Restrict a rule to layers with the part (attention, MLP) that its tensor belongs to."""
     present = _PRESENT.get(sliced.rule.ours.removeprefix("layers.{i}.").partition(".")[0])
     if present is None:
         return sliced
@@ -316,11 +317,11 @@ _PRESENT: Mapping[str, Present] = MappingProxyType(
         "mlp_norm": with_both,
     }
 )
-"""Part of a layer -> whether a layer has it."""
+"""Module in our names -> whether a layer has it."""
 
 
 def links_of(table: Iterable[Sliced], spec: ModelSpec, vocab_size: int) -> Mapping[str, tuple[Sliced, Link]]:
-    """Core's name -> its rule and which part of ours it is, for a model."""
+    """Core's name -> its rule and its link to ours, for all tensors of a model."""
     table, layers = tuple(table), len(spec.layers)
     parts = (
         (table, False, lambda name: name),
@@ -339,5 +340,5 @@ _WHOLE = frozenset(sliced.rule.theirs for sliced in (*rules(3.0), *_further()) i
 
 
 def held_whole(name: str) -> bool:
-    """Whether each tensor-parallel rank has all of a tensor with this (Core) name."""
+    """Whether each tensor-parallel rank has the whole tensor with this name of Core's."""
     return EXPERT.sub(r"\1{x}.\3", _IN_LAYER.sub("decoder.layers.{i}.", name)) in _WHOLE

@@ -1,8 +1,8 @@
-"""The optimizer's state in the files of Megatron-LM's ranks: whole tensors by number, or one flat buffer.
+"""The optimizer's state in the files of Megatron-LM's ranks: numbered tensors, or one flat buffer.
 
-Neither names parameters. Numbers run through the optimizer's groups, each of which has some of the model's
-parameters in the model's order; a buffer has all, last ones first, with gaps. Masters say whether they were
-told apart correctly: rounded, they are the model's weights.
+Neither form names parameters. Numbers run through the optimizer's groups, each of which has some of the
+model's parameters in the model's order; a buffer has all parameters, the last first, with gaps for alignment.
+Masters prove that parameters were identified correctly: rounded, they must equal the model's weights.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from torch import Tensor
 
 from megazero.checkpoint.part import WEIGHT
 from megazero.errors import CheckpointError
-from megazero.formats.megatron.dialects import HEAD, HEAD_COPY, WORD, core_name
-from megazero.formats.pickles import parsed
+from megazero.formats.megatron.dialects import HEAD, HEAD_COPY, WORD, Arguments, core_name
+from megazero.formats.pickles import Saved, parsed
 
 DISTRIBUTED = "distrib_optim.pt"
-"""The file of an optimizer that data-parallel ranks share, beside the model's."""
+"""The file, beside the model's, of an optimizer that is sharded over data-parallel ranks."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The kinds of Adam's moments, called alike in both."""
+"""The kinds of Adam's moments, in Megatron and in megazero."""
 
+# Megatron's default bucket size: the larger of these, the second one times the data-parallel ranks.
 _BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
 _REMEDY = (
     "import without --with-optimizer, or first save it as torch_dist, with Megatron-LM's "
@@ -38,7 +39,7 @@ _VOCABULARY = (WORD, HEAD, HEAD_COPY)
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a rank: its model chunk, its name there, its weight, and whether that decays."""
+    """A parameter of a rank: its model chunk, its name there, its weight, and whether it has weight decay."""
 
     chunk: str
     name: str
@@ -52,7 +53,7 @@ class Parameter:
 
     @property
     def is_expert(self) -> bool:
-        """Whether it belongs to an expert that not all tokens go through."""
+        """Whether it belongs to a routed expert."""
         return ".mlp.experts." in self.name
 
 
@@ -60,12 +61,10 @@ States = Mapping[str, Mapping[str, Mapping[str, Tensor]]]
 """Kind -> model chunk -> name -> tensor."""
 
 
-def parameters_of(
-    chunks: Mapping[str, Mapping[str, Tensor]], arguments: Mapping[str, Any]
-) -> list[Parameter]:
+def parameters_of(chunks: Mapping[str, Mapping[str, Tensor]], arguments: Arguments) -> list[Parameter]:
     """The parameters among the tensors of a rank's model chunks, in the model's order.
 
-    Norms and biases do not decay, unless Megatron's arguments say so of the norms of queries and keys.
+    Norms and biases have no weight decay; with `apply_wd_to_qk_layernorm`, norms of queries and keys have.
     """
     decayed = _SMALL_NORMS if arguments.get("apply_wd_to_qk_layernorm") else ()
     return [
@@ -78,19 +77,19 @@ def parameters_of(
 
 
 def read_states(
-    path: Path, optimizer: Any, parameters: Sequence[Parameter], buffers: Any, arguments: Mapping[str, Any]
+    path: Path, optimizer: Any, parameters: Sequence[Parameter], buffers: Any, arguments: Arguments
 ) -> States:
-    """Masters and moments of a rank.
+    """The masters and moments of a rank.
 
     Args:
-        path: the rank's file, named in messages.
-        optimizer: what it holds of the optimizer.
-        parameters: the rank's.
+        path: the rank's file, for messages.
+        optimizer: the optimizer's entry in that file.
+        parameters: the rank's parameters.
         buffers: the contents of `DISTRIBUTED`; None if there is no such file.
         arguments: Megatron's arguments.
 
     Raises:
-        CheckpointError: there is none, it is not Adam's, or its tensors cannot be told apart for certain;
+        CheckpointError: there is no state, it is not Adam's, or its tensors cannot be identified for certain;
             DamagedCheckpointError if it has another structure.
     """
     states: dict[str, dict[str, dict[str, Tensor]]] = {}
@@ -105,12 +104,11 @@ def read_states(
         for parameter, kind, tensor in tensors:
             place = kind, parameter.chunk, parameter.name
             if place in seen or tensor.shape != parameter.weight.shape:
-                raise _untold(
-                    path, f"the {kind} of {parameter.name} is there twice or has {list(tensor.shape)}"
-                )
+                wrong = f"the {kind} of {parameter.name} is there twice or has {list(tensor.shape)}"
+                raise _unidentified(path, wrong)
             seen.add(place)
             if kind == WEIGHT and not torch.equal(tensor.to(parameter.weight.dtype), parameter.weight):
-                raise _untold(path, f"the master of {parameter.name} is not its weight, more exactly")
+                raise _unidentified(path, f"the master of {parameter.name} is not its weight, more exactly")
             states.setdefault(kind, {}).setdefault(parameter.chunk, {})[parameter.name] = tensor
     lacking = [p.name for p in parameters for kind in MOMENTS if (kind, p.chunk, p.name) not in seen]
     if lacking:
@@ -121,7 +119,7 @@ def read_states(
     return states
 
 
-def _untold(path: Path, why: str) -> CheckpointError:
+def _unidentified(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
         f"`{path}` must hold the optimizer's state in an order that is known, but {why}; {_REMEDY}"
     )
@@ -130,7 +128,7 @@ def _untold(path: Path, why: str) -> CheckpointError:
 def _numbered(
     path: Path, optimizer: Any, parameters: Sequence[Parameter]
 ) -> Iterator[tuple[Parameter, str, Tensor]]:
-    """From optimizers whose state is whole on each rank."""
+    """Tensors of optimizers that have their whole state on each rank, and number parameters."""
     chained = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     inner = [_inner(path, one) for one in chained]
     every = [group for torch_state in inner for group in torch_state["param_groups"]]
@@ -140,17 +138,17 @@ def _numbered(
         masters = one.get("fp32_from_fp16_params", one.get("fp32_from_fp16"))
         if masters is not None and len(masters) != len(torch_state["param_groups"]):
             groups = len(torch_state["param_groups"])
-            raise _untold(path, f"it has masters of {len(masters)} of {groups} groups")
+            raise _unidentified(path, f"it has masters of {len(masters)} of {groups} groups")
         for at, group in enumerate(torch_state["param_groups"]):
             numbers = group["params"]
             saved = [torch_state["state"].get(number, {}) for number in numbers]
             own = _members(path, group, saved, left, apart)
             left = [p for p in left if all(p is not other for other in own)]
             halves = [p for p in own if p.weight.dtype in (torch.float16, torch.bfloat16)]
-            held = [] if masters is None else masters[at]
-            if masters is not None and len(held) != len(halves):
-                raise _untold(path, f"a group has {len(held)} masters of {len(halves)} weights")
-            for parameter, master in zip(halves, held, strict=masters is not None):
+            own_masters = [] if masters is None else masters[at]
+            if masters is not None and len(own_masters) != len(halves):
+                raise _unidentified(path, f"a group has {len(own_masters)} masters of {len(halves)} weights")
+            for parameter, master in zip(halves, own_masters, strict=masters is not None):
                 yield parameter, WEIGHT, master.detach()
             for parameter, state in zip(own, saved, strict=True):
                 for kind in MOMENTS:
@@ -158,8 +156,8 @@ def _numbered(
                         yield parameter, kind, state[kind]
 
 
-def _inner(path: Path, optimizer: Any) -> Mapping[str, Any]:
-    """The state of torch's optimizer within Megatron's."""
+def _inner(path: Path, optimizer: Any) -> Saved:
+    """The state of torch's optimizer within that of Megatron's wrapper."""
     if isinstance(optimizer, Mapping):
         for name in ("optimizer", "optimizer_state_dict"):
             if isinstance(optimizer.get(name), Mapping):
@@ -181,12 +179,20 @@ def _inner(path: Path, optimizer: Any) -> Mapping[str, Any]:
 
 def _members(
     path: Path,
-    group: Mapping[str, Any],
-    saved: Sequence[Mapping[str, Any]],
+    group: Saved,
+    saved: Sequence[Saved],
     left: Sequence[Parameter],
     apart: Sequence[str],
 ) -> list[Parameter]:
-    """The parameters of a group, which all decay or do not, and agree in what else tells groups apart."""
+    """The parameters of a group: those with its weight decay, expert or learning-rate flag, by their shapes.
+
+    Args:
+        path: the rank's file, for messages.
+        group: the group's options.
+        saved: the states of its parameters, in order.
+        left: parameters of the rank that no earlier group has.
+        apart: the flags that differ between this rank's groups.
+    """
     if not saved:
         return []
     shapes = [tuple(state[MOMENTS[0]].shape) if MOMENTS[0] in state else None for state in saved]
@@ -201,42 +207,48 @@ def _members(
         if [tuple(p.weight.shape) for p in own] == shapes:
             fitting.append(own)
     if len(fitting) != 1:
-        raise _untold(path, f"a group of {len(saved)} parameters is none of the model's")
+        raise _unidentified(path, f"a group of {len(saved)} parameters is none of the model's")
     return fitting[0]
 
 
 def _buffered(
-    path: Path, buffers: Any, parameters: Sequence[Parameter], arguments: Mapping[str, Any]
+    path: Path, buffers: Any, parameters: Sequence[Parameter], arguments: Arguments
 ) -> Iterator[tuple[Parameter, str, Tensor]]:
-    """From the buffers of an optimizer that data-parallel ranks share."""
+    """Tensors in the buffers of an optimizer that is sharded over data-parallel ranks."""
     chained = buffers if isinstance(buffers, (list, tuple)) else [buffers]
     parts = [list(parameters)]
     if len(chained) == 2:
         parts = [[p for p in parameters if p.is_expert == expert] for expert in (False, True)]
     if len(chained) > 2 or not all(isinstance(one, Mapping) for one in chained):
-        raise _untold(path, f"its optimizer consists of {len(chained)}")
+        raise _unidentified(path, f"its optimizer consists of {len(chained)}")
     for one, own in zip(chained, parts, strict=True):
         if one.get("buckets_coalesced") is not True:
-            raise _untold(path, f"{DISTRIBUTED} has its buckets one by one, as older releases had")
+            raise _unidentified(path, f"{DISTRIBUTED} has its buckets one by one, as older releases had")
         numbers = sorted(number for number in one if isinstance(number, int))
         runs = [
             [p for p in own if (p.chunk, p.weight.dtype) == run]
             for run in dict.fromkeys((p.chunk, p.weight.dtype) for p in own)
         ]
         if len(numbers) != len(runs):
-            raise _untold(path, f"{DISTRIBUTED} has {len(numbers)} buffers of {len(runs)} kinds of weights")
+            wrong = f"{DISTRIBUTED} has {len(numbers)} buffers of {len(runs)} kinds of weights"
+            raise _unidentified(path, wrong)
         for number, run in zip(numbers, runs, strict=True):
             kinds = list(one[number].values()) if isinstance(one[number], Mapping) else []
             buffer = kinds[0] if len(kinds) == 1 and isinstance(kinds[0], Mapping) else {}
             if not isinstance(buffer.get("param"), Tensor):
-                raise _untold(path, f"{DISTRIBUTED} has no masters of one kind of weights at {number}")
+                wrong = f"{DISTRIBUTED} has no masters of one kind of weights at {number}"
+                raise _unidentified(path, wrong)
             yield from _of_buffer(path, buffer, run[::-1], arguments)
 
 
 def _of_buffer(
-    path: Path, buffer: Mapping[str, Any], parameters: Sequence[Parameter], arguments: Mapping[str, Any]
+    path: Path, buffer: Saved, parameters: Sequence[Parameter], arguments: Arguments
 ) -> Iterator[tuple[Parameter, str, Tensor]]:
-    """From one buffer; `parameters` are in its order."""
+    """Tensors in one buffer, given the parameters in its order.
+
+    The buffer's layout depends on the bucket size, on alignment, and on whether the embedding has a bucket of
+    its own, of which a checkpoint says little. So all layouts are tried: the right one gives the weights.
+    """
     sizes = [parameter.weight.numel() for parameter in parameters]
     vocabulary = [parameter.core in _VOCABULARY for parameter in parameters]
     total = buffer["param"].numel()
@@ -259,7 +271,8 @@ def _of_buffer(
         )
     ]
     if len(fitting) != 1:
-        raise _untold(path, f"{len(fitting)} ways to lay parameters out in {DISTRIBUTED} give the weights")
+        wrong = f"{len(fitting)} ways to lay parameters out in {DISTRIBUTED} give the weights"
+        raise _unidentified(path, wrong)
     for at, parameter in zip(fitting[0], parameters, strict=True):
         for kind, name in ((WEIGHT, "param"), *((kind, kind) for kind in MOMENTS)):
             if isinstance(buffer.get(name), Tensor) and buffer[name].numel() == total:
@@ -270,11 +283,11 @@ def _cut(flat: Tensor, at: int, parameter: Parameter) -> Tensor:
     return flat[at : at + parameter.weight.numel()].view(parameter.weight.shape)
 
 
-def _buckets(arguments: Mapping[str, Any]) -> Iterable[int]:
-    """The sizes that a buffer's buckets may have."""
-    given, ranks = arguments.get("ddp_bucket_size"), arguments.get("data_parallel_size")
-    if isinstance(given, int):
-        yield given
+def _buckets(arguments: Arguments) -> Iterable[int]:
+    """The bucket sizes, in elements, that a buffer may have been made with."""
+    size, ranks = arguments.get("ddp_bucket_size"), arguments.get("data_parallel_size")
+    if isinstance(size, int):
+        yield size
     copies = arguments.get("context_parallel_size") or 1
     if isinstance(ranks, int) and isinstance(copies, int):
         yield from (max(_BUCKET, _BUCKET_OF_RANK * count) for count in (ranks, ranks * copies))
@@ -283,13 +296,13 @@ def _buckets(arguments: Mapping[str, Any]) -> Iterable[int]:
 def _layout(
     sizes: Sequence[int], alone: Sequence[bool], bucket: int | None, align: int
 ) -> tuple[list[int], int]:
-    """Where parameters begin in a buffer without the gaps between its buckets, and where the last one ends.
+    """The offsets of parameters in a buffer without gaps between its buckets, and the end of the last one.
 
     Args:
-        sizes: their elements, in the buffer's order.
+        sizes: the parameters' elements, in the buffer's order.
         alone: whether each has a bucket of its own.
-        bucket: at how many elements the next bucket is begun.
-        align: what the place of each within its bucket is a multiple of.
+        bucket: the number of elements at which another bucket is begun; None for one bucket.
+        align: the alignment of offsets within a bucket, in elements.
     """
     offsets: list[int] = []
     base = inside = count = 0

@@ -1,4 +1,4 @@
-"""A checkpoint of Megatron-LM or Megatron-DeepSpeed, seen as our logical tensors."""
+"""`MegatronReader`: a checkpoint of Megatron-LM or Megatron-DeepSpeed, seen as megazero's logical tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megazero.checkpoint.naming import Link
 from megazero.checkpoint.part import WEIGHT, Key, Part, Source
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import CheckpointError, ConfigError
-from megazero.formats.megatron.dialects import WORD
+from megazero.formats.megatron.dialects import WORD, Arguments
 from megazero.formats.megatron.dist_stages import DistStages
 from megazero.formats.megatron.folder import Form, find_files
 from megazero.formats.megatron.inventory import IN_USE, Inventory, SavedTensor, check, take_inventories
@@ -31,21 +31,21 @@ from megazero.spec.resolve import model_spec
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """A user's decisions about an import.
+    """The user's choices for an import.
 
     Attributes:
         trust_pickle: whether the files may be unpickled at all.
-        vocab_size: entries before padding; None takes what the checkpoint or the tokenizer says.
-        arguments: Megatron's arguments, to add to those in the checkpoint or to correct them.
-        average_replicas: whether copies that differ over the tensor-parallel ranks are averaged.
+        vocab_size: entries before padding; None takes the number in the checkpoint or the tokenizer.
+        arguments: Megatron's arguments, which replace those in the checkpoint or add to them.
+        average_replicas: whether to average copies that differ between tensor-parallel ranks.
         inert: classes whose objects in the files are not needed, by full name.
-        with_optimizer: whether masters, moments and progress are read too, so that the run goes on.
-        tokenizer: the tokenizer; None takes that of Megatron's arguments, if its files are there.
+        with_optimizer: whether to read masters, moments and progress too, so that the run can resume.
+        tokenizer: the tokenizer; None takes the one in Megatron's arguments, if its files exist.
     """
 
     trust_pickle: bool = False
     vocab_size: int | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Arguments = field(default_factory=dict)
     average_replicas: bool = False
     inert: tuple[str, ...] = ()
     with_optimizer: bool = False
@@ -53,8 +53,8 @@ class ImportOptions:
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A tensor of theirs: which part of ours it is, how ranks split it, and where it is saved."""
+class _Contribution:
+    """A saved tensor, the rule that says how ranks split it, and its link to a logical tensor."""
 
     sliced: Sliced
     link: Link
@@ -62,27 +62,27 @@ class _Piece:
 
 
 class MegatronReader:
-    """The weights of a GPT or BERT, whatever its tensor- and pipeline-parallel sizes; a `Source`.
+    """The weights of a GPT or BERT saved on any parallel layout; a `Source`.
 
-    Files are memory-mapped, and only what is read is loaded. Files from before torch 1.6 cannot be mapped;
-    they are loaded whole, one stage at a time.
+    Files are memory-mapped, so only tensors that are read are loaded. Files from before torch 1.6 cannot be
+    mapped; they are loaded whole, one stage at a time.
 
     Args:
         source: a run's folder, whose newest checkpoint is taken, or one checkpoint's folder.
-        options: see `ImportOptions`.
+        options: the user's choices.
 
     Attributes:
-        files: the files that it is read from.
-        iteration: the iteration after which it was saved; None if it does not say.
+        files: the checkpoint's files.
+        iteration: the iteration after which it was saved, or None.
         checkpoint_version: Megatron's version, which determines the order of queries, keys and values.
-        model: the model's shape, with the vocabulary.
+        model: the model, with the vocabulary.
         padded_vocab_size: rows of the embedding in the files.
         tokenizer: the tokenizer that the model was trained with; None if it is unknown.
-        shapes: the shapes of all tensors, in the order in which the files hold them.
+        shapes: logical tensor -> its shape, in the order of the files.
 
     Raises:
-        ConfigError: `options` do not allow it to be opened.
-        CheckpointError: its form or its model is not supported.
+        ConfigError: `options` do not allow to unpickle.
+        CheckpointError: the form or the model is not supported.
         DamagedCheckpointError: a file cannot be read.
     """
 
@@ -114,13 +114,13 @@ class MegatronReader:
                 f"`{self.files.ranks[0]}` must hold Megatron's `args`, but does not; give those of the "
                 f"model as a JSON file with --megatron-args"
             )
-        self.arguments: Mapping[str, Any] = {**(header.arguments or {}), **options.arguments}
+        self.arguments: Arguments = {**(header.arguments or {}), **options.arguments}
         self.header, arguments = header, self.arguments
         self._check_ranks(arguments)
         core = not any(tensor.saved.name.startswith("language_model.") for tensor in inventory.values())
         family = family_settings(inventory, arguments)
         settings = read_settings(arguments, family=family, core=core, names=inventory.keys())
-        if settings.model.num_layers > len(inventory):  # before names are made for all of them
+        if settings.model.num_layers > len(inventory):  # checked before a table of names is made of them
             raise CheckpointError(
                 f"`num_layers` must fit the {len(inventory)} tensors in `{self.files.folder}`, but "
                 f"Megatron's arguments say {settings.model.num_layers}; correct them with --megatron-args"
@@ -138,16 +138,17 @@ class MegatronReader:
             ).items()
         }
         check(inventory, links, self._stages, average_replicas=self._average)
-        pieces: dict[Key, list[_Piece]] = defaultdict(list)
+        pieces: dict[Key, list[_Contribution]] = defaultdict(list)
         for kind, records in self._wanted(inventories, links).items():
             for name, (sliced, link) in links.items():
                 if kind != WEIGHT != link.key.kind:
-                    continue  # the optimizer moves weights alone
+                    continue  # only weights have masters and moments
                 saved = records[name].saved
                 key = link.key if kind == WEIGHT else Key(link.key.name, kind)
-                pieces[key].append(_Piece(sliced, link, saved))
+                pieces[key].append(_Contribution(sliced, link, saved))
+        # In the order of stages, because only one stage is open at a time.
         by_stage = sorted(pieces.items(), key=lambda item: item[1][0].saved.stage)
-        self._pieces: Mapping[Key, list[_Piece]] = MappingProxyType(dict(by_stage))
+        self._pieces: Mapping[Key, list[_Contribution]] = MappingProxyType(dict(by_stage))
         self.shapes: Mapping[Key, tuple[int, ...]] = MappingProxyType(
             {key: pieces[0].link.shape for key, pieces in by_stage}
         )
@@ -189,7 +190,7 @@ class MegatronReader:
     def _wanted(
         self, inventories: Mapping[str, Inventory], links: Mapping[str, tuple[Sliced, Link]]
     ) -> Mapping[str, Inventory]:
-        """The tensors of each of our kinds: weights, which are masters where there are some, and moments."""
+        """The tensors to read, by our kinds: weights (masters where there are some) and moments."""
         in_use = inventories[IN_USE]
         if not self.options.with_optimizer:
             return {WEIGHT: in_use}
@@ -202,7 +203,7 @@ class MegatronReader:
             for name, (_, link) in links.items()
             if link.key.kind == WEIGHT
             and name not in inventories.get(kind, {})
-            # Weights that are not rounded are masters themselves.
+            # fp32 weights are their own masters.
             and (kind != WEIGHT or in_use[name].dtypes[0] not in (torch.float32, torch.float64))
         }
         further = kinds.keys() - {WEIGHT, *MOMENTS}
@@ -232,7 +233,7 @@ class MegatronReader:
         return kinds
 
     def _agreed_header(self) -> Header:
-        """The first rank's header, if all were saved after the same step and under the same version."""
+        """The first rank's header; raises unless all ranks have the same iteration and version."""
         folder, paths = self.files.folder, self.files.ranks
         headers = [self._stages.headers[path] for path in paths]
         for what in ("iteration", "version"):
@@ -251,8 +252,8 @@ class MegatronReader:
             )
         return headers[0]
 
-    def _check_ranks(self, arguments: Mapping[str, Any]) -> None:
-        """Refuse missing ranks: if the last rank's file is missing, there is no gap in what is there."""
+    def _check_ranks(self, arguments: Arguments) -> None:
+        """Refuse missing files by the sizes in the arguments; a missing last rank leaves no gap in names."""
         files = self.files
         if files.form in (Form.DISTRIBUTED, Form.UNIVERSAL):
             return

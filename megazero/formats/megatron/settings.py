@@ -1,4 +1,4 @@
-"""Megatron's arguments as our settings: the model's shape, and what we do not support."""
+"""Reads the model's settings from Megatron's arguments, and refuses those that megazero lacks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from megazero.config.fields import names_with
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.roles import Role
 from megazero.errors import CheckpointError
+from megazero.formats.megatron.dialects import UNSET, Arguments
 from megazero.formats.megatron.hybrid import hybrid_settings
-from megazero.formats.megatron.latent import UNSET, latent_settings
+from megazero.formats.megatron.latent import latent_settings
 from megazero.formats.pickles import PositionEmbedding
 
-Arguments = Mapping[str, Any]
-
-# Arguments that make Megatron compute what ours does not: name, values that are fine, what others mean.
+# Arguments for parts that megazero lacks: (name, values that are fine, the part that other values ask for).
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("moe_apply_probs_on_input", UNSET, "weights of experts before their MLPs"),
     ("moe_latent_size", UNSET, "experts of another width than the model"),
@@ -34,9 +33,9 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("mtp_hybrid_override_pattern", UNSET, "further tokens predicted by a hybrid"),
     ("heterogeneous_layers_config_path", UNSET, "layers of different shapes"),
 )
-# Settings that Megatron before Core has not, or has under other names.
+# Arguments that Megatron before Core lacks, or has under other names.
 _OF_CORE = (*names_with(Role.MEGATRON_CORE), "quick_geglu")
-# Of a gated activation: what is added to the gated values, and what bounds them.
+# Settings of a gated activation: the offset of its values, and their bound.
 GATED = ("glu_linear_offset", "activation_func_clamp_value")
 EXPERTS = names_with(Role.MEGATRON | Role.EXPERTS)
 _POSITIONS = MappingProxyType(
@@ -55,18 +54,18 @@ _SCALING = ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_sca
 _YARN = names_with(Role.YARN)
 _SAME_NAME = tuple(name for name in names_with(Role.MEGATRON) if name not in EXPERTS)
 COPIED = (*_SAME_NAME, *_SCALING, *_YARN)
-"""The settings that both sides call alike, but for those about experts."""
+"""The settings with the same name on both sides, except those of experts."""
 
 _NORMS = MappingProxyType({"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"})
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """A model as the arguments describe it.
+    """The settings of a model.
 
     Attributes:
-        model: its shape, without the vocabulary.
-        vocab_size: entries before padding, if the checkpoint says.
+        model: the model, without the vocabulary.
+        vocab_size: entries before padding; None if the arguments do not say.
     """
 
     model: ModelConfig
@@ -76,16 +75,16 @@ class ModelSettings:
 def read_settings(
     arguments: Arguments, *, family: Mapping[str, Any], core: bool, names: Collection[str] = ()
 ) -> ModelSettings:
-    """The model of a checkpoint.
+    """Read the settings of a checkpoint's model.
 
     Args:
         arguments: Megatron's arguments, by name.
-        family: the settings that the arguments do not tell, but the tensors do.
+        family: settings that follow from the tensors alone; see `family_settings`.
         core: whether it is a Megatron-Core model, for which some arguments mean something else.
-        names: Core's names of the tensors, which tell a hybrid whose arguments do not.
+        names: Core's names of the tensors, by which a hybrid is recognized too.
 
     Raises:
-        CheckpointError: arguments are missing, or make a model that we do not support; all such are listed.
+        CheckpointError: arguments are missing, or ask for a model that megazero lacks; all are listed.
     """
     wrong = [
         f"`{name}` is {arguments[name]!r} ({words})"
@@ -143,13 +142,13 @@ def read_settings(
         ) from error
 
 
-def _comparable(value: Any) -> Any:
+def _comparable(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
 def _heads(arguments: Arguments, core: bool) -> dict[str, Any]:
-    # Megatron-LM stores a number of groups, 1, even if it does not group, and one of channels even if
-    # latent attention has its own.
+    # Megatron-LM stores `num_query_groups` 1 even without groups, and `kv_channels` even with latent
+    # attention, which has sizes of its own.
     if arguments.get("multi_latent_attention"):
         return {"num_query_groups": None, "kv_channels": None}
     groups = arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
@@ -177,7 +176,7 @@ def _positions(arguments: Arguments, core: bool) -> dict[str, Any]:
     if latent and own:
         raise ValueError(f"`{min(own)}` is {own[min(own)]!r} with latent attention")
     if latent:
-        # It has a rotation of its own, and none is made for all layers.
+        # YaRN is then a setting of latent attention's own RoPE, in `latent`.
         kind = "rope" if kind == "yarn" else kind
         return {"position_embedding_type": kind, "rotary_base": base, **latent}
     return {
@@ -191,10 +190,10 @@ def _positions(arguments: Arguments, core: bool) -> dict[str, Any]:
 
 
 def _turned_otherwise(arguments: Arguments) -> dict[str, Any]:
-    """Pairs of neighbours, and layers that rotate nothing, where the arguments ask for them.
+    """Settings of interleaved RoPE and of layers without RoPE, if the arguments have them.
 
     Raises:
-        ValueError: layers are neither listed one by one, with a 1 for those, nor every N-th.
+        ValueError: `no_rope_freq` is neither a list with a 1 for layers without RoPE, nor an interval.
     """
     own: dict[str, Any] = {} if arguments.get("rotary_interleaved") in UNSET else {"rotary_interleaved": True}
     freq, layers = _comparable(arguments.get("no_rope_freq")), arguments.get("num_layers")
@@ -221,10 +220,8 @@ def _normalization(arguments: Arguments, core: bool) -> dict[str, Any]:
 
 
 def _activation(arguments: Arguments, core: bool) -> dict[str, Any]:
-    """Megatron's fused bias and GELU is the tanh form, its unfused GELU the exact one.
-
-    Its fused SwiGLU ignores the settings of gated activations.
-    """
+    # Megatron's fused bias and GELU compute the tanh form, its unfused GELU the erf form. Its fused SwiGLU
+    # ignores the settings of gated activations.
     gated = {name: arguments[name] for name in GATED if _comparable(arguments.get(name)) not in UNSET}
     named = ", ".join(f"`{name}` is {value!r}" for name, value in gated.items())
     overlapped = arguments.get("moe_shared_expert_intermediate_size") and arguments.get(
@@ -253,13 +250,13 @@ def _activation(arguments: Arguments, core: bool) -> dict[str, Any]:
 
 
 def with_grouped_mlp(arguments: Arguments) -> bool:
-    """Whether Core computes experts by its older `GroupedMLP`."""
+    """Whether Core computes experts with its older `GroupedMLP`."""
     legacy = arguments.get("moe_use_legacy_grouped_gemm") or arguments.get("transformer_impl") == "local"
     return bool(arguments.get("moe_grouped_gemm") and legacy)
 
 
 def _attention(arguments: Arguments, core: bool) -> dict[str, Any]:
-    """Both sides say these alike, but for a window of None, which is none whatever layers it is for."""
+    # Without a window, the layers that it is for mean nothing.
     fields: dict[str, Any] = {"softmax_type": arguments.get("softmax_type") or "vanilla"}
     window = arguments.get("window_size")
     if window in UNSET:
@@ -274,9 +271,9 @@ def _experts(arguments: Arguments, core: bool) -> dict[str, Any]:
     if isinstance(counts, (list, tuple)) and len(set(counts)) > 1:
         raise ValueError(f"`num_experts` is {counts!r} (layers with different numbers of experts)")
     fields = {name: arguments[name] for name in EXPERTS if arguments.get(name) is not None}
-    if fields.get("moe_layer_freq") == 1:  # what it is if it is not given
+    if fields.get("moe_layer_freq") == 1:  # the default, which megazero has as None
         del fields["moe_layer_freq"]
-    # Training's factor holds for evaluation too, where Megatron knows no other.
+    # Megatron has one capacity factor, for training and evaluation.
     capacity = fields.get("moe_expert_capacity_factor")
     one = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
     listed = {
@@ -286,8 +283,8 @@ def _experts(arguments: Arguments, core: bool) -> dict[str, Any]:
 
 
 def _vocab_size(arguments: Arguments) -> int | None:
-    """Megatron-LM stores it only if the tokenizer has no files."""
+    # Megatron-LM stores the size only of a tokenizer without files.
     size = arguments.get("vocab_size")
     if arguments.get("tokenizer_type") == "NullTokenizer" and isinstance(size, int):
-        return size + 1  # one for the end of a document
+        return size + 1  # with the end-of-document token
     return None

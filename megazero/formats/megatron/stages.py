@@ -1,4 +1,4 @@
-"""Opens the files of a checkpoint, one pipeline stage at a time."""
+"""Opens the files of a checkpoint of Megatron's ranks, one pipeline stage at a time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from megazero.errors import CheckpointError
-from megazero.formats.megatron.dialects import prefix_of_layer_file
+from megazero.formats.megatron.dialects import Arguments, prefix_of_layer_file
 from megazero.formats.megatron.folder import Files, Form
 from megazero.formats.megatron.hybrid import kind_by_kind
 from megazero.formats.megatron.rank_optimizer import DISTRIBUTED, parameters_of, read_states
 from megazero.formats.megatron.weights import Lazy, Load, Weights, experts_moved, one_by_one
 from megazero.formats.megatron.zero_files import check_masters, read_zero
-from megazero.formats.pickles import Inert, PositionEmbedding, load_pickle
+from megazero.formats.pickles import Inert, PositionEmbedding, Saved, load_pickle
 
 _MODEL = re.compile(r"model\d*")
 _DEEPEST = 16
@@ -36,12 +36,12 @@ class Header:
     Attributes:
         arguments: Megatron's arguments, or None.
         iteration: the iteration after which it was saved, or None.
-        version: the checkpoint's version; 0 if it does not say, as with the oldest.
+        version: the checkpoint's version; the oldest files have none, which is version 0.
         original_vocab_size: entries before padding, or None.
-        numbers: the numbers of the optimizer's groups, its loss scaler and its schedule, by name.
+        numbers: numbers in the optimizer's groups, loss scaler and schedule, by name.
     """
 
-    arguments: Mapping[str, Any] | None
+    arguments: Arguments | None
     iteration: int | None
     version: float
     original_vocab_size: int | None
@@ -49,7 +49,7 @@ class Header:
 
 
 class Opened(Protocol):
-    """The tensors of a checkpoint, by stage; see `Stages`."""
+    """An open checkpoint: its files, the headers of its rank files, and its tensors by pipeline stage."""
 
     files: Files
     headers: dict[Path, Header]
@@ -61,18 +61,18 @@ class Opened(Protocol):
 
 
 class Stages(Opened):
-    """The files of a checkpoint by stage. Those of the last stage asked for stay open.
+    """A checkpoint with a file for each rank or layer; the files of the stage that was read last stay open.
 
     Args:
         files: the files.
         inert: classes whose objects are not needed, by full name.
-        with_optimizer: whether masters and moments are opened too; their chunks are called ``exp_avg/model``.
+        with_optimizer: whether to open masters and moments too, in chunks with names like ``exp_avg/model``.
 
     Attributes:
         headers: the headers of the rank files that have been opened.
 
     Raises:
-        CheckpointError: in all methods: a file names something that may not be called, or has another
+        CheckpointError: in all methods: a file names a class or function that is not allowed, or has another
             structure; DamagedCheckpointError if it cannot be read.
     """
 
@@ -82,7 +82,7 @@ class Stages(Opened):
         self._inert = tuple(inert)
         self._with_optimizer = with_optimizer
         self._zero: dict[Path, Mapping[str, Lazy]] = {}
-        self._held: tuple[int, Mapping[str, tuple[Weights, ...]]] | None = None
+        self._opened: tuple[int, Mapping[str, tuple[Weights, ...]]] | None = None
         if files.form is Form.LAYERS:
             for path in files.ranks:
                 self._load(path)
@@ -90,30 +90,30 @@ class Stages(Opened):
             self._load(files.ranks[0])
             arguments = self.headers[files.ranks[0]].arguments or {}
             stages = arguments.get("pipeline_model_parallel_size")
-            # Without a pipeline, the second number of a folder is that of an expert-parallel rank.
+            # Without a pipeline, the second number in a folder's name is the expert-parallel rank.
             if stages == 1 and arguments.get("expert_model_parallel_size") == len(files.stages):
                 self.files = files.by_experts
 
     def close(self) -> None:
-        """Close the open files."""
-        self._held = None
+        """Close the files."""
+        self._opened = None
         self._zero.clear()
 
     def chunks(self, stage: int) -> Mapping[str, tuple[Weights, ...]]:
-        """The model chunks of a stage, by their names in its files, each with the weights of every rank."""
-        if self._held is None or self._held[0] != stage:
-            self._held = None  # close what is open before opening more
+        """See `Opened`."""
+        if self._opened is None or self._opened[0] != stage:
+            self._opened = None  # close the files of one stage before opening the next
             ranks = [self._weights(path) for path in self.files.stages[stage]]
             if any(rank.keys() != ranks[0].keys() for rank in ranks):
                 raise CheckpointError(
                     f"`{self.files.stages[stage][0]}` and its other ranks must hold the same model "
                     f"chunks, but hold {'; '.join(', '.join(rank) for rank in ranks)}; copy all files"
                 )
-            self._held = stage, {chunk: tuple(rank[chunk] for rank in ranks) for chunk in ranks[0]}
-        return self._held[1]
+            self._opened = stage, {chunk: tuple(rank[chunk] for rank in ranks) for chunk in ranks[0]}
+        return self._opened[1]
 
     def _weights(self, path: Path) -> dict[str, Weights]:
-        """The model chunks in a file, and its optimizer's, with the experts of all expert-parallel ranks."""
+        """The chunks of a rank's model and optimizer, with the experts of all expert-parallel ranks."""
         chunks = self._chunks(path)
         for number, other in enumerate(self.files.experts.get(path, ()), 1):
             for chunk, weights in self._chunks(other).items():
@@ -129,7 +129,7 @@ class Stages(Opened):
             zero = self._of_layer(path, prefix, names) if self._with_optimizer else {}
             return {"model": weights, **{f"{kind}/model": tensors for kind, tensors in zero.items()}}
         if self.files.form is Form.DEEPSPEED:
-            named: Mapping[str, Any] = {"model": loaded["module"]} if loaded.get("module") is not None else {}
+            named: Saved = {"model": loaded["module"]} if loaded.get("module") is not None else {}
         else:
             named = loaded
         whole = {name: content for name, content in named.items() if _MODEL.fullmatch(str(name))}
@@ -150,10 +150,8 @@ class Stages(Opened):
             for name, part in chunks.items()
         }
 
-    def _states(
-        self, path: Path, loaded: Mapping[str, Any], chunks: Mapping[str, Weights]
-    ) -> Mapping[str, Weights]:
-        """The state of a rank's optimizer, by kind and model chunk."""
+    def _states(self, path: Path, loaded: Saved, chunks: Mapping[str, Weights]) -> Mapping[str, Weights]:
+        """The state of a rank's optimizer, by ``kind/chunk``."""
         if self.files.form is Form.DEEPSPEED:
             zero = self._zero_of(path, loaded)
             check_masters(path, zero, chunks["model"])
@@ -166,37 +164,37 @@ class Stages(Opened):
         )
         return {f"{kind}/{chunk}": named for kind, of in states.items() for chunk, named in of.items()}
 
-    def _zero_of(self, path: Path, loaded: Mapping[str, Any]) -> Mapping[str, Lazy]:
-        """The state of a model-parallel rank under ZeRO; the header of its file then counts updates."""
+    def _zero_of(self, path: Path, loaded: Saved) -> Mapping[str, Lazy]:
+        """The state of a model-parallel rank under ZeRO; adds the counts of updates to its header."""
         shapes = loaded.get("param_shapes")
         zero = read_zero(path.parent, self.files.ranks.index(path), shapes, self._inert)
         self.headers[path] = replace(self.headers[path], numbers=numbers_in(zero.numbers))
         return zero.tensors
 
     def _of_layer(self, path: Path, prefix: str, weights: Weights) -> Mapping[str, Weights]:
-        """The state of a layer, which ZeRO calls by number, or by a word if several stages have it."""
+        """The state of a layer; ZeRO's names begin with the layer's number, or with ``tied_modules``."""
         (stage,) = (s for s in self.files.stages if path in s)
         rank, ranks = stage.index(path), self.files.tensor_ranks
         number = re.search(r"layer_0*(\d+)", path.name)
         states: dict[str, dict[str, Load]] = {}
-        for holder in self.files.ranks[rank::ranks]:
-            if holder not in self._zero:
-                self._zero[holder] = self._zero_of(holder, self._load(holder))
-            for kind, tensors in self._zero[holder].items():
+        for file in self.files.ranks[rank::ranks]:
+            if file not in self._zero:
+                self._zero[file] = self._zero_of(file, self._load(file))
+            for kind, tensors in self._zero[file].items():
                 for name, load in tensors.loads.items():
-                    place, _, plain = name.removeprefix("module.").partition(".")
-                    if place == "tied_modules":
-                        mine = "word_embeddings.weight" in weights
+                    module, _, plain = name.removeprefix("module.").partition(".")
+                    if module == "tied_modules":
+                        in_layer = "word_embeddings.weight" in weights
                         plain = plain.partition(".")[2]
                     else:
-                        mine = number is not None and place == number[1]
-                    if mine and plain in weights:
+                        in_layer = number is not None and module == number[1]
+                    if in_layer and plain in weights:
                         states.setdefault(kind, {}).setdefault(prefix + plain, load)
         joined = {kind: Lazy(of) for kind, of in states.items()}
         check_masters(path, joined, {prefix + name: tensor for name, tensor in weights.items()})
         return joined
 
-    def _load(self, path: Path) -> Mapping[str, Any]:
+    def _load(self, path: Path) -> Saved:
         loaded = load_pickle(path, self._inert)
         if not isinstance(loaded, Mapping):
             raise CheckpointError(f"`{path}` must hold a mapping, but holds a {type(loaded).__name__}")
@@ -206,17 +204,17 @@ class Stages(Opened):
 
 
 def read_header(path: Path, inert: Iterable[str] = ()) -> Header:
-    """The contents of a file besides weights.
+    """Read the header of a rank's file.
 
     Raises:
-        CheckpointError: it names something that may not be called; DamagedCheckpointError if it cannot be
-            read.
+        CheckpointError: the file names a class or function that is not allowed; DamagedCheckpointError if it
+            cannot be read.
     """
     loaded = load_pickle(path, inert)
     return _header(loaded if isinstance(loaded, Mapping) else {})
 
 
-def _header(loaded: Mapping[str, Any]) -> Header:
+def _header(loaded: Saved) -> Header:
     arguments = loaded.get("args")
     if isinstance(arguments, argparse.Namespace):
         arguments = vars(arguments)
@@ -235,7 +233,7 @@ def _header(loaded: Mapping[str, Any]) -> Header:
 
 
 def numbers_in(tree: Any) -> Mapping[str, Sequence[float]]:
-    """The numbers of an optimizer in nested mappings and lists, by name; no tensor is kept."""
+    """Collect the values of `_NUMBERS` in nested mappings and lists, by name, as plain numbers."""
     numbers: dict[str, list[float]] = defaultdict(list)
     for name, value in _named(tree):
         numbers[name].append(value)
@@ -256,7 +254,7 @@ def _named(tree: Any, depth: int = 0) -> Iterator[tuple[str, float]]:
 
 
 def _number(value: Any) -> float | None:
-    """A number, also if it is a tensor of one element."""
+    """The value as a number, which may be in a tensor of one element; None for others."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     plain = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -264,14 +262,14 @@ def _number(value: Any) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """A value that can be compared and printed; anything else becomes inert."""
+    """Return values that can be compared and printed; replace all others by `Inert`."""
     if isinstance(value, (list, tuple)):
         return tuple(_plain(item) for item in value)
     return value if isinstance(value, (bool, int, float, str, PositionEmbedding, type(None))) else Inert()
 
 
 def flatten(path: Path, tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in nested mappings, by their names joined with dots. Whatever is not a tensor is left out.
+    """The tensors in nested mappings, with names joined by dots; other values are left out.
 
     Raises:
         CheckpointError: a name is not a string, mappings are nested too deeply, or a tensor is not dense.

@@ -1,6 +1,7 @@
-"""The universal checkpoints of Megatron-DeepSpeed, as the only stage of an only rank.
+"""Universal checkpoints of Megatron-DeepSpeed, seen as one stage on one rank.
 
-Beside the folder of parameters lie the ranks' files ``mp_rank_MM_model_states.pt``, as they were.
+Beside the folder of parameters are the ranks' files ``mp_rank_MM_model_states.pt`` of the original
+checkpoint.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ _FIRST_LAYER = ".layers.0."
 
 
 class UniversalStages(Opened):
-    """The tensors of a universal checkpoint as those of one stage on one rank, read when they are asked for.
+    """The tensors of a universal checkpoint, each read on access.
 
     Args:
         files: the files.
         inert: classes whose objects are not needed, by full name.
 
     Attributes:
-        headers: the headers of the ranks' files; the first counts the updates.
+        headers: the headers of the ranks' files; the first has the counts of updates.
         inventories: kind -> the tensors of this kind, by Core's names.
 
     Raises:
-        CheckpointError: tensors were joined otherwise than as wholes.
+        CheckpointError: DeepSpeed's converter joined a tensor in the wrong order.
         DamagedCheckpointError: a file cannot be read.
     """
 
@@ -85,7 +86,7 @@ class UniversalStages(Opened):
         """Keep no file open."""
 
     def chunks(self, stage: int) -> Mapping[str, tuple[Weights, ...]]:
-        """The only model chunk, with the only rank's tensors."""
+        """The only model chunk, of the only rank."""
         return {"model": (Lazy(self._tensors),)}
 
 
@@ -96,7 +97,7 @@ def _tensor(path: Path, load: Open) -> Tensor:
 
 
 def _whole_names(names: Iterable[str]) -> dict[str, str]:
-    """Parameters' names in a whole model; a pipeline has those of their modules, by number."""
+    """Name of a parameter -> its name in a whole model; a pipeline's names begin with the module's number."""
     whole: dict[str, str] = {}
     modules: dict[int, dict[str, str]] = defaultdict(dict)
     for name in names:
@@ -117,10 +118,12 @@ def _whole_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _check_joined(folder: Path, name: str, file: ParameterFile, header: Header) -> None:
-    """Refuse tensors of several ranks that were put one behind the other though they consist of parts.
+    """Refuse fused tensors (gate and value; q, k and v) whose ranks' slices were simply concatenated.
+
+    Each rank's slice has a part of every fused matrix, so the parts are then interleaved by rank.
 
     Raises:
-        CheckpointError: see above.
+        CheckpointError: the tensor is such a one.
     """
     arguments = header.arguments or {}
     if arguments.get("tensor_model_parallel_size", 1) in (None, 1):

@@ -1,28 +1,27 @@
-"""The tensors of a checkpoint by their names there, at hand or read when asked for; forms of experts."""
+"""Tensors of a checkpoint by their names there, loaded or lazy; and the forms in which experts are stored."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from torch import Tensor
 
 from megazero.errors import CheckpointError
-from megazero.formats.megatron.dialects import EXPERT
+from megazero.formats.megatron.dialects import EXPERT, Arguments
 
 Weights = Mapping[str, Tensor]
-"""The tensors of one model chunk on one rank, by their names there."""
+"""The tensors of one model chunk on one rank, by their names in the file."""
 
 Load = Callable[[], Tensor]
-"""Read or join one tensor."""
+"""Reads or joins one tensor."""
 
 _NUMBERED = re.compile(r"(.*mlp\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d+)")
 _TOGETHER = re.compile(r"(.*mlp\.experts\.)weight([12])")
 
 
 class Lazy(Mapping[str, Tensor]):
-    """Tensors by name, each loaded anew when it is asked for."""
+    """Tensors by name, each loaded anew on every access."""
 
     def __init__(self, loads: Mapping[str, Load]):
         self.loads = loads
@@ -37,16 +36,15 @@ class Lazy(Mapping[str, Tensor]):
         return len(self.loads)
 
 
-def one_by_one(weights: Weights, arguments: Mapping[str, Any]) -> Weights:
-    """The same weights with a tensor for each of a rank's experts, as Megatron-Core's `SequentialMLP` has.
+def one_by_one(weights: Weights, arguments: Arguments) -> Weights:
+    """Bring experts into the form of Megatron-Core's `SequentialMLP`, which has tensors for each expert.
 
-    Args:
-        weights: the tensors; `TEGroupedMLP` has the expert's number at the end of its name, `GroupedMLP` all
-            of a rank in one, [h, x m] for the first matrix and [x m, h] for the second, transposed.
-        arguments: Megatron's arguments.
+    `TEGroupedMLP` has the expert's number at the end of the name. `GroupedMLP` has all experts of a rank in
+    one tensor, transposed: [hidden, experts x width] for the first matrix, [experts x width, hidden] for the
+    second.
 
     Raises:
-        CheckpointError: the arguments do not say how many experts a rank has.
+        CheckpointError: the arguments do not give the number of a rank's experts.
     """
     out: dict[str, Tensor] = {}
     for name, tensor in weights.items():
@@ -69,7 +67,7 @@ def one_by_one(weights: Weights, arguments: Mapping[str, Any]) -> Weights:
 
 
 def experts_moved(weights: Weights, rank: int) -> Iterator[tuple[str, Tensor]]:
-    """The experts of an expert-parallel rank, by the numbers that they have among those of all ranks."""
+    """The tensors of an expert-parallel rank's experts, renumbered among the experts of all ranks."""
     own = [(match, tensor) for name, tensor in weights.items() if (match := EXPERT.fullmatch(name))]
     count = 1 + max((int(match[2]) for match, _ in own), default=-1)
     for match, tensor in own:

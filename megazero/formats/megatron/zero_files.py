@@ -1,7 +1,7 @@
-"""Masters and moments in the files that DeepSpeed's ZeRO (stages 1 and 2) and its bf16 optimizer write.
+"""Masters and moments in the files of DeepSpeed's ZeRO (stages 1 and 2) and of its bf16 optimizer.
 
-Each data-parallel rank's file has its part of one flat vector of each group of parameters; the model's file
-names them, in order::
+Each data-parallel rank's file has its slice of one flat vector for each parameter group; the model file names
+the parameters in order::
 
     global_step100/[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt     D: data-parallel rank
     global_step100/mp_rank_MM_model_states.pt                          MM: stage x tensor ranks + tensor rank
@@ -25,30 +25,31 @@ from megazero.formats.deepspeed.vectors import Scale
 from megazero.formats.megatron.dialects import core_name
 from megazero.formats.megatron.rank_optimizer import MOMENTS
 from megazero.formats.megatron.weights import Lazy
-from megazero.formats.pickles import KEPT, Kept, load_pickle, parsed
+from megazero.formats.pickles import KEPT, Kept, Saved, load_pickle, parsed
 
 _HELD = frozenset({"base_optimizer_state", "single_partition_of_fp32_groups"})
 
 
 @dataclass(frozen=True)
 class ZeroStates:
-    """The state of a model-parallel rank: kind -> name -> tensor; and its counts and loss scale."""
+    """The state of a model-parallel rank: kind -> name -> tensor, and its counts and loss scale by name."""
 
     tensors: Mapping[str, Lazy]
-    numbers: Mapping[str, Any]
+    numbers: Saved
 
 
 def read_zero(folder: Path, rank: int, shapes: Any, inert: Sequence[str] = ()) -> ZeroStates:
     """Read the state of a model-parallel rank's optimizer.
 
     Args:
-        folder: the checkpoint's.
+        folder: the checkpoint's folder.
         rank: the model-parallel rank.
-        shapes: `param_shapes` of its file of the model.
+        shapes: `param_shapes` of its model file.
         inert: classes whose objects are not needed, by full name.
 
     Raises:
-        CheckpointError: there is none, a data-parallel rank's is missing, or it is of another kind.
+        CheckpointError: there is no state, a data-parallel rank's file is missing, or the optimizer is of
+            another kind.
     """
     every = find_files(folder)
     files = {data: path for (of, data), path in (every.optimizer if every else {}).items() if of == rank}
@@ -76,10 +77,10 @@ def read_zero(folder: Path, rank: int, shapes: Any, inert: Sequence[str] = ()) -
 def check_masters(
     path: Path, states: Mapping[str, Mapping[str, Tensor]], weights: Mapping[str, Tensor]
 ) -> None:
-    """Check that masters, rounded, are the weights that are called alike by Core.
+    """Check that masters, rounded, equal the weights with the same names of Core's.
 
     Raises:
-        CheckpointError: one is not, so that the vectors are cut otherwise than their names say.
+        CheckpointError: one differs, so the vectors were not cut as `param_shapes` says.
     """
     named = {core_name(name): tensor for name, tensor in weights.items()}
     for name, master in states.get(WEIGHT, {}).items():
@@ -93,7 +94,7 @@ def check_masters(
             )
 
 
-def _load(path: Path, inert: Sequence[str]) -> Mapping[str, Any]:
+def _load(path: Path, inert: Sequence[str]) -> Saved:
     loaded = load_pickle(path, inert, KEPT)
     saved = loaded.get("optimizer_state_dict") if isinstance(loaded, Mapping) else None
     if not isinstance(saved, Mapping) or not saved.keys() >= _HELD:
@@ -104,7 +105,7 @@ def _load(path: Path, inert: Sequence[str]) -> Mapping[str, Any]:
     return saved
 
 
-def _check_ranks(folder: Path, ranks: Sequence[int], saved: Sequence[Mapping[str, Any]], groups: int) -> None:
+def _check_ranks(folder: Path, ranks: Sequence[int], saved: Sequence[Saved], groups: int) -> None:
     counts = saved[0].get("partition_count")
     counts = set(counts) if isinstance(counts, (list, tuple)) else {counts}
     if counts != {len(ranks)} or list(ranks) != list(range(len(ranks))):
@@ -118,8 +119,8 @@ def _check_ranks(folder: Path, ranks: Sequence[int], saved: Sequence[Mapping[str
         )
 
 
-def counts_of(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The counts of updates, and the loss scale, by the names that Megatron-LM has for it."""
+def counts_of(saved: Saved) -> Saved:
+    """The counts of updates, and the loss scale by Megatron-LM's names."""
     base = saved["base_optimizer_state"]
     numbers: dict[str, Any] = {"optimizer": {"base": base, "step": saved.get("base_optimizer_state_step")}}
     scaler = saved.get("loss_scaler")

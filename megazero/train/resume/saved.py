@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from megazero.checkpoint.described import check_saved_model
-from megazero.checkpoint.directory import Share
+from megazero.checkpoint.directory import ReaderRank
 from megazero.checkpoint.folder import Candidates, candidates
 from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.manifest import STATE
@@ -157,7 +157,7 @@ class Checkpoint(CheckpointReader):
 
         def work() -> None:
             how, state = Verify(verify), (states or {}).get(folder)
-            here.append(cls(folder, verify=how, share=Share.of(context), state=state))
+            here.append(cls(folder, verify=how, rank=ReaderRank.of(context), state=state))
 
         together(context, work, f"open {folder}")
         return here[0]

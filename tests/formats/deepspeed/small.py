@@ -12,7 +12,7 @@ WORDS, WIDTH = 7, 5
 
 
 class Small(nn.Module):
-    """Odd sizes, a tied head, a frozen layer, a buffer that training changes and one that is not kept."""
+    """A model with odd sizes, a tied head, a frozen layer, a buffer that changes and one not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Small(nn.Module):
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Two parameter groups: matrices decay, the rest does not."""
+    """Two parameter groups: matrices with weight decay, the rest without."""
     params = [param for param in model.parameters() if param.requires_grad]
     return [
         {"params": [param for param in params if param.dim() > 1]},
@@ -42,6 +42,6 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def small_batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Words and labels of one micro-batch of a rank."""
+    """Tokens and labels of one micro-batch of a rank."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return tuple(torch.randint(0, WORDS, (2, 2), generator=generator))

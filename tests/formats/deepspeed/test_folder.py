@@ -57,12 +57,12 @@ HALVES = {
 
 
 def half_of(run: str) -> str | None:
-    """The run's type of weights; None for fp32."""
+    """The dtype of a run's weights; None for fp32."""
     return HALVES.get(run) or next((half for half in ("fp16", "bf16") if half in run), None)
 
 
 def config(run: str, stage: int = 1) -> dict:
-    """A JSON with the optimizer of a run."""
+    """The DeepSpeed JSON of a run."""
     half = half_of(run)
     more = {half: {"enabled": True}} if half else {}
     optimizer = SGD if "sgd" in run else ADAMW
@@ -220,7 +220,7 @@ def test_old_names_are_read(runs, tmp_path):
 
 
 class Stranger:
-    """A class that no checkpoint may name."""
+    """A class that no pickle may name."""
 
 
 def test_a_class_that_is_not_known_is_refused_by_name_unless_it_is_trusted(runs, tmp_path, monkeypatch):
@@ -246,7 +246,7 @@ def test_layers_of_a_pipeline_have_their_numbers(runs, tmp_path):
 
 
 def _plain(path: Path) -> dict:
-    """Its content, but for what is not plain, and not mapped."""
+    """The plain values of a file's content, not memory-mapped."""
     content = {k: v for k, v in load_states(path).items() if k not in ("args", "ds_config")}
     return clone_tensors_for_torch_save(content)
 

@@ -15,12 +15,12 @@ from tests.formats.hf.samples import GPT2, LLAMA, VOCAB
 
 @dataclass(frozen=True)
 class Sample:
-    """A model of transformers, and ours.
+    """A model of transformers, and the same model in megazero.
 
     Attributes:
-        name: what its two classes begin with, as in ``Qwen3Config`` and ``Qwen3ForCausalLM``.
-        theirs: arguments of the configuration.
-        ours: the model.
+        name: the beginning of its classes' names, as in ``Qwen3Config`` and ``Qwen3ForCausalLM``.
+        theirs: the arguments of the configuration.
+        ours: the model's settings.
         config: the name of the configuration's class, if it begins otherwise.
     """
 
@@ -30,7 +30,7 @@ class Sample:
     config: str | None = None
 
     def build(self) -> nn.Module:
-        """transformers' model with random weights everywhere, also where initial ones are ones and zeros."""
+        """transformers' model with random weights, also where its initial weights are ones or zeros."""
         import transformers
 
         config = getattr(transformers, self.config or f"{self.name}Config")(

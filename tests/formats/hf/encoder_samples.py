@@ -59,7 +59,7 @@ TYPES_TABLE = "bert.embeddings.token_type_embeddings.weight"
 
 
 def random_input() -> tuple[Tensor, Tensor]:
-    """Tokens and types [3, 31] of samples of these lengths; what pads them is no sample's."""
+    """Tokens and token types [3, 31] of samples of these lengths, padded."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(VOCAB, (len(LENGTHS), 31), generator=generator)
     real = torch.arange(31) < torch.tensor(LENGTHS)[:, None]
@@ -67,7 +67,7 @@ def random_input() -> tuple[Tensor, Tensor]:
 
 
 def batch_of(tokens: Tensor, types: Tensor, lengths: Sequence[int]) -> BertBatch:
-    """The batch in which every real token is masked, so that the head answers for each."""
+    """A batch in which every real token is masked, so that the head has an output for each."""
     count, width = tokens.shape
     real = np.arange(width) < np.array(lengths)[:, None]
     arrays = {
@@ -84,7 +84,7 @@ def batch_of(tokens: Tensor, types: Tensor, lengths: Sequence[int]) -> BertBatch
 def outputs_of(
     source: Source, model: ModelConfig, tp: int = 1, padded: int = VOCAB
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits of both heads on `tp` ranks: [real tokens, vocabulary], [samples, 2] or None."""
+    """megazero's logits of both heads on `tp` ranks: [real tokens, vocabulary], [samples, 2] or None."""
     world, batch = ThreadWorld(tp), batch_of(*random_input(), LENGTHS)
 
     def work(rank: int) -> tuple[Tensor, Tensor | None]:
@@ -99,7 +99,7 @@ def outputs_of(
 
 
 def their_outputs(theirs: torch.nn.Module) -> tuple[Tensor, Tensor | None]:
-    """The same of a model of transformers."""
+    """transformers' logits, in the shapes of `outputs_of`."""
     tokens, types = random_input()
     real = torch.arange(31) < torch.tensor(LENGTHS)[:, None]
     with torch.no_grad():
@@ -109,7 +109,7 @@ def their_outputs(theirs: torch.nn.Module) -> tuple[Tensor, Tensor | None]:
 
 
 def assert_same_outputs(found, expected) -> None:
-    """Equal to 1e-5, and neither dead nor saturated."""
+    """Assert that outputs are equal to 1e-5, and neither constant nor saturated."""
     torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=0)
     assert 0.2 < expected[0].std() < 30
     assert (found[1] is None) == (expected[1] is None)
@@ -119,5 +119,5 @@ def assert_same_outputs(found, expected) -> None:
 
 
 def bert_folder(folder: Path, model: ModelConfig, config: Mapping, **changed: Tensor) -> Path:
-    """A folder of transformers with this model's random weights, some of them changed."""
+    """Write a folder of transformers with random weights, some of them changed."""
     return write_folder(folder, config, {**their_tensors(model), **changed})

@@ -45,7 +45,7 @@ _HALVES = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
 
 
 def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same weights as transformers 5 holds them in memory, by the names that they have there."""
+    """Weights in the form and with the names that transformers 5 has in memory."""
     out, experts = {}, {}
     for name, tensor in tensors.items():
         found = re.fullmatch(

@@ -7,10 +7,11 @@ from megazero.config.tree.model import ModelConfig
 
 
 def model_flags(model: ModelConfig) -> list[str]:
-    """The flags of the pretraining script that make this model: all whose values differ from the defaults.
+    """The pretraining script's flags for a model: all settings that differ from their defaults.
 
-    The default of the activation depends on whether there are biases, so it is named where there are none;
-    those of experts on whose flags a line has, so one of Megatron-LM's stands beside `--expert-interval`.
+    The activation's default depends on biases, so it is given where there are none. Defaults of experts
+    depend on whether the line is Megatron-LM's or Megatron-DeepSpeed's, so a flag of Megatron-LM's is given
+    beside `--expert-interval`.
     """
     named: set[str] = set() if model.add_bias_linear else {"activation"}
     named |= {"moe_router_topk"} if model.expert_interval is not None else set()

@@ -95,7 +95,7 @@ MODELS: Mapping[str, ModelConfig] = {
 
 
 class MemorySource:
-    """Tensors of ours by name, as a `Source` that remembers the most elements it was asked for at once."""
+    """Tensors by name, as a `Source` that records the most elements requested at once."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         self.tensors = {Key(name): tensor for name, tensor in tensors.items()}
@@ -113,7 +113,7 @@ class MemorySource:
 
 
 def random_weights(model: ModelConfig, vocab_size: int = VOCAB) -> MemorySource:
-    """Of all tensors that the architecture has, also where initial weights are ones and zeros."""
+    """Random tensors for an architecture, also where its initial weights are ones or zeros."""
     generator = torch.Generator().manual_seed(7)
     table = Table.of(architecture_of(model).rules, model_spec(model), vocab_size)
     return MemorySource(
@@ -125,13 +125,13 @@ def random_weights(model: ModelConfig, vocab_size: int = VOCAB) -> MemorySource:
 
 
 def config_for(model: ModelConfig, **changed: Any) -> dict[str, Any]:
-    """Its ``config.json``."""
+    """The ``config.json`` of a model."""
     config = config_of(architecture_of(model), model, VOCAB, TokenIds(1, 2), "float32")
     return {**config, **changed}
 
 
 def their_tensors(model: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Random weights under their names, written out through the rules one by one."""
+    """transformers' tensors for these weights, made by applying each rule literally."""
     source = random_weights(model)
     out = {}
     for link in Table.of(architecture_of(model).rules, model_spec(model), VOCAB).links:
@@ -142,7 +142,7 @@ def their_tensors(model: ModelConfig, dtype: torch.dtype = torch.float32) -> dic
 
 
 def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
-    """As `save_pretrained` writes a small model."""
+    """Write a small model as `save_pretrained` does."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(dict(tensors), folder / "model.safetensors", {"format": "pt"})
@@ -158,7 +158,7 @@ def parameter_specs(model: ModelConfig, vocab_size: int = VOCAB) -> dict[str, tu
 
 
 def logits_of(source: Source, model: ModelConfig, tokens: Tensor, tp: int = 1, padded: int = VOCAB) -> Tensor:
-    """What our model computes with a source's weights on `tp` ranks: [b, s, vocabulary]."""
+    """Logits [b, s, vocabulary] of megazero's model with a source's weights on `tp` ranks."""
     world = ThreadWorld(tp)
 
     def work(rank: int) -> Tensor:
@@ -173,7 +173,7 @@ def logits_of(source: Source, model: ModelConfig, tokens: Tensor, tp: int = 1, p
 
 
 def choice_biases(gpt: GPT, model: ModelConfig) -> list[Part]:
-    """The biases of experts in their choice, made for each router."""
+    """Expert biases for each router."""
     routers = [module for module in gpt.modules() if isinstance(module, Router)]
     for router in routers if model.moe_router_enable_expert_bias else ():
         router.bias = torch.zeros(router.experts)

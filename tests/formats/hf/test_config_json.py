@@ -47,7 +47,7 @@ def test_the_config_is_what_transformers_makes_of_the_same_model(name):
 
 
 def test_a_config_of_transformers_describes_the_same_model():
-    """As `save_pretrained` of versions 4 and 5 writes it, defaults left out."""
+    """The files are those of `save_pretrained` in versions 4 and 5, without defaults."""
     five = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 64,

@@ -84,7 +84,7 @@ def test_a_converted_checkpoint_says_which_model_it_is(tmp_path):
 def save_as_trained(
     folder: Path, model: ModelConfig, tokenizer: TokenizerConfig, weights=None, **facts
 ) -> Path:
-    """A checkpoint with the facts of a training run, of these weights or random ones."""
+    """Write a checkpoint as a training run does, with these weights or random ones."""
     weights = weights or random_weights(model).tensors
     saved = {
         "kind": "pretraining",
@@ -165,7 +165,7 @@ def bpe(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory) -> dict[str, str]:
-    """SentencePiece models: Llama's kind, and two that are not."""
+    """SentencePiece models: one like Llama's, and two others."""
     import sentencepiece
 
     folder = tmp_path_factory.mktemp("pieces")
@@ -344,7 +344,7 @@ def test_flags_without_sense_exit_2(flags, message, tmp_path, capsys):
 
 @pytest.mark.parametrize("way", ["to", "from"])
 def test_a_script_runs_the_command_from_where_the_user_is(way, tmp_path):
-    """With a `python` that only says how it was called."""
+    """`python` is replaced by a script that prints its arguments."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$PWD" "$PYTHONPATH" "$@"\n')
     (tmp_path / "bin" / "python").chmod(0o755)

@@ -167,7 +167,7 @@ def test_configs_of_other_models_are_refused(name, changed, message):
 
 @over_table("scale", [1.5, 2.0, 1e200, 1e-200])
 def test_any_scale_of_the_scores_is_refused_with_reasons(scale):
-    """Each row is asked, and Gemma's once divided by the rounded inverse of the square, 0."""
+    """Every architecture is tried; Gemma's once divided by 0, the rounded inverse of a scale's square."""
     with pytest.raises(CheckpointError, match=r"`softmax_scale` must be 1 / sqrt\(a whole number\)"):
         architecture_of(SAMPLES["gemma2"].ours.model_copy(update={"softmax_scale": scale}))
     with pytest.raises(CheckpointError, match="`softmax_scale` must be None, but is "):
@@ -191,7 +191,7 @@ def test_own_code_of_older_folders_and_another_name_of_gelu_are_read():
 
 
 def test_gpt_oss_without_yarn_says_so_to_version_4_too():
-    """It assumes YaRN where `rope_scaling` is missing."""
+    """Version 4 assumes YaRN if `rope_scaling` is missing."""
     model = SAMPLES["gpt-oss"].ours.model_copy(update={"position_embedding_type": "rope"})
     config = config_of(named("gpt-oss"), model, VOCAB, TokenIds(1, 2), "float32")
     assert config["rope_scaling"] == {"rope_type": "default"}
@@ -251,7 +251,7 @@ def weights_of(model: ModelConfig, architecture: Architecture) -> MemorySource:
 
 
 def test_the_class_may_be_named(tmp_path, capsys):
-    """What Phi-3 can express is Mistral as well, which comes first."""
+    """Mistral, which is tried first, can express whatever Phi-3 can."""
     model = SAMPLES["phi3"].ours
     assert architecture_of(model).name == "MistralForCausalLM"
     source = weights_of(model, named("phi3"))
@@ -281,7 +281,7 @@ def test_biases_of_the_choice_are_zeros_where_a_checkpoint_has_none(tmp_path):
 
 
 def test_biases_of_the_choice_stay_fp32(tmp_path):
-    """Rounded to bf16, they once chose other experts than here; transformers keeps them in fp32 too."""
+    """Rounded to bf16, they once changed the chosen experts; transformers keeps them in fp32 too."""
     sample, key = SAMPLES["deepseek-v3"], Key("layers.1.mlp.router.bias", ROUTER)
     source = weights_of(sample.ours, named("deepseek-v3"))
     source.tensors[key] = torch.tensor([1.0, 1.0009765625, 0.99951171875, 0.1, 0.2, 0.3, 0.4, 0.5])
@@ -301,7 +301,7 @@ def test_biases_of_the_choice_stay_fp32(tmp_path):
 
 
 def test_a_layer_for_further_tokens_is_left_out_with_a_remark(tmp_path):
-    """transformers ignores it too; another layer too many is still refused."""
+    """transformers drops the layer too; any other surplus layer is still refused."""
     sample = SAMPLES["deepseek-v3"]
     write_hf(weights_of(sample.ours, named("deepseek-v3")), sample.ours, VOCAB, tmp_path / "hf")
     tensors, layers = loaded(tmp_path / "hf"), sample.ours.num_layers

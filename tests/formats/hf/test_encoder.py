@@ -122,7 +122,7 @@ def test_norms_of_the_original_are_ours_moved_on_by_one():
 
 
 def test_a_table_of_zeros_stands_for_no_token_types(tmp_path):
-    """Written so, read so, and written again with the same bits."""
+    """Zeros are written and read as none, and a second export has the same bits."""
     weights = random_weights(WITHOUT_TYPES)
     write_hf(weights, WITHOUT_TYPES, VOCAB, tmp_path / "out", extras=EXTRAS)
     tensors = loaded(tmp_path / "out")
@@ -151,7 +151,7 @@ def test_a_missing_table_of_token_types_is_named(tmp_path):
 
 @pytest.mark.parametrize("model", [MEGATRON_BERT, ORIGINAL], ids=["megatron", "bert"])
 def test_the_class_without_the_binary_head_may_hold_it(model, tmp_path):
-    """As Google's own files do, which also have old names, buffers, and copies of what is tied."""
+    """Google's own files do, and also have old names, buffers, and copies of tied tensors."""
     tensors = their_tensors(model)
     tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
     tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
@@ -296,7 +296,7 @@ def test_an_approximation_of_what_is_exact_is_refused(model, tmp_path):
 
 
 def test_the_padded_vocabulary_of_the_hub_keeps_its_size(tmp_path):
-    """Megatron's models there have 29,056 or 30,592 rows, multiples of 128, all of which belong to them."""
+    """Megatron's models there have 29,056 or 30,592 rows, multiples of 128, which all are entries."""
     model = MEGATRON_BERT.model_copy(update={"num_layers": 1, "hidden_size": 12, "num_attention_heads": 2})
     source = random_weights(model, 29056)
     write_hf(source, model, 29056, tmp_path / "out", extras=EXTRAS)

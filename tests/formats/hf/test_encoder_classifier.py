@@ -69,7 +69,7 @@ CHOICES = 3
 
 
 def batch_of(model: ModelConfig):
-    """One sample for each row, or one of as many choices as there are rows."""
+    """A batch with one sample for each row, or with one sample whose choices are the rows."""
     tokens, types = (each.numpy() for each in random_input())
     shape = (1, CHOICES, -1) if model.num_classes == 1 else (CHOICES, 1, -1)
     if not model.has_token_types:
@@ -82,7 +82,7 @@ def batch_of(model: ModelConfig):
 
 
 def scores_of(source, model: ModelConfig, tp: int = 1) -> torch.Tensor:
-    """What ours computes for a padded batch: [samples, classes or choices]."""
+    """megazero's scores of a padded batch: [samples, classes or choices]."""
     world, batch = ThreadWorld(tp), batch_of(model)
 
     def work(rank: int) -> torch.Tensor:
@@ -98,7 +98,7 @@ def scores_of(source, model: ModelConfig, tp: int = 1) -> torch.Tensor:
 
 
 def their_scores(theirs: torch.nn.Module, model: ModelConfig) -> torch.Tensor:
-    """The same of a model of transformers."""
+    """transformers' scores, in the shape of `scores_of`."""
     tokens, types = random_input()
     mask = (torch.arange(31) < torch.tensor(LENGTHS)[:, None]).long()
     inputs = {"input_ids": tokens, "attention_mask": mask, "token_type_ids": types}
@@ -109,7 +109,7 @@ def their_scores(theirs: torch.nn.Module, model: ModelConfig) -> torch.Tensor:
 
 
 def assert_same_scores(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal to 1e-5, and not alike for all."""
+    """Assert that scores are equal to 1e-5, and differ between samples."""
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     assert 0.02 < expected.std() < 30
 
@@ -243,7 +243,7 @@ def test_what_ours_has_not_is_refused_by_field(changed, message, tmp_path):
 
 
 def test_two_classes_need_no_names(tmp_path):
-    """transformers leaves out what it takes by default."""
+    """transformers does not write its default names."""
     model = CLASSIFIERS["bert-tanh"]
     config = config_for(model, problem_type=None)
     del config["id2label"], config["label2id"]

@@ -44,7 +44,7 @@ def test_files_of_transformers_have_the_names_and_shapes_of_the_table(name, tmp_
 
 
 def routed(model: torch.nn.Module, margin: float = 0.02) -> torch.nn.Module:
-    """Random weights everywhere, such that no choice for `TOKENS` hangs on a rounding error."""
+    """Random weights with which no choice of experts for `TOKENS` depends on a rounding error."""
     for seed in range(50):
         torch.manual_seed(seed)
         for name, parameter in model.named_parameters():

@@ -48,7 +48,7 @@ def table_of(model: ModelConfig) -> Table:
 
 
 def test_a_name_with_a_number_of_an_expert_is_one_tensor_for_each():
-    """Ours [x, 2, m, h] = [3, 2, 1, 2]; theirs is [m, h] = [1, 2] for each of the six."""
+    """Our tensor is [x, 2, m, h] = [3, 2, 1, 2]; each of their six is [m, h] = [1, 2]."""
     model = MIXTRAL.model_copy(update={"num_layers": 1, "hidden_size": 2, "ffn_hidden_size": 1})
     rule = TensorRule("{i}.up", "x 2 m h", "experts.{x}.w3", "(x 2 m) h", ("2", slice(1, 2)))
     links = Table.of([rule], model_spec(model), 5).links
@@ -124,7 +124,7 @@ def test_there_and_back_is_bit_equal(name, dtype, tmp_path):
 
 @over_table("name", ["mixtral", "qwen2-moe", "qwen2-moe-here-and-there"])
 def test_experts_may_be_stacked_in_the_file(name, tmp_path):
-    """As a state that was saved without `save_pretrained` has them."""
+    """A state that was saved without `save_pretrained` has them so."""
     one_by_one = their_tensors(MODELS[name])
     tensors = stacked(one_by_one)
     assert tensors.keys() - one_by_one.keys() >= {
@@ -276,7 +276,7 @@ def test_what_ours_has_not_is_refused_by_field(model, changed, message, tmp_path
 
 
 def test_a_window_that_is_not_used_does_not_matter():
-    """As the first Qwen2-MoE has it."""
+    """The first Qwen2-MoE has such a field."""
     config = config_for(QWEN2_MOE, sliding_window=32768, use_sliding_window=False, max_window_layers=21)
     assert differences(model_of(architecture_of(QWEN2_MOE), config), QWEN2_MOE) == []
 
@@ -344,7 +344,7 @@ def test_the_flags_that_are_printed_make_the_model(name):
 
 
 def test_the_flags_that_are_printed_are_no_line_of_megatron_deepspeeds():
-    """`--expert-interval` alone would have Megatron-DeepSpeed's defaults beside it."""
+    """With `--expert-interval` alone, the other settings would have Megatron-DeepSpeed's defaults."""
     shape = {"vocab_size": VOCAB, "num_experts": (4,), "moe_layer_freq": None, "expert_interval": 2}
     model = LLAMA.model_copy(update=shape)
     flags = [word for line in model_flags(model) for word in line.split()]

@@ -130,7 +130,7 @@ def test_the_flags_that_are_printed_make_the_model(name):
 
 
 def test_the_flags_of_a_model_without_attention_run_on_several_tensor_parallel_ranks():
-    """Its one head, which `--num-attention-heads` must say and no layer has, was to be cut in two."""
+    """`--num-attention-heads 1`, which no layer uses, was once refused as not divisible by two ranks."""
     model = model_of(named("mamba2"), config_for("mamba2")).model_copy(update={"vocab_size": VOCAB})
     flags = [word for line in model_flags(model) for word in line.split()]
     assert flags[flags.index("--num-attention-heads") + 1] == "1"
@@ -144,7 +144,7 @@ def test_the_flags_of_a_model_without_attention_run_on_several_tensor_parallel_r
 
 
 def test_a_hybrid_without_experts_says_nothing_of_them():
-    """Its `--moe-router-enable-expert-bias` once wrote that there are 0, which transformers refuses."""
+    """`--moe-router-enable-expert-bias` once made it write 0 experts, which transformers refuses."""
     model = SAMPLES["nemotron-h"].ours.model_copy(update={"moe_router_enable_expert_bias": True})
     config = config_of(architecture_of(model), model, VOCAB, TokenIds(), "float32")
     experts = {"n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group"}
@@ -254,7 +254,7 @@ def test_a_tensor_of_a_mixer_in_a_layer_of_another_kind_is_refused(tmp_path):
 
 
 def test_stacked_experts_without_gates_are_read(tmp_path):
-    """A state that was saved without transformers' help has them as version 5 holds them in memory."""
+    """A state that was saved without `save_pretrained` has the form of version 5 in memory."""
     model = SAMPLES["nemotron-h-experts"].ours
     source = weights_of(model, named("nemotron-h-experts"))
     write_hf(source, model, VOCAB, tmp_path)

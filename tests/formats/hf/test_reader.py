@@ -63,7 +63,7 @@ def test_what_transformers_saved_computes_the_same(name, tp, padded, tmp_path):
 @over_table("model", [MISTRAL, QWEN2], ids=["mistral", "qwen2"])
 @over_table("width", [30, 31, 32768])
 def test_a_window_is_one_if_it_hides_something(model, width, tmp_path):
-    """Qwen2's is often as wide as its positions, which the rule `window_within_positions` refuses as a flag.
+    """Qwen2's window is often as wide as its positions, which `window_within_positions` refuses as a flag.
 
     There are 31 positions. A window of 30 hides the first token from the last one alone.
     """
@@ -86,7 +86,7 @@ def test_a_window_is_one_if_it_hides_something(model, width, tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-biases"])
 def test_every_part_is_that_of_the_whole(name, tmp_path, monkeypatch):
-    """Random boxes of all tensors, some in memory of odd strides, read in small chunks."""
+    """Reads random boxes of all tensors in small chunks, some into strided memory."""
     monkeypatch.setattr("megazero.formats.hf.reader.CHUNK", 100)
     draw = random.Random(4)
     expected = random_weights(MODELS[name]).tensors
@@ -122,7 +122,7 @@ def test_dtypes_are_converted(stored, wanted, tmp_path):
 
 
 def test_only_what_is_needed_is_read(tmp_path, monkeypatch):
-    """The rows of one group's key, and no file is opened by mapping or read at once."""
+    """One group's key is read by its rows; no file is memory-mapped or read at once."""
     from megazero.checkpoint.blocks import BlockFile
 
     folder = write_folder(tmp_path, config_for(LLAMA), their_tensors(LLAMA))
@@ -141,7 +141,7 @@ def test_only_what_is_needed_is_read(tmp_path, monkeypatch):
 
 
 def test_a_bare_model_and_its_buffers_are_understood(tmp_path):
-    """As the first GPT-2 files are: no prefix, masks stored as tensors."""
+    """The first GPT-2 files have no prefix, and masks stored as tensors."""
     tensors = {name.removeprefix("transformer."): t for name, t in their_tensors(GPT2).items()}
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 31, 31)
     tensors["h.1.attn.masked_bias"] = torch.tensor(-1e4)
@@ -254,7 +254,7 @@ def test_an_index_names_files_beside_it(sharded, name):
     ("name", "shown"), [("n" * 300, "n" * 200), ("\ud800", r"\\ud800"), ("a\x1b[2J", r"a\\x1b\[2J")]
 )
 def test_an_index_may_name_what_no_file_can_be_called(sharded, name, shown):
-    """A name of 300 characters ended in a traceback: the system has an error of its own for it."""
+    """A name of 300 characters once ended in a traceback of ENAMETOOLONG."""
     change_index(sharded, **{"transformer.wte.weight": name})
     with pytest.raises(
         CheckpointError, match=rf"index.json` must name files that are there, but {shown} is missing"

@@ -35,7 +35,7 @@ T5S = {
 
 
 def ours_on(source, model: ModelConfig, tp: int = 1) -> torch.Tensor:
-    """Logits [t, b, v] of our model with a source's weights, on `tp` ranks."""
+    """Logits [t, b, v] of megazero's model with a source's weights, on `tp` ranks."""
     world, grid = ThreadWorld(tp), ProcessGrid(tp=tp)
 
     def work(rank: int) -> torch.Tensor:

@@ -69,7 +69,7 @@ def built(section: TokenizerConfig) -> Tokenizer:
 
 
 def written(folder: Path, section: TokenizerConfig, model_type: str = "bert") -> Path:
-    """A folder with the tokenizer's files and as much of a model as AutoTokenizer looks at."""
+    """Write a folder with the tokenizer's files and the ``config.json`` that AutoTokenizer needs."""
     folder.mkdir()
     for name, content in tokenizer_files(section, None, 512).files:
         (folder / name).write_bytes(content)
@@ -121,7 +121,7 @@ def test_what_was_written_is_found_and_read_again(kind, vocabulary, tmp_path):
     ],
 )
 def test_a_vocabulary_alone_is_bert_s(settings, kind, vocabulary, tmp_path):
-    """It has two ids more here, for Megatron's [BOS] and [EOS], so the model must have rows for them."""
+    """megazero appends two ids, Megatron's [BOS] and [EOS], so the model must have rows for them."""
     if settings is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert tokenizer_settings(tmp_path, len(WORDS) + 2) == {"tokenizer_type": kind, "vocab_file": vocabulary}
@@ -129,7 +129,7 @@ def test_a_vocabulary_alone_is_bert_s(settings, kind, vocabulary, tmp_path):
 
 
 def test_a_tokenizer_json_without_roles_has_bert_s(vocabulary, tmp_path):
-    """As Google's own folders have: only whether it is lower-case, and the length."""
+    """Google's own folders have such settings: only the lower-case flag and the length."""
     folder = written(tmp_path / "out", section_for("BertWordPieceLowerCase", vocabulary))
     (folder / "special_tokens_map.json").unlink()
     (folder / "tokenizer_config.json").write_text('{"do_lower_case": true, "model_max_length": 512}')
@@ -146,7 +146,7 @@ def test_only_the_padding_token_is_named_to_the_model(vocabulary):
 
 @pytest.mark.parametrize("name", ["megatron", "bert", "megatron-masked-lm", "bert-masked-lm"])
 def test_the_fill_mask_pipeline_finds_what_ours_does(name, vocabulary, tmp_path, capsys):
-    """On the exported folder with its tokenizer; ours starts from a checkpoint made of that folder."""
+    """The pipeline runs on an exported folder, megazero on a checkpoint made from that folder."""
     transformers = pytest.importorskip("transformers")
     model, section = BERTS[name], section_for("BertWordPieceLowerCase", vocabulary)
     weights = {key: tensor * 8 for key, tensor in random_weights(model).tensors.items()}

@@ -204,7 +204,7 @@ def test_a_folder_that_may_not_be_looked_into_is_refused_in_words(tmp_path, monk
 
 
 class FullDisk(Disk):
-    """Refuses its n-th new file."""
+    """A disk that refuses its n-th new file."""
 
     def __init__(self, left: int):
         self.left = left
@@ -306,7 +306,7 @@ print(json.dumps({"total": total, "growths": growths}))
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's memory accounts")
 def test_memory_stays_near_the_largest_tensor(tmp_path):
-    """A model of 200 MiB, of which the embedding is 60 MiB, in a process of its own."""
+    """The model has 200 MiB, its embedding 60 MiB; the export runs in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, timeout=120
     )

@@ -92,7 +92,7 @@ def model_of(name: str) -> torch.nn.Module:
 
 
 def optimizer_of(model: torch.nn.Module):
-    """Core's optimizer of fp32 weights, after steps with random gradients."""
+    """Core's fp32 optimizer, after steps with random gradients."""
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.optimizer import FP32Optimizer
 
@@ -115,13 +115,13 @@ def optimizer_of(model: torch.nn.Module):
 
 
 def sharded(model: torch.nn.Module, optimizer, *, loading: bool) -> dict:
-    """What Megatron-LM asks its distributed format for."""
+    """The sharded state dict that Megatron-LM saves and loads."""
     weights = model.sharded_state_dict()
     return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=loading)}
 
 
 def named(model: torch.nn.Module, state: dict) -> dict[str, torch.Tensor]:
-    """The tensors of a model and its optimizer, by the model's names."""
+    """The tensors of a model and its optimizer, by the names in the model."""
     names = {id(p): name for name, p in model.named_parameters()}
     order = [names[id(p)] for group in state["groups"] for p in group["params"]]
     out = {f"weight/{name}": p.detach() for name, p in model.named_parameters()}
@@ -142,7 +142,7 @@ def filled(name: str) -> torch.nn.Module:
 
 
 def common_of(name: str) -> dict:
-    """What a checkpoint says besides tensors."""
+    """The content of ``common.pt``."""
     progress = {"consumed_train_samples": 28, "global_batch_size": 4, "micro_batch_size": 2, "lr": 1e-3}
     progress |= {"min_lr": 0.0, "seed": 5, "optimizer": "adam", "train_iters": 20}
     args = argparse.Namespace(**MODELS[name], **progress, ddp_bucket_size=BUCKET)
@@ -150,7 +150,7 @@ def common_of(name: str) -> dict:
 
 
 def save_folders(out: Path) -> None:
-    """Save models in folders of ranks: `NAME` with a whole optimizer, `NAME-shared` with a buffer."""
+    """Save models as folders of ranks: `NAME` with a whole optimizer, `NAME-shared` with a buffer."""
     for name in FOLDERS:
         model = filled(name)
         optimizer = optimizer_of(model)
@@ -172,7 +172,7 @@ def save_folders(out: Path) -> None:
 
 
 def share(model: torch.nn.Module, inner: torch.optim.Optimizer, path: Path) -> None:
-    """Save an optimizer's state as Core's distributed one does, in buckets of a buffer that Core lays out."""
+    """Save an optimizer's state as Core's distributed optimizer does, in the buckets of Core's buffer."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -221,7 +221,7 @@ def save(out: Path) -> None:
 
 
 def write(state: dict, folder: Path) -> None:
-    """Core's `dist_checkpointing.save`, but for its writer, which forks and wants a GPU."""
+    """Call Core's `dist_checkpointing.save` without its writer, which forks and needs a GPU."""
     import torch.distributed.checkpoint as dcp
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess

@@ -49,7 +49,7 @@ ARGUMENTS = {
 
 
 class GatedNorm(torch.nn.Module):
-    """The package's norm: of y silu(z), of each group of channels by its own."""
+    """mamba_ssm's gated norm: y silu(z), normalized within each group of channels."""
 
     def __init__(self, width: int, eps: float, group_size: int, norm_before_gate: bool, device, dtype):
         super().__init__()
@@ -63,7 +63,7 @@ class GatedNorm(torch.nn.Module):
 
 
 def scan(x, dt, a, b, c, chunk, *, D, z, dt_bias, dt_softplus, **_):
-    """The package's scan, as the recurrence: [batch, length, heads, channels]."""
+    """mamba_ssm's scan as a recurrence: [batch, length, heads, channels]."""
     assert z is None
     assert dt_softplus
     dt = F.softplus(dt + dt_bias)
@@ -77,7 +77,7 @@ def scan(x, dt, a, b, c, chunk, *, D, z, dt_bias, dt_softplus, **_):
 
 
 def install() -> None:
-    """Put the stand-ins where Core imports the package's functions from."""
+    """Put the stand-ins where Core imports mamba_ssm's functions."""
     names = ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton")
     inner = [f"{names[-1]}.{name}" for name in ("layernorm_gated", "ssd_combined", "selective_state_update")]
     modules = {name: ModuleType(name) for name in (*names, *inner)}
@@ -93,7 +93,7 @@ def install() -> None:
 
 
 def build() -> torch.nn.Module:
-    """Core's model of its own layers, whose norms are called as with Transformer Engine."""
+    """A model of Core's own layers, with Transformer Engine's names of norms."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.mamba import MambaModel
     from megatron.core.ssm import mamba_block
@@ -171,7 +171,7 @@ def build() -> torch.nn.Module:
 
 
 def save_rank(model: torch.nn.Module, folder: Path, rank: int, ranks: int, optimizer=None) -> Path:
-    """Save a rank's file of a folder of ranks; returns its folder."""
+    """Save a rank's file in a folder of ranks; return that folder."""
     place = folder / "iter_0000007" / f"mp_rank_{rank:02d}"
     place.mkdir(parents=True)
     said = {"tensor_model_parallel_size": ranks, "ddp_bucket_size": BUCKET}

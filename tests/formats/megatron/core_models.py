@@ -159,7 +159,7 @@ def ask(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]
 
 
 def ask_bert(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A BERT's logits of both heads, with the token types it was asked with."""
+    """A BERT's logits of both heads, with the token types of the input."""
     real = (torch.arange(30) < torch.tensor(LENGTHS)[:, None]).long()
     types = ((torch.arange(30) >= 9) * real).long()
     logits, order = model(tokens, real, tokentype_ids=types if model.add_binary_head else None)
@@ -216,7 +216,7 @@ def core_config(args: argparse.Namespace):
 
 
 class LatentCore(torch.nn.Module):
-    """Attention whose values have fewer channels than its keys, which Core leaves to Transformer Engine."""
+    """Attention with fewer channels of values than of keys, which Core has in Transformer Engine only."""
 
     def __init__(self, *, softmax_scale: float, **_: object):
         super().__init__()
@@ -241,7 +241,7 @@ def layer_spec(args: argparse.Namespace):
 
 
 def with_core(spec):
-    """The specification with attention that runs here."""
+    """The specification with attention that runs on a CPU."""
     from megatron.core.transformer import multi_latent_attention
 
     # Core 0.16 asks whether layers are Transformer Engine's even if it is not there.

@@ -38,7 +38,7 @@ FUSED = {
 
 
 def random_weights(model: ModelConfig) -> Weights:
-    """Whole weights of ours by global name."""
+    """Random whole weights by megazero's global names."""
     placement = replace(Placement.of(solo_context(), torch.float32), device=torch.device("meta"))
     specs = [spec_of(p) for p in BERTModel(Slice(model_spec(model), (VOCAB, VOCAB), placement)).parameters()]
     generator = torch.Generator().manual_seed(5)
@@ -46,7 +46,7 @@ def random_weights(model: ModelConfig) -> Weights:
 
 
 def whole_rank(model: ModelConfig, weights: Weights, tp: int, layout: Layout) -> Weights:
-    """One tensor-parallel rank's tensors under the names of Core's local layers."""
+    """The tensors of a single rank, by the names of Core's local layers."""
     out = slice_of(model, weights, tp, layout)
     out = {name.replace("decoder.", "encoder.", 1): tensor for name, tensor in out.items()}
     bias = F.pad(weights["head.bias"], (0, PADDED - VOCAB), value=7.0)
@@ -83,14 +83,14 @@ def stage_of(whole: Weights, model: ModelConfig, stage: int, layout: Layout) -> 
 
 
 def renamed(name: str, names: dict[str, str]) -> str:
-    """A name with each of these parts replaced."""
+    """A name with parts replaced."""
     for before, after in names.items():
         name = name.replace(before, after)
     return name
 
 
 def old_names(stage: Weights) -> dict[str, Any]:
-    """As Megatron-LM before Core and Megatron-DeepSpeed nest and call them."""
+    """Tensors nested and named as in Megatron-LM before Core and in Megatron-DeepSpeed."""
     top: dict[str, Any] = {"language_model": {"embedding": {}, "encoder": {}, "pooler": {}}, "lm_head": {}}
     language = top["language_model"]
     for name, tensor in stage.items():
@@ -122,7 +122,7 @@ def in_dialect(stage: Weights, layout: Layout) -> dict[str, Any]:
 
 
 def save_bert(run: Path, model: ModelConfig, weights: Weights, layout: Layout) -> Path:
-    """As Megatron-LM does; returns the checkpoint's folder."""
+    """Save a BERT as Megatron-LM does; return the checkpoint's folder."""
     folder = run / "iter_0000100"
     for tp in range(layout.tp):
         whole = whole_rank(model, weights, tp, layout)
@@ -141,7 +141,7 @@ def save_bert(run: Path, model: ModelConfig, weights: Weights, layout: Layout) -
 
 
 def save_bert_deepspeed(run: Path, model: ModelConfig, weights: Weights, layout: Layout) -> Path:
-    """As Megatron-DeepSpeed does; its pipeline takes no BERT."""
+    """Save a BERT as Megatron-DeepSpeed does, without a pipeline, which takes no BERT."""
     folder = run / "global_step100"
     folder.mkdir(parents=True)
     for tp in range(layout.tp):

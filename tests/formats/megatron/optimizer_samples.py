@@ -25,7 +25,7 @@ STEP = 97
 
 
 def place(name: str) -> tuple[int, int]:
-    """Where a tensor comes in Core's model: embedding, layers, final norm, head."""
+    """A sort key for the order of tensors in Core's model: embedding, layers, final norm, head."""
     if ".layers." in name:
         return 1, int(name.split(".layers.")[1].split(".")[0])
     return (0 if "embedding" in name and "head" not in name else 3 if "output" in name else 2), 0
@@ -40,7 +40,7 @@ def flat(tree: dict[str, Any], prefix: str = "") -> Weights:
 
 
 def decays(name: str, tensor: Tensor, small: bool = False) -> bool:
-    """Whether a weight decays; `small`: those of queries' and keys' norms do."""
+    """Whether a parameter has weight decay; with `small`, norms of queries and keys have."""
     if small and ("q_layernorm." in name or "k_layernorm." in name):
         return True
     return not (name.endswith(".bias") or tensor.dim() == 1)
@@ -60,7 +60,7 @@ def save_ranks(
     iteration: int = 100,
     step: int = STEP,
 ) -> Path:
-    """A folder of Megatron-LM's, with an optimizer whose state is whole, or in one buffer of each chunk."""
+    """Write a folder of Megatron-LM's, with the whole state of an optimizer or one buffer for each chunk."""
     folder = run / f"iter_{iteration:07d}"
     for tp in range(layout.tp):
         whole = {kind: slice_of(model, weights, tp, layout) for kind, weights in kinds.items()}
@@ -99,7 +99,7 @@ def narrowed(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def numbered(chunks: list[Kinds], dtype: torch.dtype, step: int, small: bool = False) -> dict[str, Any]:
-    """Parameters by number: first all that decay, then all others."""
+    """Parameters by number: first those with weight decay, then the others."""
     groups, state, masters = [], {}, []
     for decayed in (True, False):
         numbers, own = [], []
@@ -118,7 +118,7 @@ def numbered(chunks: list[Kinds], dtype: torch.dtype, step: int, small: bool = F
 def buffers(
     chunks: list[Kinds], dtype: torch.dtype, bucket: int | None, alone: tuple[str, ...]
 ) -> dict[Any, Any]:
-    """One flat buffer of each chunk: parameters in reverse, each at a multiple of 64 within its bucket."""
+    """One flat buffer for each chunk, with parameters in reverse, each at a multiple of 64 in its bucket."""
     out: dict[Any, Any] = {"buckets_coalesced": True}
     for number, chunk in enumerate(chunks):
         joined = {}
@@ -154,7 +154,7 @@ def save_zero(
     iteration: int = 100,
     step: int = STEP,
 ) -> Path:
-    """A folder of Megatron-DeepSpeed's, with ZeRO 1's files or those of the bf16 optimizer."""
+    """Write a folder of Megatron-DeepSpeed's, with the files of ZeRO 1 or of the bf16 optimizer."""
     folder = run / f"global_step{iteration}"
     folder.mkdir(parents=True)
     dtype = torch.bfloat16
@@ -197,7 +197,7 @@ def save_zero(
 
 
 def by_module(tensors: Weights, model: ModelConfig, stage: int, stages: int) -> Weights:
-    """A stage's parameters as DeepSpeed's pipeline calls them: by the number of their module."""
+    """A stage's parameters by DeepSpeed's pipeline names, which begin with the module's number."""
     out: Weights = {}
     tied = "output_layer.weight" not in tensors
     for name, tensor in sorted(tensors.items(), key=lambda item: place(item[0])):
@@ -220,7 +220,7 @@ def by_module(tensors: Weights, model: ModelConfig, stage: int, stages: int) -> 
 def save_parts(
     folder: Path, rank: int, named: Kinds, groups: list[list[str]], dp: int, bf16: bool, step: int
 ) -> None:
-    """The file of each data-parallel rank: its part of a vector of each group."""
+    """Write each data-parallel rank's file, with its slice of each group's vector."""
     vectors: dict[str, list[tuple[Tensor, ...]]] = {kind: [] for kind in named}
     padding = []
     for group in groups:

@@ -19,7 +19,7 @@ from tests.layouts.layout import Layout as Run
 
 
 def goes_on(run: Run, folder: Path, first: int = 0) -> list[list[float]]:
-    """The losses of each rank in two steps, which are saved if they are the first ones."""
+    """Train two steps, saving after them if they are a run's first; return each rank's losses."""
     section = CheckpointConfig(save=str(folder), load=str(folder))
     own = run.config().model_copy(update={"checkpoint": section})
     plan, world = training_plan_of(own, run.dp), ThreadWorld(run.world_size)

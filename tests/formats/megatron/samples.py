@@ -78,7 +78,7 @@ FUSED = {
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change what a file holds."""
+    """Change the content of a file."""
     saved = torch.load(path, weights_only=False)
     change(saved)
     torch.save(saved, path)
@@ -86,7 +86,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a checkpoint is dealt: tensor-parallel ranks, stages, chunks per stage, dialect and version."""
+    """The layout of a checkpoint: tensor-parallel ranks, stages, chunks per stage, dialect and version."""
 
     tp: int = 1
     pp: int = 1
@@ -97,7 +97,7 @@ class Layout:
 
 
 def random_weights(model: ModelConfig) -> Weights:
-    """Whole weights of ours by global name."""
+    """Random whole weights by megazero's global names."""
     context = thread_context(ThreadWorld(1), ProcessGrid(), 0)
     placement = Placement.of(context, torch.float32)
     with torch.device("meta"):
@@ -107,7 +107,7 @@ def random_weights(model: ModelConfig) -> Weights:
 
 
 def arguments_of(model: ModelConfig, layout: Layout) -> Namespace:
-    """Megatron's arguments for a model of ours."""
+    """Megatron's arguments for a model."""
     values = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -138,7 +138,7 @@ def arguments_of(model: ModelConfig, layout: Layout) -> Namespace:
 
 
 def save_megatron(run: Path, model: ModelConfig, weights: Weights, layout: Layout, step: int = 100) -> Path:
-    """As Megatron-LM does; returns the checkpoint's folder."""
+    """Save a model as Megatron-LM does; return the checkpoint's folder."""
     folder = run / f"iter_{step:07d}"
     for tp in range(layout.tp):
         whole = slice_of(model, weights, tp, layout)
@@ -160,7 +160,7 @@ def save_megatron(run: Path, model: ModelConfig, weights: Weights, layout: Layou
 
 
 def save_deepspeed(run: Path, model: ModelConfig, weights: Weights, layout: Layout, step: int = 100) -> Path:
-    """As Megatron-DeepSpeed does without a pipeline."""
+    """Save a model as Megatron-DeepSpeed does without a pipeline."""
     folder = run / f"global_step{step}"
     folder.mkdir(parents=True)
     for tp in range(layout.tp):
@@ -171,7 +171,7 @@ def save_deepspeed(run: Path, model: ModelConfig, weights: Weights, layout: Layo
 
 
 def save_layers(run: Path, model: ModelConfig, weights: Weights, layout: Layout, step: int = 100) -> Path:
-    """As Megatron-DeepSpeed does with a pipeline; modules without weights have numbers, but no files."""
+    """Save a model as Megatron-DeepSpeed's pipeline does: modules without weights only take a number."""
     folder = run / f"global_step{step}"
     folder.mkdir(parents=True)
     for tp in range(layout.tp):

@@ -44,7 +44,7 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back(saved, tmp_path, name):
-    """Core's checkpoint, ours, and Core's again: every weight and moment has the same bits."""
+    """From Core's checkpoint to megazero's and back, every weight and moment keeps its bits."""
     with MegatronReader(saved / name, OPTIONS) as reader:
         ours = import_megatron(reader, tmp_path / "ours")
     read = CheckpointReader(ours)
@@ -83,7 +83,7 @@ def folders(tmp_path_factory) -> Path:
 @over_table("shared", [False, True])
 @over_table("name", FOLDERS)
 def test_folders_of_ranks(folders, tmp_path, name, shared):
-    """Read from a folder of ranks and written for Core, every weight and moment has the same bits."""
+    """From a folder of ranks to Core's distributed form, every weight and moment keeps its bits."""
     with MegatronReader(folders / (f"{name}-shared" if shared else name), OPTIONS) as reader:
         read = CheckpointReader(import_megatron(reader, tmp_path / "ours"))
     assert (read.facts["updates"], read.facts["state"]["consumed_samples"]) == (STEPS, 28)

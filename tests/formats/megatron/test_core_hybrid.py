@@ -37,7 +37,7 @@ TRUSTED = ImportOptions(trust_pickle=True, vocab_size=PADDED)
 
 
 def run(*lines: tuple[object, ...]) -> None:
-    """Run each in a process of its own, at once."""
+    """Run each command in a process of its own, all at once."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.formats.megatron.core_hybrid"]
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     options = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True}
@@ -70,7 +70,7 @@ def test_logits_agree(saved):
 
 
 def test_distributed_there_and_back(saved, tmp_path):
-    """Core's checkpoint, ours, and Core's again: every weight and moment has the same bits."""
+    """From Core's checkpoint to megazero's and back, every weight and moment keeps its bits."""
     options = ImportOptions(trust_pickle=True, vocab_size=PADDED, with_optimizer=True)
     with MegatronReader(saved / "distributed", options) as reader:
         ours = import_megatron(reader, tmp_path / "ours")
@@ -83,7 +83,7 @@ def test_distributed_there_and_back(saved, tmp_path):
 
 @pytest.mark.parametrize("form", ["whole", "shared"])
 def test_folders_with_optimizers(saved, form):
-    """An optimizer's state in a folder of ranks, whole or in a buffer, is that of the distributed form."""
+    """Optimizer state in a folder of ranks, whole or in a buffer, equals that in the distributed form."""
     options = ImportOptions(trust_pickle=True, vocab_size=PADDED, with_optimizer=True)
     readers = [MegatronReader(saved / name, options) for name in (f"{form}/iter_0000007", "distributed")]
     mine, theirs = readers
@@ -97,7 +97,7 @@ def test_folders_with_optimizers(saved, form):
 
 
 def test_ranks_of_core_slice_mixers_kind_by_kind(saved, tmp_path):
-    """Core loads ours on two tensor-parallel ranks; what these save is read as the whole again."""
+    """Core loads megazero's export on two tensor-parallel ranks; their files are read as the whole again."""
     with MegatronReader(saved / "ranks" / "iter_0000007", TRUSTED) as reader:
         weights, ours = read_all(reader), import_megatron(reader, tmp_path / "ours")
     written = export_megatron(CheckpointReader(ours), tmp_path / "back", ExportOptions())

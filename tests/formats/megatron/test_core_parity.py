@@ -55,7 +55,7 @@ def test_logits_agree(saved, name):
 
 @pytest.mark.parametrize("name", BERTS)
 def test_logits_of_both_heads_agree(saved, name):
-    """At all real positions of a padded batch."""
+    """Compared at all real positions of a padded batch."""
     reader = MegatronReader(saved / name, ImportOptions(trust_pickle=True, vocab_size=VOCAB))
     assert reader.model.bert_binary_head == (name != "bert-without-binary-head")
     context = thread_context(ThreadWorld(1), ProcessGrid(), 0)

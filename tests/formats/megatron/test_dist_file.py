@@ -37,7 +37,7 @@ from tests.tables import over_table
     ],
 )
 def test_state_of_another_shape_is_refused(tmp_path, name, shape, match):
-    """Of layers that were not there, memory that nobody had written was once taken."""
+    """For layers that it lacked, uninitialized memory was once returned."""
     folder, _ = foreign(tmp_path / "theirs")
     state = saved_tensors(folder)
     state[f"optimizer.state.{name}"] = torch.ones(shape)
@@ -69,7 +69,7 @@ def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def forge(folder: Path, spoil: Callable[[Any], object]) -> None:
-    """Change what `.metadata` says of the norm at the end: its place in a file, and its record."""
+    """Change the final norm's place and record in `.metadata`."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     name = "decoder.final_layernorm.weight"
     place = next(value for key, value in metadata.storage_data.items() if key.fqn == name)
@@ -102,7 +102,7 @@ def test_a_description_of_more_than_the_files_hold_is_refused(tmp_path, spoil, m
 
 @over_table("dtype", [torch.float16, torch.int16, torch.float32], ids=str)
 def test_a_description_of_another_dtype_is_refused(tmp_path, dtype):
-    """Values were once rounded to the dtype that it named."""
+    """Values were once rounded to the dtype in `.metadata`."""
     folder, _ = foreign(tmp_path)
     forge(folder, lambda of: setattr(of.record.properties, "dtype", dtype))
     array = read_metadata(folder)["decoder.final_layernorm.weight"]
@@ -111,7 +111,7 @@ def test_a_description_of_another_dtype_is_refused(tmp_path, dtype):
 
 
 def test_core_names_its_description_otherwise_since_0_15(tmp_path):
-    """It was once refused as a name that nothing here may call."""
+    """`MCoreMetadata` was once refused as an unknown class."""
     folder, _ = foreign(tmp_path)
     before = read_metadata(folder)
     metadata = pickle.loads((folder / ".metadata").read_bytes())

@@ -58,14 +58,14 @@ MOE = {
 
 
 def save_by_torch(state: dict, folder: Path) -> None:
-    """Write a distributed checkpoint."""
+    """Write a distributed checkpoint with torch."""
     import torch.distributed.checkpoint as dcp  # takes seconds, and few tests need it
 
     dcp.save(state, checkpoint_id=folder, no_dist=True)
 
 
 def stacked(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Layers that are alike in one tensor each, and norms by the names that they have there."""
+    """The tensors of equal layers stacked, and norms by Core's distributed names."""
     out, layers = {}, {}
     for name, tensor in weights.items():
         name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
@@ -79,7 +79,7 @@ def stacked(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def flattened(tensor: torch.Tensor, cuts: tuple[int, ...]) -> torch.Tensor:
-    """As Core stored an optimizer's state before version 0.14: [*cuts, elements of a part]."""
+    """A tensor as Core stored optimizer state before version 0.14: [*cuts, elements of a part]."""
     out = torch.empty(*cuts, tensor.numel() // torch.Size(cuts).numel())
     for at in torch.cartesian_prod(*map(torch.arange, cuts)).view(-1, len(cuts)).tolist():
         own = tensor
@@ -101,7 +101,7 @@ def save_distributed(run: Path, state: dict[str, torch.Tensor], arguments: dict,
 
 
 def foreign(run: Path, *, cut: bool = False) -> tuple[Path, dict[str, dict[str, torch.Tensor]]]:
-    """A checkpoint, and what it holds of ours by kind. `cut` flattens the optimizer's state."""
+    """Write a checkpoint; return it and its tensors by our kinds. `cut` flattens the optimizer's state."""
     kinds = {kind: random_weights(LLAMA) for kind in (WEIGHT, "exp_avg", "exp_avg_sq")}
     kinds = {k: {n: t + number for n, t in ts.items()} for number, (k, ts) in enumerate(kinds.items())}
     layout = Layout(arguments=UNTIED)
@@ -224,7 +224,7 @@ def test_a_hostile_description_runs_nothing(tmp_path):
 @pytest.mark.parametrize("grouped", ["one by one", "numbered", "together"])
 @pytest.mark.parametrize("pp", [1, 2])
 def test_experts_of_a_folder_of_ranks(tmp_path, grouped, pp):
-    """Two expert-parallel ranks; without a pipeline, their folders look like those of stages."""
+    """Two expert-parallel ranks without a pipeline, whose folders look like those of stages."""
     model = LLAMA.model_copy(update=MOE)
     weights, layout = random_weights(model), Layout(1, pp, arguments={**UNTIED, **MOE, "num_experts": 4})
     layout.arguments["expert_model_parallel_size"] = 2
@@ -280,7 +280,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("alone", "layout"), LAYOUTS, ids=lambda layout: layout.name)
 def test_a_run_goes_on_from_what_was_exported(tmp_path, alone, layout):
-    """Saved by one process, exported, imported: every tensor has its bits, and any layout goes on with it."""
+    """Saved by one process, exported and imported, every tensor keeps its bits, and any layout resumes."""
     config = alone.config()
     goes_on(alone, tmp_path / "run")
     before = CheckpointReader(tmp_path / "run" / "iter_0000002")
@@ -385,7 +385,7 @@ SCALER = {"scale": 1.0, "growth_tracker": 0, "hysteresis_left": 2}
     ids=str,
 )
 def test_the_embedding_s_own_rate_has_a_group(decoupled, rates):
-    """Every group had `max_lr` of `lr`, also that of the embedding and the head."""
+    """Once every group had the common `max_lr`, also that of embedding and head."""
     facts = {"config": {"optimizer": {**ADAM, **decoupled}}, "updates": 3, "scaler": SCALER}
     groups = optimizer_of(facts)["optimizer"]["param_groups"]
     assert [(group["max_lr"], group["min_lr"], group["is_decoupled_lr"]) for group in groups] == rates
@@ -405,7 +405,7 @@ def test_a_floor_alone_is_not_written():
 
 
 def test_weights_of_another_type_and_without_an_optimizer(tmp_path, capsys):
-    """With bf16 weights, masters lie beside them; weights that do not fit are refused."""
+    """bf16 weights have masters beside them; weights that overflow the dtype are refused."""
     run = Run(layers=1)
     config, context = run.config(), thread_context(ThreadWorld(1), run.grid, 0)
     plan = training_plan_of(config, 1)

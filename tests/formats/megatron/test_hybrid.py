@@ -64,7 +64,7 @@ def arguments(tp: int = 1, pp: int = 1, **further: Any) -> Namespace:
 
 
 def mixer(ours, rank: int, tp: int) -> Weights:
-    """A mixer's tensors on a rank: each kind is sliced on its own, then all lie one below the other."""
+    """A mixer's tensors on a rank: each kind is sliced on its own, then all are concatenated."""
     heads, width, groups, n = 8, 3, 2, 5
     per = heads // groups
     made, taps, bias = ours("mamba.input.weight"), ours("mamba.conv.weight"), ours("mamba.conv.bias")
@@ -147,7 +147,7 @@ def test_folders_of_ranks(tmp_path, tp, pp, fused):
 
 
 def test_without_words_of_the_arguments(tmp_path):
-    """Tensors tell a model of mixers alone, as older releases named none of it in their arguments."""
+    """A model of mixers alone is recognized by its tensors: older releases had no arguments for it."""
     model = HYBRID.model_copy(
         update={"hybrid_layer_pattern": None, "num_layers": 3, "num_experts": (), "is_hybrid_model": True}
     )
@@ -173,7 +173,7 @@ def test_without_words_of_the_arguments(tmp_path):
 
 
 def test_distributed_there_and_back(tmp_path):
-    """Each kind of a mixer has a tensor of its own there, and layers are numbered."""
+    """Each kind of a mixer is a tensor of its own there, and layers are not stacked."""
     weights = random_weights(HYBRID)
     with MegatronReader(save(tmp_path / "theirs", weights), TRUSTED) as reader:
         facts = {
@@ -223,7 +223,7 @@ def test_refusals(tmp_path, said, match):
 
 
 def test_a_mixer_that_is_cut_otherwise(tmp_path):
-    """A projection whose rows are not those of its parts keeps its name, which the model does not have."""
+    """A projection whose rows do not fit is not split, so it has a name that the model lacks."""
     folder = save(tmp_path, random_weights(HYBRID))
     name = "decoder.layers.0.mixer.conv1d.bias"
     edit(

@@ -48,7 +48,10 @@ def arguments(**further: Any) -> dict[str, Any]:
 
 
 def layer(weights: Weights, number: int, tp: int, ranks: int, whole_down: bool, fused: bool) -> Weights:
-    """A layer's tensors on a rank; `whole_down`: projections down are not split. `fused`: names of norms."""
+    """A layer's tensors on a rank.
+
+    With `whole_down`, projections down are not split; with `fused`, norms have Transformer Engine's names.
+    """
     own = lambda tensor, dim=0: tensor.chunk(ranks, dim)[tp].clone()  # noqa: E731
     ours = lambda name: weights[f"layers.{number}.{name}.weight"]  # noqa: E731
     down = (lambda tensor: tensor) if whole_down else own
@@ -113,7 +116,7 @@ def save(
     ids=["split", "fused", "renamed"],
 )
 def test_folders_of_ranks(tmp_path, tp, pp, whole_down, fused, inner):
-    """Core's own layers split projections down, Transformer Engine's keep them whole and norms within."""
+    """Core's own layers split projections down; Transformer Engine's keep them whole, and fuse norms."""
     weights = random_weights(LATENT)
     folder = save(tmp_path, weights, tp, pp, whole_down=whole_down, fused=fused, inner=inner)
     reader = MegatronReader(folder, TRUSTED)

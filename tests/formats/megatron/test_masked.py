@@ -103,14 +103,14 @@ def test_arguments_become_settings(tmp_path, arguments, settings):
 
 
 def test_what_core_ignores_is_refused(tmp_path):
-    """Core computes the norms first, whatever its argument says."""
+    """Core has pre-LayerNorm, whatever its argument says."""
     save_bert(tmp_path, BERT, random_weights(BERT), Layout(arguments=POST_NORM))
     with pytest.raises(CheckpointError, match=r"`apply_residual_.* is True, which Core ignores \(unset it"):
         MegatronReader(tmp_path, TRUSTED)
 
 
 def test_norms_less_one_are_refused_where_the_heads_was_not(tmp_path):
-    """Before Core, some versions made the head's norm without the argument."""
+    """Before Core, some versions made the head's norm without `apply_layernorm_1p`."""
     less_one = {"apply_layernorm_1p": True}
     save_bert_deepspeed(
         tmp_path / "old", BERT, random_weights(BERT), Layout(dialect="old", arguments=less_one)

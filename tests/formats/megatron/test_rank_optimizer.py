@@ -51,7 +51,7 @@ SMALL_NORMS = {"qk_layernorm": True, "apply_wd_to_qk_layernorm": True}
 
 
 def kinds_of(model: ModelConfig) -> dict[str, dict[str, torch.Tensor]]:
-    """Masters and moments that differ everywhere; second moments are positive."""
+    """Masters and moments without equal values; second moments are positive."""
     weights = random_weights(model)
     return {
         WEIGHT: weights,
@@ -254,7 +254,7 @@ def test_a_shared_optimizer_without_its_file(tmp_path):
 
 
 def test_stages_are_opened_twice_at_most(tmp_path, monkeypatch):
-    """Once to see what they hold, and once to compare the last stage's copy of the embedding."""
+    """Once to list their tensors, and once to compare the last stage's copy of the embedding."""
     read, paths = stages.read_states, []
 
     def counted(path, *further):
@@ -284,7 +284,7 @@ def test_a_closed_reader_maps_no_file(tmp_path, write):
 
 
 def test_elastic_states_of_deepspeed(tmp_path):
-    """They lie in a list for each group."""
+    """Each group has a list of states."""
     kinds = kinds_of(GPT2)
     folder = save_zero(tmp_path / "theirs", GPT2, kinds, Layout(), dp=1, facts=ADAM)
 
@@ -298,7 +298,7 @@ def test_elastic_states_of_deepspeed(tmp_path):
 
 @pytest.fixture
 def scaled(monkeypatch):
-    """Give a file DeepSpeed's dynamic loss scaler, which counts 39 steps since an overflow."""
+    """Add DeepSpeed's dynamic loss scaler, 39 steps after an overflow, to a file."""
     module = types.ModuleType("deepspeed.runtime.fp16.loss_scaler")
     module.DynamicLossScaler = type("DynamicLossScaler", (), {"__module__": module.__name__})
     for name in ("deepspeed", module.__name__):
@@ -392,7 +392,7 @@ def test_refusals_of_deepspeed(tmp_path):
     ["numbered", "buffered", "zero", "pipeline"],
 )
 def test_a_run_goes_on(tmp_path, write):
-    """Saved by one process, written as others write it, imported: the next losses have the same bits."""
+    """Saved by one process, written in Megatron's forms and imported, the next losses have the same bits."""
     alone = Run(layers=4)
     goes_on(alone, tmp_path / "run")
     before = CheckpointReader(tmp_path / "run" / "iter_0000002")
@@ -433,7 +433,7 @@ def test_a_run_goes_on(tmp_path, write):
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("grouped", ["one by one", "numbered", "together"])
 def test_of_experts_on_ranks_of_their_own(tmp_path, grouped, distributed):
-    """Core has an optimizer for them beside that of all other weights."""
+    """Core has one optimizer for expert-parallel weights and another one for the rest."""
     model = LLAMA.model_copy(update=MOE)
     kinds, arguments = kinds_of(model), {**UNTIED, **MOE, **ADAM, "num_experts": 4}
     layout = Layout(arguments={**arguments, "expert_model_parallel_size": 2})

@@ -36,7 +36,7 @@ VERSIONS = (None, 0.0, 1.0, 2.0, 3.0)
 
 
 def read_all(reader: MegatronReader) -> dict[str, torch.Tensor]:
-    """Every tensor, whole."""
+    """Read every tensor whole."""
     out = {key.name: torch.full(shape, torch.nan) for key, shape in reader.shapes.items()}
     reader.read([Part(Key(n), tuple(t.shape), Box.whole(t.shape), t) for n, t in out.items()])
     return out
@@ -77,7 +77,7 @@ def test_megatron(tmp_path, model, layout):
     ids=str,
 )
 def test_variants_of_attention(tmp_path, settings, tp):
-    """Core gives them as its arguments say them: an interval is a number, and a window a list in YAML."""
+    """Values have the forms of Core's arguments: an interval is a number, a window from YAML a list."""
     model = LLAMA.model_copy(update=settings)
     weights = random_weights(model)
     freq = settings.get("window_attn_skip_freq", ())
@@ -90,7 +90,7 @@ def test_variants_of_attention(tmp_path, settings, tp):
 
 
 def differing(a: ModelConfig, b: ModelConfig) -> list[str]:
-    """The fields that differ; a base of the rotation says nothing where there is none."""
+    """The fields that differ, without the rope base of models that have no RoPE."""
     names = [name for name in ModelConfig.model_fields if name != "rotary_base" or a.rotates]
     return [name for name in names if getattr(a, name) != getattr(b, name)]
 
@@ -98,7 +98,7 @@ def differing(a: ModelConfig, b: ModelConfig) -> list[str]:
 @over_table("further", [{}, {"glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}])
 @over_table("tp", [1, 2])
 def test_gates_of_sigmoids(tmp_path, further, tp):
-    """gpt-oss's activation; Megatron names it by a switch."""
+    """gpt-oss's activation, for which Megatron has the switch `quick_geglu`."""
     model = LLAMA.model_copy(update={"activation": "quick_geglu", **further})
     weights = random_weights(model)
     save_megatron(tmp_path, model, weights, Layout(tp, arguments={**UNTIED, "quick_geglu": True, **further}))
@@ -201,7 +201,7 @@ def test_files_of_torch_before_1_6_are_read(tmp_path):
 
 
 def test_only_one_stage_is_open_at_a_time(tmp_path, monkeypatch):
-    """Files that cannot be mapped are loaded whole, so a model must not be loaded whole at once."""
+    """Files that cannot be memory-mapped are loaded whole, so only one stage may be in memory."""
     from megazero.formats.megatron import stages
 
     weights = random_weights(GPT2)

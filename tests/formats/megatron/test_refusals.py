@@ -165,7 +165,7 @@ def test_a_missing_rank(tmp_path, tp_pp):
 
 
 def test_a_missing_tensor_parallel_size_or_stage(tmp_path):
-    """Without the last rank of all stages, or the last stage of all ranks, nothing is missing in between."""
+    """Without the last rank of all stages, or the last stage of all ranks, names have no gap."""
     save_megatron(tmp_path / "a", GPT2, WEIGHTS, Layout(2))
     shutil.rmtree(rank_file(tmp_path / "a", "01").parent)
     refused(tmp_path / "a", "of 2 tensor-parallel ranks in 1 stages, but has 1 files")
@@ -368,7 +368,7 @@ def test_a_tensor_in_two_files(tmp_path):
 
 
 def test_more_layers_than_there_are_tensors(tmp_path):
-    """Names are not made for all of them first."""
+    """They are refused before a table of their names is made."""
     save_megatron(tmp_path, GPT2, WEIGHTS, Layout(1))
     options = ImportOptions(trust_pickle=True, vocab_size=VOCAB, arguments={"num_layers": 10**12})
     refused(tmp_path, "`num_layers` must fit the [0-9]+ tensors in .* but .* say 1000000000000;", options)

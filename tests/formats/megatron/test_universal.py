@@ -42,7 +42,7 @@ WORDS = ("word_embeddings.weight", "lm_head.weight", "output_layer.weight")
 
 
 def names_of(weights: dict[str, Tensor], model: ModelConfig, *, pipeline: bool) -> dict[str, Tensor]:
-    """Whole tensors by the names of Megatron-DeepSpeed; the vocabulary is trimmed."""
+    """Whole tensors by Megatron-DeepSpeed's names, without padding of the vocabulary."""
     untied = UNTIED if model.untie_embeddings_and_output_weights else {}
     old = Layout(dialect="old", arguments=untied)
     whole = slice_of(model, weights, 0, Layout())
@@ -54,7 +54,7 @@ def names_of(weights: dict[str, Tensor], model: ModelConfig, *, pipeline: bool) 
 
 
 def convert(source: Path, model: ModelConfig, kinds: Kinds, *, pipeline: bool) -> Path:
-    """The universal form of a checkpoint, as DeepSpeed's converter writes it."""
+    """Write the universal form of a checkpoint, as DeepSpeed's converter does."""
     out = source.with_name(f"{source.name}_universal")
     (out / "zero").mkdir(parents=True)
     for path in source.glob("mp_rank_*"):
@@ -158,7 +158,7 @@ def test_old_orders_of_queries_are_not_joined(tmp_path):
 
 
 def mapped(folder: Path, dp: int) -> None:
-    """Add where each parameter lies in a rank's vectors, which DeepSpeed's converter goes by."""
+    """Add each parameter's place in a rank's vectors, which DeepSpeed's converter needs."""
     from deepspeed.utils.tensor_fragment import fragment_address
 
     for path in folder.glob("*optim_states.pt"):
@@ -184,7 +184,7 @@ def mapped(folder: Path, dp: int) -> None:
 
 
 def patterns_of(model: ModelConfig, *, pipeline: bool) -> dict[str, Any]:
-    """What Megatron-DeepSpeed says of its parameters: how the converter is to join those of ranks."""
+    """Megatron-DeepSpeed's patterns of parameter names, by which the converter joins the ranks' slices."""
     layer = r"\d+" if pipeline else r"language_model.encoder.layers.\d+"
     norm = r"\d+" if pipeline else r"language_model.encoder.final_layernorm"
     word = "tied_modules.embed" if pipeline else "language_model.embedding"
@@ -217,7 +217,7 @@ def patterns_of(model: ModelConfig, *, pipeline: bool) -> dict[str, Any]:
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 @pytest.mark.parametrize(("model", "layout", "pipeline"), MODELS, ids=IDS)
 def test_as_deepspeed_converts(tmp_path, model, layout, pipeline):
-    """Ranks' files, converted by DeepSpeed itself: every master and moment has the same bits."""
+    """DeepSpeed itself converts the ranks' files; every master and moment keeps its bits."""
     kinds, dp = kinds_of(model), 3
     source = save_zero(tmp_path / "theirs", model, kinds, layout, dp=dp, pipeline=pipeline, facts=ADAM)
     mapped(source, dp)
