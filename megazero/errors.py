@@ -16,10 +16,10 @@ _CLOSED_PIPE = 128 + 13  # SIGPIPE
 
 
 def printable(text: str, kept: str = "\n") -> str:
-    """`text` with escapes for what a terminal would obey or hide instead of showing it, but for `kept`.
+    """Escape the characters that a terminal would obey or hide, except those in `kept`.
 
-    Messages quote files, which may hold anything: control sequences, marks that reverse the direction of
-    writing, halves of surrogate pairs, which no stream could encode.
+    Messages quote files, which may hold control sequences, marks that reverse the direction of writing, or
+    halves of surrogate pairs, which no stream can encode.
     """
     if text.isprintable():
         return text
@@ -49,7 +49,7 @@ class ConfigError(MegazeroError):
 
 
 class HostConfigError(ConfigError):
-    """The configuration is refused for what the host lacks, on all its ranks alike; the first one says so."""
+    """The host lacks what the configuration needs. All ranks on it raise this; local rank 0 alone prints it."""
 
 
 class DataError(MegazeroError):
@@ -61,11 +61,11 @@ class CheckpointError(MegazeroError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint does not hold what was written: files are missing, cut, changed or from another one."""
+    """Files of a checkpoint are missing, truncated, changed, or from another checkpoint."""
 
 
 class LostFolderError(CheckpointError):
-    """A run's folder has become another's while the run saved there."""
+    """Another run has taken over the folder in which this run saves its checkpoints."""
 
 
 class OffloadError(MegazeroError):
@@ -81,18 +81,18 @@ class LaunchError(MegazeroError):
 
 
 class HostWaitError(MegazeroError):
-    """A training step made the host wait for the device where it must not."""
+    """A training step made the host wait for the device at a place that must not wait."""
 
 
 class NumericsError(MegazeroError):
-    """Training met values it cannot continue from, such as a loss scale at its floor."""
+    """Training cannot continue from the values that it has, such as a loss scale at its minimum."""
 
 
 def exit_status(work: Callable[[], object]) -> int:
     """Do `work`, print the message of an error, and return the process's status.
 
-    It is no fault of the work if the reader of its output stops reading, as `head` does: the status is then
-    that of a process that a closed pipe has ended, and nothing is printed.
+    If the reader of standard output has gone, as `head` goes, nothing is printed, and the status is that of
+    a process ended by SIGPIPE.
     """
     try:
         work()
@@ -109,7 +109,7 @@ def exit_status(work: Callable[[], object]) -> int:
 
 
 def _nobody_reads(stream: TextIO) -> bool:
-    """Whether the reader of a stream has gone; what is still to be written is then dropped."""
+    """Whether a stream's reader has gone; if so, send the rest to /dev/null, so that the flush at exit works."""
     if not hasattr(select, "poll"):  # Windows
         return False
     poll = select.poll()

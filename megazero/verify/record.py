@@ -1,7 +1,6 @@
-"""Train a few steps under a configuration and record everything that law 1 is about.
+"""Train a few steps under a configuration and record what law 1 compares.
 
-Law 1: any layout gives the single process's loss, gradient norm, every gathered gradient and every weight
-after each step.
+Law 1: in each step, any layout gives the single process's loss, gradient norm, gradients and weights.
 """
 
 from __future__ import annotations
@@ -27,7 +26,13 @@ from megazero.train.step.engine import Engine
 from megazero.train.step.feed import cut
 from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
-from megazero.verify.sampling import drawn_micro_batches, made_up_sampler, random_documents, vocabulary_size
+from megazero.verify.sampling import (
+    drawn_length,
+    drawn_micro_batches,
+    made_up_sampler,
+    random_documents,
+    vocabulary_size,
+)
 
 STEPS = 5
 _STREAM_SEED = 3
@@ -35,10 +40,10 @@ _STREAM_SEED = 3
 
 @dataclass(frozen=True)
 class Record:
-    """The results of each step on one rank: whole tensors by the names of its stage's parameters.
+    """The results of each step on one rank.
 
-    Losses are by label, such as ``lm loss``. A copy of a tied parameter on another stage is listed as
-    ``copy of NAME``.
+    Losses are keyed by label, such as ``lm loss``. Gradients and weights are whole (gathered) tensors, keyed
+    by the names of the stage's parameters; a tied parameter's copy on another stage is ``copy of NAME``.
     """
 
     losses: list[dict[str, float | None]] = field(default_factory=list)
@@ -48,7 +53,7 @@ class Record:
 
 
 def record_training(config: Config, context: ParallelContext, steps: int = STEPS) -> Record:
-    """Record `steps` steps on this rank, on random tokens with uneven loss masks."""
+    """Record `steps` steps on this rank, on random tokens and loss masks that differ between samples."""
     training_plan = training_plan_of(config, context.data.size)
     engine = verification_engine(config, training_plan, context)
     sampler = made_up_sampler(config, training_plan.steps, context)
@@ -80,7 +85,7 @@ def record_steps(
 
 
 def verification_engine(config: Config, training_plan: TrainingPlan, context: ParallelContext) -> Engine:
-    """Build the engine of a configuration that gives the vocabulary size."""
+    """Build the engine of a configuration with a vocabulary size, without a tokenizer."""
     size = vocabulary_size(config)
     padded = padded_vocab_size(size, config.model, context.tp.size)
     vocabulary = Vocabulary(size, padded, None, None)
@@ -88,15 +93,15 @@ def verification_engine(config: Config, training_plan: TrainingPlan, context: Pa
 
 
 def micro_batches(config: Config, context: ParallelContext, step: Step) -> list[MicroBatch]:
-    """This rank's micro-batches for a step, determined by the step's number and places in the global batch.
+    """Make this rank's random micro-batches for a step.
 
-    About 1 / (1 + i) of the positions of sample i count.
+    They follow from the step's number and the samples' places in the global batch alone, so all layouts train
+    on the same samples. About 1 / (1 + i) of the positions of sample i count in the loss.
     """
     number, total, size = step.before.iteration, step.batch_size, config.batch.micro_batch_size
     family = family_of(config.model)
     rng = np.random.default_rng(100 + number)
-    # A step with several rows per sample cuts them from whole samples, as in a training.
-    length = step.sequence_length if step.rows == 1 else config.model.seq_length
+    length = drawn_length(config, step)
     arrays = family.samples.random_arrays(rng, total, length, vocabulary_size(config))
     arrays |= random_documents(config, number, (total, length))
     collate = collate_of(config, context)
@@ -104,13 +109,13 @@ def micro_batches(config: Config, context: ParallelContext, step: Step) -> list[
     for first in range(context.data.rank * size, total, context.data.size * size):
         rows = slice(first, first + size)
         samples = tuple(number * total + i for i in range(first, first + size))
-        mine = {name: array[rows] for name, array in arrays.items()}
-        batches.append(collate(*cut(mine, samples, step.sequence_length, step.rows)))
+        local = {name: array[rows] for name, array in arrays.items()}
+        batches.append(collate(*cut(local, samples, step.sequence_length, step.rows)))
     return batches
 
 
 def collate_of(config: Config, context: ParallelContext) -> Collate[MicroBatch]:
-    """The function that makes a micro-batch of arrays."""
+    """The function that makes a micro-batch from arrays of samples."""
     return family_of(config.model).samples.collate(config, vocabulary_size(config), context, _STREAM_SEED)
 
 

@@ -1,4 +1,4 @@
-"""A teacher for a shrunk student: a model of the same kind, twice as deep, with weights of another seed."""
+"""A teacher for a shrunk student: a model of the same kind, twice as deep, initialized by another seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megazero.verify.sampling import vocabulary_size
 
 
 def with_teacher(config: Config, folder: str) -> Config:
-    """Save a teacher in `folder`; returns the student's configuration with that teacher.
+    """Save a teacher in `folder`, and return the student's configuration with that teacher.
 
     Raises:
         CheckpointError: the teacher cannot be saved there.
