@@ -120,14 +120,14 @@ class TrainSplit:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class MetricChoice:
     """The metrics that the flags ask for: shipped ones by name, and users' own."""
 
     shipped: tuple[str, ...]
     own: tuple[UserMetric, ...]
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Wanted:
+    def of(cls, args: argparse.Namespace) -> MetricChoice:
         """Raise DataError for metrics that are unknown, named twice or mean nothing for the data."""
         shipped = tuple(name for name in args.analyzing_metric if ":" not in name)
         own = [UserMetric(spec) for spec in args.analyzing_metric if ":" in spec]
@@ -158,12 +158,14 @@ class Wanted:
         return cls(shipped, tuple(own))
 
     @property
-    def waves(self) -> Iterator[Wanted]:
+    def waves(self) -> Iterator[MetricChoice]:
         """The metrics that need nothing, then those that need the counts of the vocabulary."""
         first = tuple(name for name in self.shipped if name not in NEED_COUNTS)
         second = tuple(name for name in self.shipped if name in NEED_COUNTS)
         yield from (
-            wave for wave in (Wanted(first, self.own), Wanted(second, ())) if wave.shipped or wave.own
+            wave
+            for wave in (MetricChoice(first, self.own), MetricChoice(second, ()))
+            if wave.shipped or wave.own
         )
 
     def metrics(self, split: TrainSplit, save: Path, dataset: AnalyzedDataset) -> list[Metric]:

@@ -97,7 +97,7 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
 
 def analyze_dataset(args: argparse.Namespace) -> None:
     """Do what the flags say, and print what came out. DataError or ConfigError if it cannot."""
-    from data_tools.analysis import TrainSplit, Wanted
+    from data_tools.analysis import MetricChoice, TrainSplit
     from megazero.data_efficiency.analyzed import AnalyzedDataset
     from megazero.data_efficiency.histogram import check_drawing
     from megazero.data_efficiency.map import ChunkGrid, MapJob, MetricFolder, Share
@@ -112,7 +112,7 @@ def analyze_dataset(args: argparse.Namespace) -> None:
         )
     if args.histogram is not None:
         check_drawing()
-    split, wanted = TrainSplit(args), Wanted.of(args)
+    split, wanted = TrainSplit(args), MetricChoice.of(args)
     share = Share(
         args.analyzing_num_workers,
         args.analyzing_worker_id,

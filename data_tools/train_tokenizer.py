@@ -22,7 +22,8 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_tools import cli
-from data_tools.preprocessing.chunks import Problem, cut, parse, split_lines
+from data_tools.preprocessing.chunks import cut
+from data_tools.preprocessing.parsing import Problem, parse, split_lines
 from data_tools.wordpiece_training import train_wordpiece
 from megazero.data.build_report import Patience
 from megazero.data.files import whole_file
@@ -66,7 +67,7 @@ def _bad_line(path: str, line: int, problem: Problem) -> DataError:
     )
 
 
-class Heartbeat:
+class TrainingProgress:
     """Says on stderr now and then how far the training of a tokenizer is."""
 
     def __init__(self) -> None:
@@ -105,7 +106,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
             "`--cased` must come with `--type wordpiece`, but does not; BPE always keeps the case."
         )
     limit = None if args.sample_mb is None else args.sample_mb * 1e6
-    heartbeat = Heartbeat()
+    heartbeat = TrainingProgress()
     corpus = heartbeat.over(texts(cli.expand_inputs(args.input), args.json_key, limit))
     with heartbeat.beating():
         if args.type == "wordpiece":

@@ -49,7 +49,7 @@ class ConfigError(MegazeroError):
 
 
 class HostConfigError(ConfigError):
-    """The host lacks what the configuration needs. All ranks on it raise this; local rank 0 alone prints it."""
+    """The host lacks what the configuration needs. All its ranks raise this; only local rank 0 prints it."""
 
 
 class DataError(MegazeroError):
@@ -109,7 +109,7 @@ def exit_status(work: Callable[[], object]) -> int:
 
 
 def _nobody_reads(stream: TextIO) -> bool:
-    """Whether a stream's reader has gone; if so, send the rest to /dev/null, so that the flush at exit works."""
+    """Whether a stream's reader has gone; if so, send the rest to /dev/null, for the flush at exit."""
     if not hasattr(select, "poll"):  # Windows
         return False
     poll = select.poll()

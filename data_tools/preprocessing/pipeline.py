@@ -11,11 +11,19 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from data_tools.preprocessing.chunks import CHUNK_BYTES, LONGEST_LINE, Chunk, Problem, Segment, cut
+from data_tools.preprocessing.chunks import (
+    CHUNK_BYTES,
+    LONGEST_LINE,
+    FileSegment,
+    JsonlChunk,
+    cut,
+    divide,
+    lines_before,
+)
 from data_tools.preprocessing.encode import KEPT_PROBLEMS, EncodedChunk, EncodeJob, EncoderFacts
-from data_tools.preprocessing.partitions import divide, lines_before
+from data_tools.preprocessing.parsing import Problem
 from data_tools.preprocessing.pool import InlinePool, WorkerPool
-from data_tools.preprocessing.progress import KeyTotals, Progress, Totals
+from data_tools.preprocessing.progress import KeyTotals, ProgressDisplay, RunTotals
 from data_tools.preprocessing.watch import PATIENCE, WorkerPatience
 from megazero.data.claim import temporary_path
 from megazero.data.indexed.writer import IndexedDatasetWriter
@@ -50,7 +58,7 @@ class PreprocessRun:
         workers = self.workers
         return WorkerPool(self.job, workers.count // workers.partitions, self.chunk_bytes, workers.patience)
 
-    def chunks(self, sources: Sequence[str | Segment]) -> Iterator[Chunk]:
+    def chunks(self, sources: Sequence[str | FileSegment]) -> Iterator[JsonlChunk]:
         """The chunks that these sources are cut into."""
         return cut(sources, self.chunk_bytes, self.longest_line, goes_on=self.job.skip_bad_lines)
 
@@ -61,10 +69,10 @@ class PreprocessRun:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PreprocessResult:
     """The totals of a run that is done, the encoder it used, and the seconds it took."""
 
-    totals: Totals
+    totals: RunTotals
     encoder: str
     seconds: float
 
@@ -73,22 +81,22 @@ class _Disagreement(Exception):
     """The fast encoder was wrong somewhere; the run starts again without it."""
 
 
-def preprocess(run: PreprocessRun) -> Outcome:
+def preprocess(run: PreprocessRun) -> PreprocessResult:
     """Carry out the run. The output does not depend on the numbers of workers and partitions.
 
     Raises DataError for bad lines (unless skipped), unfit tokenizers, a killed worker or a disk that refuses;
     nothing is visible then.
     """
-    progress = Progress(run.paths, run.log_interval)
+    progress = ProgressDisplay(run.paths, run.log_interval)
     try:
         totals, encoder = _attempt(run, progress)
     except _Disagreement as disagreement:
         print(f"note: {disagreement}; starting again with the slower tokenizer itself.", file=sys.stderr)
         totals, encoder = _attempt(replace(run, job=replace(run.job, fast=False)), progress)
-    return Outcome(totals, encoder, progress.seconds())
+    return PreprocessResult(totals, encoder, progress.seconds())
 
 
-def _attempt(run: PreprocessRun, progress: Progress) -> tuple[Totals, str]:
+def _attempt(run: PreprocessRun, progress: ProgressDisplay) -> tuple[RunTotals, str]:
     # `--workers` alone decides how many cores are used, and no library should have threads when we fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tally = _Tally(run.job.keys, progress)
@@ -148,7 +156,7 @@ def _until_one_fails(futures: list[Future[list[str]]]) -> list[Future[list[str]]
 
 
 def _write_part(
-    run: PreprocessRun, pool: WorkerPool, part: list[Segment], prefixes: list[str], tally: _Tally
+    run: PreprocessRun, pool: WorkerPool, part: list[FileSegment], prefixes: list[str], tally: _Tally
 ) -> list[str]:
     with ExitStack() as stack:
         return _write(run, pool, part, _open_writers(stack, prefixes, pool.facts), tally)
@@ -163,13 +171,13 @@ def _open_writers(
 def _write(
     run: PreprocessRun,
     pool: InlinePool | WorkerPool,
-    sources: Sequence[str | Segment],
+    sources: Sequence[str | FileSegment],
     writers: list[IndexedDatasetWriter],
     tally: _Tally,
 ) -> list[str]:
     """Encode these sources into the writers, one per key; returns the first skipped lines' descriptions."""
     skipped: list[str] = []
-    first = next((source for source in sources if isinstance(source, Segment)), None)
+    first = next((source for source in sources if isinstance(source, FileSegment)), None)
     for chunk, first_line in _with_line_numbers(pool.results(run.chunks(sources)), first):
         if chunk.disagreement is not None:
             facts = pool.facts
@@ -191,8 +199,8 @@ def _write(
 class _Tally:
     """The totals of a run, which any thread may add to, and their display."""
 
-    def __init__(self, keys: tuple[str, ...], progress: Progress):
-        self.totals = Totals({key: KeyTotals() for key in keys})
+    def __init__(self, keys: tuple[str, ...], progress: ProgressDisplay):
+        self.totals = RunTotals({key: KeyTotals() for key in keys})
         self.progress = progress
         self._lock = threading.Lock()
 
@@ -207,7 +215,7 @@ def _say_if_slow(facts: EncoderFacts) -> None:
         print(f"note: encoding with the slower {facts.tokenizer} itself: {facts.reason}.", file=sys.stderr)
 
 
-def _require_documents(totals: Totals) -> None:
+def _require_documents(totals: RunTotals) -> None:
     for key, counts in totals.keys.items():
         if not counts.documents:
             raise DataError(
@@ -217,7 +225,7 @@ def _require_documents(totals: Totals) -> None:
 
 
 def _with_line_numbers(
-    chunks: Iterator[EncodedChunk], first: Segment | None
+    chunks: Iterator[EncodedChunk], first: FileSegment | None
 ) -> Iterator[tuple[EncodedChunk, int]]:
     """Each chunk with the number (from 1) of its first line in its file. If `first`, where the chunks start,
     is in the middle of a file, the lines before it are counted once a chunk has a problem to be located."""

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from data_tools.preprocessing.chunks import CHUNK_BYTES, Chunk
+from data_tools.preprocessing.chunks import CHUNK_BYTES, JsonlChunk
 from data_tools.preprocessing.encode import ChunkEncoder, EncodedChunk, EncodeJob, EncoderFacts
 from data_tools.preprocessing.slots import SharedSlots
 from data_tools.preprocessing.watch import PATIENCE, Watched, WorkerPatience, WorkerWatch
@@ -39,7 +39,7 @@ class InlinePool:
         self._encoder = ChunkEncoder(job)
         self.facts = self._encoder.facts
 
-    def results(self, chunks: Iterable[Chunk]) -> Iterator[EncodedChunk]:
+    def results(self, chunks: Iterable[JsonlChunk]) -> Iterator[EncodedChunk]:
         """The encoded chunks in order."""
         return map(self._encoder, chunks)
 
@@ -60,7 +60,7 @@ class _Worker(Watched):
     pipe: Connection
     slots: SharedSlots | None
     process: BaseProcess
-    working: deque[Chunk] = field(default_factory=deque, init=False)
+    working: deque[JsonlChunk] = field(default_factory=deque, init=False)
     results: deque[EncodedChunk | BaseException] = field(default_factory=deque, init=False)
     done: int = field(default=0, init=False)
     verdict: str | None = field(default=None, init=False)
@@ -71,7 +71,7 @@ class _Worker(Watched):
     def is_busy(self) -> bool:
         return bool(self.working)
 
-    def send(self, chunk: Chunk) -> None:
+    def send(self, chunk: JsonlChunk) -> None:
         self.working.append(chunk)
         try:
             self.pipe.send(chunk)
@@ -155,7 +155,7 @@ class WorkerPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def results(self, chunks: Iterable[Chunk]) -> Iterator[EncodedChunk]:
+    def results(self, chunks: Iterable[JsonlChunk]) -> Iterator[EncodedChunk]:
         """The encoded chunks in order. The arrays of each stay valid until the next one is requested."""
         self._watch.start()
         chunks = iter(chunks)
@@ -206,7 +206,7 @@ def work(pipe: Connection, source: EncodeJob | ChunkEncoder, slots: SharedSlots 
     """A worker's whole life: encode what comes through `pipe` until the other end closes."""
     # Also guards a forked worker from the library's threads, which stayed behind in the parent.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    inbox: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[JsonlChunk | None] = queue.SimpleQueue()
     # Reading on its own thread keeps both ends from waiting for each other with full pipes.
     threading.Thread(target=_drain, args=(pipe, inbox), daemon=True).start()
     encoder = source if isinstance(source, ChunkEncoder) else outcome(ChunkEncoder, source)
@@ -219,7 +219,7 @@ def work(pipe: Connection, source: EncodeJob | ChunkEncoder, slots: SharedSlots 
         pipe.send(result if slots is None else slots.pack(result))
 
 
-def _drain(pipe: Connection, inbox: queue.SimpleQueue[Chunk | None]) -> None:
+def _drain(pipe: Connection, inbox: queue.SimpleQueue[JsonlChunk | None]) -> None:
     try:
         while True:
             inbox.put(pipe.recv())

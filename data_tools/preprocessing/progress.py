@@ -33,7 +33,7 @@ class KeyTotals:
 
 
 @dataclass
-class Totals:
+class RunTotals:
     """The counts of a run so far, per key and per input line."""
 
     keys: dict[str, KeyTotals]
@@ -51,7 +51,7 @@ class Totals:
             totals.add(column)
 
 
-class Progress:
+class ProgressDisplay:
     """Shows totals while they grow. `interval` is in documents and is used only if there is no terminal."""
 
     def __init__(self, paths: Sequence[str], interval: int, stream: IO[str] | None = None):
@@ -70,7 +70,7 @@ class Progress:
             size = None if any(path.endswith(".gz") for path in paths) else sum(map(os.path.getsize, paths))
             self._task = self._bar.add_task("preprocess", total=size)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressDisplay:
         if self._bar is not None:
             self._bar.start()
         return self
@@ -79,7 +79,7 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def show(self, totals: Totals) -> None:
+    def show(self, totals: RunTotals) -> None:
         """Show the totals; called after every chunk."""
         if self._bar is not None:
             self._bar.update(self._task, completed=totals.bytes)
@@ -97,7 +97,7 @@ class Progress:
 
 
 def print_table(
-    totals: Totals, outputs: dict[str, str], encoder: str, seconds: float, *, sentences: bool
+    totals: RunTotals, outputs: dict[str, str], encoder: str, seconds: float, *, sentences: bool
 ) -> None:
     """Print the final summary on standard output; with `sentences`, also what splitting gave."""
     from rich.console import Console
@@ -121,7 +121,7 @@ def print_table(
     print_skipped(totals)
 
 
-def print_skipped(totals: Totals) -> None:
+def print_skipped(totals: RunTotals) -> None:
     """Print the lines left out by `--on-error skip`: how many per reason, and the first few."""
     if not totals.problems:
         return

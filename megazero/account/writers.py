@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-Point = tuple[str, float, int]
+ScalarPoint = tuple[str, float, int]
 """A tag, its value, and the step at which it has it."""
 
 
@@ -86,7 +86,7 @@ class Scalars:
             self._writer = self._open()
         return self._writer
 
-    def add(self, points: Iterable[Point]) -> None:
+    def add(self, points: Iterable[ScalarPoint]) -> None:
         """Add values."""
         values = {(tag, step): value for tag, value, step in points}
         late = {tag: step for tag, step in values if step <= self._last.get(tag, -math.inf)}

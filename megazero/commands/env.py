@@ -1,4 +1,4 @@
-"""The command `megazero env`: reports on the machine, or on the hosts of a job, and on their problems."""
+"""The command `megazero env`: report on this machine, or on the hosts of a job, and on their problems."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] = ()) -> int:
 
 
 def _chosen(flags: argparse.Namespace) -> dict[str, int | None]:
-    """The hosts to ask, and the ranks of each: `--nproc`, or a hostfile's slots.
+    """The hosts to ask, and the number of ranks of each: `--nproc`, or the slots in the hostfile.
 
     Raises:
         ConfigError: a host is named twice, or the hostfile is wrong.

@@ -1,4 +1,4 @@
-"""The command `megazero fill-mask`: the tokens that a model expects at masked places."""
+"""The command `megazero fill-mask`: show the tokens that a model expects at masked positions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _run(flags: argparse.Namespace) -> None:
 
 
 def format_candidates(texts: Sequence[str], filled: Sequence[Sequence[Sequence[Candidate]]]) -> str:
-    """Return each text with its candidates below; with several masks, a line above each says which it is."""
+    """Format each text with its candidates below it, under a line per mask if it has several masks."""
     blocks = []
     for text, masks in zip(texts, filled, strict=True):
         lines = [text]

@@ -63,7 +63,7 @@ class LibraryRecipe:
     codes: tuple[str, ...] = ()
 
     def fingerprint(self) -> str:
-        """A hash of the commands without `codes`, which the file's name has, of the sources and csrc's headers."""
+        """Hash the commands, the sources and csrc's headers, but not `codes`, which the file's name has."""
         flags = [flag for flag in self.compile.split() if not flag.startswith("-gencode=")]
         digest = hashlib.sha256(f"{' '.join(flags)}\0{self.link}\0".encode())
         headers = [path for path in CSRC.rglob("*") if path.suffix in (".hpp", ".h")]

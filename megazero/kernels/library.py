@@ -132,7 +132,7 @@ class LaunchWatch(TorchDispatchMode):
 
 
 class StillKernels(KernelLibrary):
-    """Kernels of a device that a plan imitates: nothing runs, but a `LaunchWatch` around a call records it."""
+    """Kernels of a device that a plan imitates: nothing runs, but a `LaunchWatch` sees each launch."""
 
     def __init__(self) -> None:
         """Load nothing."""
@@ -154,7 +154,7 @@ class StillKernels(KernelLibrary):
 
 
 def current_stream(device: int) -> int:
-    """The address of a device's current stream, without a `Stream` object, which takes microseconds to make."""
+    """The address of a device's current stream; to make a `Stream` object would take microseconds."""
     stream: int = torch._C._cuda_getCurrentRawStream(device)
     return stream
 

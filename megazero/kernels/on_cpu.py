@@ -17,7 +17,7 @@ from megazero.kernels.library import MOST_GROUPS, Argument, KernelLibrary, tenso
 
 
 class ThreadOrder(enum.Enum):
-    """The order in which a block's threads run: a kernel that lacks a barrier gives other results in another."""
+    """The order in which a block's threads run; without a needed barrier, results depend on it."""
 
     FORWARD = 0
     BACKWARD = 1

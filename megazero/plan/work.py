@@ -1,4 +1,4 @@
-"""The work of a rank on paper: kernels, calls between ranks and waits, in the order in which they start."""
+"""The work of a planned rank: kernels, calls between ranks, and waits, in the order of their start."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
-from megazero.account.profilers.calls import Call
+from megazero.account.profilers.calls import CollectiveCall
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, or an operator of torch's that is one.
+    """A kernel of megazero, or an operator of torch.
 
     Attributes:
-        name: torch's for an operator (``mm``, ``add``), or that of a kernel here (``layer_norm_forward``).
-        nbytes: bytes that it reads and writes, each tensor counted once.
+        name: torch's name of an operator (``mm``, ``add``), or a kernel's name (``layer_norm_forward``).
+        nbytes: bytes read and written, each tensor counted once.
         flops: two for each multiply-add of matrix products, none for other arithmetic.
-        dtype: of what it multiplies, or of its largest tensor.
-        sizes: (m, n, k) of the product of [m, k] and [k, n], for a matrix product.
+        dtype: the dtype of the factors of a product, or of the largest tensor.
+        sizes: (m, n, k) of a matrix product of [m, k] and [k, n]; None for others.
         batch: the number of such products.
     """
 
@@ -32,13 +32,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Wait:
-    """The caller waits here for a call that it went on from.
-
-    Attributes:
-        call: the number of the call.
-    """
+    """A wait for an asynchronous call; `call` is the call's number."""
 
     call: int
 
 
-Task = Kernel | Call | Wait
+Task = Kernel | CollectiveCall | Wait

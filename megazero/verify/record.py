@@ -13,15 +13,23 @@ import numpy as np
 from torch import Tensor
 
 from megazero.config.derive import padded_vocab_size
-from megazero.config.steps import Step
+from megazero.config.steps import Progress, Step
 from megazero.config.training_plan import TrainingPlan, training_plan_of
+from megazero.config.tree.checkpoint import CheckpointConfig
 from megazero.config.tree.config import Config
+from megazero.config.tree.curriculum import CurriculumConfig
+from megazero.config.tree.data_sampling import DataSamplingConfig
+from megazero.config.tree.distillation import DistillationConfig
+from megazero.config.tree.parallel import ParallelConfig
+from megazero.config.tree.recompute import RecomputeConfig
+from megazero.config.tree.zero import ZeroConfig
 from megazero.models.batch import Collate, MicroBatch
-from megazero.mpu.context import ParallelContext
+from megazero.mpu.context import ParallelContext, solo_context
 from megazero.mpu.param_spec import ParamSpec
 from megazero.train.build import build_model
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.engine import Engine
 from megazero.train.step.feed import cut
 from megazero.train.step.state import TrainState
@@ -90,6 +98,42 @@ def verification_engine(config: Config, training_plan: TrainingPlan, context: Pa
     padded = padded_vocab_size(size, config.model, context.tp.size)
     vocabulary = Vocabulary(size, padded, None, None)
     return build_model(vocabulary, context, config, training_plan)
+
+
+def with_teacher(config: Config, folder: str) -> Config:
+    """Save a teacher in `folder`, and return the student's configuration with that teacher.
+
+    Raises:
+        CheckpointError: the teacher cannot be saved there.
+    """
+    model = config.model.model_copy(update={"num_layers": 2 * config.model.num_layers})
+    changes = {
+        "model": model,
+        "parallel": ParallelConfig(),
+        "zero": ZeroConfig(),
+        "recompute": RecomputeConfig(),
+        "training": config.training.model_copy(update={"seed": config.training.seed + 1}),
+        "checkpoint": CheckpointConfig(save=folder),
+        "distillation": DistillationConfig(),
+        "curriculum": CurriculumConfig(),
+        "data_sampling": DataSamplingConfig(),
+    }
+    teacher, context = config.model_copy(update=changes), solo_context()
+    training_plan = training_plan_of(teacher, 1)
+    engine = verification_engine(teacher, training_plan, context)
+    snapshots = Snapshots(
+        teacher, training_plan, engine, context, vocabulary_size(teacher), teacher.training.seed
+    )
+    try:
+        snapshots.save(TrainState(Progress(1)))
+    finally:
+        snapshots.saver.close()
+    distillation = {
+        "load_teacher": folder,
+        **dict.fromkeys(("num_layers_teacher", "hidden_size_teacher", "num_attention_heads_teacher")),
+        "num_experts_teacher": (),
+    }
+    return config.model_copy(update={"distillation": config.distillation.model_copy(update=distillation)})
 
 
 def micro_batches(config: Config, context: ParallelContext, step: Step) -> list[MicroBatch]:

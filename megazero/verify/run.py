@@ -40,7 +40,7 @@ def run_in_threads(config: Config, grid: ProcessGrid, steps: int = STEPS) -> lis
 
 
 def run_in_world(rank: int, world_size: int, config: Config, grid: ProcessGrid, steps: int = STEPS) -> Record:
-    """Record this rank's training in a world of CPU processes that it has joined, by the configured backend."""
+    """Record this rank's training in a world of CPU processes that it has joined."""
     assert grid.world_size == world_size
     context = open_context(
         config.parallel,

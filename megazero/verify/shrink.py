@@ -99,7 +99,7 @@ def _axis_sizes(config: Config, data_parallel: int, most_ranks: int) -> tuple[di
 
 
 def _grid(config: Config, sizes: Mapping[str, int]) -> ProcessGrid:
-    """The grid of these axes; the ranks of a layer's experts, and of one expert, are lowered to fit a stage."""
+    """The grid of these axes, with ep and etp lowered so that they divide a pipeline stage."""
     parallel, stage = config.parallel, sizes["tp"] * sizes["dp"] * sizes["cp"]
     etp = min(parallel.expert_tensor_parallel_size or sizes["tp"], stage)
     while stage % etp:

@@ -10,7 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from data_tools.preprocessing import chunks
-from data_tools.preprocessing.chunks import Chunk, cut, parse, parse_carefully, split_lines
+from data_tools.preprocessing.chunks import JsonlChunk, cut
+from data_tools.preprocessing.parsing import parse, parse_carefully, split_lines
 from megazero.errors import DataError
 from tests.tables import over_table
 
@@ -92,7 +93,7 @@ def test_a_line_that_is_too_long_is_a_chunk_of_its_own(
 def test_shrunken_file_is_noticed(tmp_path):
     (tmp_path / "f").write_bytes(b"abc\n")
     with pytest.raises(DataError, match="became shorter"):
-        Chunk(0, str(tmp_path / "f"), 0, 10).read()
+        JsonlChunk(0, str(tmp_path / "f"), 0, 10).read()
 
 
 def test_cut_gzip_file_is_named(tmp_path):

@@ -15,9 +15,9 @@ from types import MappingProxyType
 import torch
 
 from megazero.account.profiler import ProfiledRun, Profiler
-from megazero.account.profilers.breakdown_table import Spread, breakdown_table
-from megazero.account.profilers.calls import Call
-from megazero.account.profilers.clock import Clock, Point
+from megazero.account.profilers.breakdown_table import RankStatistics, breakdown_table
+from megazero.account.profilers.calls import CollectiveCall
+from megazero.account.profilers.clock import Clock, ClockPoint
 from megazero.account.profilers.group import OPERATIONS, Listener
 from megazero.config.tree.logging import LoggingConfig
 from megazero.mpu.context import ParallelContext
@@ -42,13 +42,13 @@ _OF_ACTION: Mapping[Op, str] = MappingProxyType(
 # What remains of a timer's phase after the last action in it.
 _OF_TIMER = MappingProxyType({"data": "data", "forward-backward": "reductions", "optimizer": "optimizer"})
 
-Wait = tuple[str, str]
+WaitKey = tuple[str, str]
 """A wait: (group, operation)."""
 
-Piece = tuple[str | Wait, Point, Point, int]
+Piece = tuple[str | WaitKey, ClockPoint, ClockPoint, int]
 """A stretch of a step: what it was, where it begins and ends; 1, or -1 for a wait within a phase."""
 
-Times = Mapping[str | Wait, float]
+Times = Mapping[str | WaitKey, float]
 """Seconds by phase and by wait."""
 
 
@@ -61,7 +61,7 @@ class Ledger(Listener):
 
     def __init__(self, clock: Clock):
         self.clock = clock
-        self._last: Point = None
+        self._last: ClockPoint = None
         self._depth = 0
         self._pieces: list[Piece] = []
 
@@ -82,11 +82,11 @@ class Ledger(Listener):
         self._last = None
         return self._pieces
 
-    def enters(self, call: Call, *, waits: bool) -> Point:
+    def enters(self, call: CollectiveCall, *, waits: bool) -> ClockPoint:
         self._depth += 1
         return None if self._last is None or self._depth > 1 else self.clock.now()
 
-    def leaves(self, call: Call, entered: Point, *, waits: bool) -> None:
+    def leaves(self, call: CollectiveCall, entered: ClockPoint, *, waits: bool) -> None:
         self._depth = max(0, self._depth - 1)
         if entered is not None and self._last is not None:
             self._pieces.append(((call.group, call.operation), entered, self.clock.now(), -1))
@@ -99,7 +99,7 @@ def phase_of(action: Action) -> str:
 
 def add_up(pieces: Sequence[Piece], clock: Clock) -> Times:
     """Sum the seconds of each row; a wait comes before the mark of the phase that it is taken out of."""
-    times: Counter[str | Wait] = Counter()
+    times: Counter[str | WaitKey] = Counter()
     waited = 0.0
     for name, begin, end, kind in pieces:
         seconds = clock.seconds(begin, end)
@@ -126,10 +126,10 @@ class Breakdown(Profiler, Listener):
         self.settings = settings
         self.ledger = Ledger(clock)
         names = sorted(context.groups) if settings.breakdown_level > 1 else []
-        self.rows: list[str | Wait] = [*PHASES, *((name, o) for name in names for o in OPERATIONS)]
+        self.rows: list[str | WaitKey] = [*PHASES, *((name, o) for name in names for o in OPERATIONS)]
         if not names:
             self.rows.append(("", "all"))
-        self._sums: Counter[str | Wait] = Counter()
+        self._sums: Counter[str | WaitKey] = Counter()
         self._steps = 0
         self._pending: list[list[Piece]] = []
         self._say: Callable[[str], None] = print
@@ -144,10 +144,10 @@ class Breakdown(Profiler, Listener):
         if name in _OF_TIMER:
             self.ledger.mark(_OF_TIMER[name])
 
-    def enters(self, call: Call, *, waits: bool) -> Point:
+    def enters(self, call: CollectiveCall, *, waits: bool) -> ClockPoint:
         return self.ledger.enters(call, waits=waits)
 
-    def leaves(self, call: Call, entered: Point, *, waits: bool) -> None:
+    def leaves(self, call: CollectiveCall, entered: ClockPoint, *, waits: bool) -> None:
         self.ledger.leaves(call, entered, waits=waits)
 
     @contextmanager
@@ -179,9 +179,9 @@ class Breakdown(Profiler, Listener):
         own = torch.cat([own, own.sum().view(1)])
         if self.settings.timing_log_option == "all":
             everyone = torch.tensor(gather_values(group, own.tolist()), dtype=torch.float64)
-            spread = Spread.of_all(own, everyone)
+            spread = RankStatistics.of_all(own, everyone)
         else:
-            spread = Spread.over(own, group)
+            spread = RankStatistics.over(own, group)
         if self.context.rank == 0:
             first = iteration - self._steps + 1
             rows = [*self.rows, "whole step"]

@@ -13,7 +13,7 @@ from megazero.mpu.group import Group
 
 
 @dataclass(frozen=True)
-class Spread:
+class RankStatistics:
     """Numbers of this rank, and where they lie among those of others.
 
     Attributes:
@@ -31,13 +31,13 @@ class Spread:
     everyone: Tensor | None = None
 
     @classmethod
-    def of_all(cls, own: Tensor, everyone: Tensor) -> Spread:
+    def of_all(cls, own: Tensor, everyone: Tensor) -> RankStatistics:
         """The spread of numbers that are all here."""
         least, most = everyone.min(0), everyone.max(0)
         return cls(own, least.values, most.values, least.indices.tolist(), most.indices.tolist(), everyone)
 
     @classmethod
-    def over(cls, own: Tensor, group: Group) -> Spread:
+    def over(cls, own: Tensor, group: Group) -> RankStatistics:
         """The spread over a group's members, by two reductions whatever its size; every member calls this."""
         ends = torch.cat([own, -own])
         group.all_reduce(ends, "max").wait()
@@ -51,7 +51,7 @@ class Spread:
 
 def breakdown_table(
     rows: Sequence[str | tuple[str, str]],
-    spread: Spread,
+    spread: RankStatistics,
     iterations: tuple[int, int],
     settings: LoggingConfig,
     clock: str,

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """A call between the ranks of a group.
 
     Attributes:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-Point = Any
+ClockPoint = Any
 """A point in time, as a clock takes it: seconds of the host, or an event of the device."""
 
 
@@ -20,13 +20,13 @@ class Clock(Protocol):
 
     device: str
 
-    def now(self) -> Point:
+    def now(self) -> ClockPoint:
         """Return the point that the device has reached once all work queued so far is done."""
 
-    def reached(self, point: Point) -> bool:
+    def reached(self, point: ClockPoint) -> bool:
         """Whether the device has come to a point."""
 
-    def seconds(self, begin: Point, end: Point) -> float:
+    def seconds(self, begin: ClockPoint, end: ClockPoint) -> float:
         """Return the time between two points that have been reached."""
 
 
@@ -38,10 +38,10 @@ class HostClock(Clock):
     def now(self) -> float:
         return time.perf_counter()
 
-    def reached(self, point: Point) -> bool:
+    def reached(self, point: ClockPoint) -> bool:
         return True
 
-    def seconds(self, begin: Point, end: Point) -> float:
+    def seconds(self, begin: ClockPoint, end: ClockPoint) -> float:
         return float(end - begin)
 
 

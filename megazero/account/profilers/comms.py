@@ -10,12 +10,12 @@ from contextlib import contextmanager
 import torch
 
 from megazero.account.profiler import ProfiledRun, Profiler
-from megazero.account.profilers.calls import Call, rates
-from megazero.account.profilers.clock import Clock, Point
+from megazero.account.profilers.calls import CollectiveCall, rates
+from megazero.account.profilers.clock import Clock, ClockPoint
 from megazero.account.profilers.comms_table import (
-    Key,
-    Line,
-    Row,
+    CallKind,
+    CallTotals,
+    CommsLine,
     Waiting,
     comms_table,
     size_text,
@@ -50,10 +50,10 @@ class CommsLog(Profiler, Listener):
         self.settings = settings
         self.folder = folder
         self.clock = clock
-        self.rows: dict[str, dict[Key, Row]] = {}
+        self.rows: dict[str, dict[CallKind, CallTotals]] = {}
         self._sizes: dict[tuple[str, str], set[int]] = {}
-        self._begun: dict[tuple[str, int], tuple[Point, Point]] = {}
-        self._pending: list[tuple[Call, Point, tuple[Point, ...]]] = []
+        self._begun: dict[tuple[str, int], tuple[ClockPoint, ClockPoint]] = {}
+        self._pending: list[tuple[CollectiveCall, ClockPoint, tuple[ClockPoint, ...]]] = []
         self._say: Callable[[str], None] = print
 
     def begin(self, run: ProfiledRun) -> None:
@@ -64,11 +64,11 @@ class CommsLog(Profiler, Listener):
         yield
         self.settle()
 
-    def enters(self, call: Call, *, waits: bool) -> Point:
+    def enters(self, call: CollectiveCall, *, waits: bool) -> ClockPoint:
         wanted = self.settings.comms_logger_ops
         return None if wanted and call.operation not in wanted else self.clock.now()
 
-    def leaves(self, call: Call, entered: Point, *, waits: bool) -> None:
+    def leaves(self, call: CollectiveCall, entered: ClockPoint, *, waits: bool) -> None:
         if entered is None:
             return
         now = self.clock.now()
@@ -103,14 +103,14 @@ class CommsLog(Profiler, Listener):
         if self.context.device.type == "cuda":
             torch.cuda.synchronize(self.context.device)
         self.settle()
-        lines: list[Line] = []
+        lines: list[CommsLine] = []
         waiting: list[Waiting] = []
         # All ranks come to the groups in the order of their names, so none waits for one that waits for it.
         for name, group in sorted(self.context.groups.items()):
             if group.size > 1:
                 rows = self.rows.get(name, {})
                 waits, among = compare_waits(group, rows, self.context.device)
-                lines += [Line(name, group.size, key, rows[key], waits.get(key)) for key in sorted(rows)]
+                lines += [CommsLine(name, group.size, key, rows[key], waits.get(key)) for key in sorted(rows)]
                 waiting += [] if among is None else [Waiting(name, *among)]
         for text in comms_table(lines, waiting):
             self._say(f"communication of rank 0 | {text}")
@@ -121,17 +121,17 @@ class CommsLog(Profiler, Listener):
         }
         self.folder.write(f"comms_rank{self.context.rank}.json", json.dumps(report, indent=1).encode())
 
-    def _row(self, call: Call) -> Row:
+    def _row(self, call: CollectiveCall) -> CallTotals:
         sizes, nbytes = self._sizes.setdefault((call.group, call.operation), set()), call.nbytes
         if nbytes not in sizes and len(sizes) >= _SIZES:
             nbytes = 1 << max(0, nbytes - 1).bit_length()
         sizes.add(nbytes)
-        return self.rows.setdefault(call.group, {}).setdefault(Key(call.operation, nbytes), Row())
+        return self.rows.setdefault(call.group, {}).setdefault(CallKind(call.operation, nbytes), CallTotals())
 
 
 def compare_waits(
-    group: Group, rows: Mapping[Key, Row], device: torch.device
-) -> tuple[dict[Key, float], tuple[int, float, float] | None]:
+    group: Group, rows: Mapping[CallKind, CallTotals], device: torch.device
+) -> tuple[dict[CallKind, float], tuple[int, float, float] | None]:
     """The seconds that this rank waited in a call for the last member, by row; every member calls this.
 
     A call of all members ends at once, so whoever is in it for the shortest time came last. It takes two
@@ -165,7 +165,7 @@ def compare_waits(
     return waits, (group.ranks[means.index(min(means))], min(means), max(means))
 
 
-def _said(call: Call, took: float | None, members: int) -> str:
+def _said(call: CollectiveCall, took: float | None, members: int) -> str:
     what = f"call | {call.group} {call.operation} of {size_text(call.nbytes)}, {members} ranks"
     if took is None:
         return what

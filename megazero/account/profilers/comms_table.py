@@ -14,7 +14,7 @@ _UNEVEN = 0.25  # of the longest wait, by which the shortest is shorter where a 
 _TRIMMED = 0.1  # of a row's calls are left out of its means at either end: the first ones connect
 
 
-class Key(NamedTuple):
+class CallKind(NamedTuple):
     """Facts that the calls of a row share; `nbytes` is 2^k for calls of above half as much, up to it."""
 
     operation: str
@@ -22,7 +22,7 @@ class Key(NamedTuple):
 
 
 @dataclass
-class Row:
+class CallTotals:
     """The calls of one operation and size.
 
     Attributes:
@@ -51,7 +51,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Line:
+class CommsLine:
     """A row as it is reported.
 
     Attributes:
@@ -63,8 +63,8 @@ class Line:
 
     group: str
     members: int
-    key: Key
-    row: Row
+    key: CallKind
+    row: CallTotals
     waited: float | None = None
 
     @property
@@ -108,7 +108,7 @@ class Waiting:
     most: float
 
 
-def comms_table(lines: Iterable[Line], waiting: Iterable[Waiting]) -> list[str]:
+def comms_table(lines: Iterable[CommsLine], waiting: Iterable[Waiting]) -> list[str]:
     """The report as lines of text."""
     heads = ("group", "operation", "size", "calls", "hidden", "exposed ms", "mean ms", "waited ms")
     widths = (16, 15, 11, 8, 8, 12, 10, 10)

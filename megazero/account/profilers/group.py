@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from megazero.account.profilers.calls import Call
+from megazero.account.profilers.calls import CollectiveCall
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import DONE, Group, Transfer, Work
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
@@ -28,10 +28,10 @@ OPERATIONS = (
 class Listener:
     """Is shown the calls of groups. What `enters` returns is given back to `leaves`."""
 
-    def enters(self, call: Call, *, waits: bool) -> Any:
+    def enters(self, call: CollectiveCall, *, waits: bool) -> Any:
         """The host begins a call, or, if `waits`, a wait for one that it began before."""
 
-    def leaves(self, call: Call, entered: Any, *, waits: bool) -> None:
+    def leaves(self, call: CollectiveCall, entered: Any, *, waits: bool) -> None:
         """The host goes on. Over NCCL, what it queues from now on comes after the call."""
 
 
@@ -75,10 +75,10 @@ class ObservedGroup(WrappingGroup):
         self.inner.barrier()
         self._left(call, entered, waits=False)
 
-    def _call(self, operation: str, nbytes: int, *, later: bool) -> Call:
-        return Call(self.name, operation, nbytes, self.ranks, later, next(self._numbers))
+    def _call(self, operation: str, nbytes: int, *, later: bool) -> CollectiveCall:
+        return CollectiveCall(self.name, operation, nbytes, self.ranks, later, next(self._numbers))
 
-    def _left(self, call: Call, entered: Sequence[Any], *, waits: bool) -> None:
+    def _left(self, call: CollectiveCall, entered: Sequence[Any], *, waits: bool) -> None:
         for listener, token in zip(self.listeners, entered, strict=True):
             listener.leaves(call, token, waits=waits)
 
@@ -92,7 +92,7 @@ class ObservedWork(Work):
         group: knows the listeners.
     """
 
-    def __init__(self, call: Call, work: Work, group: ObservedGroup):
+    def __init__(self, call: CollectiveCall, work: Work, group: ObservedGroup):
         self._call = call
         self._work = work
         self._group: ObservedGroup | None = group

@@ -19,7 +19,7 @@ import torch
 from megazero.account.memory import PeakOfOutputs
 from megazero.account.profiler import ProfiledRun, Profiler
 from megazero.account.profilers.files import Folder
-from megazero.account.profilers.timeline import Timeline, timeline_figure
+from megazero.account.profilers.timeline import MemoryHistory, timeline_figure
 from megazero.mpu.context import ParallelContext
 from megazero.pictures import new_figure
 from megazero.pipeline.actions import Action
@@ -39,7 +39,7 @@ class OutputTimeline(PeakOfOutputs):
         gathered: gives the bytes of gathered weights, which no operator makes.
     """
 
-    def __init__(self, timeline: Timeline, rest: Mapping[str, int], gathered: Callable[[], int]):
+    def __init__(self, timeline: MemoryHistory, rest: Mapping[str, int], gathered: Callable[[], int]):
         super().__init__()
         self.timeline = timeline
         self.rest = rest
@@ -85,7 +85,7 @@ def _room(file: str) -> str | None:
 
 def timeline_of_history(
     entries: Sequence[Mapping[str, Any]], rest: Mapping[str, int], allocated: int
-) -> Timeline:
+) -> MemoryHistory:
     """The timeline of a step from the history of CUDA's allocator.
 
     Memory that was there before and is none of what the store holds, such as a library's workspace, is of
@@ -96,7 +96,7 @@ def timeline_of_history(
         rest: the bytes that the store holds, by kind.
         allocated: the bytes that were allocated when the step began.
     """
-    timeline, held = Timeline(), Counter(rest)
+    timeline, held = MemoryHistory(), Counter(rest)
     held["other"] = allocated - sum(rest.values())
     sizes: dict[int, tuple[str, int]] = {}
     began = entries[0]["time_us"] if entries else 0
@@ -139,7 +139,7 @@ class MemoryTimeline(Profiler):
         self.step = step
         self.folder = folder
         self.context = context
-        self._timeline: Timeline | None = None
+        self._timeline: MemoryHistory | None = None
         self._began = 0.0
         self._say: Callable[[str], None] = print
 
@@ -151,7 +151,7 @@ class MemoryTimeline(Profiler):
         if iteration != self.step or not self.folder.writes:
             yield
             return
-        self._timeline = timeline = Timeline()
+        self._timeline = timeline = MemoryHistory()
         self._began = time.perf_counter()
         rest, persistent = self._store.sizes().get("device", {}), self._gathered()
         if self.context.device.type == "cuda":
@@ -184,7 +184,7 @@ class MemoryTimeline(Profiler):
         return sum(bucket.full.untyped_storage().nbytes() for bucket in sharded)
 
     @contextmanager
-    def _allocator(self, timeline: Timeline, rest: Mapping[str, int]) -> Iterator[None]:
+    def _allocator(self, timeline: MemoryHistory, rest: Mapping[str, int]) -> Iterator[None]:
         device = self.context.device
         torch.cuda.synchronize(device)
         allocated = torch.cuda.memory_allocated(device)
@@ -198,7 +198,7 @@ class MemoryTimeline(Profiler):
         recorded = timeline_of_history(traces[torch.cuda.current_device()], rest, allocated)
         timeline.times, timeline.held = recorded.times, recorded.held
 
-    def _write(self, timeline: Timeline) -> None:
+    def _write(self, timeline: MemoryHistory) -> None:
         if not timeline.times:
             return
         rank, name = self.context.rank, f"memory_step{self.step}_rank{self.context.rank}"

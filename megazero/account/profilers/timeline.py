@@ -25,7 +25,7 @@ _POINTS = 1500  # of the picture's width
 
 
 @dataclass
-class Timeline:
+class MemoryHistory:
     """The bytes that are alive over a step.
 
     Attributes:
@@ -79,7 +79,7 @@ class Timeline:
         return [named, *counters, *ranges]
 
 
-def timeline_figure(timeline: Timeline, title: str) -> Figure:
+def timeline_figure(timeline: MemoryHistory, title: str) -> Figure:
     """Draw a stacked area of the kinds over a step, with the executor's actions below."""
     figure = new_figure(10, 5)
     panel, below = figure.subplots(2, 1, sharex=True, height_ratios=(12, 1))
@@ -117,7 +117,7 @@ def timeline_figure(timeline: Timeline, title: str) -> Figure:
     return figure
 
 
-def _thinned(timeline: Timeline) -> list[int]:
+def _thinned(timeline: MemoryHistory) -> list[int]:
     """Downsample to `_POINTS` points: the maximum of each interval, and both ends."""
     count = len(timeline.times)
     if count <= _POINTS:

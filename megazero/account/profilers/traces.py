@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megazero.account.profiler import ProfiledRun, Profiler
-from megazero.account.profilers.calls import Call
+from megazero.account.profilers.calls import CollectiveCall
 from megazero.account.profilers.files import Folder
 from megazero.account.profilers.group import Listener
 from megazero.config.tree.profiling import ProfilingConfig
@@ -48,14 +48,14 @@ class TraceWindow(Profiler, Listener):
     def begin(self, run: ProfiledRun) -> None:
         self._say = run.say
 
-    def enters(self, call: Call, *, waits: bool) -> Any:
+    def enters(self, call: CollectiveCall, *, waits: bool) -> Any:
         if not self._tracing:
             return None
         named = record_function(f"wait for {label(call)}" if waits or call.later else label(call))
         named.__enter__()
         return named
 
-    def leaves(self, call: Call, entered: Any, *, waits: bool) -> None:
+    def leaves(self, call: CollectiveCall, entered: Any, *, waits: bool) -> None:
         if entered is not None:
             entered.__exit__(None, None, None)
 
@@ -93,7 +93,7 @@ class TraceWindow(Profiler, Listener):
         )
 
 
-def label(call: Call) -> str:
+def label(call: CollectiveCall) -> str:
     """The name of a call's range; the same on all members, and on no others."""
     return f"{call.group}@{call.ranks[0]} {call.operation} #{call.number}"
 

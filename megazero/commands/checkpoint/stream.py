@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint one after the other, in bounded memory."""
+"""Read the tensors of a checkpoint one after the other, in bounded memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from megazero.checkpoint.part import Key, Part
 from megazero.checkpoint.reader import CheckpointReader
 
 BATCH_BYTES = 256 << 20
-# Computations go over tensors in pieces of this many elements: in float64, 32 MB each.
-_ELEMENTS = 4 << 20
+_ELEMENTS = 4 << 20  # of a piece that is computed on: 32 MB in float64
 
 
 def whole_tensors(
     reader: CheckpointReader, keys: Iterable[Key], batch_bytes: int = BATCH_BYTES
 ) -> Iterator[tuple[Key, Tensor]]:
-    """Whole logical tensors in their stored dtypes, in the order of `keys`.
+    """Yield whole logical tensors in their stored dtypes, in the order of `keys`.
 
-    As many are read at a time as fit into `batch_bytes`, and at least one: if a file's many small tensors
-    were read one by one, it would be opened, and its blocks hashed, for each of them.
+    Tensors are read in batches of at most `batch_bytes`, or of one larger tensor, because each read opens a
+    file and hashes its blocks anew.
 
     Raises:
         DamagedCheckpointError: the stored bytes are not those that were written.
@@ -45,6 +44,6 @@ def _read(reader: CheckpointReader, batch: list[Part]) -> Iterator[tuple[Key, Te
 
 
 def in_float64(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements of a tensor, flat, a part at a time."""
+    """Yield the elements of a tensor in flat float64 pieces."""
     for part in tensor.reshape(-1).split(_ELEMENTS):
         yield part.to(torch.float64)

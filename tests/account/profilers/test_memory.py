@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megazero.account.profilers.memory_timeline import OutputTimeline, kind_of_frame, timeline_of_history
-from megazero.account.profilers.timeline import Timeline, timeline_figure
+from megazero.account.profilers.timeline import MemoryHistory, timeline_figure
 from megazero.errors import ConfigError
 from tests.account.profilers.runs import train
 from tests.tables import over_table
@@ -19,7 +19,7 @@ PACKAGE = Path(kind_of_frame.__code__.co_filename).parents[2]
 
 
 def test_storages_come_and_go() -> None:
-    timeline = Timeline()
+    timeline = MemoryHistory()
     with OutputTimeline(timeline, {"weights": 1000}, lambda: 0) as outputs:
         a = torch.ones(25)
         b = a + 1
@@ -112,7 +112,7 @@ def test_the_history_of_cudas_allocator() -> None:
 
 
 def test_the_picture_has_a_layer_for_each_kind_and_names_the_peak() -> None:
-    timeline = Timeline(
+    timeline = MemoryHistory(
         actions=[(0.0, 0.5, "forward of micro-batch 0"), (0.5, 1.0, "backward of micro-batch 0")]
     )
     for at in range(4000):

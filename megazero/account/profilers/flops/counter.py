@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 from torch.utils.hooks import RemovableHandle
 
-from megazero.account.profilers.clock import Clock, Point
+from megazero.account.profilers.clock import Clock, ClockPoint
 
 Shape = Sequence[int]
 _ATEN = torch.ops.aten
@@ -151,8 +151,8 @@ class ModuleCounter:
         self.operators: OperatorCounter | None = None
         self._seen = seen
         self._handles: list[RemovableHandle] = []
-        self._begun: list[tuple[int, int, Point]] = []
-        self._spans: list[tuple[nn.Module, Point, Point]] = []
+        self._begun: list[tuple[int, int, ClockPoint]] = []
+        self._spans: list[tuple[nn.Module, ClockPoint, ClockPoint]] = []
 
     def start(self, *, counts: bool) -> None:
         """Add hooks; with `counts`, FLOPs are counted too, which makes all that runs slower."""
@@ -179,7 +179,7 @@ class ModuleCounter:
             self.profiles[module].duration += self.clock.seconds(begin, end)
         self._spans.clear()
 
-    def _now(self) -> tuple[int, int, Point]:
+    def _now(self) -> tuple[int, int, ClockPoint]:
         counted = (0, 0) if self.operators is None else (self.operators.flops, self.operators.products)
         return (*counted, self.clock.now())
 
