@@ -117,7 +117,7 @@ class Prices:
         return self._rates[key]
 
     def _product_rates(self, dtype: str) -> tuple[ProductRates, float, float]:
-        """Products' rates if tiles were filled, the dtype's factor of the rates, the fastest measured rate."""
+        """Products' rates if tiles were filled, the dtype's factor of them, the fastest measured rate."""
         if dtype not in self._tables:
             compute = self.device.compute
             like, by = compute.matmul_like.get(dtype, (dtype, 1.0))

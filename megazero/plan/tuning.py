@@ -122,7 +122,7 @@ class Search:
         return report_on(self.config(layout), self.ranks, self.device, self.per_node)
 
     def candidates(self) -> Iterator[Layout]:
-        """Yield every layout whose sizes divide, that uses all ranks, with tensor parallelism inside a node."""
+        """Yield every layout whose sizes divide, that uses all ranks, with tensor ranks inside a node."""
         config = self.given
         model, batch = config.model, self._batch
         experts = max(model.experts_by_layer, default=0) or 1
@@ -176,7 +176,7 @@ class Search:
             yield Savings(zero, recompute, self.space.offload)
 
     def ordered(self) -> list[tuple[float, Layout]]:
-        """List (lower bound of a step's seconds, layout) of the candidates whose state fits, in ascending order."""
+        """List (lower bound of a step's seconds, layout) of candidates whose state fits, ascending."""
         sound = next((layout for layout in self.candidates() if not self.refused(layout)), None)
         if sound is None:
             return []
