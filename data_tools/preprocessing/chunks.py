@@ -1,4 +1,4 @@
-"""Splits jsonl files at newlines and parses the pieces, naming every bad line."""
+"""Cut jsonl files at newlines: into chunks for workers, and into contiguous parts for partitions."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from typing import IO
 
 from megazero.errors import DataError
 
-# Small enough that a chunk, its lines, texts and tokens stay in the processor's cache, and that their memory
-# is used again for the next chunk: chunks of 8 MiB were each mapped anew, page by page.
+# Small enough that a chunk, its lines, texts and tokens stay in the processor's cache, and that the allocator
+# reuses their memory for the next chunk; each chunk of 8 MiB was mapped anew, page by page.
 CHUNK_BYTES = 2 << 20
 LONGEST_LINE = 256 << 20
-"""Bytes that a line has at most, unless another number is given: a few kilobytes of gzip can unpack to one
-line that fills any memory."""
+"""The most bytes of a line by default; a few kilobytes of gzip can unpack to a line that fills memory."""
 _STEP = 1 << 20
 
 
 @dataclass(frozen=True)
 class JsonlChunk:
-    """Whole lines of one file: bytes `start`..`end`, or `data` itself if the file is compressed. If the line
-    there is too long to be read, `beyond` is the number of bytes that it exceeds."""
+    """Whole lines of a file: bytes `start` to `end`, or `data` itself if the file is compressed.
+
+    If the chunk is a single line that is too long to read, `beyond` is the limit that it exceeds, in bytes.
+    """
 
     number: int
     path: str
@@ -33,7 +34,7 @@ class JsonlChunk:
     beyond: int | None = None
 
     def read(self) -> bytes:
-        """The chunk's bytes. DataError if the file has become shorter."""
+        """Read the chunk's bytes. Raises DataError if the file has become shorter."""
         if self.data is not None:
             return self.data
         with open(self.path, "rb") as file:
@@ -50,7 +51,7 @@ class JsonlChunk:
 
 @dataclass(frozen=True)
 class FileSegment:
-    """Whole lines of one file, from byte `start` to `end` (None: to its end). Of a compressed file, all."""
+    """Whole lines of a file, from byte `start` to `end` (None: to its end); all of a compressed file."""
 
     path: str
     start: int = 0
@@ -64,32 +65,32 @@ def cut(
     *,
     goes_on: bool = False,
 ) -> Iterator[JsonlChunk]:
-    """The chunks of these files or stretches in order. Where one ends depends on the arguments alone.
+    """Yield the chunks of files or segments in order; their ends depend on the arguments alone.
 
-    A chunk is `chunk_bytes` long, plus whatever completes its last line. Compressed files (gzip, recognized
-    by their first bytes) are unpacked here; others are read by whoever processes the chunk. A line of more
-    than `longest` bytes, without its newline, is a chunk of its own and never in memory as a whole; it is the
-    last one unless this `goes_on`.
+    A chunk is `chunk_bytes` long, plus the rest of its last line. Compressed files (gzip, recognized by their
+    first bytes) are unpacked here; other files are read by `JsonlChunk.read`. A line of more than `longest`
+    bytes, without its newline, is a chunk of its own and never wholly in memory; it is the last chunk unless
+    `goes_on`.
     """
-    # So that a line within a chunk is never too long; only one that completes it may be.
+    # With steps of at most `longest` bytes, only the last line of a chunk can be too long.
     step, number = min(chunk_bytes, longest), 0
     for source in sources:
-        stretch = FileSegment(source) if isinstance(source, str) else source
-        divided = _cut_gzip if is_gzip(stretch.path) else _cut_plain
-        for start, end, data, fits in divided(stretch, step, longest, goes_on):
-            yield JsonlChunk(number, stretch.path, start, end, data, None if fits else longest)
+        segment = FileSegment(source) if isinstance(source, str) else source
+        cut_file = _cut_gzip if is_gzip(segment.path) else _cut_plain
+        for start, end, data, fits in cut_file(segment, step, longest, goes_on):
+            yield JsonlChunk(number, segment.path, start, end, data, None if fits else longest)
             if not fits and not goes_on:
                 return
             number += 1
 
 
 def is_gzip(path: str) -> bool:
-    """Whether the file is compressed, by its first bytes."""
+    """Whether a file is compressed, by its first bytes."""
     with open(path, "rb") as file:
         return file.read(2) == b"\x1f\x8b"
 
 
-# Start, end, the bytes if the file is compressed, and whether they may be read.
+# (start, end, the bytes if the file is compressed, whether the piece is short enough to read)
 _Piece = tuple[int, int, bytes | None, bool]
 
 
@@ -98,7 +99,7 @@ def _cut_plain(stretch: FileSegment, step: int, longest: int, goes_on: bool) -> 
         start = stretch.start
         last = os.fstat(file.fileno()).st_size if stretch.end is None else stretch.end
         while start < last:
-            # One byte back, so that a newline exactly at the boundary ends the chunk there.
+            # From the last byte of the step, so that a newline there ends the chunk.
             file.seek(start + step - 1)
             rest = skip_line(file, longest + 1)
             if step + rest > longest:
@@ -118,8 +119,10 @@ def _cut_plain(stretch: FileSegment, step: int, longest: int, goes_on: bool) -> 
 
 
 def skip_line(file: IO[bytes], most: int | None = None) -> int:
-    """Go to the start of the next line, or as soon as more than `most` bytes are read, there; returns how
-    many bytes the line had left, without its newline. Keeps no more than a megabyte at once."""
+    """Go to the start of the next line; returns the bytes that were left of the line, without its newline.
+
+    Stops once `most` bytes are read. Keeps at most a megabyte in memory.
+    """
     count = 0
     while (most is None or count < most) and (
         piece := file.readline(_STEP if most is None else min(_STEP, most - count))
@@ -131,7 +134,7 @@ def skip_line(file: IO[bytes], most: int | None = None) -> int:
 
 
 def _last_line(file: IO[bytes], start: int, size: int) -> int:
-    """The beginning of the last line that begins in these bytes, counted from `start`."""
+    """The offset from `start` at which the last line that begins within `size` bytes begins."""
     file.seek(start)
     return file.read(size).rfind(b"\n") + 1
 
@@ -173,8 +176,10 @@ def _unpacked(path: str, read: Callable[[int], bytes], size: int) -> bytes:
 
 
 def divide(paths: Sequence[str], parts: int) -> list[list[FileSegment]]:
-    """The stretches of each part. A plain file is cut after a newline, a compressed one not at all; a part
-    may be left without any."""
+    """Divide files into `parts` contiguous lists of segments of about equal size, whose concatenation is all.
+
+    A plain file is cut after newlines, a compressed file never; a list may be empty.
+    """
     sizes = [os.path.getsize(path) for path in paths]
     total = max(sum(sizes), 1)
     shares: list[list[FileSegment]] = [[] for _ in range(parts)]
@@ -204,7 +209,7 @@ def _line_end(path: str, at: int, size: int) -> int:
 
 
 def lines_before(stretch: FileSegment) -> int:
-    """The number of lines of its file that come before a segment."""
+    """Count the lines of the file before a segment."""
     count, left = 0, stretch.start
     with open(stretch.path, "rb") as file:
         while left and (block := file.read(min(left, _STEP))):

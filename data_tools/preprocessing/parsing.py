@@ -5,24 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 from data_tools.preprocessing.chunks import JsonlChunk
 from megazero.errors import DataError
 
-# Integers are not our concern: as floats they may have any number of digits.
+# Integers as floats may have any number of digits; their values are not used.
 _STRICT = json.JSONDecoder(parse_int=float)
-# Halves of a surrogate pair at each place where one can stand.
+# JSON texts with half of a surrogate pair, in each position.
 _HALVES = (rb'"\ud800"', rb'"\udc00"', rb'"\ud800a"', rb'"\ud800\u0041"', rb'"\udc00\ud800"')
-# Makes one text several.
-Split = Callable[[str], list[str]]
+Split = Callable[[str], list[str]]  # text -> its sentences
 _BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """An unusable line. `line` counts from 0 in its chunk; `reason` is the class, `detail` the case."""
+    """A bad line: its number from 0 in its chunk, the class of problem, and the details."""
 
     line: int
     reason: str
@@ -30,26 +28,26 @@ class Problem:
 
     @classmethod
     def of_length(cls, chunk: JsonlChunk) -> Problem:
-        """The one of a line that is too long."""
+        """The problem of a line that is too long."""
         return cls(0, "too long", f"the line has more than {chunk.beyond} bytes")
 
 
 @dataclass
 class Column:
-    """The documents of one json key: `texts` in a row, `counts` texts in each document (None: one each)."""
+    """The documents of one JSON key: all `texts`, and the number of texts per document (None: one)."""
 
     texts: list[str]
     counts: list[int] | None = None
 
     @classmethod
     def of(cls, documents: Sequence[Sequence[str]]) -> Column:
-        """The column of these documents, each given as its texts."""
+        """Make the column of documents, each a sequence of texts."""
         return cls([text for texts in documents for text in texts], [len(texts) for texts in documents])
 
 
 @dataclass
 class Parsed:
-    """A chunk's usable documents, one column per key, and its bad lines. `lines` counts blank ones too."""
+    """A chunk's good documents, a column per key, and its bad lines; `lines` counts blank lines too."""
 
     lines: int
     columns: list[Column]
@@ -57,7 +55,7 @@ class Parsed:
 
 
 def split_lines(chunk: JsonlChunk, data: bytes) -> list[bytes]:
-    """The lines without their newlines; a byte order mark at the start of a file is dropped."""
+    """Split a chunk into lines without newlines, and drop a byte order mark at the start of a file."""
     if chunk.start == 0 and data.startswith(_BOM):
         data = data[len(_BOM) :]
     lines = data.split(b"\n")
@@ -65,8 +63,11 @@ def split_lines(chunk: JsonlChunk, data: bytes) -> list[bytes]:
 
 
 def fast_loads() -> Callable[[bytes], Any]:
-    """A JSON reader for good lines: orjson's if installed, else Python's. What it refuses is read again with
-    `_STRICT`, which decides; what it accepts, `_STRICT` accepts with the same strings."""
+    """A JSON parser for good lines: orjson's if installed, else Python's.
+
+    All that it accepts, `_STRICT` accepts with the same strings. What it refuses is parsed again by
+    `_STRICT`, which decides.
+    """
     try:
         import orjson
     except ImportError:
@@ -76,8 +77,7 @@ def fast_loads() -> Callable[[bytes], Any]:
 
 
 def _refuses_halves(loads: Callable[[bytes], Any]) -> bool:
-    """Whether this reader refuses texts that hold half of a surrogate pair (orjson 3.13 does, `json` does
-    not)."""
+    """Whether a parser refuses half of a surrogate pair, as orjson 3.13 does and `json` does not."""
     for half in _HALVES:
         try:
             loads(half)
@@ -88,26 +88,22 @@ def _refuses_halves(loads: Callable[[bytes], Any]) -> bool:
 
 
 def parse(lines: Sequence[bytes], keys: Sequence[str], split: Split | None = None) -> Parsed:
-    """The documents of these lines. JSON means what Python's `json` accepts: the last of two equal keys
-    counts, NaN is a number; but UTF-8 must be strict and a text must not hold half of a surrogate pair.
+    """Parse the documents of lines.
 
-    `split` makes several texts of each; a list of texts stays as it is. Raises what it raises.
+    JSON is what Python's `json` accepts: the last of two equal keys counts, and NaN is a number. But UTF-8
+    must be strict, and a text must not have half of a surrogate pair. `split` divides each text into several,
+    but not the texts of a list; its errors are raised.
     """
     columns = _parse_all_good(lines, keys)
     if columns is None:
         return parse_carefully(lines, keys, split=split)
     if split is None:
         return Parsed(len(lines), [Column(texts) for texts in columns])
-    return Parsed(len(lines), [_split_all(texts, split) for texts in columns])
-
-
-def _split_all(texts: list[str], split: Split) -> Column:
-    documents = list(map(split, texts))
-    return Column(list(chain.from_iterable(documents)), list(map(len, documents)))
+    return Parsed(len(lines), [Column.of(list(map(split, texts))) for texts in columns])
 
 
 def _parse_all_good(lines: Sequence[bytes], keys: Sequence[str]) -> list[list[str]] | None:
-    """Parse all lines at once if each is an object with a plain string under every key; else return None."""
+    """Parse all lines if each is an object with a plain string for every key; else return None."""
     loads = fast_loads()
     try:
         rows = [loads(line) for line in lines]
@@ -119,10 +115,10 @@ def _parse_all_good(lines: Sequence[bytes], keys: Sequence[str]) -> list[list[st
     for texts in columns:
         if not set(map(type, texts)) <= {str}:
             return None
-    # Looking for halves takes a tenth of a chunk's time; it is skipped if the reader has done so.
+    # The search for halves takes a tenth of a chunk's time, and is skipped if the parser refuses them.
     for texts in [] if _refuses_halves(loads) else columns:
         for line, text in zip(lines, texts, strict=True):
-            # Only an escape can smuggle in half of a surrogate pair; isascii() costs nothing.
+            # Half of a surrogate pair can only come from an escape; isascii() costs nothing.
             if not text.isascii() and (b"\\ud" in line or b"\\uD" in line) and not _is_unicode(text):
                 return None
     return columns
@@ -142,9 +138,9 @@ def parse_carefully(
     accept: Callable[[str], object] | None = None,
     split: Split | None = None,
 ) -> Parsed:
-    """Parse line by line. A line that is bad under one key is left out under all, so columns stay aligned.
+    """Parse line by line. A line that is bad for one key is left out for all, so that columns stay aligned.
 
-    `accept`, and `split` (see `parse`), may raise DataError for a text that they cannot take.
+    `accept`, and `split` as in `parse`, may raise DataError to refuse a text.
     """
     columns: list[list[list[str]]] = [[] for _ in keys]
     problems: list[Problem] = []
@@ -163,7 +159,7 @@ def parse_carefully(
 def _parse_line(
     line: bytes, keys: Sequence[str], accept: Callable[[str], object] | None, split: Split | None
 ) -> list[list[str]] | tuple[str, str]:
-    """One list of texts per key, or the reason and detail of what is wrong."""
+    """Parse one line; returns a list of texts per key, or the reason and detail of its problem."""
     try:
         row = _STRICT.decode(str(line, "utf-8"))
     except UnicodeDecodeError as error:

@@ -113,7 +113,7 @@ def _grid(config: Config, sizes: Mapping[str, int]) -> ProcessGrid:
 
 
 def _notes(config: Config, grid: ProcessGrid) -> list[str]:
-    """What else than the axes in `_AXES` changed in a way that a user should know."""
+    """A line for each change that a user should know, except of the sizes in `_AXES`."""
     notes, experts = [], config.parallel.expert_model_parallel_size
     if takes_signs(config.optimizer):
         notes.append("no biases: the gradient of the keys' bias is rounding alone, and its sign is taken")

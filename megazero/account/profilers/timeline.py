@@ -1,4 +1,4 @@
-"""The bytes that are alive over a step, by what they are for: a value, and its picture."""
+"""The bytes that are alive over a step, by kind, and a picture of them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megazero.pictures import new_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's, which people with any colour vision tell apart.
+# Okabe and Ito's palette, whose colours people with any colour vision can distinguish.
 COLOURS = MappingProxyType(
     dict(zip(KINDS, ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#999999", "#D55E00"), strict=True))
 )
 """The colour of each kind of memory in pictures."""
 
 _ACTIONS = MappingProxyType({"forward": "#56B4E9", "backward": "#E69F00", "update": "#009E73"})
-_POINTS = 1500  # of the picture's width
+_POINTS = 1500  # drawn over the picture's width
 
 
 @dataclass
@@ -30,8 +30,8 @@ class MemoryHistory:
 
     Attributes:
         times: seconds since the step began, in order.
-        held: bytes by kind at each of these times.
-        actions: (begin, end, name) of what the executor did, in seconds.
+        held: bytes by kind at each time.
+        actions: (begin, end, name) of the executor's actions, in seconds.
     """
 
     times: list[float] = field(default_factory=list)
@@ -54,12 +54,12 @@ class MemoryHistory:
         return max(range(len(self.held)), key=lambda at: sum(self.held[at].values()))
 
     def doing(self, seconds: float) -> str:
-        """The action of that time, in words."""
+        """The name of the action at a time."""
         names = [name for begin, end, name in self.actions if begin <= seconds <= end]
         return names[0] if names else "between actions"
 
     def events(self, rank: int) -> list[dict[str, Any]]:
-        """The timeline as Chrome's trace events: counters by kind, and a range for each action."""
+        """The timeline as events of a Chrome trace: counters by kind, and a range for each action."""
         kinds = self.kinds
         counters = [
             {
