@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from data_tools.preprocessing import chunks
+from data_tools.preprocessing import parsing
 from data_tools.preprocessing.chunks import JsonlChunk, cut
 from data_tools.preprocessing.parsing import parse, parse_carefully, split_lines
 from megazero.errors import DataError
@@ -189,6 +189,6 @@ def test_good_lines_never_take_the_slow_road(monkeypatch):
     def refuse(*_):
         raise AssertionError("parsed line by line")
 
-    monkeypatch.setattr(chunks, "parse_carefully", refuse)
+    monkeypatch.setattr(parsing, "parse_carefully", refuse)
     parsed = parse([b'{"text": "\\ud83d\\ude00 a"}', '{"text": "é"}'.encode()], ["text"])
     assert parsed.columns[0].texts == ["\U0001f600 a", "é"]
