@@ -24,7 +24,8 @@ from megazero.plan.device import Device, known_devices
 from megazero.plan.kept import KeptPlans
 from megazero.plan.layout import Layout
 from megazero.plan.measured import measured_steps
-from megazero.plan.tuning import Planned, Search, best, explore, reasons
+from megazero.plan.report import reasons
+from megazero.plan.tuning import Planned, Search, best, explore
 from megazero.plan.words import shown, time_text
 from megazero.train.folders import read_folder
 

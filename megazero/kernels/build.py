@@ -163,23 +163,18 @@ def _cuda_recipe(codes: Sequence[str], nvcc: str) -> LibraryRecipe:
 
 
 def built_cuda_library(capability: tuple[int, int], folders: Sequence[Path] | None = None) -> Path | None:
-    """Find a built library of the present sources that a device can run; None if there is none.
+    """Find a built library of the present sources that a device of that capability runs; None without one.
 
-    Args:
-        capability: the device's compute capability.
-        folders: the folders to search; by default `PREBUILT` and `library_folder()`.
-
-    Raises:
-        BuildError: this installation has no sources, so the hash in the library's name is unknown.
+    `folders` are `PREBUILT` and `library_folder()` by default. Raises BuildError if this installation has no
+    sources, and so no hash to look for.
     """
     fingerprint = _cuda_recipe(ARCHITECTURES, "").fingerprint()
     for folder in folders if folders is not None else (PREBUILT, library_folder()):
-        fitting = []
+        best: tuple[int, Path | None] = (0, None)
         for path in sorted(folder.glob(f"lib{CUDA_LIBRARY}-{fingerprint}-*.so")):
-            codes = path.stem.rpartition("-")[2].split("+")
-            fitting += [(_fit(capability, code), path) for code in codes]
-        best = max(fitting, default=(0, None), key=lambda pair: pair[0])
-        if best[0]:
+            for code in path.stem.rpartition("-")[2].split("+"):
+                best = max(best, (_fit(capability, code), path), key=lambda pair: pair[0])
+        if best[1] is not None and best[0]:
             return best[1]
     return None
 
@@ -265,17 +260,16 @@ def build(recipe: LibraryRecipe, folder: Path | None = None) -> Path:
 
 
 def refuse_warnings(library: Path) -> None:
-    """Raise BuildError if the compiler warned when it made a library that `build` returned.
+    """Raise BuildError if the compiler warned when `build` made a library.
 
-    `build` itself accepts warnings: a compiler that spills a register makes a kernel slower, which is better
-    for users than no kernel.
+    `build` itself accepts warnings, because a slow kernel with a spilled register is better than none.
     """
     lines = library.with_suffix(".log").read_text(encoding="utf-8").splitlines()
     # ninja's own lines begin with a bracket.
     warnings = [line for line in lines if re.search(r"\bwarning\b", line) and not line.startswith("[")]
     if warnings:
-        words = "\n".join(warnings)[-4000:]
-        raise BuildError(f"The library `{library.name}` must compile without a warning, but has:\n{words}")
+        text = "\n".join(warnings)[-4000:]
+        raise BuildError(f"The library `{library.name}` must compile without a warning, but has:\n{text}")
 
 
 def _run_ninja(recipe: LibraryRecipe, target: Path) -> None:
@@ -284,9 +278,8 @@ def _run_ninja(recipe: LibraryRecipe, target: Path) -> None:
         places = {"compiler": recipe.compiler, "csrc": str(CSRC)}
         lines = [f"{name} = {shlex.quote(place).replace('$', '$$')}" for name, place in places.items()]
         lines += [f"rule compile\n  command = {recipe.compile}", f"rule link\n  command = {recipe.link}"]
-        lines += [
-            f"build {o}: compile {_escaped(path)}" for o, path in zip(objects, recipe.sources, strict=True)
-        ]
+        pairs = zip(objects, recipe.sources, strict=True)
+        lines += [f"build {object_}: compile {_escaped(path)}" for object_, path in pairs]
         lines += [f"build library.so: link {' '.join(objects)}", "default library.so"]
         (Path(scratch) / "build.ninja").write_text("\n".join(lines) + "\n", encoding="utf-8")
         ended = subprocess.run([_ninja(), "-C", scratch], capture_output=True, text=True)

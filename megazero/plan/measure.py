@@ -19,7 +19,7 @@ from torch import Tensor
 from megazero.mpu.group import Group, Transfer
 from megazero.mpu.torch_group import open_group
 from megazero.ops.attention import attention
-from megazero.plan.device import MIB
+from megazero.plan.hardware import MIB
 
 Work = Callable[[], object]
 MeasuredRow = tuple[str, str, str]

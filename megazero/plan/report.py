@@ -100,15 +100,9 @@ class PlanReport:
         """Describe the job in one line."""
         job = self.plan.job
         grid, shape = job.grid, PipelineShape.of(job.config)
-        sizes = [
-            ("T", grid.tp),
-            ("P", grid.pp),
-            ("V", shape.chunks_per_stage),
-            ("C", grid.cp),
-            ("D", grid.dp),
-            ("E", grid.ep),
-        ]
-        layout = " x ".join(f"{letter}{size}" for letter, size in sizes if size > 1) or "one rank"
+        sizes = {"T": grid.tp, "P": grid.pp, "V": shape.chunks_per_stage, "C": grid.cp, "D": grid.dp}
+        sizes["E"] = grid.ep
+        layout = " x ".join(f"{letter}{size}" for letter, size in sizes.items() if size > 1) or "one rank"
         kind = f", {shape.kind}" if shape.stages > 1 else ""
         return (
             f"{many(self.model.parameters)} parameters on {job.ranks:,} x {self.device.name}: "
@@ -212,3 +206,31 @@ def report_on(config: Config, ranks: int, device: Device, per_node: int) -> Plan
     apart = device.memory.apart
     job = PlannedJob(config, ranks, apart, device="meta" if apart else "cpu")
     return PlanReport(Plan.of(job, timed=not apart), device, per_node)
+
+
+def reasons(given: PlanReport, chosen: PlanReport) -> list[str]:
+    """Explain why the layout `chosen` is better than `given`: what takes less time, or fits."""
+    lines = []
+    if not given.fits:
+        short = (given.plan.fullest.device_bytes - given.device.allocator_bytes) / 2**30
+        lines.append(f"the given layout lacks {short:.1f} GiB on stage {given.plan.fullest.stage}")
+    before, after = _parts(given), _parts(chosen)
+    for name in before:
+        change = after[name] - before[name]
+        if abs(change) > 0.01 * given.times.seconds:
+            lines.append(f"{abs(change):.2f} s a step {'more' if change > 0 else 'less'} for {name}")
+    return lines
+
+
+def _parts(report: PlanReport) -> dict[str, float]:
+    """The seconds of a step's parts on the busiest stage."""
+    times = report.times
+    busy, exposed = max(times.timeline.busy), max(times.exposed)
+    at_peak = max(s.flops for s in report.plan.stages) / report.device.peak_flop_per_s(report.dtype)
+    return {
+        "waiting in the pipeline": times.timeline.makespan - busy,
+        "waiting for calls of layers": exposed,
+        "FLOPs, recomputed ones included": at_peak,
+        "what kernels of these sizes take beyond their FLOPs": busy - exposed - at_peak,
+        "the update": times.update.total,
+    }

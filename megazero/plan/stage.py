@@ -9,7 +9,7 @@ from functools import cached_property
 
 from megazero.account.profilers.calls import CollectiveCall
 from megazero.pipeline.actions import Action, Exchange, Message, Program
-from megazero.plan.trace import MessageFacts, StepSection, Trace
+from megazero.plan.work import MessageFacts, StepSection, Trace
 
 UPDATE = "the update"
 

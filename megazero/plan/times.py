@@ -12,8 +12,7 @@ from megazero.pipeline.actions import Op, Schedule
 from megazero.pipeline.simulate import Costs, Timeline, simulate
 from megazero.plan.prices import Prices
 from megazero.plan.stage import StagePlan
-from megazero.plan.trace import StepSection, Trace
-from megazero.plan.work import Kernel, Task
+from megazero.plan.work import Kernel, StepSection, Task, Trace
 
 
 @dataclass(frozen=True)

@@ -283,33 +283,5 @@ def best(results: Iterable[Planned], count: int) -> list[Planned]:
     return fitting[:count] or sorted(known, key=lambda r: r.device_bytes)[:count]
 
 
-def reasons(given: PlanReport, chosen: PlanReport) -> list[str]:
-    """Explain why the layout `chosen` is better than `given`: what takes less time, or fits."""
-    lines = []
-    if not given.fits:
-        short = (given.plan.fullest.device_bytes - given.device.allocator_bytes) / 2**30
-        lines.append(f"the given layout lacks {short:.1f} GiB on stage {given.plan.fullest.stage}")
-    before, after = _parts(given), _parts(chosen)
-    for name in before:
-        change = after[name] - before[name]
-        if abs(change) > 0.01 * given.times.seconds:
-            lines.append(f"{abs(change):.2f} s a step {'more' if change > 0 else 'less'} for {name}")
-    return lines
-
-
-def _parts(report: PlanReport) -> dict[str, float]:
-    """The seconds of a step's parts on the busiest stage."""
-    times = report.times
-    busy, exposed = max(times.timeline.busy), max(times.exposed)
-    at_peak = max(s.flops for s in report.plan.stages) / report.device.peak_flop_per_s(report.dtype)
-    return {
-        "waiting in the pipeline": times.timeline.makespan - busy,
-        "waiting for calls of layers": exposed,
-        "FLOPs, recomputed ones included": at_peak,
-        "what kernels of these sizes take beyond their FLOPs": busy - exposed - at_peak,
-        "the update": times.update.total,
-    }
-
-
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]

@@ -42,12 +42,8 @@ def run_in_threads(config: Config, grid: ProcessGrid, steps: int = STEPS) -> lis
 def run_in_world(rank: int, world_size: int, config: Config, grid: ProcessGrid, steps: int = STEPS) -> Record:
     """Record this rank's training in a world of CPU processes that it has joined."""
     assert grid.world_size == world_size
-    context = open_context(
-        config.parallel,
-        Launch(rank, world_size, rank),
-        torch.device("cpu"),
-        node_size=replicas_per_node(config.zero),
-    )
+    launch, node = Launch(rank, world_size, rank), replicas_per_node(config.zero)
+    context = open_context(config.parallel, launch, torch.device("cpu"), node_size=node)
     try:
         return record_training(config, context, steps)
     finally:

@@ -36,14 +36,8 @@ def made_up_sampler(config: Config, steps: Steps, context: ParallelContext) -> C
     difficulties = Difficulties.of(config.data_sampling)
     if difficulties is None:
         return None
-    spec = SamplerSpec(
-        SAMPLES,
-        config.batch.micro_batch_size,
-        context.data.rank,
-        context.data.size,
-        SamplerKind.CYCLIC,
-        config.training.seed,
-    )
+    size, data = config.batch.micro_batch_size, context.data
+    spec = SamplerSpec(SAMPLES, size, data.rank, data.size, SamplerKind.CYCLIC, config.training.seed)
     orders = (np.random.default_rng(i).permutation(SAMPLES) for i in range(len(difficulties.metrics)))
     places = np.arange(SAMPLES)
     indexes = [MetricIndex(places, places + 1, order) for order in orders]

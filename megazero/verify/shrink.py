@@ -19,15 +19,13 @@ from megazero.verify.sampling import SAMPLES, shrunk_metric
 from megazero.verify.shrink_model import shrunk_model
 
 _AXES = MappingProxyType({"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"})
-# With these, no optimizer compresses anything in the few steps of a verification.
-_LATE: Mapping[str, int] = MappingProxyType({"onebit_freeze_step": 1_000_000})
-_ALL_EXACT: Mapping[str, Mapping[str, int]] = MappingProxyType(
+# The settings that say after how many steps optimizers compress; verification sets them to `_NEVER`.
+_NEVER = 1_000_000
+_COMPRESSION_STEPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "onebit-adam": _LATE,
-        "onebit-lamb": _LATE,
-        "zero-one-adam": MappingProxyType(
-            dict.fromkeys(("zero_one_var_freeze_step", "zero_one_var_update_scaler"), 1_000_000)
-        ),
+        "onebit-adam": ("onebit_freeze_step",),
+        "onebit-lamb": ("onebit_freeze_step",),
+        "zero-one-adam": ("zero_one_var_freeze_step", "zero_one_var_update_scaler"),
     }
 )
 
@@ -117,7 +115,7 @@ def _notes(config: Config, grid: ProcessGrid) -> list[str]:
     notes, experts = [], config.parallel.expert_model_parallel_size
     if takes_signs(config.optimizer):
         notes.append("no biases: the gradient of the keys' bias is rounding alone, and its sign is taken")
-    if config.optimizer.optimizer in _ALL_EXACT:
+    if config.optimizer.optimizer in _COMPRESSION_STEPS:
         notes.append(f"{config.optimizer.optimizer} sums exactly: compressed sums depend on the replicas")
     if grid.ep != experts:
         notes.append(f"expert parallel size {experts} -> {grid.ep}")
@@ -202,7 +200,7 @@ def _optimizer(config: Config) -> dict[str, Any]:
         if name.startswith(("lr_decay_", "lr_warmup_", "lr_wsd_decay_"))
         and name not in ("lr_decay_style", "lr_wsd_decay_style", "lr_warmup_init")
     }
-    return {**changes, **_ALL_EXACT.get(config.optimizer.optimizer, {})}
+    return changes | dict.fromkeys(_COMPRESSION_STEPS.get(config.optimizer.optimizer, ()), _NEVER)
 
 
 def _curriculum(config: Config, multiple: int) -> dict[str, Any]:

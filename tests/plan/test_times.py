@@ -9,8 +9,8 @@ from megazero.config.resolve import parse_config
 from megazero.config.steps import Progress
 from megazero.plan.job import PlannedJob
 from megazero.plan.times import duration_of, exchanges, section_duration
-from megazero.plan.trace import StepSection, trace_rank
-from megazero.plan.work import Kernel, Wait
+from megazero.plan.trace import trace_rank
+from megazero.plan.work import Kernel, StepSection, Wait
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 64 --mock-data "
