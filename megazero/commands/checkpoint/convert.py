@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import iteration_folder
 from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.part import WEIGHT, Key
 from megazero.checkpoint.reader import CheckpointReader
-from megazero.checkpoint.tensor_file import Later, narrowed
+from megazero.checkpoint.tensor_file import narrowed
 from megazero.checkpoint.writer import NAMES, write_checkpoint
 from megazero.commands.checkpoint.hf import parse_size
-from megazero.commands.checkpoint.stream import whole_tensors
+from megazero.commands.checkpoint.stream import changed_tensors
 from megazero.commands.outputs import output_folder
 from megazero.commands.show import one_line, size_text
 from megazero.errors import CheckpointError
@@ -129,20 +126,12 @@ def convert(
     keys = [key for key in reader.shapes if key.kind == WEIGHT or not choice.weights_only]
     # The files hold weights first, and tensors are read in the order in which they are written.
     keys.sort(key=lambda key: key.kind != WEIGHT)
-    tensors = _laters(reader, keys, choice)
-    return write_checkpoint(directory, iteration, tensors, facts, disk=disk, shard_bytes=choice.shard_bytes)
 
-
-def _laters(reader: CheckpointReader, keys: list[Key], choice: ConvertOptions) -> Iterator[tuple[Key, Later]]:
-    stream = whole_tensors(reader, keys)
-    for key in keys:
+    def form(key: Key) -> tuple[torch.dtype, tuple[int, ...]]:
         dtype = reader.dtype(key)
-        if key.kind == WEIGHT and choice.dtype is not None and dtype.is_floating_point:
+        if choice.dtype is not None and key.kind == WEIGHT and dtype.is_floating_point:
             dtype = choice.dtype
-        yield key, Later(dtype, reader.shapes[key], partial(_next, stream, key, dtype))
+        return dtype, reader.shapes[key]
 
-
-def _next(stream: Iterator[tuple[Key, Tensor]], expected: Key, dtype: torch.dtype) -> Tensor:
-    key, tensor = next(stream)
-    assert key == expected, f"{key} was read, but {expected} is to be written"
-    return narrowed(key, tensor, dtype)
+    tensors = changed_tensors(reader, keys, form, lambda key, tensor: narrowed(key, tensor, form(key)[0]))
+    return write_checkpoint(directory, iteration, tensors, facts, disk=disk, shard_bytes=choice.shard_bytes)

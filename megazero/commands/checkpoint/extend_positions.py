@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,10 +11,8 @@ from torch import Tensor
 from megazero.checkpoint.folder import saved_iterations
 from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.part import WEIGHT, Key
-from megazero.checkpoint.reader import CheckpointReader
-from megazero.checkpoint.tensor_file import Later
 from megazero.checkpoint.writer import write_checkpoint
-from megazero.commands.checkpoint.stream import whole_tensors
+from megazero.commands.checkpoint.stream import changed_tensors
 from megazero.commands.outputs import output_folder
 from megazero.commands.show import one_line
 from megazero.errors import CheckpointError, ConfigError
@@ -94,21 +90,13 @@ def extend_positions(reader: Checkpoint, out: Path, positions: int) -> Path:
         **{name: dict(saved.sections[name]) for name in ("tokenizer", "finetune") if name in saved.sections},
         "model": {**saved.sections["model"], "max_position_embeddings": positions},
     }
-    return write_checkpoint(out, 0, _laters(reader, positions), facts)
 
-
-def _laters(reader: CheckpointReader, positions: int) -> Iterator[tuple[Key, Later]]:
-    keys = [key for key in reader.shapes if key.kind == WEIGHT]
-    stream = whole_tensors(reader, keys)
-    for key in keys:
+    def form(key: Key) -> tuple[torch.dtype, tuple[int, ...]]:
         shape = reader.shapes[key]
-        shape = (positions, *shape[1:]) if key == _POSITIONS else shape
-        yield key, Later(reader.dtype(key), shape, partial(_next, stream, key, positions))
+        return reader.dtype(key), (positions, *shape[1:]) if key == _POSITIONS else shape
 
+    def repeated(key: Key, tensor: Tensor) -> Tensor:
+        return tensor[torch.arange(positions) % len(tensor)] if key == _POSITIONS else tensor
 
-def _next(stream: Iterator[tuple[Key, Tensor]], expected: Key, positions: int) -> Tensor:
-    key, tensor = next(stream)
-    assert key == expected, f"{key} was read, but {expected} is to be written"
-    if key != _POSITIONS:
-        return tensor
-    return tensor[torch.arange(positions) % len(tensor)]
+    keys = [key for key in reader.shapes if key.kind == WEIGHT]
+    return write_checkpoint(out, 0, changed_tensors(reader, keys, form, repeated), facts)
