@@ -1,7 +1,7 @@
-"""The errors a user can meet. Each says what is wrong, with what value, and what to do.
+"""The errors that a user can fix. Each says what is wrong, with what value, and what to do.
 
-Sentence form: "`thing` must be ... , but is VALUE; do ...". Command line entry points print the
-message without a traceback and exit with `exit_code`.
+The sentence form is "`thing` must be X, but is VALUE; do Y." Command line entry points print the message
+without a traceback, and exit with `exit_code`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LostFolderError(CheckpointError):
 
 
 class OffloadError(MegazeroError):
-    """Memory or a disk that state is offloaded to is full, gone or broken."""
+    """The memory or disk that holds offloaded state is full, missing or broken."""
 
 
 class CommunicationError(MegazeroError):
@@ -77,7 +77,7 @@ class CommunicationError(MegazeroError):
 
 
 class LaunchError(MegazeroError):
-    """A launch could not begin: hosts are not reachable, or what they need to meet is not there."""
+    """A launch could not begin: hosts are unreachable, or lack what ranks need to find each other."""
 
 
 class HostWaitError(MegazeroError):

@@ -140,7 +140,7 @@ def _check(flags: argparse.Namespace) -> None:
 
 
 def _report(members: Sequence[Member], trials: Sequence[Trial], baseline: Member, out: Path) -> None:
-    """Write the results of all finished runs of these configurations, and print the table."""
+    """Write the results of all finished runs, and print the table."""
     from megazero.ablate.picture import draw
     from megazero.ablate.results import grouped, result_of, write_lines
     from megazero.ablate.sizes import size_of

@@ -16,7 +16,7 @@ VERB = "fill-mask"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Build a parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog=f"megazero {VERB}",
         description="Show the likeliest tokens for each [MASK] in a text, as a pretrained BERT sees it.",

@@ -102,7 +102,7 @@ def format_results(prompts: Sequence[str], texts: Sequence[str], num_samples: in
 
 
 def read_prompts(path: str) -> list[str]:
-    """The lines of a UTF-8 file.
+    """Read the lines of a UTF-8 file of prompts.
 
     Raises:
         DataError: the file cannot be read, is not UTF-8 or has no lines.

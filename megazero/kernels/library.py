@@ -85,7 +85,7 @@ class KernelLibrary:
         return made
 
     def column_groups(self, count: int, width: int) -> int:
-        """The number of groups in the fp32 workspace [groups, width] in which kernels sum `count` rows."""
+        """The number of row groups in the fp32 workspace [groups, width] for summing `count` rows."""
         return self._size("column_groups", count, width)
 
     def column_counters(self, groups: int, width: int) -> int:

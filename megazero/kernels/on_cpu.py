@@ -47,7 +47,7 @@ class MemoryCounts:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes read and written, cached ones once."""
+        """Bytes read and written, and each cached byte once."""
         return self.bytes_read + self.bytes_written + self.cached_bytes
 
 

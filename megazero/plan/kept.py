@@ -83,5 +83,5 @@ class KeptPlans:
 
 def _job(search: Search) -> str:
     """Hash everything that a plan depends on."""
-    facts = (search.given.model_dump_json(), search.ranks, search.per_node, search.device, VERSION)
+    facts = (search.base.model_dump_json(), search.ranks, search.per_node, search.device, VERSION)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

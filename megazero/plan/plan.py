@@ -46,7 +46,7 @@ class Plan:
         return max(self.stages, key=lambda stage: stage.device_bytes)
 
     def times(self, prices: Prices) -> StepTimes:
-        """The times of a step at these prices."""
+        """Time a step on the device of `prices`."""
         return StepTimes.of(self.stages, prices)
 
 

@@ -208,16 +208,16 @@ def report_on(config: Config, ranks: int, device: Device, per_node: int) -> Plan
     return PlanReport(Plan.of(job, timed=not apart), device, per_node)
 
 
-def reasons(given: PlanReport, chosen: PlanReport) -> list[str]:
-    """Explain why the layout `chosen` is better than `given`: what takes less time, or fits."""
+def reasons(old: PlanReport, new: PlanReport) -> list[str]:
+    """Explain why the layout `new` is better than `old`: what takes less time, or fits."""
     lines = []
-    if not given.fits:
-        short = (given.plan.fullest.device_bytes - given.device.allocator_bytes) / 2**30
-        lines.append(f"the given layout lacks {short:.1f} GiB on stage {given.plan.fullest.stage}")
-    before, after = _parts(given), _parts(chosen)
+    if not old.fits:
+        short = (old.plan.fullest.device_bytes - old.device.allocator_bytes) / 2**30
+        lines.append(f"the given layout lacks {short:.1f} GiB on stage {old.plan.fullest.stage}")
+    before, after = _parts(old), _parts(new)
     for name in before:
         change = after[name] - before[name]
-        if abs(change) > 0.01 * given.times.seconds:
+        if abs(change) > 0.01 * old.times.seconds:
             lines.append(f"{abs(change):.2f} s a step {'more' if change > 0 else 'less'} for {name}")
     return lines
 

@@ -83,14 +83,14 @@ class StagePlan:
     @cached_property
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes by place and kind at the peak, as a run measures them."""
-        places = {place: dict(kinds) for place, kinds in self.trace.held.items()}
+        places = {place: dict(kinds) for place, kinds in self.trace.resting.items()}
         places["device"]["activations"] = max(0, self.peak.nbytes - self.trace.buffers)
         return places
 
     @property
     def resting(self) -> int:
         """Bytes on the device between steps."""
-        return sum(self.trace.held["device"].values()) - self.trace.buffers
+        return sum(self.trace.resting["device"].values()) - self.trace.buffers
 
     @property
     def device_bytes(self) -> int:

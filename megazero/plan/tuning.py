@@ -96,14 +96,14 @@ class Search:
     """A search for the layout of a job.
 
     Attributes:
-        given: the configuration with the user's layout.
+        base: the configuration with the user's layout.
         ranks: the number of ranks.
         device: the device of each rank.
         per_node: the number of ranks on a node.
         space: the bounds of the search.
     """
 
-    given: Config
+    base: Config
     ranks: int
     device: Device
     per_node: int
@@ -111,7 +111,7 @@ class Search:
 
     def config(self, layout: Layout | None) -> Config:
         """The configuration with a layout; None is the user's."""
-        return self.given if layout is None else layout.applied(self.given)
+        return self.base if layout is None else layout.applied(self.base)
 
     def refused(self, layout: Layout) -> bool:
         """Whether the rules refuse a layout."""
@@ -123,7 +123,7 @@ class Search:
 
     def candidates(self) -> Iterator[Layout]:
         """Yield every layout whose sizes divide, that uses all ranks, with tensor ranks inside a node."""
-        config = self.given
+        config = self.base
         model, batch = config.model, self._batch
         experts = max(model.experts_by_layer, default=0) or 1
         tensors = _divisors(self.per_node) if self.space.tensor is None else [self.space.tensor]
@@ -144,9 +144,9 @@ class Search:
 
     def _contexts(self) -> list[int]:
         """Context-parallel sizes to try: the user's, and powers of two that leave each rank enough tokens."""
-        length = self.given.model.seq_length
+        length = self.base.model.seq_length
         powers = [2**i for i in range(self.ranks.bit_length()) if 2**i * _ROWS <= length]
-        return sorted({1, self.given.parallel.context_parallel_size, *powers})
+        return sorted({1, self.base.parallel.context_parallel_size, *powers})
 
     def _sequence(self, tensor: int) -> tuple[bool, ...]:
         """Whether to try sequence parallelism with this layout: on a GPU it is free and saves memory."""
@@ -158,10 +158,10 @@ class Search:
         if pipeline == 1:
             yield PipelineSplit()
             return
-        for chunks in _divisors(self.given.model.num_layers // pipeline):
+        for chunks in _divisors(self.base.model.num_layers // pipeline):
             yield PipelineSplit(pipeline, chunks)
         yield PipelineSplit(pipeline, 1, "zb-h1")
-        if self.given.model.num_layers // pipeline % 2 == 0:
+        if self.base.model.num_layers // pipeline % 2 == 0:
             yield PipelineSplit(pipeline, 2, "zb-v")
 
     def _savings(self, pipeline: int, replicas: int) -> Iterator[Savings]:
@@ -222,7 +222,7 @@ class Search:
 
     @property
     def _batch(self) -> int:
-        return int(self.given.batch.final_batch_size or self.ranks)
+        return int(self.base.batch.final_batch_size or self.ranks)
 
     def _state(self, parameters: int, layout: Layout, copies: int) -> float:
         """A mean stage's bytes per rank between steps: weights, gradients, and the optimizer's state.
@@ -231,7 +231,7 @@ class Search:
         """
         zero, offload = layout.savings.zero, layout.savings.offload
         local = parameters / (layout.slices.tensor * layout.stages.count)
-        width = DTYPES[self.given.precision.dtype].itemsize
+        width = DTYPES[self.base.precision.dtype].itemsize
         weights = width / (copies if zero == 3 else 1)
         gradients = 4 / (copies if zero >= 2 else 1)
         state = 0 if offload else _STATE / (copies if zero else 1)

@@ -97,7 +97,7 @@ class Trace:
         actions: sections by (op, the chunk's place on the stage, micro-batch, number of the same actions
             before); weights are gathered for forward, and again for backward.
         messages: by (``send`` or ``recv``, kind, the place of this stage's chunk).
-        held: bytes by place and kind that the rank holds between steps, and its buffers.
+        resting: bytes by place and kind that the rank holds between steps, and its buffers.
         buffers: bytes of the buffers that sections count as well.
     """
 
@@ -106,7 +106,7 @@ class Trace:
     tail: StepSection
     actions: Mapping[ActionKey, StepSection]
     messages: Mapping[tuple[str, str, int], MessageFacts]
-    held: Mapping[str, Mapping[str, int]]
+    resting: Mapping[str, Mapping[str, int]]
     buffers: int
 
     @property

@@ -114,7 +114,7 @@ def _share(got: Tensor, want: Tensor, tolerance: Tolerance) -> float:
 
 
 def _tied(records: Sequence[Record]) -> Deviation:
-    """Compare all copies of a tied parameter with it: gradient and weight must be bitwise equal."""
+    """Compare the copies of tied parameters with the originals, which they must equal bit for bit."""
     for field in ("gradients", "weights"):
         for step in range(len(records[0].weights)):
             tensors = [item for record in records for item in getattr(record, field)[step].items()]

@@ -1,4 +1,4 @@
-"""Make a user's configuration small enough for this machine, keeping what law 1 is about."""
+"""Make a user's configuration small enough for this machine, keeping what law 1 depends on."""
 
 from __future__ import annotations
 

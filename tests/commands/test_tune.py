@@ -133,9 +133,9 @@ def test_the_quickest_that_fit_are_best_or_those_that_lack_least():
 
 
 def test_layouts_like_a_given_one_change_little_and_fit():
-    first, second = islice(search("--train-iters 9").like(Layout.of(search().given)), 2)
+    first, second = islice(search("--train-iters 9").like(Layout.of(search().base)), 2)
     assert (first.fits, second.fits) == (True, True)
-    assert first.layout.distance(Layout.of(search().given)) == 1  # rows are shared, too
+    assert first.layout.distance(Layout.of(search().base)) == 1  # rows are shared, too
     assert first.layout.slices == LayerSharding(4, True)
 
 

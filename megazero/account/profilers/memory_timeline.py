@@ -46,24 +46,24 @@ class OutputTimeline(PeakOfOutputs):
         self.gathered = gathered
         self.ends = False
         self._began = time.perf_counter()
-        self._held: Counter[str] = Counter()
+        self._made: Counter[str] = Counter()
 
     def made(self, size: int) -> str:
         kind = kind_of_frame(sys._getframe(1))
-        self._held[kind] += size
+        self._made[kind] += size
         self._note()
         return kind
 
     def freed(self, size: int, made: object) -> None:
-        self._held[str(made)] -= size
+        self._made[str(made)] -= size
         if not self.ends:
             self._note()
 
     def _note(self) -> None:
-        held = Counter(self.rest)
-        held.update(self._held)
-        held["buffers"] += self.gathered()
-        self.timeline.add(time.perf_counter() - self._began, held)
+        alive = Counter(self.rest)
+        alive.update(self._made)
+        alive["buffers"] += self.gathered()
+        self.timeline.add(time.perf_counter() - self._began, alive)
 
 
 def kind_of_frame(frame: FrameType | None) -> str:
@@ -96,24 +96,24 @@ def timeline_of_history(
         rest: the bytes of the store by kind.
         allocated: the bytes allocated when the step began.
     """
-    timeline, held = MemoryHistory(), Counter(rest)
-    held["other"] = allocated - sum(rest.values())
+    timeline, alive = MemoryHistory(), Counter(rest)
+    alive["other"] = allocated - sum(rest.values())
     sizes: dict[int, tuple[str, int]] = {}
     began = entries[0]["time_us"] if entries else 0
-    timeline.add(0.0, held)
+    timeline.add(0.0, alive)
     for entry in entries:
         if entry["action"] == "alloc":
             packages = (_package_of(str(frame["filename"])) for frame in entry.get("frames", ()))
             innermost = next((package for package in packages if package is not None), None)
             kind = "buffers" if innermost in _BUFFER_PACKAGES else "activations"
             sizes[entry["addr"]] = kind, entry["size"]
-            held[kind] += entry["size"]
+            alive[kind] += entry["size"]
         elif entry["action"] == "free_completed":
             kind, size = sizes.pop(entry["addr"], ("other", entry["size"]))
-            held[kind] -= size
+            alive[kind] -= size
         else:
             continue
-        timeline.add((entry["time_us"] - began) / 1e6, held)
+        timeline.add((entry["time_us"] - began) / 1e6, alive)
     return timeline
 
 
@@ -192,7 +192,7 @@ class MemoryTimeline(Profiler):
         finally:
             torch.cuda.memory._record_memory_history(None)
         recorded = timeline_of_history(traces[torch.cuda.current_device()], rest, allocated)
-        timeline.times, timeline.held = recorded.times, recorded.held
+        timeline.times, timeline.alive = recorded.times, recorded.alive
 
     def _write(self, timeline: MemoryHistory) -> None:
         if not timeline.times:
@@ -204,11 +204,11 @@ class MemoryTimeline(Profiler):
         figure = timeline_figure(timeline, title)
         path = self.folder.make(f"{name}.svg", lambda path: figure.savefig(path, dpi=120, format="svg"))
         at = timeline.peak()
-        held = timeline.held[at]
-        parts = ", ".join(f"{kind} {held[kind] / 2**20:.1f}" for kind in timeline.kinds if held[kind])
+        alive = timeline.alive[at]
+        parts = ", ".join(f"{kind} {alive[kind] / 2**20:.1f}" for kind in timeline.kinds if alive[kind])
         when = timeline.times[at]
         self._say(
-            f"memory: at most {sum(held.values()) / 2**20:.1f} MiB in iteration {self.step}, "
+            f"memory: at most {sum(alive.values()) / 2**20:.1f} MiB in iteration {self.step}, "
             f"{1e3 * when:.1f} ms after its beginning, in {timeline.doing(when)}: {parts} MiB"
             + ("" if path is None else f"; wrote {path}")
         )

@@ -30,28 +30,28 @@ class MemoryHistory:
 
     Attributes:
         times: seconds since the step began, in order.
-        held: bytes by kind at each time.
+        alive: bytes by kind at each time.
         actions: (begin, end, name) of the executor's actions, in seconds.
     """
 
     times: list[float] = field(default_factory=list)
-    held: list[Mapping[str, int]] = field(default_factory=list)
+    alive: list[Mapping[str, int]] = field(default_factory=list)
     actions: list[tuple[float, float, str]] = field(default_factory=list)
 
-    def add(self, seconds: float, held: Mapping[str, int]) -> None:
+    def add(self, seconds: float, alive: Mapping[str, int]) -> None:
         """Add a point."""
         self.times.append(seconds)
-        self.held.append(dict(held))
+        self.alive.append(dict(alive))
 
     @property
     def kinds(self) -> list[str]:
         """The kinds that hold anything, in the order of `KINDS`."""
-        names = {kind for held in self.held for kind, size in held.items() if size}
+        names = {kind for alive in self.alive for kind, size in alive.items() if size}
         return [*(kind for kind in KINDS if kind in names), *sorted(names.difference(KINDS))]
 
     def peak(self) -> int:
         """The index of the point with the most bytes."""
-        return max(range(len(self.held)), key=lambda at: sum(self.held[at].values()))
+        return max(range(len(self.alive)), key=lambda at: sum(self.alive[at].values()))
 
     def doing(self, seconds: float) -> str:
         """The name of the action at a time."""
@@ -67,9 +67,9 @@ class MemoryHistory:
                 "name": "bytes",
                 "pid": rank,
                 "ts": 1e6 * at,
-                "args": {kind: held.get(kind, 0) for kind in kinds},
+                "args": {kind: alive.get(kind, 0) for kind in kinds},
             }
-            for at, held in zip(self.times, self.held, strict=True)
+            for at, alive in zip(self.times, self.alive, strict=True)
         ]
         ranges = [
             {"ph": "X", "name": name, "pid": rank, "tid": 0, "ts": 1e6 * begin, "dur": 1e6 * (end - begin)}
@@ -85,14 +85,14 @@ def timeline_figure(timeline: MemoryHistory, title: str) -> Figure:
     panel, below = figure.subplots(2, 1, sharex=True, height_ratios=(12, 1))
     at = _thinned(timeline)
     times = [1e3 * timeline.times[i] for i in at]
-    largest = max(sum(timeline.held[i].values()) for i in at)
+    largest = max(sum(timeline.alive[i].values()) for i in at)
     scale, unit = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
     kinds = timeline.kinds
-    layers = [[timeline.held[i].get(kind, 0) / scale for i in at] for kind in kinds]
+    layers = [[timeline.alive[i].get(kind, 0) / scale for i in at] for kind in kinds]
     colours = [COLOURS.get(kind, "#CC79A7") for kind in kinds]
     panel.stackplot(times, layers, labels=kinds, colors=colours, step="post", linewidth=0)
     peak = timeline.peak()
-    when, most = 1e3 * timeline.times[peak], sum(timeline.held[peak].values()) / scale
+    when, most = 1e3 * timeline.times[peak], sum(timeline.alive[peak].values()) / scale
     panel.annotate(
         f"{most:.1f} {unit}, {timeline.doing(timeline.times[peak])}",
         (when, most),
@@ -123,6 +123,6 @@ def _thinned(timeline: MemoryHistory) -> list[int]:
     if count <= _POINTS:
         return list(range(count))
     edges = [count * i // _POINTS for i in range(_POINTS + 1)]
-    totals = [sum(held.values()) for held in timeline.held]
+    totals = [sum(alive.values()) for alive in timeline.alive]
     most = [max(range(a, b), key=totals.__getitem__) for a, b in itertools.pairwise(edges)]
     return sorted({0, *most, count - 1})

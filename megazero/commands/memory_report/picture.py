@@ -1,4 +1,4 @@
-"""The contents of memory as a picture: a stacked bar per rank and place."""
+"""The memory of ranks as a picture: a stacked bar per rank and place."""
 
 from __future__ import annotations
 

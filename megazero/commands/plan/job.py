@@ -88,7 +88,7 @@ def plan_job(own: Sequence[str], training: Sequence[str] | None) -> int:
 
 def _show_like(search: Search) -> None:
     """Print the layouts that fit and differ least from the given one."""
-    nearest = list(islice(search.like(Layout.of(search.given)), _LIKE))
+    nearest = list(islice(search.like(Layout.of(search.base)), _LIKE))
     if not nearest:
         print("no layout like this one fits; `megazero tune` looks at all of them")
         return

@@ -27,7 +27,7 @@ def test_storages_come_and_go() -> None:
         c = b.view(5, 5)  # no storage of its own
         del b, c
     outputs.ends = True
-    totals = [sum(held.values()) for held in timeline.held]
+    totals = [sum(held.values()) for held in timeline.alive]
     assert totals == [1100, 1200, 1100, 1000]
     assert timeline.peak() == 1
     assert timeline.times == sorted(timeline.times)
@@ -105,8 +105,8 @@ def test_the_history_of_cudas_allocator() -> None:
     ]
     timeline = timeline_of_history(entries, {"weights": 4000}, 4300)
     assert timeline.times == pytest.approx([0.0, 0.0001, 0.0002, 0.0004, 0.0005])
-    assert timeline.held[2] == {"weights": 4000, "other": 300, "activations": 512, "buffers": 1024}
-    assert timeline.held[-1] == {"weights": 4000, "other": 200, "activations": 0, "buffers": 1024}
+    assert timeline.alive[2] == {"weights": 4000, "other": 300, "activations": 512, "buffers": 1024}
+    assert timeline.alive[-1] == {"weights": 4000, "other": 200, "activations": 0, "buffers": 1024}
     assert timeline.peak() == 2
     assert timeline.kinds == ["weights", "buffers", "activations", "other"]
 
