@@ -67,8 +67,8 @@ def run(flags: argparse.Namespace) -> int:
     reader = CheckpointReader(one_checkpoint(path))
     chosen = [] if pattern is None else _chosen(reader, pattern)
     with reader:
-        keys = [tensor.key for tensor in chosen] if flags.stats else []
-        stats = {key: stats_of(tensor) for key, tensor in whole_tensors(reader, keys)}
+        keys = [tensor.key for tensor in chosen]
+        stats = {key: stats_of(x) for key, x in whole_tensors(reader, keys)} if flags.stats else {}
     if flags.json:
         description = describe_checkpoint(reader)
         if pattern is not None:
