@@ -89,13 +89,13 @@ class NumericsError(MegazeroError):
 
 
 def exit_status(work: Callable[[], object]) -> int:
-    """Do `work`, print the message of an error, and return the process's status.
+    """Do `work`, print the message of an error, and return the process's status: `work`'s own if an int.
 
     If the reader of standard output has gone, as `head` goes, nothing is printed, and the status is that of
     a process ended by SIGPIPE.
     """
     try:
-        work()
+        status = work()
         sys.stdout.flush()
     except MegazeroError as error:
         if not isinstance(error, HostConfigError) or os.environ.get("LOCAL_RANK", "0") == "0":
@@ -105,7 +105,7 @@ def exit_status(work: Callable[[], object]) -> int:
         if not _nobody_reads(sys.stdout):
             raise
         return _CLOSED_PIPE
-    return 0
+    return status if isinstance(status, int) else 0
 
 
 def _nobody_reads(stream: TextIO) -> bool:

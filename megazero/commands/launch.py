@@ -107,12 +107,7 @@ def _about_sending(job: Job, hidden: Sequence[str], launcher: str) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a launch; returns the first failed rank's exit status, 128 + n after signal n, 2 if refused."""
-    status = [0]
-
-    def work() -> None:
-        status[0] = launch(argv)
-
     try:
-        return exit_status(work) or status[0]
+        return exit_status(lambda: launch(argv))
     except KeyboardInterrupt:  # before any rank was started
         return 130

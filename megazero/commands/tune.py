@@ -74,8 +74,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command with its flags, and those of a training after ``--``; returns the exit status."""
     own, training = split_training_flags(argv)
     flags = build_tune_parser().parse_args(own)
-    statuses: list[int] = []
-    return exit_status(lambda: statuses.append(_tune(flags, training))) or statuses[0]
+    return exit_status(lambda: _tune(flags, training))
 
 
 def _tune(flags: argparse.Namespace, training: Sequence[str] | None) -> int:

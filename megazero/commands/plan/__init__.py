@@ -77,9 +77,7 @@ def main(argv: Sequence[str]) -> int:
     if not own or own[0] not in SUBJECTS:
         from megazero.commands.plan.job import plan_job
 
-        statuses: list[int] = []
-        status = exit_status(lambda: statuses.append(plan_job(own, training)))
-        return status or statuses[0]
+        return exit_status(lambda: plan_job(own, training))
     flags = build_parser().parse_args(own)
     plan = _plan_schedule if flags.subject == "schedule" else _plan_communicators
     return exit_status(lambda: plan(flags, training))
