@@ -95,7 +95,7 @@ class Summary:
 
 
 def summarize(directory: Path, iteration: int, latest: int | None) -> Summary:
-    """Summarize one checkpoint, for a line of a run's list."""
+    """Summarize one checkpoint of a run; `latest` is the iteration that the run's file names."""
     folder = iteration_folder(directory, iteration)
     size = bytes_in(folder)
     try:
