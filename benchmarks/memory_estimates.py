@@ -25,7 +25,7 @@ from megazero.config.steps import Progress
 from megazero.config.tree.config import Config
 from megazero.mpu.context import thread_context
 from megazero.mpu.thread_group import ThreadWorld
-from megazero.plan.job import Job
+from megazero.plan.job import PlannedJob
 from megazero.plan.plan import Plan
 from megazero.plan.training import Model
 from megazero.train.build import build_model
@@ -87,14 +87,14 @@ def main() -> None:
 def row_of(name: str, words: str, ranks: int) -> Row:
     """A layout, trained for a step, and estimated."""
     config = parse_config(f"{SHAPE} {words} --global-batch-size 16".split(), world_size=ranks).config
-    job = Job(config, ranks, False, Progress(), "cpu")
+    job = PlannedJob(config, ranks, False, Progress(), "cpu")
     measured = max(measured_bytes(job))
     return Row(
         name, measured, Plan.of(job).fullest.device_bytes, megatron(config, job), deepspeed(config, job)
     )
 
 
-def measured_bytes(job: Job) -> list[int]:
+def measured_bytes(job: PlannedJob) -> list[int]:
     """The bytes on each rank's device at its fullest moment of a step."""
     world = ThreadWorld(job.ranks)
 
@@ -110,7 +110,7 @@ def measured_bytes(job: Job) -> list[int]:
     return world.run(work)
 
 
-def megatron(config: Config, job: Job) -> int:
+def megatron(config: Config, job: PlannedJob) -> int:
     """Megatron-LM's theoretical report (2025): its most loaded shard, and one formula for activations.
 
     18 bytes a parameter, or 6 + 12 / D with the distributed optimizer; activations s b h (18 + 4 f / h) a
@@ -132,7 +132,7 @@ def megatron(config: Config, job: Job) -> int:
     return int(shard * a_parameter + activations)
 
 
-def deepspeed(config: Config, job: Job) -> int | None:
+def deepspeed(config: Config, job: PlannedJob) -> int | None:
     """DeepSpeed's estimators of stages 2 and 3 (`..._mem_needs_all_cold`) without offload; else none."""
     count = Model.of(job).parameters
     if job.grid.tp * job.grid.pp > 1 or config.zero.stage < 2:

@@ -27,7 +27,7 @@ from megazero.config.steps import Progress
 from megazero.mpu.launch import Launch
 from megazero.mpu.torch_group import join_file_world, leave_world
 from megazero.plan.device import Device
-from megazero.plan.job import Job
+from megazero.plan.job import PlannedJob
 from megazero.plan.measured import step_seconds
 from megazero.plan.plan import Plan
 from megazero.plan.prices import Prices
@@ -98,9 +98,9 @@ def train(name: str, device: str, store: str, rank: int) -> float:
         leave_world()
 
 
-def job_of(name: str) -> Job:
+def job_of(name: str) -> PlannedJob:
     """The job of a layout."""
-    return Job(
+    return PlannedJob(
         parse_config((SHAPE + LAYOUTS[name]).split(), world_size=2).config, 2, False, Progress(), "cpu"
     )
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megazero.config.resolve import parse_config
 from megazero.config.steps import Progress
 from megazero.pipeline.actions import Op
-from megazero.plan.job import Job
+from megazero.plan.job import PlannedJob
 from megazero.plan.plan import Plan
 
 GIB = 2**30
@@ -69,7 +69,7 @@ class Model:
         """The plan of a training of so many of its layers."""
         ranks = TENSOR * stages
         config = parse_config(self.flags(layers, stages, virtual), world_size=ranks).config
-        return Plan.of(Job(config, ranks, True, Progress()))
+        return Plan.of(PlannedJob(config, ranks, True, Progress()))
 
     def of_layer(self) -> float:
         """The bytes that a layer keeps of a micro-batch, by plan."""

@@ -1,4 +1,4 @@
-"""The parts of `analyze_dataset.py`: the samples and metrics that its flags mean, and its reports."""
+"""The parts of `analyze_dataset.py`: the samples and the metrics that its flags choose, and its reports."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ _EVERY = 10.0  # seconds between lines where there is no terminal
 
 @dataclass(frozen=True)
 class TrainSplit:
-    """The training samples of a run with these flags of `analyze_dataset.py`; calling it opens them.
+    """The training samples of a run with these flags of `analyze_dataset.py`; calling the split opens them.
 
-    It can be pickled. Raises DataError if the flags contradict each other.
+    A split can be pickled. Raises DataError if the flags contradict each other.
     """
 
     flags: argparse.Namespace
@@ -63,7 +63,7 @@ class TrainSplit:
             )
 
     def __call__(self) -> SampleDataset:
-        """The built split. DataError if files are missing, damaged or too small, or the split is empty."""
+        """Build the split. Raises DataError if files are missing, damaged or too small, or it is empty."""
         flags = self.flags
         epochs = flags.train_data_exact_num_epochs or (1 if flags.train_samples is None else None)
         request = DatasetRequest(
@@ -81,7 +81,7 @@ class TrainSplit:
         return dataset
 
     def vocabulary_size(self) -> int:
-        """The number of ids. DataError if no flag gives it."""
+        """The number of token ids. Raises DataError if no flag gives it."""
         flags = self.flags
         if flags.tokenizer_type is not None:
             return max(flags.vocab_size or 0, self._tokenizer().vocab_size)
@@ -120,15 +120,15 @@ class TrainSplit:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The metrics that the flags ask for: shipped ones by name, and users' own."""
+class MetricChoice:
+    """The metrics that the flags choose: shipped metrics by name, and users' own."""
 
     shipped: tuple[str, ...]
     own: tuple[UserMetric, ...]
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Wanted:
-        """Raise DataError for metrics that are unknown, named twice or mean nothing for the data."""
+    def of(cls, args: argparse.Namespace) -> MetricChoice:
+        """Read the flags. Raises DataError for an unknown metric, one named twice, or unfit for the data."""
         shipped = tuple(name for name in args.analyzing_metric if ":" not in name)
         own = [UserMetric(spec) for spec in args.analyzing_metric if ":" in spec]
         own += [UserMetric(spec, accumulates=True) for spec in args.accumulate]
@@ -158,16 +158,18 @@ class Wanted:
         return cls(shipped, tuple(own))
 
     @property
-    def waves(self) -> Iterator[Wanted]:
-        """The metrics that need nothing, then those that need the counts of the vocabulary."""
+    def waves(self) -> Iterator[MetricChoice]:
+        """Yield the metrics that need no other metric, then those that need the counts of the vocabulary."""
         first = tuple(name for name in self.shipped if name not in NEED_COUNTS)
         second = tuple(name for name in self.shipped if name in NEED_COUNTS)
         yield from (
-            wave for wave in (Wanted(first, self.own), Wanted(second, ())) if wave.shipped or wave.own
+            wave
+            for wave in (MetricChoice(first, self.own), MetricChoice(second, ()))
+            if wave.shipped or wave.own
         )
 
     def metrics(self, split: TrainSplit, save: Path, dataset: AnalyzedDataset) -> list[Metric]:
-        """The metrics themselves. DataError if counts are needed and missing, or are of other data."""
+        """Make the metrics. Raises DataError if counts are needed, but are missing or of other data."""
         metrics: list[Metric] = list(self.own)
         table = _rarity_table(save, dataset) if NEED_COUNTS & set(self.shipped) else None
         for name in self.shipped:
@@ -191,14 +193,14 @@ def _rarity_table(save: Path, dataset: AnalyzedDataset) -> RarityTable:
             f"`{prefix}` must exist for {' and '.join(sorted(NEED_COUNTS))}, but does not; analyze "
             f"{VOCABULARY_COUNTS} into the same folder first (map and reduce), or name both metrics."
         )
-    of_counts = dataset_of(prefix)
-    if of_counts is not None:
-        of_counts.check(dataset, str(prefix))
+    counted = dataset_of(prefix)
+    if counted is not None:
+        counted.check(dataset, str(prefix))
     return RarityTable.of(read_counts(prefix))
 
 
 class Meter:
-    """The progress of a step: a bar on a terminal, a line now and then elsewhere."""
+    """Shows the progress of a step: a bar on a terminal, else a line every few seconds."""
 
     def __init__(self, what: str, total: int):
         self._what, self._total, self._next = what, total, time.monotonic() + _EVERY
@@ -213,12 +215,12 @@ class Meter:
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
             )
-            # Without a thread of its own, so that workers can still be forked.
+            # auto_refresh would start a thread, and a process with threads cannot fork workers safely.
             self._bar = Progress(*columns, console=Console(file=sys.stderr), auto_refresh=False)
             self._task = self._bar.add_task(what, total=total)
 
     def show(self, done: int) -> None:
-        """Show the progress; called after every piece of work."""
+        """Show that `done` of the total is done."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, refresh=True)
         elif time.monotonic() >= self._next:
@@ -228,7 +230,7 @@ class Meter:
 
 @contextmanager
 def metered(what: str, total: int) -> Iterator[Meter]:
-    """A meter that lasts as long as the block."""
+    """Show a meter while the block runs."""
     meter = Meter(what, total)
     if meter._bar is not None:
         meter._bar.start()
@@ -240,7 +242,7 @@ def metered(what: str, total: int) -> Iterator[Meter]:
 
 
 def report(folder: MetricFolder, suffix: str | None) -> None:
-    """Print a summary of a metric's values, and with a suffix draw them."""
+    """Print a summary of a metric's values; with a suffix, also draw them into a file of that format."""
     prefix = folder.home / folder.name
     picture = None if suffix is None else Path(f"{prefix}_histogram.{suffix}")
     if folder.accumulates:

@@ -1,9 +1,8 @@
-"""Measures every training sample, for a curriculum: lengths, rarity of words, or a function of your own.
+"""Measure every training sample for a curriculum: lengths, rarity of words, or a function of your own.
 
 `python data_tools/analyze_dataset.py --data-path P --seq-length 512 --vocab-size 50257 --output DIR --metric
 total_vocab_freq vocab_rarity --analyzing-num-threads 8` writes, for each metric, the index files that
-DeepSpeed and megazero read, in a folder of its own in DIR. An analysis that was stopped goes on where it
-stopped.
+DeepSpeed and megazero read, in a folder of its own in DIR. A stopped analysis goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags, named as in Megatron-DeepSpeed; those of data and tokenizer are the training's own."""
+    """Build a parser of the flags, named as in Megatron-DeepSpeed, with the training's data flags."""
     parser = argparse.ArgumentParser(prog="analyze_dataset.py", description=__doc__.split("\n")[0])
     add, number = parser.add_argument, cli.positive_int
     add("--output", "--save", required=True, type=Path, metavar="DIR", help="folder of all metrics")
@@ -96,15 +95,15 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze_dataset(args: argparse.Namespace) -> None:
-    """Do what the flags say, and print what came out. DataError or ConfigError if it cannot."""
-    from data_tools.analysis import TrainSplit, Wanted
+    """Measure and reduce as the flags say, and print a report. Raises DataError or ConfigError."""
+    from data_tools.analysis import MetricChoice, TrainSplit
     from megazero.data_efficiency.analyzed import AnalyzedDataset
     from megazero.data_efficiency.histogram import check_drawing
     from megazero.data_efficiency.map import ChunkGrid, MapJob, MetricFolder, Share
     from megazero.data_efficiency.reduce import is_reduced
 
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # where a user's modules are
+        sys.path.append(os.getcwd())  # to import a user's modules
     if args.analyzing_task is None and (args.analyzing_num_workers > 1 or args.analyzing_specific_threads):
         raise DataError(
             "`--analyzing-task` must be map or reduce where only a part is mapped here, but is neither; map "
@@ -112,7 +111,7 @@ def analyze_dataset(args: argparse.Namespace) -> None:
         )
     if args.histogram is not None:
         check_drawing()
-    split, wanted = TrainSplit(args), Wanted.of(args)
+    split, wanted = TrainSplit(args), MetricChoice.of(args)
     share = Share(
         args.analyzing_num_workers,
         args.analyzing_worker_id,
@@ -163,7 +162,7 @@ def _reduce(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; 0 if all index files are whole, else an error's status."""
+    """Run the tool; returns 0 if all index files are whole, else an error's status."""
     args = build_parser().parse_args(argv)
     return cli.run(
         analyze_dataset, args, left="finished chunks are kept: the same command goes on from there"

@@ -1,4 +1,4 @@
-"""The parts that all data tools share: exit status, tokenizer flags, and the names of inputs."""
+"""The parts that data tools share: exit status, tokenizer flags, and input files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megazero.errors import DataError, MegazeroError
 
 
 class Terminated(BaseException):
-    """The arrival of SIGTERM; unwinds like KeyboardInterrupt, so that temporary files and workers go."""
+    """SIGTERM arrived; unwinds like KeyboardInterrupt, so that temporary files and workers are removed."""
 
 
 def run(
@@ -23,8 +23,10 @@ def run(
     args: argparse.Namespace,
     left: str = "nothing was left behind",
 ) -> int:
-    """Run the tool; exit status 0, the error's own code, 1 for disk errors, 130/143 for signals, after which
-    `left` says what there is."""
+    """Run the tool; returns 0, an error's own code, 1 for disk errors, or 130/143 after a signal.
+
+    After a signal, `left` tells the user what remains.
+    """
     previous = _on_sigterm()
     try:
         tool(args)
@@ -43,7 +45,7 @@ def run(
 
 
 def _on_sigterm() -> Callable[[int, FrameType | None], object] | int | None:
-    """Make SIGTERM raise `Terminated`; returns the handler before, None if it cannot be set."""
+    """Make SIGTERM raise `Terminated`; returns the previous handler, or None if it cannot be set."""
 
     def unwind(number: int, frame: FrameType | None) -> None:
         raise Terminated
@@ -60,7 +62,7 @@ def _fail(message: str, status: int) -> int:
 
 
 def expand_inputs(patterns: Sequence[str]) -> list[str]:
-    """The files these paths and globs name, in the order given, globs sorted. DataError if one names none."""
+    """The files of these paths and globs, in their order, a glob's sorted. DataError if one matches none."""
     paths: list[str] = []
     for pattern in patterns:
         matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
@@ -91,7 +93,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, required: bool) -> None
 
 
 def tokenizer_spec(args: argparse.Namespace) -> TokenizerSpec:
-    """The spec these flags describe."""
+    """The tokenizer that the flags of `add_tokenizer_flags` describe."""
     return TokenizerSpec(
         kind=args.tokenizer_type,
         vocab_file=args.vocab_file,

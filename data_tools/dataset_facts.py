@@ -1,4 +1,4 @@
-"""Numbers about an indexed dataset: lengths, histograms, entropy."""
+"""Compute statistics of an indexed dataset: lengths, histograms, packing, entropy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BLOCK = 1 << 24
 
 @dataclass(frozen=True)
 class LengthFacts:
-    """Statistics of lengths, in tokens or sequences; all are zero if there are no lengths."""
+    """Statistics of lengths, in tokens or sequences; all are zero without lengths."""
 
     min: int
     median: float
@@ -24,7 +24,7 @@ class LengthFacts:
 
     @staticmethod
     def of(lengths: np.ndarray) -> LengthFacts:
-        """The statistics of `lengths`, int [n]."""
+        """Compute the statistics of `lengths`, int [n]."""
         if not lengths.size:
             return LengthFacts(0, 0.0, 0.0, 0)
         middle = float(np.median(lengths))
@@ -32,31 +32,31 @@ class LengthFacts:
 
 
 def document_lengths(dataset: IndexedDataset) -> np.ndarray:
-    """int64 [documents], tokens of each document."""
+    """The tokens of each document, int64 [documents]."""
     before = np.concatenate([[0], np.cumsum(dataset.lengths, dtype=np.int64)])
     return np.diff(before[dataset.document_index])
 
 
 def sequences_per_document(dataset: IndexedDataset) -> np.ndarray:
-    """int64 [documents], sequences of each document."""
+    """The number of sequences of each document, int64 [documents]."""
     return np.diff(dataset.document_index)
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
-    """(first, last, count) of the ranges 0, 1, 2-3, 4-7, ... up to the one that holds the longest length."""
+    """Rows (first, last, count) of the ranges 0, 1, 2-3, 4-7, ..., up to the range of the longest length."""
     if not lengths.size:
         return []
-    # frexp gives the exponent exactly where log2 would round near powers of two.
+    # frexp's exponent is exact, where log2 would round near powers of two.
     bins = np.bincount(np.frexp(lengths.astype(np.float64))[1])
     edges = [(0, 0), *((1 << b, (2 << b) - 1) for b in range(len(bins) - 1))]
     return [(first, last, int(count)) for (first, last), count in zip(edges, bins, strict=True)]
 
 
 def packing_costs(dataset: IndexedDataset, length: int) -> dict[str, int]:
-    """The cost of `--pack best-fit` at a sequence length, and the documents that are cut without it.
+    """The costs of `--pack best-fit` with sequences of `length` tokens.
 
-    Keys: sequence_length, documents (those with tokens), sequences, padding (positions), cut, and
-    cut_end_to_end, where the documents of the dataset lie one after another in their order.
+    Keys: sequence_length, documents (with tokens), sequences, padding (positions), cut (documents), and
+    cut_end_to_end, the documents that are cut if all are concatenated in order instead.
     """
     sizes = document_lengths(dataset)
     lengths = sizes.astype(np.int32)
@@ -74,9 +74,9 @@ def packing_costs(dataset: IndexedDataset, length: int) -> dict[str, int]:
 
 
 def unigram_entropy(dataset: IndexedDataset) -> float:
-    """Entropy of the token stream's unigram distribution in nats per token; 0 for an empty dataset.
+    """Entropy of the tokens' frequencies in nats per token; 0 for an empty dataset.
 
-    This is the loss of the best model that knows only how frequent each token is.
+    It is the lowest loss of a model that predicts each token without its context.
     """
     counts = np.zeros(0, dtype=np.int64)
     for start in range(0, dataset.total_tokens, _BLOCK):

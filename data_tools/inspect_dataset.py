@@ -1,10 +1,10 @@
-"""Shows what is in an indexed dataset.
+"""Show what is in an indexed dataset.
 
-`python data_tools/inspect_dataset.py PREFIX [--validate] [--document K ...]` prints counts and lengths, and
-the sequences (sentences, if the texts were split) per document; on request a histogram of document lengths,
-document K (as text if a tokenizer is given), the unigram entropy and the cost of `--pack best-fit`. A damaged
-dataset gives an error and exit status 1. With `--write-sums` a dataset without checksums gets them; a `.sum`
-that does not agree with the files is an error and stays.
+`python data_tools/inspect_dataset.py PREFIX [--validate] [--document K ...]` prints counts, lengths, and the
+sequences (sentences, if the texts were split) per document. Flags add a histogram of document lengths,
+document K (as text with a tokenizer), the unigram entropy and the cost of `--pack best-fit`. A damaged
+dataset gives an error and exit status 1. With `--write-sums`, a dataset without checksums gets them; an
+existing `.sum` that does not agree with the files is an error, and is not changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BAR = 50
 
 
 def inspect_dataset(args: argparse.Namespace) -> None:
-    """Print what was asked for. Raises DataError for a damaged dataset or a document that is not there."""
+    """Print what the flags ask for. Raises DataError for a damaged dataset or a missing document."""
     facts = collect(args)
     if args.json:
         print(json.dumps(facts))
@@ -38,7 +38,7 @@ def inspect_dataset(args: argparse.Namespace) -> None:
 
 
 def collect(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything the flags ask for, as plain JSON values."""
+    """Collect what the flags ask for as a JSON object."""
     from data_tools.dataset_facts import (
         LengthFacts,
         document_lengths,
@@ -144,7 +144,7 @@ def print_facts(facts: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; 0 if the dataset is sound, 1 if not."""
+    """Run the tool; returns 0 if the dataset is whole, else 1."""
     parser = argparse.ArgumentParser(prog="inspect_dataset.py", description=__doc__.split("\n")[0])
     parser.add_argument("prefix", metavar="PREFIX", help="path of the dataset without .bin or .idx")
     parser.add_argument("--document", type=int, metavar="K", help="print document K, counted from 0")

@@ -1,8 +1,7 @@
-"""Merges several indexed datasets into one.
+"""Merge several indexed datasets into one.
 
-`python data_tools/merge_datasets.py --input DIR_OR_PREFIX ... --output-prefix p`: a directory stands for
-all its datasets in the order of their names. Documents keep their order; the element types must be the
-same.
+`python data_tools/merge_datasets.py --input DIR_OR_PREFIX ... --output-prefix p`: a directory stands for all
+its datasets, sorted by name. Documents keep their order; the datasets must have the same dtype.
 """
 
 from __future__ import annotations
@@ -20,8 +19,11 @@ from megazero.errors import DataError
 
 
 def input_prefixes(inputs: Sequence[str], output: str) -> list[str]:
-    """The prefixes these directories and prefixes name, without the output's own. DataError if a directory or
-    the whole list is empty, or a prefix comes twice."""
+    """The prefixes of the datasets to merge, without the output's own in a directory.
+
+    Raises:
+        DataError: a directory has no dataset, a prefix is named twice, or the output is among the inputs.
+    """
     prefixes: list[str] = []
     for name in inputs:
         if not Path(name).is_dir():
@@ -56,7 +58,7 @@ def merge_datasets(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; 0 if the merged dataset is whole."""
+    """Run the tool; returns 0 if the merged dataset is whole."""
     parser = argparse.ArgumentParser(prog="merge_datasets.py", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="PATH", help="directories or dataset prefixes"

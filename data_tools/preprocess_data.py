@@ -1,11 +1,11 @@
-"""Turns jsonl into Megatron's indexed dataset.
+"""Convert jsonl to Megatron's indexed dataset.
 
 `python data_tools/preprocess_data.py --input f.jsonl --output-prefix p --tokenizer-type ... --append-eod`
 
-One JSON object per line; the value under each of `--json-keys` is a document's text, or a list of texts that
-become the document's sequences. Writes `{prefix}_{key}_document.bin` and `.idx`. With `--split-sentences`
-each sentence of a text becomes a sequence, and `_document` is `_sentence`. The bytes written depend on the
-input, the tokenizer and how sentences are split, not on `--workers` or `--partitions`.
+Each line is a JSON object; the value of each of `--json-keys` is a document's text, or a list of texts, one
+per sequence of the document. The output is `{prefix}_{key}_document.bin` and `.idx`. With
+`--split-sentences`, each sentence of a text is a sequence, and `_document` becomes `_sentence`. The output
+depends on the input, the tokenizer and the rules for sentences, and not on `--workers` or `--partitions`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megazero.errors import DataError
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags, named as in Megatron."""
+    """Build a parser of the flags, named as in Megatron."""
     parser = argparse.ArgumentParser(prog="preprocess_data.py", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="FILE", help="jsonl files or globs; gzip is fine"
@@ -105,7 +105,7 @@ def _add_sentence_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise DataError for flags that do not go together."""
+    """Raise DataError for flags that exclude each other."""
     if len(set(args.json_keys)) != len(args.json_keys):
         raise DataError(f"`--json-keys` must name each key once, but is {' '.join(args.json_keys)}.")
     for key in args.json_keys:
@@ -118,15 +118,15 @@ def _check(args: argparse.Namespace) -> None:
             f"`--workers` must be a multiple of `--partitions` ({args.partitions}), but is {args.workers}; "
             f"set it to {-(-args.workers // args.partitions) * args.partitions}."
         )
-    for flag, given in (("--keep-newlines", args.keep_newlines), ("--lang", args.lang is not None)):
-        if given and not args.split_sentences:
+    for flag, is_set in (("--keep-newlines", args.keep_newlines), ("--lang", args.lang is not None)):
+        if is_set and not args.split_sentences:
             raise DataError(
                 f"`{flag}` must come with `--split-sentences`, but it does not; add that or leave this out."
             )
 
 
 def preprocess_data(args: argparse.Namespace) -> None:
-    """Do what the flags say and print a summary. Raises DataError; see `pipeline.preprocess`."""
+    """Convert as the flags say, and print a summary. Raises DataError, as `pipeline.preprocess` does."""
     from data_tools.preprocessing.encode import EncodeJob
     from data_tools.preprocessing.pipeline import PreprocessRun, Workers, preprocess
     from data_tools.preprocessing.progress import print_table
@@ -157,14 +157,12 @@ def preprocess_data(args: argparse.Namespace) -> None:
         args.log_interval,
         longest_line=args.max_line_mib << 20,
     )
-    outcome = preprocess(run)
-    print_table(
-        outcome.totals, run.outputs(), outcome.encoder, outcome.seconds, sentences=args.split_sentences
-    )
+    result = preprocess(run)
+    print_table(result.totals, run.outputs(), result.encoder, result.seconds, sentences=args.split_sentences)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; 0 if the datasets are whole, else an error's status and no dataset."""
+    """Run the tool; returns 0 if the datasets are whole, else an error's status and leaves no dataset."""
     return cli.run(preprocess_data, build_parser().parse_args(argv))
 
 

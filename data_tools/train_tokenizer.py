@@ -1,9 +1,9 @@
-"""Trains a byte-level BPE or a WordPiece tokenizer on a jsonl corpus.
+"""Train a byte-level BPE or a WordPiece tokenizer on a jsonl corpus.
 
 `python data_tools/train_tokenizer.py --input corpus.jsonl --output DIR` writes `tokenizer.json` (for
 HFTokenizer) and `vocab.json` with `merges.txt` (for GPT2BPETokenizer); both give the same ids.
 `<|endoftext|>` is id 0. `--type wordpiece` writes `tokenizer.json` and BERT's `vocab.txt` (for
-BertWordPieceLowerCase, or with `--cased` BertWordPieceCase); `[PAD] [UNK] [CLS] [SEP] [MASK]` are ids 0 to 4.
+BertWordPieceLowerCase, or BertWordPieceCase with `--cased`); `[PAD] [UNK] [CLS] [SEP] [MASK]` are ids 0 to 4.
 The same corpus and flags give the same files.
 """
 
@@ -22,7 +22,8 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_tools import cli
-from data_tools.preprocessing.chunks import Problem, cut, parse, split_lines
+from data_tools.preprocessing.chunks import cut
+from data_tools.preprocessing.parsing import Problem, parse, split_lines
 from data_tools.wordpiece_training import train_wordpiece
 from megazero.data.build_report import Patience
 from megazero.data.files import whole_file
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 _LEAST_VOCAB = 257  # the 256 bytes and the end of text
-_BEAT = 1.0  # seconds from one look at the training to the next
+_INTERVAL = 1.0  # seconds between two looks at the progress
 
 
 def texts(paths: Sequence[str], key: str, limit: float | None) -> Iterator[str]:
-    """The texts under `key`, until `limit` bytes of jsonl have been read. DataError names a bad line."""
+    """Yield the texts of `key` in the first `limit` bytes of jsonl. Raises DataError naming a bad line."""
     used, path, line = 0, None, 1
     for chunk in cut(paths):
         if limit is not None and used >= limit:
@@ -66,57 +67,57 @@ def _bad_line(path: str, line: int, problem: Problem) -> DataError:
     )
 
 
-class Heartbeat:
-    """Says on stderr now and then how far the training of a tokenizer is."""
+class TrainingProgress:
+    """Prints the progress of training a tokenizer to stderr from time to time."""
 
     def __init__(self) -> None:
         self._read, self._whole = 0, False
 
-    def over(self, corpus: Iterator[str]) -> Iterator[str]:
-        """The texts, whose characters are counted."""
+    def counted(self, corpus: Iterator[str]) -> Iterator[str]:
+        """Yield the texts, and count their characters."""
         for text in corpus:
             yield text
             self._read += len(text)
         self._whole = True
 
     @contextmanager
-    def beating(self) -> Iterator[None]:
-        """Speak while the body runs, which is inside a library most of the time."""
-        over, patience = threading.Event(), Patience(lambda line: print(line, file=sys.stderr), "training")
+    def shown(self) -> Iterator[None]:
+        """Print progress while the block runs, on a thread, because the library gives no calls back."""
+        done, patience = threading.Event(), Patience(lambda line: print(line, file=sys.stderr), "training")
 
-        def beat() -> None:
-            while not over.wait(_BEAT):
+        def show() -> None:
+            while not done.wait(_INTERVAL):
                 read = f"{self._read / 1e6:,.1f} million characters read"
                 patience.tell(f"{read}, merging" if self._whole else read)
 
-        thread = threading.Thread(target=beat, daemon=True)
+        thread = threading.Thread(target=show, daemon=True)
         thread.start()
         try:
             yield
         finally:
-            over.set()
+            done.set()
             thread.join()
 
 
 def train_tokenizer(args: argparse.Namespace) -> None:
-    """Train and write the files, each whole or not at all."""
+    """Train a tokenizer, and write its files atomically."""
     if args.cased and args.type != "wordpiece":
         raise DataError(
             "`--cased` must come with `--type wordpiece`, but does not; BPE always keeps the case."
         )
     limit = None if args.sample_mb is None else args.sample_mb * 1e6
-    heartbeat = Heartbeat()
-    corpus = heartbeat.over(texts(cli.expand_inputs(args.input), args.json_key, limit))
-    with heartbeat.beating():
+    progress = TrainingProgress()
+    corpus = progress.counted(texts(cli.expand_inputs(args.input), args.json_key, limit))
+    with progress.shown():
         if args.type == "wordpiece":
             tokenizer, contents = train_wordpiece(corpus, args.vocab_size, cased=args.cased)
         else:
             tokenizer, contents = _train_bpe(corpus, args.vocab_size)
     if args.type == "wordpiece":
         kind = "BertWordPieceCase" if args.cased else "BertWordPieceLowerCase"
-        said = f"for --tokenizer-type {kind} --vocab-file {Path(args.output) / 'vocab.txt'}"
+        note = f"for --tokenizer-type {kind} --vocab-file {Path(args.output) / 'vocab.txt'}"
     else:
-        said = f"{END_OF_TEXT} is id {tokenizer.token_to_id(END_OF_TEXT)}"
+        note = f"{END_OF_TEXT} is id {tokenizer.token_to_id(END_OF_TEXT)}"
     size = tokenizer.get_vocab_size()
     if size < args.vocab_size:
         raise DataError(
@@ -126,11 +127,11 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     for name, content in contents.items():
         with whole_file(Path(args.output) / name) as file:
             file.write(content.encode())
-    print(f"{args.output}: {size:,} tokens, {said}")
+    print(f"{args.output}: {size:,} tokens, {note}")
 
 
 def _train_bpe(corpus: Iterator[str], size: int) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer and the files' contents."""
+    """Train byte-level BPE; returns the tokenizer and the contents of its files by name."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if size < _LEAST_VOCAB:
@@ -156,7 +157,7 @@ def _train_bpe(corpus: Iterator[str], size: int) -> tuple[Tokenizer, dict[str, s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; 0 if the files were written."""
+    """Run the tool; returns 0 if the files were written."""
     parser = argparse.ArgumentParser(prog="train_tokenizer.py", description=__doc__.split("\n")[0])
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="jsonl files or globs")
     parser.add_argument("--output", required=True, metavar="DIR", help="directory for the files")

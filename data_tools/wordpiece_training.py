@@ -1,9 +1,8 @@
-"""Trains BERT's WordPiece (Schuster and Nakajima 2012; Devlin et al. 2018) so that it comes out the same
-every time.
+"""Train BERT's WordPiece (Schuster and Nakajima 2012; Devlin et al. 2018) reproducibly.
 
-The trainer of the `tokenizers` library decides ties by token number, and numbers the `##` letters in the
-order of a hash map, which each process has for itself. Here words are counted first, and the trainer is given
-its letters in order.
+The trainer of the `tokenizers` library breaks ties by token number, and numbers the `##` letters in the order
+of a hash map, which differs between processes. So words are counted here, and the trainer gets its letters in
+order.
 """
 
 from __future__ import annotations
@@ -27,8 +26,10 @@ _REPEATED = 1000
 
 
 def train_wordpiece(corpus: Iterable[str], size: int, *, cased: bool) -> tuple[Tokenizer, dict[str, str]]:
-    """A tokenizer with a vocabulary of up to `size`, and the contents of its files by name. DataError if the
-    letters of the corpus alone take more."""
+    """Train a tokenizer with up to `size` tokens; returns it and the contents of its files by name.
+
+    Raises DataError if the letters of the corpus alone need more tokens.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     normalizer = normalizers.BertNormalizer(lowercase=not cased)
@@ -50,7 +51,7 @@ def train_wordpiece(corpus: Iterable[str], size: int, *, cased: bool) -> tuple[T
 
 
 def _count_words(corpus: Iterable[str], normalizer: Normalizer, pre_tokenizer: PreTokenizer) -> Counter[str]:
-    """BERT's words, with how often each occurs. What lies between spaces is looked at once."""
+    """Count BERT's words. Texts between spaces are counted first, so that each is tokenized once."""
     between_spaces: Counter[str] = Counter()
     for text in corpus:
         between_spaces.update(text.split())
@@ -71,15 +72,15 @@ def _vocabulary(words: Counter[str], size: int) -> list[str]:
     alphabet = sorted(letters, key=lambda letter: (-letters[letter], letter))[:_MOST_LETTERS]
     kept = set(alphabet)
     continued = sorted({letter for word in words for letter in word[1:]} & kept)
-    given = [*SPECIAL_TOKENS, *(_CONTINUED + letter for letter in continued)]
-    least = len(given) + len(alphabet)
+    special = [*SPECIAL_TOKENS, *(_CONTINUED + letter for letter in continued)]
+    least = len(special) + len(alphabet)
     if size < least:
         raise DataError(
             f"`--vocab-size` must be at least {least}, for the letters of this text, but is {size}."
         )
     trainer = trainers.WordPieceTrainer(
         vocab_size=size,
-        special_tokens=given,
+        special_tokens=special,
         initial_alphabet=sorted(alphabet),
         limit_alphabet=len(alphabet),
         show_progress=False,
@@ -92,7 +93,7 @@ def _vocabulary(words: Counter[str], size: int) -> list[str]:
 
 
 def _repeated(words: Counter[str]) -> Iterator[str]:
-    """Texts that hold each word as often as it was counted."""
+    """Yield texts that contain each word as often as it was counted."""
     for word, count in words.items():
         whole, rest = divmod(count, _REPEATED)
         for times in [_REPEATED] * whole + [rest] * (rest > 0):

@@ -1,4 +1,4 @@
-"""`megazero <verb>`: the command for all but training. A verb, and so torch, is imported when it runs."""
+"""`megazero VERB`: run a verb's module, imported only then, because torch takes seconds to import."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megazero.errors import MegazeroError
 
 @dataclass(frozen=True)
 class Verb:
-    """A word after `megazero`, and its line of help; `main` of its module in `megazero.commands` runs it."""
+    """A word after `megazero` and its line of help; `main` of its module in `megazero.commands` runs it."""
 
     name: str
     help: str

@@ -1,4 +1,4 @@
-"""Doors: a room of the core shows an annex's names where its users look for them, without importing it."""
+"""Doors: a module of the core offers an annex's names without importing the annex before they are used."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 
 def through_door(room: str, name: str, annex: str, *names: str) -> Any:
-    """Look up a name for a module's `__getattr__` (PEP 562): the annex is imported when a name is asked for.
+    """Look up an annex's name for a module's `__getattr__` (PEP 562), importing the annex now.
 
     Args:
-        room: the module that is asked.
-        name: the name that it is asked for.
-        annex: the module that has the names.
-        names: the names that the room shows.
+        room: the module whose `__getattr__` is called.
+        name: the name that is looked up.
+        annex: the module that defines the names.
+        names: the names that `room` offers.
 
     Raises:
-        AttributeError: `name` is none of them.
+        AttributeError: `name` is not in `names`.
     """
     if name not in names:
         raise AttributeError(f"module {room!r} has no attribute {name!r}")

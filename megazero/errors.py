@@ -1,7 +1,7 @@
-"""The errors a user can meet. Each says what is wrong, with what value, and what to do.
+"""The errors that a user can fix. Each says what is wrong, with what value, and what to do.
 
-Sentence form: "`thing` must be ... , but is VALUE; do ...". Command line entry points print the
-message without a traceback and exit with `exit_code`.
+The sentence form is "`thing` must be X, but is VALUE; do Y." Command line entry points print the message
+without a traceback, and exit with `exit_code`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _CLOSED_PIPE = 128 + 13  # SIGPIPE
 
 
 def printable(text: str, kept: str = "\n") -> str:
-    """`text` with escapes for what a terminal would obey or hide instead of showing it, but for `kept`.
+    """Escape the characters that a terminal would obey or hide, except those in `kept`.
 
-    Messages quote files, which may hold anything: control sequences, marks that reverse the direction of
-    writing, halves of surrogate pairs, which no stream could encode.
+    Messages quote files, which may hold control sequences, marks that reverse the direction of writing, or
+    halves of surrogate pairs, which no stream can encode.
     """
     if text.isprintable():
         return text
@@ -49,7 +49,7 @@ class ConfigError(MegazeroError):
 
 
 class HostConfigError(ConfigError):
-    """The configuration is refused for what the host lacks, on all its ranks alike; the first one says so."""
+    """The host lacks what the configuration needs. All its ranks raise this; only local rank 0 prints it."""
 
 
 class DataError(MegazeroError):
@@ -61,15 +61,15 @@ class CheckpointError(MegazeroError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint does not hold what was written: files are missing, cut, changed or from another one."""
+    """Files of a checkpoint are missing, truncated, changed, or from another checkpoint."""
 
 
 class LostFolderError(CheckpointError):
-    """A run's folder has become another's while the run saved there."""
+    """Another run has taken over the folder in which this run saves its checkpoints."""
 
 
 class OffloadError(MegazeroError):
-    """Memory or a disk that state is offloaded to is full, gone or broken."""
+    """The memory or disk that holds offloaded state is full, missing or broken."""
 
 
 class CommunicationError(MegazeroError):
@@ -77,25 +77,25 @@ class CommunicationError(MegazeroError):
 
 
 class LaunchError(MegazeroError):
-    """A launch could not begin: hosts are not reachable, or what they need to meet is not there."""
+    """A launch could not begin: hosts are unreachable, or lack what ranks need to find each other."""
 
 
 class HostWaitError(MegazeroError):
-    """A training step made the host wait for the device where it must not."""
+    """A training step made the host wait for the device at a place that must not wait."""
 
 
 class NumericsError(MegazeroError):
-    """Training met values it cannot continue from, such as a loss scale at its floor."""
+    """Training cannot continue from the values that it has, such as a loss scale at its minimum."""
 
 
 def exit_status(work: Callable[[], object]) -> int:
-    """Do `work`, print the message of an error, and return the process's status.
+    """Do `work`, print the message of an error, and return the process's status: `work`'s own if an int.
 
-    It is no fault of the work if the reader of its output stops reading, as `head` does: the status is then
-    that of a process that a closed pipe has ended, and nothing is printed.
+    If the reader of standard output has gone, as `head` goes, nothing is printed, and the status is that of
+    a process ended by SIGPIPE.
     """
     try:
-        work()
+        status = work()
         sys.stdout.flush()
     except MegazeroError as error:
         if not isinstance(error, HostConfigError) or os.environ.get("LOCAL_RANK", "0") == "0":
@@ -105,11 +105,11 @@ def exit_status(work: Callable[[], object]) -> int:
         if not _nobody_reads(sys.stdout):
             raise
         return _CLOSED_PIPE
-    return 0
+    return status if isinstance(status, int) else 0
 
 
 def _nobody_reads(stream: TextIO) -> bool:
-    """Whether the reader of a stream has gone; what is still to be written is then dropped."""
+    """Whether a stream's reader has gone; if so, send the rest to /dev/null, for the flush at exit."""
     if not hasattr(select, "poll"):  # Windows
         return False
     poll = select.poll()

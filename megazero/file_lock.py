@@ -1,4 +1,4 @@
-"""Locks of files (flock): one process holds each at a time, and the system frees it however that ends."""
+"""File locks (flock): one process at a time holds a lock, and the system frees it when the process ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def try_lock(descriptor: int) -> bool:
     """Lock an open file for this process, without waiting.
 
     Returns:
-        Whether it is locked now: False where the system or the file system has no locks.
+        Whether the file is locked now: False if the system or the file system has no locks.
 
     Raises:
         BlockingIOError: another process holds the lock.
@@ -37,5 +37,5 @@ def try_lock(descriptor: int) -> bool:
 
 
 def this_process() -> str:
-    """The text that the holder of a lock writes into the file, for those who find it locked."""
+    """Name this process and host; a lock's holder writes it into the file for whoever is refused the lock."""
     return f"process {os.getpid()} on {platform.node()}"

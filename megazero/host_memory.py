@@ -1,4 +1,4 @@
-"""The host's memory: what is left of it, and the way from there to a device."""
+"""The host's memory: the bytes that are available, and copies from it to a device."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ _CGROUPS = (
     (_GROUPS / "memory/memory.limit_in_bytes", _GROUPS / "memory/memory.usage_in_bytes"),
 )
 
-AT_ONCE = 64 << 10
-"""Bytes up to which CUDA takes memory that is not locked along, and copies it when its turn comes."""
+STAGED_COPY_BYTES = 64 << 10
+"""The most bytes of pageable host memory that CUDA stages itself, so that the host need not wait."""
 
 
 def available_memory() -> int:
     """Bytes of memory that this process can still get, on the host and in its control group."""
     limits = [_from_meminfo()]
     for limit, used in _CGROUPS:
-        with contextlib.suppress(OSError, ValueError):  # such as "max", or none of that version
+        # Hosts have one of the two versions, and "max" means no limit.
+        with contextlib.suppress(OSError, ValueError):
             limits.append(int(limit.read_text()) - int(used.read_text()))
     return min(limits)
 
@@ -38,11 +39,12 @@ def _from_meminfo() -> int:
 
 
 def sent_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """A tensor on the device; if it is the host's, neither waits for the other.
+    """Return a tensor on the device; a copy from the host is asynchronous.
 
-    For more of it than `AT_ONCE`, the host would wait for all the work queued before. torch keeps locked
-    blocks, and gives one again once the copy from it is done.
+    With more than `STAGED_COPY_BYTES` pageable bytes, the host would wait for all work queued before the
+    copy, so they are pinned first. torch's allocator reuses a pinned block only after the copy from it has
+    ended.
     """
-    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.nbytes > AT_ONCE:
+    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.nbytes > STAGED_COPY_BYTES:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -12,17 +12,17 @@ PADDING = "padding"
 
 @dataclass(frozen=True)
 class LossTerm:
-    """One term of the training loss: coefficient x (sum over what counts) / (how much counts).
+    """One term of the training loss: coefficient x sum / count, both over the whole global batch.
 
-    Sums and counts run over the whole global batch. A model names its terms. Any part of the model, on any
-    pipeline stage, may add to the sum of a term, and the batches say how much counts for each.
+    A model names its terms. Any part of the model, on any pipeline stage, may add to the sum of a term; the
+    batches give the count.
 
     Attributes:
         name: a word or words_like_these; with ``_loss`` appended it is the key in metrics.
-        over: what counts, a key of the batches' counts; by default the term's name.
-        coefficient: weight in the total. A term with 0 is reported but never differentiated, such as an
-            accuracy.
-        evaluated: whether evaluations have it too.
+        over: key of the count among the batches' counts; by default the term's name.
+        coefficient: weight in the total. A term with 0, such as an accuracy, is reported but not
+            differentiated.
+        evaluated: whether evaluations report the term too.
 
     Raises:
         ConfigError: the name is not an identifier, or is ``total``, which names the sum of all terms.

@@ -1,4 +1,4 @@
-"""Files of pictures, drawn by matplotlib, which is not a requirement of anything else."""
+"""Picture files, drawn by matplotlib, which is an optional dependency."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening what may be no file: a FIFO would wait for its writer forever, and /dev/zero has no end."""
+"""Open regular files only: opening a FIFO waits for its writer forever, and /dev/zero has no end."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a regular file, or what a link leads to, for reading; returns at once, whatever the path is.
+    """Open a regular file, or a link to one, for reading; never waits, whatever the path is.
 
     Raises:
-        OSError: the system refuses; or it is something else, with errno EINVAL and a `strerror` that says
-            what, such as "it is a FIFO, not a regular file". A folder is an IsADirectoryError, as for `open`.
+        OSError: the system refuses; or the path is no regular file: errno is then EINVAL, and `strerror` says
+            what it is, such as "it is a FIFO, not a regular file".
+        IsADirectoryError: the path is a folder, as for `open`.
     """
-    _refuse_others(os.stat(path).st_mode, path)  # opening a device may already do something
+    _refuse_others(os.stat(path).st_mode, path)  # before opening, because to open a device may have effects
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         _refuse_others(os.fstat(descriptor).st_mode, path)
@@ -36,7 +37,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def read_regular(path: str | Path) -> bytes:
-    """All of a regular file.
+    """Return the content of a regular file.
 
     Raises:
         OSError: as for `open_regular`.
@@ -46,7 +47,7 @@ def read_regular(path: str | Path) -> bytes:
 
 
 def read_regular_text(path: str | Path) -> str:
-    """All of a regular UTF-8 file, with "\\n" for every line's end, as `Path.read_text` gives it.
+    """Return the text of a regular UTF-8 file, with "\\n" as every line's end, as `Path.read_text` does.
 
     Raises:
         OSError: as for `open_regular`.
@@ -57,7 +58,7 @@ def read_regular_text(path: str | Path) -> str:
 
 
 def why_unreadable(error: OSError) -> str:
-    """In words, why a file could not be read, and what to do where a shell's ``<(COMMAND)`` was named."""
+    """Say why a file could not be read, and what to do if the path was a shell's ``<(COMMAND)``."""
     advice = "; write its content to a file and name that" if error.errno == errno.EINVAL else ""
     return f"{error.strerror}{advice}"
 

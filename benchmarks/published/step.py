@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.published.rows import Row
-from megazero.account.profilers.calls import Call
+from megazero.account.profilers.calls import CollectiveCall
 from megazero.plan.prices import Prices
 from megazero.plan.work import Kernel
 
@@ -150,7 +150,9 @@ class Step:
 
     def shared(self, operation: str, nbytes: float) -> float:
         """The seconds of a call between the tensor-parallel ranks."""
-        return self.prices.call(Call("tp", operation, int(nbytes), tuple(range(self.layout.tensor))))
+        return self.prices.call(
+            CollectiveCall("tp", operation, int(nbytes), tuple(range(self.layout.tensor)))
+        )
 
     @cached_property
     def boundary_bytes(self) -> int:
@@ -281,9 +283,9 @@ class Step:
         """A layer whose weights are gathered for forward and backward, and its gradients scattered."""
         weights = self.shape.block_parameters / self.layout.tensor
         ranks = self.replicas(0)
-        gather = self.prices.call(Call("dp", "all_gather", int(2 * weights), ranks))
+        gather = self.prices.call(CollectiveCall("dp", "all_gather", int(2 * weights), ranks))
         scatter = self.prices.call(
-            Call("dp", "reduce_scatter", int(self.row.software.gradient_bytes * weights), ranks)
+            CollectiveCall("dp", "reduce_scatter", int(self.row.software.gradient_bytes * weights), ranks)
         )
         forward, backward = layer
         return (
@@ -318,7 +320,7 @@ class Step:
             return 0.0
         cut = layout.tensor if self.row.software.sequence_parallel or self.has("scatter-gather") else 1
         stride = layout.tensor * layout.data * layout.context
-        one = self.prices.call(Call("pp", "send", self.boundary_bytes // cut, (0, stride)))
+        one = self.prices.call(CollectiveCall("pp", "send", self.boundary_bytes // cut, (0, stride)))
         if self.has("scatter-gather") and layout.tensor > 1:
             one += self.shared("all_gather", self.boundary_bytes)
         filling = 2 * (layout.pipeline - 1) * one
@@ -340,9 +342,9 @@ class Step:
         time = 0.0
         if software.zero < 3 and len(ranks) > 1:
             nbytes = int(software.gradient_bytes * self.held)
-            gather = Call("dp", "all_gather", int(2 * self.held), ranks)
+            gather = CollectiveCall("dp", "all_gather", int(2 * self.held), ranks)
             whole = not software.zero or self.has("whole-gradients")
-            reduce = Call("dp", "all_reduce" if whole else "reduce_scatter", nbytes, ranks)
+            reduce = CollectiveCall("dp", "all_reduce" if whole else "reduce_scatter", nbytes, ranks)
             calls = [self.prices.call(reduce), self.prices.call(gather) if software.zero else 0.0]
             if self.has("dp-overlap"):
                 # Chunks come one after another, each with as many micro-batches as there are stages.
@@ -353,7 +355,7 @@ class Step:
         if layout.pipeline > 1 and not self.shape.gated:
             table = software.gradient_bytes * self.shape.vocabulary * self.shape.hidden / layout.tensor
             ends = (0, (layout.pipeline - 1) * len(ranks) * layout.tensor)
-            time += self.prices.call(Call("embedding", "all_reduce", int(table), ends))
+            time += self.prices.call(CollectiveCall("embedding", "all_reduce", int(table), ends))
         return time
 
     @cached_property

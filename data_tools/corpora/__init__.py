@@ -1,1 +1,1 @@
-"""corpora: tools that make the text of the quickstart, the guides and the ablations."""
+"""corpora: make the texts of the quickstart, the guides and the ablations."""

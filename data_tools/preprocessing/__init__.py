@@ -1,5 +1,6 @@
 """The parts of `preprocess_data.py`.
 
-`chunks` splits and parses jsonl, `encode` turns a chunk into tokens, `pool` runs chunks on processes in
-order, `slots` returns their results, `progress` reports, `pipeline` connects them to the dataset writers.
+`chunks` cuts jsonl files, `parsing` parses lines, `sentences` splits texts, and `encode` turns a chunk into
+tokens. `pool` encodes chunks on several processes, which return results through `slots`; `watch` ends workers
+that hang. `progress` reports, and `pipeline` connects all to the dataset writers.
 """

@@ -1,4 +1,4 @@
-"""Turns a chunk of jsonl into the tokens that go to disk."""
+"""Encode a chunk of jsonl as the tokens that are written to disk."""
 
 from __future__ import annotations
 
@@ -9,15 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from data_tools.preprocessing.chunks import (
-    Chunk,
-    Column,
-    Parsed,
-    Problem,
-    parse,
-    parse_carefully,
-    split_lines,
-)
+from data_tools.preprocessing.chunks import JsonlChunk
+from data_tools.preprocessing.parsing import Column, Parsed, Problem, parse, parse_carefully, split_lines
 from data_tools.preprocessing.sentences import SentenceRules, SentenceSplitter
 from megazero.data.indexed.format import dtype_for_vocab
 from megazero.data.tokenizers.base import TokenBatch, is_failure
@@ -26,13 +19,23 @@ from megazero.data.tokenizers.fast import FastChoice, first_difference, try_fast
 from megazero.errors import DataError
 
 KEPT_PROBLEMS = 10
+# Texts that are encoded by both encoders: of a run's first chunk, and of every chunk; and characters of each.
 _FIRST_CHECKED, _CHECKED_PER_CHUNK, _CHECKED_LETTERS = 16, 1, 1000
 
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """A worker's task. `sentences` says how to split each text, None leaves it whole; `fast` False
-    uses only the tokenizer itself; `seed` picks the checked texts."""
+    """A worker's settings.
+
+    Attributes:
+        spec: the tokenizer.
+        keys: the JSON keys of the texts.
+        append_eod: whether to end documents with the tokenizer's end-of-document token.
+        skip_bad_lines: whether to leave out bad lines instead of ending the run.
+        sentences: how to split texts into sentences; None leaves them whole.
+        fast: whether to use the fast encoder if there is one.
+        seed: seed of the choice of texts that are checked.
+    """
 
     spec: TokenizerSpec
     keys: tuple[str, ...]
@@ -45,9 +48,16 @@ class EncodeJob:
 
 @dataclass(frozen=True)
 class EncodedColumn:
-    """One key's share of a chunk. tokens [n] in the dataset's dtype, lengths int64 [sequences],
-    document_lengths int64 [documents] (None: one sequence each), `single` of the documents have one sequence,
-    `empty` further ones were dropped."""
+    """The documents of one key in a chunk.
+
+    Attributes:
+        tokens: all tokens, [n] in the dataset's dtype.
+        lengths: tokens of each sequence, int64 [sequences].
+        document_lengths: sequences of each document, int64 [documents]; None if each has one.
+        documents: the number of documents.
+        single: the number of documents with one sequence.
+        empty: the number of dropped empty documents.
+    """
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -59,8 +69,16 @@ class EncodedColumn:
 
 @dataclass(frozen=True)
 class EncodedChunk:
-    """A chunk's tokens, or why it has none. `problems` holds the first few, `problem_counts` all by reason.
-    `disagreement` names a text on which the fast encoder was wrong; the columns are empty then."""
+    """An encoded chunk, or the reason why it was not encoded.
+
+    Attributes:
+        path: the chunk's file.
+        lines, bytes: the chunk's size.
+        columns: the documents of each key; empty if the chunk was not encoded.
+        problems: the first few bad lines.
+        problem_counts: the number of bad lines by reason.
+        disagreement: names a text on which the fast encoder was wrong; None if there was none.
+    """
 
     path: str
     lines: int
@@ -73,8 +91,14 @@ class EncodedChunk:
 
 @dataclass(frozen=True)
 class EncoderFacts:
-    """A description of a run's encoder for the rest of the run. `fast` names the fast one; None means the
-    tokenizer itself, and `reason` then says why, if the user could change that."""
+    """A description of a run's encoder.
+
+    Attributes:
+        tokenizer: the tokenizer's name.
+        dtype: the dtype of its tokens on disk.
+        fast: the fast encoder's name; None if the tokenizer itself encodes.
+        reason: why there is no fast encoder, if the user can change that.
+    """
 
     tokenizer: str
     dtype: np.dtype
@@ -83,12 +107,12 @@ class EncoderFacts:
 
     @property
     def encoder(self) -> str:
-        """The name of the encoder."""
+        """The name of the encoder that is used."""
         return self.fast or self.tokenizer
 
 
 class ChunkEncoder:
-    """Encodes chunks with one tokenizer; each process has its own. DataError for an unfit tokenizer."""
+    """Encodes chunks with a tokenizer; each process has its own. Raises DataError for an unfit tokenizer."""
 
     def __init__(self, job: EncodeJob):
         self.job = job
@@ -104,12 +128,12 @@ class ChunkEncoder:
 
     @property
     def facts(self) -> EncoderFacts:
-        """A description of this encoder that can be sent to another process."""
+        """A description of this encoder that can be pickled."""
         fast = None if self.fast is None else self.fast.name
         return EncoderFacts(self.tokenizer.name, self.dtype, fast, self.reason)
 
-    def __call__(self, chunk: Chunk) -> EncodedChunk:
-        """The chunk's tokens in the order of its lines."""
+    def __call__(self, chunk: JsonlChunk) -> EncodedChunk:
+        """Encode a chunk, in the order of its lines."""
         if chunk.beyond is not None:
             nothing = Parsed(1, [Column([]) for _ in self.job.keys], [Problem.of_length(chunk)])
             return self._finish(chunk, chunk.end - chunk.start, nothing)
@@ -118,12 +142,12 @@ class ChunkEncoder:
         try:
             parsed = parse(lines, self.job.keys, self._split)
             if parsed.problems and not self.job.skip_bad_lines:
-                # The run ends here; an earlier line that cannot be tokenized must be named before this one.
+                # The run will end; if an earlier line cannot be tokenized, that line must be named.
                 (first, *_) = self._try_each(lines[: parsed.problems[0].line + 1]).problems
                 parsed = Parsed(parsed.lines, [], [first, *parsed.problems[1:]])
             return self._finish(chunk, len(data), parsed)
         except DataError:
-            # Only now is each text tried by itself, to find the line.
+            # Encode each text by itself, to find the bad line.
             parsed = self._try_each(lines)
             if not parsed.problems:
                 raise
@@ -132,7 +156,7 @@ class ChunkEncoder:
     def _try_each(self, lines: Sequence[bytes]) -> Parsed:
         return parse_carefully(lines, self.job.keys, self.tokenizer.encode, self._split)
 
-    def _finish(self, chunk: Chunk, size: int, parsed: Parsed) -> EncodedChunk:
+    def _finish(self, chunk: JsonlChunk, size: int, parsed: Parsed) -> EncodedChunk:
         counts = Counter(problem.reason for problem in parsed.problems)
         if parsed.problems and not self.job.skip_bad_lines:
             return EncodedChunk(chunk.path, parsed.lines, size, [], parsed.problems[:1], counts)
@@ -144,7 +168,7 @@ class ChunkEncoder:
             columns.append(self._assemble(batch, column.counts))
         return EncodedChunk(chunk.path, parsed.lines, size, columns, parsed.problems[:KEPT_PROBLEMS], counts)
 
-    def _encode(self, column: Column, chunk: Chunk, key: str) -> tuple[TokenBatch | None, str | None]:
+    def _encode(self, column: Column, chunk: JsonlChunk, key: str) -> tuple[TokenBatch | None, str | None]:
         if self.fast is None:
             return self.tokenizer.encode_batch(column.texts), None
         where = f"{chunk.path}, key `{key}`"
@@ -154,13 +178,13 @@ class ChunkEncoder:
             if different is not None:
                 return None, f"{where}, in the text {sample[different][:60]!r}"
             return self.fast.encode_batch(column.texts), None
-        except BaseException as error:  # whatever the fast encoder cannot do is left to the tokenizer itself
+        except BaseException as error:  # after any failure of the fast encoder, the tokenizer itself is used
             if not is_failure(error):
                 raise
             return None, f"{where}, with {type(error).__name__}: {error}"
 
     def _assemble(self, batch: TokenBatch, counts: Sequence[int] | None) -> EncodedColumn:
-        """Drop empty documents, put EOD after each document (inside its last sequence), narrow the ids."""
+        """Drop empty documents, append EOD to each document's last sequence, and convert the ids' dtype."""
         kept = batch.lengths > 0
         lengths = batch.lengths[kept]
         if counts is None:
@@ -181,7 +205,7 @@ class ChunkEncoder:
         if len(ids) and int(ids.max()) >= self.tokenizer.vocab_size:
             raise RuntimeError(f"{self.tokenizer.name} gave id {int(ids.max())} beyond its vocabulary")
         if self.job.append_eod:
-            assert self.tokenizer.eod is not None, "refused when this object was made"
+            assert self.tokenizer.eod is not None, "the constructor refuses a tokenizer without EOD"
             lengths = lengths.copy()
             lengths[last] += 1
             ids = _with_eod(ids, np.cumsum(lengths)[last] - 1, self.tokenizer.eod, self.dtype)
@@ -190,7 +214,7 @@ class ChunkEncoder:
 
 
 def _with_eod(ids: np.ndarray, at: np.ndarray, eod: int, dtype: np.dtype) -> np.ndarray:
-    """`ids` with `eod` at the positions `at` of the result."""
+    """Insert `eod` into `ids` at the positions `at` of the result."""
     out = np.empty(len(ids) + len(at), dtype=dtype)
     is_text = np.ones(len(out), dtype=bool)
     is_text[at] = False
@@ -200,8 +224,7 @@ def _with_eod(ids: np.ndarray, at: np.ndarray, eod: int, dtype: np.dtype) -> np.
 
 
 def _sample(texts: Sequence[str], seed: str, first_of_run: bool) -> list[str]:
-    """The texts to encode both ways: the first texts of the run and a few random ones of every chunk, each
-    from a random place and up to 2,000 characters long."""
+    """Choose the texts to check: a run's first texts, and stretches of random texts of each chunk."""
     if not texts:
         return []
     chance = random.Random(seed)

@@ -1,4 +1,4 @@
-"""One run: chunks go through the encoders into one indexed dataset per key, all whole or none visible."""
+"""Run a conversion: encode chunks into an indexed dataset per key; all are whole, or none is visible."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from data_tools.preprocessing.chunks import CHUNK_BYTES, LONGEST_LINE, Chunk, Problem, Segment, cut
+from data_tools.preprocessing.chunks import (
+    CHUNK_BYTES,
+    LONGEST_LINE,
+    FileSegment,
+    JsonlChunk,
+    cut,
+    divide,
+    lines_before,
+)
 from data_tools.preprocessing.encode import KEPT_PROBLEMS, EncodedChunk, EncodeJob, EncoderFacts
-from data_tools.preprocessing.partitions import divide, lines_before
 from data_tools.preprocessing.pool import InlinePool, WorkerPool
-from data_tools.preprocessing.progress import KeyTotals, Progress, Totals
+from data_tools.preprocessing.progress import KeyTotals, ProgressDisplay, RunTotals
 from data_tools.preprocessing.watch import PATIENCE, WorkerPatience
 from megazero.data.claim import temporary_path
 from megazero.data.indexed.writer import IndexedDatasetWriter
@@ -24,8 +31,7 @@ from megazero.errors import DataError
 
 @dataclass(frozen=True)
 class Workers:
-    """The processes that encode: their number, a multiple of the `partitions` that they work on, and the
-    patience with several."""
+    """The processes that encode: their number, a multiple of `partitions`, and the patience with them."""
 
     count: int = 1
     partitions: int = 1
@@ -34,8 +40,7 @@ class Workers:
 
 @dataclass(frozen=True)
 class PreprocessRun:
-    """The inputs and outputs of a run. `log_interval` is in documents; a line has at most `longest_line`
-    bytes."""
+    """The inputs and settings of a run; `log_interval` is in documents, `longest_line` in bytes."""
 
     paths: tuple[str, ...]
     prefix: str
@@ -46,50 +51,50 @@ class PreprocessRun:
     longest_line: int = LONGEST_LINE
 
     def pool(self) -> WorkerPool:
-        """The processes that encode a partition."""
+        """Start the processes that encode a partition."""
         workers = self.workers
         return WorkerPool(self.job, workers.count // workers.partitions, self.chunk_bytes, workers.patience)
 
-    def chunks(self, sources: Sequence[str | Segment]) -> Iterator[Chunk]:
-        """The chunks that these sources are cut into."""
+    def chunks(self, sources: Sequence[str | FileSegment]) -> Iterator[JsonlChunk]:
+        """Cut sources into chunks."""
         return cut(sources, self.chunk_bytes, self.longest_line, goes_on=self.job.skip_bad_lines)
 
     def outputs(self) -> dict[str, str]:
-        """The dataset prefix of each key, named as Megatron names them."""
+        """The dataset prefix of each key, named as in Megatron."""
         level = "document" if self.job.sentences is None else "sentence"
         return {key: f"{self.prefix}_{key}_{level}" for key in self.job.keys}
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The totals of a run that is done, the encoder it used, and the seconds it took."""
+class PreprocessResult:
+    """The totals of a finished run, its encoder's name, and its seconds."""
 
-    totals: Totals
+    totals: RunTotals
     encoder: str
     seconds: float
 
 
 class _Disagreement(Exception):
-    """The fast encoder was wrong somewhere; the run starts again without it."""
+    """The fast encoder was wrong on a text; the run starts again without it."""
 
 
-def preprocess(run: PreprocessRun) -> Outcome:
-    """Carry out the run. The output does not depend on the numbers of workers and partitions.
+def preprocess(run: PreprocessRun) -> PreprocessResult:
+    """Carry out a run. The output does not depend on the numbers of workers and partitions.
 
-    Raises DataError for bad lines (unless skipped), unfit tokenizers, a killed worker or a disk that refuses;
-    nothing is visible then.
+    Raises DataError for bad lines (unless skipped), an unfit tokenizer, a killed worker or a full disk, and
+    then leaves no output.
     """
-    progress = Progress(run.paths, run.log_interval)
+    progress = ProgressDisplay(run.paths, run.log_interval)
     try:
         totals, encoder = _attempt(run, progress)
     except _Disagreement as disagreement:
         print(f"note: {disagreement}; starting again with the slower tokenizer itself.", file=sys.stderr)
         totals, encoder = _attempt(replace(run, job=replace(run.job, fast=False)), progress)
-    return Outcome(totals, encoder, progress.seconds())
+    return PreprocessResult(totals, encoder, progress.seconds())
 
 
-def _attempt(run: PreprocessRun, progress: Progress) -> tuple[Totals, str]:
-    # `--workers` alone decides how many cores are used, and no library should have threads when we fork.
+def _attempt(run: PreprocessRun, progress: ProgressDisplay) -> tuple[RunTotals, str]:
+    # `--workers` alone decides how many cores are used, and no library may have threads at a fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tally = _Tally(run.job.keys, progress)
     encoder = _in_one(run, tally) if run.workers.partitions == 1 else _in_parts(run, tally)
@@ -97,12 +102,13 @@ def _attempt(run: PreprocessRun, progress: Progress) -> tuple[Totals, str]:
 
 
 def _in_one(run: PreprocessRun, tally: _Tally) -> str:
-    """Put all inputs through one pool into the datasets; returns the name of what encoded them."""
+    """Encode all inputs by one pool; returns the encoder's name."""
     with ExitStack() as stack:
         workers: InlinePool | WorkerPool = InlinePool(run.job) if run.workers.count == 1 else run.pool()
         stack.enter_context(workers)
         _say_if_slow(workers.facts)
-        # Started only now: the bar draws on a thread, and a process with threads cannot fork its workers.
+        # Started after the workers, because the bar draws on a thread, and a process with threads cannot
+        # fork.
         stack.enter_context(tally.progress)
         writers = _open_writers(stack, run.outputs().values(), workers.facts)
         tally.totals.first_problems = _write(run, workers, run.paths, writers, tally)
@@ -111,26 +117,31 @@ def _in_one(run: PreprocessRun, tally: _Tally) -> str:
 
 
 def _in_parts(run: PreprocessRun, tally: _Tally) -> str:
-    """Put each part through a pool of its own into its own datasets, all at once; then append these one after
-    another to the whole."""
+    """Encode each part by a pool of its own into its own datasets, all at the same time; then append these.
+
+    Returns the encoder's name.
+    """
     parts = divide(run.paths, run.workers.partitions)
     with ExitStack() as stack:
         pools = [stack.enter_context(run.pool()) for _ in parts]
         facts = pools[0].facts
         _say_if_slow(facts)
         writers = _open_writers(stack, run.outputs().values(), facts)
-        # Named as a temporary file of the first output, so that the next run removes what a killed one left.
+        # Named like a temporary file of the first output, so that the next run removes a killed run's
+        # remains.
         folder = temporary_path(next(iter(run.outputs().values())), ".parts")
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         threads = stack.enter_context(ThreadPoolExecutor(len(parts)))
-        # Left in the opposite order: the workers end, so that the threads do, whose files then go.
+        # Exits run in reverse order: workers end, then the threads that wait for them, then their files go.
         for pool in pools:
             stack.push(pool)
         stack.enter_context(tally.progress)
         prefixes = [[f"{folder}/{number}-{key}" for key in run.job.keys] for number in range(len(parts))]
         rows = zip(pools, parts, prefixes, strict=True)
         futures = [threads.submit(_write_part, run, *row, tally) for row in rows]
-        for future in _until_one_fails(futures):
+        done = wait(futures, return_when=FIRST_EXCEPTION).done
+        failed = [future for future in futures if future in done and future.exception() is not None]
+        for future in failed or futures:
             tally.totals.first_problems += future.result()
         del tally.totals.first_problems[KEPT_PROBLEMS:]
         _require_documents(tally.totals)
@@ -140,15 +151,8 @@ def _in_parts(run: PreprocessRun, tally: _Tally) -> str:
     return facts.encoder
 
 
-def _until_one_fails(futures: list[Future[list[str]]]) -> list[Future[list[str]]]:
-    """Wait for the futures; return all when they are done, or, as soon as some have failed, those."""
-    done = wait(futures, return_when=FIRST_EXCEPTION).done
-    failed = [future for future in futures if future in done and future.exception() is not None]
-    return failed or futures
-
-
 def _write_part(
-    run: PreprocessRun, pool: WorkerPool, part: list[Segment], prefixes: list[str], tally: _Tally
+    run: PreprocessRun, pool: WorkerPool, part: list[FileSegment], prefixes: list[str], tally: _Tally
 ) -> list[str]:
     with ExitStack() as stack:
         return _write(run, pool, part, _open_writers(stack, prefixes, pool.facts), tally)
@@ -163,18 +167,21 @@ def _open_writers(
 def _write(
     run: PreprocessRun,
     pool: InlinePool | WorkerPool,
-    sources: Sequence[str | Segment],
+    sources: Sequence[str | FileSegment],
     writers: list[IndexedDatasetWriter],
     tally: _Tally,
 ) -> list[str]:
-    """Encode these sources into the writers, one per key; returns the first skipped lines' descriptions."""
+    """Encode sources into the writers, one per key; returns descriptions of the first skipped lines."""
     skipped: list[str] = []
-    first = next((source for source in sources if isinstance(source, Segment)), None)
+    first = next((source for source in sources if isinstance(source, FileSegment)), None)
     for chunk, first_line in _with_line_numbers(pool.results(run.chunks(sources)), first):
         if chunk.disagreement is not None:
             facts = pool.facts
             raise _Disagreement(f"{facts.fast} and {facts.tokenizer} differ in {chunk.disagreement}")
-        problems = [_describe(chunk.path, first_line, problem) for problem in chunk.problems]
+        problems = [
+            f"{chunk.path}, line {first_line + problem.line}: {problem.reason}: {problem.detail}"
+            for problem in chunk.problems
+        ]
         if problems and not run.job.skip_bad_lines:
             remedy = "correct the line or pass `--on-error skip`"
             if chunk.problem_counts.total() == tally.totals.lines + chunk.lines > 1:
@@ -189,10 +196,10 @@ def _write(
 
 
 class _Tally:
-    """The totals of a run, which any thread may add to, and their display."""
+    """The totals of a run, to which any thread may add, and their display."""
 
-    def __init__(self, keys: tuple[str, ...], progress: Progress):
-        self.totals = Totals({key: KeyTotals() for key in keys})
+    def __init__(self, keys: tuple[str, ...], progress: ProgressDisplay):
+        self.totals = RunTotals({key: KeyTotals() for key in keys})
         self.progress = progress
         self._lock = threading.Lock()
 
@@ -207,7 +214,7 @@ def _say_if_slow(facts: EncoderFacts) -> None:
         print(f"note: encoding with the slower {facts.tokenizer} itself: {facts.reason}.", file=sys.stderr)
 
 
-def _require_documents(totals: Totals) -> None:
+def _require_documents(totals: RunTotals) -> None:
     for key, counts in totals.keys.items():
         if not counts.documents:
             raise DataError(
@@ -217,10 +224,13 @@ def _require_documents(totals: Totals) -> None:
 
 
 def _with_line_numbers(
-    chunks: Iterator[EncodedChunk], first: Segment | None
+    chunks: Iterator[EncodedChunk], first: FileSegment | None
 ) -> Iterator[tuple[EncodedChunk, int]]:
-    """Each chunk with the number (from 1) of its first line in its file. If `first`, where the chunks start,
-    is in the middle of a file, the lines before it are counted once a chunk has a problem to be located."""
+    """Yield each chunk with the number, from 1, of its first line in its file.
+
+    If the chunks begin with a segment `first` in the middle of a file, the lines before it are counted only
+    when a chunk has a problem, and its line must be named.
+    """
     path, line = None, 1
     unknown = first if first is not None and first.start else None
     for number, chunk in enumerate(chunks):
@@ -231,7 +241,3 @@ def _with_line_numbers(
             line, unknown = line + lines_before(unknown), None
         yield chunk, line
         line += chunk.lines
-
-
-def _describe(path: str, first_line: int, problem: Problem) -> str:
-    return f"{path}, line {first_line + problem.line}: {problem.reason}: {problem.detail}"

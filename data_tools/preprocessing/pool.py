@@ -1,9 +1,9 @@
-"""Runs chunks on several processes, with results in order.
+"""Encode chunks on several processes, with results in order.
 
-Each chunk goes to the worker with the least to do, so that one on a busy core does not hold up the rest; the
-parent remembers the order. On Linux the tokenizer is loaded once and the workers are forked with it; they
-return their arrays in shared memory. If fork is unavailable or unsafe (other threads exist), they are started
-fresh ("spawn"), load the tokenizer themselves and send everything through their pipes.
+Each chunk goes to the worker with the fewest chunks, so that a worker on a busy core does not hold up the
+others; the parent restores the order. On Linux the tokenizer is loaded once, workers are forked with it, and
+they return arrays in shared memory. If fork is unavailable or unsafe (other threads exist), workers are
+spawned, load the tokenizer themselves, and return everything through their pipes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from data_tools.preprocessing.chunks import CHUNK_BYTES, Chunk
+from data_tools.preprocessing.chunks import CHUNK_BYTES, JsonlChunk
 from data_tools.preprocessing.encode import ChunkEncoder, EncodedChunk, EncodeJob, EncoderFacts
 from data_tools.preprocessing.slots import SharedSlots
 from data_tools.preprocessing.watch import PATIENCE, Watched, WorkerPatience, WorkerWatch
 from megazero.data.workers import can_fork, or_raise, outcome, signals_held, start_worker
 from megazero.errors import DataError
 
-# The most chunks a worker has: one in work and one waiting, so that it never idles; and, counting those whose
-# result waits for its turn, enough that it need not stop for one that is held up. This bounds memory.
+# The most chunks that a worker has: _QUEUED to encode, one in work and one waiting, so that it never idles;
+# _AHEAD with those whose results wait for their turn, so that it can run ahead of a slow worker. This bounds
+# memory.
 _QUEUED, _AHEAD = 2, 8
 
 
@@ -39,28 +40,31 @@ class InlinePool:
         self._encoder = ChunkEncoder(job)
         self.facts = self._encoder.facts
 
-    def results(self, chunks: Iterable[Chunk]) -> Iterator[EncodedChunk]:
-        """The encoded chunks in order."""
+    def results(self, chunks: Iterable[JsonlChunk]) -> Iterator[EncodedChunk]:
+        """Encode chunks in order."""
         return map(self._encoder, chunks)
 
     def __enter__(self) -> InlinePool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End nothing: there are no other processes."""
+        """Do nothing: there are no other processes."""
 
 
 @dataclass
 class _Worker(Watched):
-    """The parent's view of a worker. `working` are the chunks sent to it whose result is not yet here,
-    `results` are those that are and wait for their turn; `done` counts all that ever came. `verdict` says why
-    the watch killed it."""
+    """The parent's view of a worker.
+
+    Attributes:
+        working: the chunks that were sent to the worker, and whose results have not arrived.
+        results: the results that have arrived, and wait for their turn.
+    """
 
     name: str
     pipe: Connection
     slots: SharedSlots | None
     process: BaseProcess
-    working: deque[Chunk] = field(default_factory=deque, init=False)
+    working: deque[JsonlChunk] = field(default_factory=deque, init=False)
     results: deque[EncodedChunk | BaseException] = field(default_factory=deque, init=False)
     done: int = field(default=0, init=False)
     verdict: str | None = field(default=None, init=False)
@@ -71,7 +75,7 @@ class _Worker(Watched):
     def is_busy(self) -> bool:
         return bool(self.working)
 
-    def send(self, chunk: Chunk) -> None:
+    def send(self, chunk: JsonlChunk) -> None:
         self.working.append(chunk)
         try:
             self.pipe.send(chunk)
@@ -79,7 +83,7 @@ class _Worker(Watched):
             raise self._death() from error
 
     def take_in(self) -> None:
-        """Wait for the result of the first chunk that it has."""
+        """Wait for the result of the worker's first chunk."""
         self.results.append(self.receive())
         self.working.popleft()
         self.done += 1
@@ -94,7 +98,7 @@ class _Worker(Watched):
     def _death(self) -> DataError:
         self.process.join(timeout=5)
         code = self.process.exitcode
-        held = f" It held {self.working[0]}." if self.working else ""
+        chunk = f" It held {self.working[0]}." if self.working else ""
         if self.verdict is not None:
             how, advice = self.verdict, "Run again."
         elif code is not None and code < 0:
@@ -104,14 +108,16 @@ class _Worker(Watched):
             how, advice = f"ended with status {code}", "If memory ran out, use fewer `--workers`."
         return DataError(
             f"{self.name} (process {self.process.pid}) must finish its work, but {how}; nothing was "
-            f"written.{held} {advice}"
+            f"written.{chunk} {advice}"
         )
 
 
 class WorkerPool:
-    """Several worker processes; a context manager that ends them. Raises what a worker raised, and DataError
-    naming the worker if one is killed, stopped or busy beyond `patience`. `chunk_bytes` is the usual size of
-    a chunk."""
+    """Several worker processes; a context manager that ends them.
+
+    Raises what a worker raises, and DataError naming a worker that is killed, or stopped or busy for longer
+    than `patience`. `chunk_bytes` is the usual size of a chunk.
+    """
 
     facts: EncoderFacts
 
@@ -124,9 +130,9 @@ class WorkerPool:
     ):
         self._workers: list[_Worker] = []
         self._waits = False
-        # Begins with the first chunk: before, a thread of ours would keep other pools from forking.
+        # Started with the first chunk, because its thread would keep other pools from forking.
         self._watch = WorkerWatch(self._workers, patience, lambda: self._waits)
-        # Kept to the end: freeing it would copy the pages that the workers still share.
+        # Kept to the end, because freeing it would copy the pages that the workers share.
         self._encoder = ChunkEncoder(job) if can_fork() else None
         try:
             for number in range(workers):
@@ -139,7 +145,7 @@ class WorkerPool:
 
     def _start(self, number: int, job: EncodeJob, chunk_bytes: int) -> None:
         encoder = self._encoder
-        # Room for one token per byte of the chunk; what needs more goes through the pipe.
+        # Room for one token per byte of the chunk; larger results go through the pipe.
         slots = None if encoder is None else SharedSlots(_AHEAD, chunk_bytes * encoder.dtype.itemsize)
         source, forked = encoder or job, encoder is not None
         others = [worker.pipe for worker in self._workers]
@@ -155,13 +161,13 @@ class WorkerPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def results(self, chunks: Iterable[Chunk]) -> Iterator[EncodedChunk]:
-        """The encoded chunks in order. The arrays of each stay valid until the next one is requested."""
+    def results(self, chunks: Iterable[JsonlChunk]) -> Iterator[EncodedChunk]:
+        """Encode chunks in order. The arrays of a result stay valid until the next result is requested."""
         self._watch.start()
         chunks = iter(chunks)
         turns: deque[_Worker] = deque()
         while True:
-            while (worker := self._with_room()) is not None and (chunk := next(chunks, None)) is not None:
+            while (worker := self._freest()) is not None and (chunk := next(chunks, None)) is not None:
                 with self._waiting():
                     worker.send(chunk)
                 turns.append(worker)
@@ -173,13 +179,13 @@ class WorkerPool:
                 with self._waiting():
                     self._collect()
 
-    def _with_room(self) -> _Worker | None:
-        """The worker that gets the next chunk: of those with room, the one with the least to do."""
+    def _freest(self) -> _Worker | None:
+        """The worker with the fewest chunks, of those with room for another; None if none has room."""
         free = (worker for worker in self._workers if worker.has_room())
         return min(free, key=lambda worker: len(worker.working), default=None)
 
     def _collect(self) -> None:
-        """Wait for a result, then take in all there are."""
+        """Wait for a result, then take all that have arrived."""
         by_pipe: dict[object, _Worker] = {worker.pipe: worker for worker in self._workers if worker.working}
         for pipe in wait([worker.pipe for worker in by_pipe.values()]):
             by_pipe[pipe].take_in()
@@ -193,21 +199,21 @@ class WorkerPool:
             self._waits = False
 
     def close(self) -> None:
-        """End the workers, whatever they are doing; a second call does nothing."""
+        """Kill the workers; a second call does nothing."""
         self._watch.stop()
         for worker in self._workers:
-            worker.process.kill()  # SIGTERM would wait until a stopped one goes on
+            worker.process.kill()  # a stopped process would not handle SIGTERM
         for worker in self._workers:
             worker.process.join()
             worker.pipe.close()
 
 
 def work(pipe: Connection, source: EncodeJob | ChunkEncoder, slots: SharedSlots | None) -> None:
-    """A worker's whole life: encode what comes through `pipe` until the other end closes."""
-    # Also guards a forked worker from the library's threads, which stayed behind in the parent.
+    """Run a worker: encode the chunks that come through `pipe` until the other end closes."""
+    # Threads of the library do not survive a fork, so a forked worker must not use them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    inbox: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
-    # Reading on its own thread keeps both ends from waiting for each other with full pipes.
+    inbox: queue.SimpleQueue[JsonlChunk | None] = queue.SimpleQueue()
+    # Chunks are read on a thread, because both ends could wait for each other with full pipes.
     threading.Thread(target=_drain, args=(pipe, inbox), daemon=True).start()
     encoder = source if isinstance(source, ChunkEncoder) else outcome(ChunkEncoder, source)
     if isinstance(encoder, BaseException):
@@ -219,7 +225,7 @@ def work(pipe: Connection, source: EncodeJob | ChunkEncoder, slots: SharedSlots 
         pipe.send(result if slots is None else slots.pack(result))
 
 
-def _drain(pipe: Connection, inbox: queue.SimpleQueue[Chunk | None]) -> None:
+def _drain(pipe: Connection, inbox: queue.SimpleQueue[JsonlChunk | None]) -> None:
     try:
         while True:
             inbox.put(pipe.recv())

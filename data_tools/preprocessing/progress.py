@@ -1,4 +1,4 @@
-"""The progress of a run, for the user: a bar on a terminal, plain lines elsewhere, a table at the end."""
+"""Show the progress of a run: a bar on a terminal, else lines, and a table at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from data_tools.preprocessing.encode import EncodedChunk, EncodedColumn
 
 @dataclass
 class KeyTotals:
-    """The counts of one key of the input so far; `single` documents have one sequence."""
+    """The counts of one key so far; `single` counts documents with one sequence, `empty` dropped ones."""
 
     documents: int = 0
     single: int = 0
@@ -24,7 +24,7 @@ class KeyTotals:
     tokens: int = 0
 
     def add(self, column: EncodedColumn) -> None:
-        """Count one chunk's documents in."""
+        """Add the documents of a chunk."""
         self.documents += column.documents
         self.single += column.single
         self.empty += column.empty
@@ -33,7 +33,7 @@ class KeyTotals:
 
 
 @dataclass
-class Totals:
+class RunTotals:
     """The counts of a run so far, per key and per input line."""
 
     keys: dict[str, KeyTotals]
@@ -43,7 +43,7 @@ class Totals:
     first_problems: list[str] = field(default_factory=list)
 
     def add(self, chunk: EncodedChunk) -> None:
-        """Count one chunk in."""
+        """Add a chunk."""
         self.lines += chunk.lines
         self.bytes += chunk.bytes
         self.problems += chunk.problem_counts
@@ -51,8 +51,8 @@ class Totals:
             totals.add(column)
 
 
-class Progress:
-    """Shows totals while they grow. `interval` is in documents and is used only if there is no terminal."""
+class ProgressDisplay:
+    """Shows totals while they grow: a bar on a terminal, else a line every `interval` documents."""
 
     def __init__(self, paths: Sequence[str], interval: int, stream: IO[str] | None = None):
         self.started = time.perf_counter()
@@ -66,11 +66,11 @@ class Progress:
 
             columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
             self._bar = Bars(*columns, console=Console(file=stream), transient=True)
-            # A compressed file yields more bytes than its size, so with one the end is unknown.
+            # A compressed file unpacks to an unknown number of bytes.
             size = None if any(path.endswith(".gz") for path in paths) else sum(map(os.path.getsize, paths))
             self._task = self._bar.add_task("preprocess", total=size)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressDisplay:
         if self._bar is not None:
             self._bar.start()
         return self
@@ -79,8 +79,8 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def show(self, totals: Totals) -> None:
-        """Show the totals; called after every chunk."""
+    def show(self, totals: RunTotals) -> None:
+        """Show the totals after a chunk."""
         if self._bar is not None:
             self._bar.update(self._task, completed=totals.bytes)
             return
@@ -97,9 +97,9 @@ class Progress:
 
 
 def print_table(
-    totals: Totals, outputs: dict[str, str], encoder: str, seconds: float, *, sentences: bool
+    totals: RunTotals, outputs: dict[str, str], encoder: str, seconds: float, *, sentences: bool
 ) -> None:
-    """Print the final summary on standard output; with `sentences`, also what splitting gave."""
+    """Print the final summary on standard output; with `sentences`, also counts of sentences."""
     from rich.console import Console
     from rich.table import Table
 
@@ -121,8 +121,8 @@ def print_table(
     print_skipped(totals)
 
 
-def print_skipped(totals: Totals) -> None:
-    """Print the lines left out by `--on-error skip`: how many per reason, and the first few."""
+def print_skipped(totals: RunTotals) -> None:
+    """Print the lines that `--on-error skip` left out: the number by reason, and the first few lines."""
     if not totals.problems:
         return
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(totals.problems.items()))

@@ -1,9 +1,8 @@
-"""Splits texts into sentences with sentencex, Wikimedia's library (MIT): rules per language and no download.
+"""Split texts into sentences with sentencex, Wikimedia's library (MIT): rules per language and no download.
 
-The library is kept away from what it does not do well (1.0.32): it loses every blank line after its first
-10,000 characters, fails at a name's initial after a wide space, and takes quadratic time over long
-paragraphs. So paragraphs go to it one by one, long ones through a window that moves from sentence to
-sentence.
+Its weaknesses (1.0.32) are avoided: it loses every blank line after the first 10,000 characters, fails at a
+name's initial after a wide space, and takes quadratic time for long paragraphs. So it gets one paragraph at a
+time, and a long paragraph through a window that moves from sentence to sentence.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from types import MappingProxyType
 from megazero.data.tokenizers.base import is_failure
 from megazero.errors import DataError
 
-# The languages that sentencex has rules for, under NLTK's names where it has them. The code "" has no rules
-# of its own: it gives those that are common to all languages, which know no abbreviations.
+# The languages of sentencex's rules, with NLTK's names if it has them. The code "" gives the rules that are
+# common to all languages, which know no abbreviations.
 LANGUAGES = MappingProxyType(
     {
         "any": "", "amharic": "am", "arabic": "ar", "armenian": "hy", "bengali": "bn", "bulgarian": "bg",
@@ -29,10 +28,10 @@ LANGUAGES = MappingProxyType(
         "slovak": "sk", "spanish": "es", "tamil": "ta", "telugu": "te", "ukrainian": "uk",
     }
 )  # fmt: skip
-# Characters. The library's time per character grows with a paragraph's length; past this it is noticed.
+# Characters of a window; for longer paragraphs, the library's time per character grows noticeably.
 _WINDOW = 2048
-# What follows a full stop decides whether it ends a sentence, so an end this near the window's is not
-# trusted.
+# The text after a full stop decides whether a sentence ends there, so ends within this many characters of the
+# window's end are not used.
 _UNSEEN = 256
 _BLANK_LINES = re.compile(r"\n[^\S\n]*\n\s*")
 _INITIALS = re.compile(r"(?:[^\W\d_]\.-?)+\s*")
@@ -42,18 +41,22 @@ _WIDE_SPACE = re.compile(r"[^\S\x00-\x7f]")
 
 @dataclass(frozen=True)
 class SentenceRules:
-    """Rules of splitting. `language` is a name or code of `LANGUAGES`; `keep_newlines` leaves the whitespace
-    after a sentence at its end, so that the sentences of a text add up to it; otherwise it is dropped."""
+    """Rules of splitting.
+
+    Attributes:
+        language: a name or code of `LANGUAGES`.
+        keep_newlines: whether a sentence keeps the whitespace after it, so that sentences add up to the text.
+    """
 
     language: str = "english"
     keep_newlines: bool = False
 
 
 class SentenceSplitter:
-    """Splits texts by these rules. DataError for an unknown language, or if sentencex is not installed.
+    """Splits texts by rules. Raises DataError for an unknown language, or if sentencex is not installed.
 
-    A blank line ends a sentence, a single newline does not. Nothing but the whitespace around sentences is
-    ever left out. A text of whitespace alone has no sentences.
+    A blank line ends a sentence, a single newline does not. Only whitespace around sentences is dropped. A
+    text of whitespace alone has no sentences.
     """
 
     def __init__(self, rules: SentenceRules):
@@ -62,8 +65,8 @@ class SentenceSplitter:
         self._keep_newlines = rules.keep_newlines
 
     def __call__(self, text: str) -> list[str]:
-        """The sentences of a text in order. DataError if the library fails on it."""
-        # One character for another, so that what is found in `plain` is a place in `text`.
+        """Split a text into its sentences. Raises DataError if the library fails on it."""
+        # Each character is replaced by one character, so positions in `plain` are positions in `text`.
         plain = text if text.isascii() else _WIDE_SPACE.sub(" ", text)
         sentences: list[str] = []
         start = 0
@@ -78,7 +81,7 @@ class SentenceSplitter:
         return sentences
 
     def _ends(self, text: str) -> Iterator[int]:
-        """The ends of the sentences: rising, the last one at the end of the text."""
+        """Yield the ends of the sentences, ascending; the last is the end of the text."""
         start = 0
         for blank in _BLANK_LINES.finditer(text):
             *ends, _ = (start, *self._ends_in_paragraph(text, start, blank.start()))
@@ -94,7 +97,7 @@ class SentenceSplitter:
         return (start + length for length in accumulate(lengths))
 
     def _pieces(self, paragraph: str) -> Iterator[str]:
-        """Divide a paragraph by the library, which is given no more than it needs to see at once."""
+        """Divide a paragraph by the library, through a window."""
         start, width = 0, _WINDOW
         while len(paragraph) - start > width:
             pieces = self._ask(paragraph[start : start + width])
@@ -122,8 +125,11 @@ class SentenceSplitter:
 
 
 def _sure(pieces: list[str], width: int) -> int:
-    """Count the pieces to take of a window: up to the last end that was seen well, or better up to the last
-    end of a line in the window's second half, as quotes seldom go over lines."""
+    """Count the pieces of a window that are certain: all that end before its last `_UNSEEN` characters.
+
+    If a line ends in the window's second half, only the pieces up to there are taken, because quotes seldom
+    extend over lines.
+    """
     ends = [end for end in accumulate(map(len, pieces)) if end <= width - _UNSEEN]
     for number in range(len(ends), 0, -1):
         if ends[number - 1] < width // 2:
@@ -135,17 +141,18 @@ def _sure(pieces: list[str], width: int) -> int:
 
 
 def _rejoined(pieces: Iterator[str]) -> Iterator[str]:
-    """Take back two kinds of ends that are none in any language: after a full stop without a space
-    ("J.-P."), and after nothing but initials ("M. Dupont", "J.-P. Sartre")."""
-    held = ""
+    """Join pieces that no language separates: after a full stop without a space ("J.-P."), and after initials
+    alone ("M. Dupont", "J.-P. Sartre").
+    """
+    joined = ""
     for piece in pieces:
-        held += piece
-        if held[-1] == "." or (len(held) < _LONGEST_INITIALS and _INITIALS.fullmatch(held)):
+        joined += piece
+        if joined[-1] == "." or (len(joined) < _LONGEST_INITIALS and _INITIALS.fullmatch(joined)):
             continue
-        yield held
-        held = ""
-    if held:
-        yield held
+        yield joined
+        joined = ""
+    if joined:
+        yield joined
 
 
 def _code_of(language: str) -> str:

@@ -1,4 +1,4 @@
-"""A forked worker's results in memory shared with its parent, so that no array goes through a pipe."""
+"""Return a forked worker's results in memory that its parent shares, so that no array goes through a pipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Parcel:
-    """A value whose arrays lie in a slot at `spans`, (start, end) in bytes; `header` holds all the rest."""
+    """A pickled value: its arrays are in a slot at `spans`, (start, end) in bytes; `header` has the rest."""
 
     slot: int
     header: bytes
@@ -20,11 +20,11 @@ class Parcel:
 
 
 class SharedSlots:
-    """`count` stretches of `capacity` bytes, filled in turn by one process and read by another.
+    """`count` buffers of `capacity` bytes, filled in turn by one process and read by another.
 
-    Made before the fork; only pages that are written take memory. Nothing is locked: the reader must be done
-    with a value before the writer packs the `count`-th one after it. Arrays travel out of band with pickle's
-    protocol 5 (PEP 574): one copy in, none out.
+    They are made before the fork; only pages that are written take memory. Nothing is locked: the reader must
+    be done with a value before the writer packs the `count`-th value after it. Arrays are out-of-band buffers
+    of pickle's protocol 5 (PEP 574), which are copied once, by the writer.
     """
 
     def __init__(self, count: int, capacity: int):
@@ -32,8 +32,8 @@ class SharedSlots:
         self._capacity = capacity
         self._packed = 0
 
-    def pack(self, value: Any) -> Any:
-        """A `Parcel` for `unpack` in the other process; `value` itself if its arrays do not fit a slot."""
+    def pack(self, value: object) -> object:
+        """Pack a value for `unpack` in the other process; returns the value itself if it is too large."""
         buffers: list[pickle.PickleBuffer] = []
         header = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
         slot = self._packed % len(self._memory)
@@ -51,7 +51,7 @@ class SharedSlots:
         return Parcel(slot, header, tuple(spans))
 
     def unpack(self, packed: Any) -> Any:
-        """Return the packed value; its arrays lie in the slot and stay valid until that is filled again."""
+        """Return a packed value, whose arrays stay valid until their slot is filled again."""
         if not isinstance(packed, Parcel):
             return packed
         memory = self._memory[packed.slot]

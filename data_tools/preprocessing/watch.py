@@ -1,10 +1,10 @@
-"""Notices workers that do not go on: stopped ones, and those that are busy with one chunk for too long.
+"""Kill workers that hang: workers that are stopped, or busy with one chunk for too long.
 
-A killed worker closes its pipe, which the parent sees. One that is stopped (SIGSTOP, a debugger), hangs in
-the file system or in a regular expression that never ends leaves the parent waiting in some read or write. So
-another thread looks at the workers now and then, and kills one that will not do: then its pipe closes too.
+A killed worker closes its pipe, which the parent notices. But a worker that is stopped (SIGSTOP, a debugger),
+or hangs in the file system or in a regular expression, would make the parent wait forever in a read or write.
+So a thread looks at the workers periodically, and kills a worker that hangs, which closes its pipe.
 
-Time is counted in looks, so that it does not pass for a parent that is itself stopped, or a machine asleep.
+Time is counted in looks, so that no time passes while the parent itself is stopped or the machine sleeps.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Protocol
 
-_STOPPED = "Tt"  # letters of /proc: stopped by a signal, or by a debugger
+_STOPPED = "Tt"  # states in /proc/PID/stat: stopped by a signal, or by a debugger
 
 
 @dataclass(frozen=True)
 class WorkerPatience:
-    """Seconds. stopped: that a worker may be stopped; busy: that it may take for a chunk, while the parent
-    waits for workers; look: between two looks."""
+    """Limits in seconds.
+
+    Attributes:
+        stopped: the longest time that a worker may be stopped.
+        busy: the longest time for one chunk, counted while the parent waits for workers.
+        look: the time between two looks.
+    """
 
     stopped: float = 60.0
     busy: float = 1800.0
@@ -33,22 +38,29 @@ PATIENCE = WorkerPatience()
 
 
 class Watched(Protocol):
-    """A worker that is watched. process: the worker's; done: how many results it gave; verdict: set to why it
-    was killed, a clause after "but"."""
+    """A watched worker.
+
+    Attributes:
+        process: the worker's process.
+        done: the number of results that it has returned.
+        verdict: the watch sets this to the reason for killing it, a clause after "but".
+    """
 
     process: BaseProcess
     done: int
     verdict: str | None
 
     def is_busy(self) -> bool:
-        """Whether it holds chunks whose result is not here."""
+        """Whether the worker has chunks whose results have not arrived."""
 
 
 class WorkerWatch:
     """Looks at workers on a thread of its own, from `start` to `stop`.
 
-    waits: whether the parent is waiting for a worker right now; a result that the parent has no time for is
-    not the worker's fault.
+    Args:
+        workers: the workers, to which more may be added.
+        patience: the limits.
+        waits: returns whether the parent is waiting for a worker; else a worker may wait for the parent.
     """
 
     def __init__(self, workers: Sequence[Watched], patience: WorkerPatience, waits: Callable[[], bool]):
@@ -60,14 +72,14 @@ class WorkerWatch:
         self._lock = threading.Lock()  # one thread may stop the watch while another starts it
 
     def start(self) -> None:
-        """Begin to look; a second call does nothing."""
+        """Start the thread; a second call does nothing."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._look, name="worker watch", daemon=True)
                 self._thread.start()
 
     def stop(self) -> None:
-        """Stop looking; return when the thread has ended."""
+        """End the thread, and wait for its end."""
         self._over.set()
         with self._lock:
             thread = self._thread
@@ -98,7 +110,7 @@ def _end(worker: Watched, why: str) -> None:
 
 
 def _is_stopped(process: BaseProcess) -> bool:
-    """Whether the system says that a process is stopped; False where it says nothing, as on macOS."""
+    """Whether a process is stopped; False on systems without /proc, such as macOS."""
     try:
         stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

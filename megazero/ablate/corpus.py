@@ -2,7 +2,7 @@
 
 A GPT learns from the standard library's sources, a BERT from the King James Bible.
 
-The tools and their settings are those of scripts/quickstart.sh. What exists already is used again.
+The tools and their settings are those of scripts/quickstart.sh. Files that exist are used again.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class _Recipe:
     """The tools and settings that make the corpus of a family; files are relative to the corpus's folder.
 
     Attributes:
-        tool: the command that writes the text.
-        text: the file that it writes.
-        train: flags with which the tokenizer is trained.
-        tokenizer: the file that this training writes.
-        tokenize: the flags before the tokenizer's file on the encoder's command line.
-        prefix: the dataset, without ``.bin`` or ``.idx``.
-        encode: flag of the encoder, which says how it splits texts.
+        tool: the tool that writes the text.
+        text: the file of the text.
+        train: flags for training the tokenizer.
+        tokenizer: the file of the trained tokenizer.
+        tokenize: flags that choose the tokenizer; its file follows them.
+        prefix: path of the dataset, without ``.bin`` or ``.idx``.
+        encode: flag of preprocess_data.py that says how texts become sequences.
     """
 
     tool: str
@@ -47,7 +47,7 @@ class _Recipe:
 
     @property
     def suffix(self) -> str:
-        """The part of the dataset's name that the encoder adds."""
+        """The end of the dataset's name, which preprocess_data.py adds."""
         return f"_text_{'sentence' if self.encode == '--split-sentences' else 'document'}"
 
 
@@ -74,26 +74,26 @@ _RECIPES: Mapping[str, _Recipe] = MappingProxyType(
     }
 )
 FAMILIES = tuple(_RECIPES)
-"""The families of models that there is a corpus for."""
+"""The families of models that have a corpus."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The prepared corpus of a family of models in a folder, which need not exist yet."""
+    """The corpus of a family of models in a folder, which `prepare` makes."""
 
     folder: Path
     family: str
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flags by which a training names the corpus."""
+        """The training's flags that name the corpus."""
         return "--data-path", str(self._prefix), *self._tokenizer_flags
 
     def prepare(self) -> None:
-        """Make each file that is missing or older than the file that it is made from.
+        """Make each file that is missing or older than its source.
 
         Raises:
-            DataError: a tool failed; it has said why.
+            DataError: a tool failed, and has printed why.
         """
         recipe, text, index = self._recipe, self.folder / self._recipe.text, self._prefix.with_suffix(".idx")
         if not text.exists():
@@ -108,16 +108,16 @@ class Corpus:
             )
 
     def indexed(self, metric: CurriculumMetric, config: Config) -> CurriculumMetric:
-        """The metric with the index files that `analyze` makes for this configuration's samples."""
+        """The metric with the paths of the index files that `analyze` makes for a configuration's samples."""
         prefix = self.analysis(config) / metric.name / metric.name
         paths = {f"index_to_{what}_path": f"{prefix}_index_to_{what}" for what in ("sample", "metric")}
         return metric.model_copy(update=paths)
 
     def analyze(self, metrics: Sequence[CurriculumMetric], config: Config) -> None:
-        """Measure the samples that this configuration is trained on, unless that was done before.
+        """Measure the training samples of a configuration, unless that was done before.
 
         Raises:
-            DataError: the tool failed, such as for a metric that it does not know; it has said why.
+            DataError: the tool failed, as for an unknown metric, and has printed why.
         """
         names = [metric.name for metric in metrics]
         counts = ["total_vocab_freq"] if NEED_COUNTS & set(names) else []
@@ -132,7 +132,7 @@ class Corpus:
         )
 
     def analysis(self, config: Config) -> Path:
-        """The folder of the analysis: one per dataset, since samples' numbers differ between datasets."""
+        """The folder of a configuration's analysis, named after all settings that change its samples."""
         epochs, split = config.data.train_data_exact_num_epochs or 1, config.data.split.replace(",", "-")
         seed, length = config.training.seed, config.model.seq_length
         kind = "".join(_bert_flags(config)).replace("--", "-")
@@ -157,7 +157,7 @@ class Corpus:
 
 
 def _bert_flags(config: Config) -> tuple[str, ...]:
-    """The flags that a BERT's samples depend on besides those of every family; none for other families."""
+    """The flags that change the samples of BERT alone."""
     if config.model.family != "bert":
         return ()
     alone = () if config.model.bert_binary_head else ("--bert-no-binary-head",)

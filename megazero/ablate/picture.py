@@ -33,8 +33,8 @@ def draw(findings: Sequence[Findings], baseline: str, path: Path) -> None:
 def figure_of(findings: Sequence[Findings], baseline: str) -> Figure:
     """The picture that `draw` writes: a line is a member's mean over its seeds, a band their range.
 
-    A file has a colour and a length a style, so `wide` and `wide@0.5` share their colour. A dashed line from
-    side to side is the loss that `baseline` ends with.
+    A file has a colour and a length has a style, so `wide` and `wide@0.5` share their colour. A dashed
+    horizontal line is the final loss of `baseline`.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -73,13 +73,13 @@ def _draw_curve(axes: Axes, finding: Findings, quantity: str, colour: ColorType,
     axes.plot(
         spent, losses, "o", linestyle=style, color=colour, markersize=3, linewidth=1.2, label=finding.name
     )
-    if len(finding.outcomes) > 1:
+    if len(finding.runs) > 1:
         low, high = zip(*finding.band(), strict=True)
         axes.fill_between(spent, low, high, color=colour, alpha=0.2, linewidth=0)
 
 
 def _highest(findings: Sequence[Findings]) -> float | None:
-    """The top of the picture; None leaves it to the losses."""
+    """The top of the loss axis, which cuts off the high losses of the start; None for no limit."""
     longest = max(finding.curve[-1].tokens for finding in findings)
     later = [
         high

@@ -1,4 +1,4 @@
-"""The progress of the runs: a live table on a terminal, a line per change of state everywhere else."""
+"""Show the progress of runs: a live table on a terminal, else a line per change of a run's state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from megazero.ablate.trial import Trial
 
 
-class State(Enum):
+class RunState(Enum):
     """The state of a run; the value is the word that is shown."""
 
     WAITING = "waiting"
@@ -25,7 +25,7 @@ class State(Enum):
 
 
 class ProgressTable:
-    """A table of each run's state, steps and latest validation loss; a context, in which it is live.
+    """A table of each run's state, steps and latest validation loss; a context manager.
 
     Args:
         trials: all runs, in the order of the table.
@@ -34,7 +34,7 @@ class ProgressTable:
 
     def __init__(self, trials: Sequence[Trial], console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
-        self._rows = {trial.name: (State.WAITING.value, f"0/{trial.steps}", "") for trial in trials}
+        self._rows = {trial.name: (RunState.WAITING.value, f"0/{trial.steps}", "") for trial in trials}
         self._live: Live | None = None
 
     def __enter__(self) -> ProgressTable:
@@ -50,8 +50,8 @@ class ProgressTable:
             self._live.stop()
             self._live = None
 
-    def show(self, trial: Trial, state: State) -> None:
-        """Show a run's state; its step and its loss are read from its metrics."""
+    def show(self, trial: Trial, state: RunState) -> None:
+        """Show a run's state, and the step and loss in its metrics."""
         before = self._rows[trial.name][0]
         losses = [record["lm_loss"] for record in trial.evaluations()]
         loss = "" if not losses or losses[-1] is None else f"{float(losses[-1]):.4f}"

@@ -1,4 +1,4 @@
-"""The results of finished runs: losses on validation data, and the tokens, FLOPs and time spent by then."""
+"""The results of finished runs: validation losses, and the tokens, FLOPs and time spent before each."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class EvaluationPoint:
     Attributes:
         iteration: optimizer steps.
         tokens: tokens trained on.
-        flops: FLOPs of training as the trainer counts them, over all ranks.
-        seconds: time of the steps alone, without start-up, evaluations and checkpoints.
+        flops: FLOPs of training over all ranks, as the trainer counts them.
+        seconds: time of the steps, without start-up, evaluations and checkpoints.
         loss: mean loss on validation data, in nats per token; NaN if nothing counted.
     """
 
@@ -35,14 +35,14 @@ class EvaluationPoint:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """The result of one finished run.
 
     Attributes:
         configuration, title: name and title of the member.
         seed, ranks, fingerprint: as in `Trial`.
-        size: the size of its model.
-        curve: its evaluations, in order; the last one is at the end of the training.
+        size: the size of the model.
+        curve: the evaluations in order; the last is at the end of the training.
     """
 
     configuration: str
@@ -59,7 +59,7 @@ class Outcome:
         return self.curve[-1]
 
     def record(self) -> dict[str, Any]:
-        """Everything as a JSON object."""
+        """The result as a JSON object."""
         facts = asdict(self)
         curve, size = facts.pop("curve"), facts.pop("size")
         end = {"validation_loss": self.end.loss, **{n: curve[-1][n] for n in ("tokens", "flops", "seconds")}}
@@ -70,28 +70,24 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Findings:
-    """The results of all runs of one member, seed by seed.
+    """The results of all finished runs of one member, by seed; at least one."""
 
-    Attributes:
-        outcomes: the member's finished runs, by seed; at least one.
-    """
-
-    outcomes: tuple[Outcome, ...]
+    runs: tuple[RunResult, ...]
 
     @property
     def name(self) -> str:
         """The member's name."""
-        return self.outcomes[0].configuration
+        return self.runs[0].configuration
 
     @property
     def file(self) -> str:
-        """The name of the member's file, which its trainings of other lengths share."""
+        """The name of the member's file, the same for all lengths of its training."""
         return self.name.partition("@")[0]
 
     @property
     def losses(self) -> list[float]:
         """The loss of each run at its end."""
-        return [outcome.end.loss for outcome in self.outcomes]
+        return [run.end.loss for run in self.runs]
 
     @property
     def spread(self) -> float | None:
@@ -100,26 +96,24 @@ class Findings:
 
     @property
     def curve(self) -> tuple[EvaluationPoint, ...]:
-        """The mean over the seeds of each evaluation."""
+        """The mean of each evaluation over the seeds."""
+        names = ("tokens", "flops", "seconds", "loss")
         return tuple(
             EvaluationPoint(
-                together[0].iteration,
-                *(
-                    statistics.fmean(getattr(point, name) for point in together)
-                    for name in ("tokens", "flops", "seconds", "loss")
-                ),
+                points[0].iteration,
+                *(statistics.fmean(getattr(point, name) for point in points) for name in names),
             )
-            for together in zip(*(outcome.curve for outcome in self.outcomes), strict=True)
+            for points in zip(*(run.curve for run in self.runs), strict=True)
         )
 
     def band(self) -> list[tuple[float, float]]:
-        """The lowest and the highest loss of each evaluation."""
-        together = zip(*(outcome.curve for outcome in self.outcomes), strict=True)
-        return [(min(losses), max(losses)) for losses in ([m.loss for m in points] for points in together)]
+        """The lowest and the highest loss of each evaluation over the seeds."""
+        losses = zip(*([point.loss for point in run.curve] for run in self.runs), strict=True)
+        return [(min(values), max(values)) for values in losses]
 
 
-def outcome_of(trial: Trial, size: ModelSize) -> Outcome:
-    """The result of a finished trial, read from its metrics."""
+def result_of(trial: Trial, size: ModelSize) -> RunResult:
+    """Read the result of a finished trial from its metrics."""
     steps = sorted(records(trial.metrics), key=lambda record: record["iteration"])
     curve = []
     for evaluation in {record["iteration"]: record for record in trial.evaluations()}.values():
@@ -137,21 +131,23 @@ def outcome_of(trial: Trial, size: ModelSize) -> Outcome:
             )
         )
     member = trial.member
-    return Outcome(member.name, member.title, trial.seed, trial.ranks, trial.fingerprint, size, tuple(curve))
+    return RunResult(
+        member.name, member.title, trial.seed, trial.ranks, trial.fingerprint, size, tuple(curve)
+    )
 
 
-def grouped(outcomes: Iterable[Outcome]) -> tuple[Findings, ...]:
-    """The outcomes by member, in the order in which members first appear."""
-    groups: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        groups.setdefault(outcome.configuration, []).append(outcome)
+def grouped(results: Iterable[RunResult]) -> tuple[Findings, ...]:
+    """Group results by member, in the order in which members first appear."""
+    groups: dict[str, list[RunResult]] = {}
+    for result in results:
+        groups.setdefault(result.configuration, []).append(result)
     return tuple(Findings(tuple(sorted(runs, key=lambda run: run.seed))) for runs in groups.values())
 
 
 def reaching(curve: Sequence[EvaluationPoint], loss: float) -> EvaluationPoint | None:
-    """The point at which a curve gets down to `loss` for good, on straight lines between evaluations.
+    """The point from which a curve stays at or below `loss`, interpolated between evaluations.
 
-    None if the curve ends above `loss`. A curve that is never above it gets there at its first evaluation.
+    None if the curve ends above `loss`; the first evaluation if the curve is never above it.
     """
     if not curve[-1].loss <= loss:
         return None
@@ -160,12 +156,12 @@ def reaching(curve: Sequence[EvaluationPoint], loss: float) -> EvaluationPoint |
         return curve[0]
     above, below = asdict(curve[first - 1]), asdict(curve[first])
     share = (above["loss"] - loss) / (above["loss"] - below["loss"])
-    if math.isnan(share):  # nothing counted in the evaluation before
+    if math.isnan(share):  # the evaluation before has no loss
         return curve[first]
     between = {name: above[name] + share * (below[name] - above[name]) for name in above}
     return EvaluationPoint(**{**between, "iteration": curve[first].iteration, "loss": loss})
 
 
-def write_lines(outcomes: Iterable[Outcome], path: Path) -> None:
-    """Write one JSON object per run, a line each."""
-    path.write_text("".join(json.dumps(outcome.record()) + "\n" for outcome in outcomes), encoding="utf-8")
+def write_lines(results: Iterable[RunResult], path: Path) -> None:
+    """Write a line of JSON per run."""
+    path.write_text("".join(json.dumps(result.record()) + "\n" for result in results), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Train the runs that are not finished, one after another, each in processes of its own."""
+"""Train the trials that are not finished, one after another, each in its own processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazero.ablate.progress import ProgressTable, State
+from megazero.ablate.progress import ProgressTable, RunState
 from megazero.ablate.trial import Trial
 from megazero.config.document import to_yaml
 from megazero.errors import ConfigError
@@ -23,12 +23,12 @@ _PATIENCE = 120.0  # seconds for a run to save when it is told to stop
 _TAIL = 12  # lines of a failed run's log
 
 Command = Callable[[Trial], list[str]]
-"""A function that gives the words of the command line that trains a trial as its `settings` say."""
+"""A function that returns the command line that trains a trial by its file `settings`."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that did not get to its end: why, and the last lines that it printed."""
+    """A run that did not get to its end: the reason, and the last lines that it printed."""
 
     trial: Trial
     reason: str
@@ -61,15 +61,15 @@ def training_command(trial: Trial) -> list[str]:
 def run_all(
     trials: Sequence[Trial], board: ProgressTable, command: Command = training_command
 ) -> list[Failure]:
-    """Train every trial that is not finished; one that was interrupted goes on from its checkpoint.
+    """Train every trial that is not finished; an interrupted one goes on from its checkpoint.
 
-    A run that fails does not keep the others from running. Ctrl-C, SIGTERM and SIGHUP let the current run
-    save first and then end the call with KeyboardInterrupt.
+    After a failure, the other trials are still trained. Ctrl-C, SIGTERM and SIGHUP let the current run save,
+    and then end the call with KeyboardInterrupt.
 
     Args:
-        trials: the runs to train, in this order.
-        board: shows their progress.
-        command: gives the command line of a run.
+        trials: the trials, in the order of training.
+        board: shows the progress.
+        command: returns the command line of a run.
 
     Returns:
         The runs that did not get to their end.
@@ -96,12 +96,12 @@ def _interruptible() -> Iterator[None]:
 
 def _run(trial: Trial, board: ProgressTable, command: Command) -> Failure | None:
     if trial.finished():
-        board.show(trial, State.FOUND)
+        board.show(trial, RunState.FOUND)
         return None
     words = command(trial)
     trial.folder.mkdir(parents=True, exist_ok=True)
     trial.settings.write_text(to_yaml(trial.config()), encoding="utf-8")
-    board.show(trial, State.RUNNING)
+    board.show(trial, RunState.RUNNING)
     with trial.log.open("ab") as log:
         start = log.tell()
         process = subprocess.Popen(
@@ -110,32 +110,32 @@ def _run(trial: Trial, board: ProgressTable, command: Command) -> Failure | None
             stdout=log,
             stderr=subprocess.STDOUT,
             env=_environment(trial.ranks),
-            start_new_session=True,  # Ctrl-C reaches only this process, which then asks the run to save
+            start_new_session=True,  # so that Ctrl-C reaches this process alone, which asks the run to save
         )
         try:
             status = _watched(process, trial, board)
         except BaseException:
             _stop(process)
-            board.show(trial, State.STOPPED)
+            board.show(trial, RunState.STOPPED)
             raise
     if status == 0 and trial.finished():
-        board.show(trial, State.DONE)
+        board.show(trial, RunState.DONE)
         return None
-    board.show(trial, State.FAILED)
+    board.show(trial, RunState.FAILED)
     return Failure(trial, _reason(trial, status), _last_lines(trial.log, start))
 
 
 def _watched(process: subprocess.Popen[bytes], trial: Trial, board: ProgressTable) -> int:
-    """Show a run's progress until it ends; returns its status."""
+    """Show a run's progress until it ends; returns its exit status."""
     while True:
         try:
             return process.wait(timeout=_GLANCE)
         except subprocess.TimeoutExpired:
-            board.show(trial, State.RUNNING)
+            board.show(trial, RunState.RUNNING)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask a run to save and end; end it if it does not."""
+    """Ask a run to save and end; kill it if it does not end in time."""
     process.terminate()
     try:
         process.wait(timeout=_PATIENCE)
@@ -163,6 +163,6 @@ def _last_lines(path: Path, start: int) -> tuple[str, ...]:
 
 
 def _environment(ranks: int) -> dict[str, str]:
-    """This process's environment; several ranks share the cores, unless the user has shared them out."""
+    """This process's environment, with the cores divided among the ranks unless OMP_NUM_THREADS is set."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"OMP_NUM_THREADS": str(max(1, cores // ranks)), **os.environ}

@@ -1,4 +1,4 @@
-"""The size of a configuration's model, counted from specs on the meta device."""
+"""The size of a configuration's model, counted on the meta device."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ModelSize:
     """The size of a model.
 
     Attributes:
-        parameters: elements of all its parameters, without padding; a tied one counts once.
-        active_parameters: the elements that one token uses; of parameters that are stacked over experts, the
-            share of the experts that a token goes to.
+        parameters: elements of all parameters, without padding; a tied parameter counts once.
+        active_parameters: the elements that one token uses: of the experts' parameters, those of the experts
+            that the token is routed to.
         flops_per_token: FLOPs of training on one token, forward and backward (`account/flops.py`).
     """
 
@@ -33,7 +33,7 @@ class ModelSize:
 
 
 def size_of(config: Config) -> ModelSize:
-    """The size of the model that a configuration trains, found without taking memory for the model.
+    """Count the size of the model that a configuration trains, without allocating the model.
 
     Raises:
         ConfigError, DataError: the vocabulary is unknown or cannot be read.
@@ -50,6 +50,6 @@ def size_of(config: Config) -> ModelSize:
 
 
 def used(spec: ParamSpec, experts_per_token: int) -> int:
-    """The number of elements of a parameter that a token uses if it goes to `experts_per_token` experts."""
-    stacked = next((spec.shape[cut.dim] for cut in spec.cuts if cut.axis == "ep"), 1)
-    return math.prod(spec.shape) // stacked * min(experts_per_token, stacked)
+    """Count a parameter's elements that a token uses if it goes to `experts_per_token` experts."""
+    experts = next((spec.shape[cut.dim] for cut in spec.cuts if cut.axis == "ep"), 1)
+    return math.prod(spec.shape) // experts * min(experts_per_token, experts)

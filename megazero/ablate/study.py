@@ -1,4 +1,4 @@
-"""A folder of configurations to compare: which files are members, and every reason to refuse them."""
+"""Read a folder of configurations to compare, and list every reason to refuse them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class StudyOptions:
 
     Attributes:
         ranks: processes of each run.
-        steps: optimizer steps of each run; None leaves what the files say.
-        shares: lengths of trainings as multiples of the files'; each member has one of each.
+        steps: optimizer steps of each run; None keeps the files' lengths.
+        shares: multiples of the length; each file is trained at all of them.
         flags: flags of pretrain_gpt.py, which take precedence over the files.
-        corpus: for members that name no data, the flags that name the prepared corpus, by model family.
+        corpus: by model family, the flags that name the prepared corpus, for members that name no data.
     """
 
     ranks: int = 1
@@ -46,13 +46,13 @@ class Member:
     """One configuration of a study.
 
     Attributes:
-        file: the name of its file, without ``.yaml``.
-        name: the same, or ``FILE@SHARE`` if its training is shorter or longer.
-        title: the first comment of its file; empty without one.
-        config: its settings, complete except for those that tell its runs apart.
-        takes_corpus: whether it names no data, so that it is trained on the prepared corpus.
-        teacher: the name of the member that it learns from; None if it has no teacher, or one from elsewhere.
-        analyzed: names of its curriculum's metrics that name no index, so that the corpus is analyzed.
+        file: the file's name, without ``.yaml``.
+        name: the same, or ``FILE@SHARE`` if the training is `SHARE` times as long as the file says.
+        title: the first comment of the file; empty without one.
+        config: the settings, without those that differ between runs, such as the seed.
+        takes_corpus: whether the file names no data, so that the prepared corpus is used.
+        teacher: the name of the member that is the teacher; None without a teacher, or with another one.
+        analyzed: names of the curriculum's metrics without an index, for which the corpus is analyzed.
     """
 
     file: str
@@ -66,7 +66,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Study:
-    """The members of a folder, by name, and the warnings about their configurations."""
+    """The members of a folder, in the order of their names, and the warnings about their configurations."""
 
     members: tuple[Member, ...]
     warnings: tuple[str, ...]
@@ -76,8 +76,7 @@ def read_study(folder: Path, options: StudyOptions) -> Study:
     """Read a folder, in which every ``*.yaml`` is a member unless its name begins with ``base``.
 
     Raises:
-        ConfigError: there is no member, or rules refuse some of them. Every reason is listed, with the names
-            of the members that it concerns.
+        ConfigError: there is no member, or members are refused; each reason is listed with their names.
     """
     members: list[Member] = []
     problems: dict[str, list[str]] = {}
@@ -87,13 +86,14 @@ def read_study(folder: Path, options: StudyOptions) -> Study:
     for path, share in product(files, options.shares):
         name = _named(path.stem, share)
         document = read_file(str(path))
-        given = {s.spec.path: s.value for s in [*document.settings, *scan(options.flags).settings]}
-        takes_corpus = not any(spec.path in given for spec in fields_with(Role.SOURCE))
-        changed = _length(given, options.steps, share)
-        analyzed = _unindexed(given) if takes_corpus else ()
+        settings = {s.spec.path: s.value for s in [*document.settings, *scan(options.flags).settings]}
+        takes_corpus = not any(spec.path in settings for spec in fields_with(Role.SOURCE))
+        changed = _length(settings, options.steps, share)
+        metrics = settings.get(METRICS) or () if takes_corpus else ()
+        analyzed = tuple(metric.name for metric in metrics if not metric.index_to_sample_path)
         if analyzed:
-            changed[METRICS] = _indexed_later(changed.get(METRICS, given[METRICS]), analyzed)
-        corpus = options.corpus.get(str(given.get("model.family", "gpt")), ()) if takes_corpus else ()
+            changed[METRICS] = _indexed_later(changed.get(METRICS, metrics), analyzed)
+        corpus = options.corpus.get(str(settings.get("model.family", "gpt")), ()) if takes_corpus else ()
         flags = [*options.flags, *corpus, *as_flags(changed)]
         try:
             resolved = parse_config(
@@ -110,7 +110,7 @@ def read_study(folder: Path, options: StudyOptions) -> Study:
             reasons = _unfit(members[-1])
         for reason in reasons:
             problems.setdefault(reason, []).append(name)
-    for name in _circle(members):
+    for name in _own_teachers(members):
         problems.setdefault(
             "`load_teacher` must name a member that does not learn from it; correct it.", []
         ).append(name)
@@ -120,7 +120,7 @@ def read_study(folder: Path, options: StudyOptions) -> Study:
 
 
 def with_teachers(wanted: Sequence[Member], members: Sequence[Member]) -> tuple[Member, ...]:
-    """The `wanted` members and their teachers, each member after its teacher and else in their order."""
+    """The `wanted` members and their teachers in the given order, except that a teacher comes first."""
     by_name = {member.name: member for member in members}
     ordered: dict[str, Member] = {}
 
@@ -134,8 +134,8 @@ def with_teachers(wanted: Sequence[Member], members: Sequence[Member]) -> tuple[
     return tuple(ordered.values())
 
 
-def _circle(members: Sequence[Member]) -> list[str]:
-    """The names of members that learn from themselves, directly or by way of others."""
+def _own_teachers(members: Sequence[Member]) -> list[str]:
+    """The names of members that are their own teachers, directly or through other members."""
     teacher = {member.name: member.teacher for member in members}
     circular = []
     for name in teacher:
@@ -149,12 +149,12 @@ def _circle(members: Sequence[Member]) -> list[str]:
 
 
 def chosen(members: Sequence[Member], names: Sequence[str], flag: str) -> tuple[Member, ...]:
-    """The members of these names, in their own order; all of them if no name is given.
+    """The members with these names, in the order of `members`; all members if no name is given.
 
-    The name of a file means its trainings of every length.
+    The name of a file chooses its trainings of all lengths.
 
     Raises:
-        ConfigError: there is no member of a name that `flag` gave.
+        ConfigError: a name, given by the flag `flag`, is no member's.
     """
     known = list(dict.fromkeys(name for m in members for name in (m.file, m.name)))
     unknown = [
@@ -169,10 +169,10 @@ def chosen(members: Sequence[Member], names: Sequence[str], flag: str) -> tuple[
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of the members, by name.
+    """The files of the members, sorted by name.
 
     Raises:
-        ConfigError: the folder does not exist, or holds none.
+        ConfigError: the folder does not exist, or has no such file.
     """
     if not folder.is_dir():
         raise ConfigError(
@@ -191,28 +191,23 @@ def _named(stem: str, share: float) -> str:
     return stem if share == 1 else f"{stem}@{share:g}"
 
 
-def _length(given: Mapping[str, Any], steps: int | None, share: float) -> dict[str, Any]:
-    """The settings that make a training `steps` steps long, times `share`; None keeps the file's length."""
+def _length(settings: Mapping[str, Any], steps: int | None, share: float) -> dict[str, Any]:
+    """The changed settings of a training of `steps` x `share` steps; None is the length of the file."""
     if steps is None:
-        return {} if share == 1 else scaled(given, share)
-    whole = share_of(given, steps)
-    changed = {} if whole is None else scaled(given, whole * share)
+        return {} if share == 1 else scaled(settings, share)
+    whole = share_of(settings, steps)
+    changed = {} if whole is None else scaled(settings, whole * share)
     return {**changed, "training.train_iters": max(1, round(steps * share))}
 
 
-def _unindexed(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the metrics without an index."""
-    return tuple(metric.name for metric in given.get(METRICS) or () if not metric.index_to_sample_path)
-
-
 def _indexed_later(metrics: Sequence[CurriculumMetric], names: Sequence[str]) -> tuple[CurriculumMetric, ...]:
-    """The metrics, with stand-ins for the index of those that are named: the analyzer makes it later."""
+    """Set placeholder index paths on the metrics in `names`, whose index the analyzer makes later."""
     later = dict.fromkeys(("index_to_sample_path", "index_to_metric_path"), "made by the analyzer")
     return tuple(m.model_copy(update=later) if m.name in names else m for m in metrics)
 
 
 def _title(path: Path) -> str:
-    """The first comment before the settings."""
+    """The first comment above the settings; empty without one."""
     for line in read_regular_text(path).splitlines():
         if line.strip() and not line.startswith("#"):
             break
@@ -222,7 +217,7 @@ def _title(path: Path) -> str:
 
 
 def _unfit(member: Member) -> list[str]:
-    """The reasons why an accepted configuration cannot be a member."""
+    """The reasons why a configuration that the rules accept cannot be a member."""
     config, reasons = member.config, []
     for section, name in (("checkpoint", "save"), ("checkpoint", "load"), ("logging", "metrics_jsonl")):
         path = getattr(getattr(config, section), name)

@@ -11,12 +11,12 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 
 
 def markdown(findings: Sequence[Findings], baseline: str) -> str:
-    """The table with a row per member, a legend, and the members' titles.
+    """Format a table with a row per member, a legend, and the members' titles.
 
     Args:
         findings: the results of each member.
-        baseline: name of the member whose final loss the others are to reach. If it has no finished run, the
-            columns about it are left out.
+        baseline: the member whose final loss the others are to reach; without a finished run of it, the
+            columns about reaching it are left out.
     """
     base = next((finding for finding in findings if finding.name == baseline), None)
     columns = ["configuration", "validation loss", "parameters", "active", "tokens", "training FLOPs", "time"]
@@ -25,13 +25,13 @@ def markdown(findings: Sequence[Findings], baseline: str) -> str:
     lines = [_row(columns), "|---" + "|---:" * (len(columns) - 1) + "|"]
     lines += [_row(_cells(finding, base)) for finding in findings]
     lines += ["", *_legend(findings, base), ""]
-    titles = {finding.file: finding.outcomes[0].title for finding in findings}
+    titles = {finding.file: finding.runs[0].title for finding in findings}
     lines += [f"- `{file}`: {title}" for file, title in titles.items() if title]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def si(number: float) -> str:
-    """A number with three digits and a prefix of the SI: ``23.1 M``, ``840``, ``3.42 T``."""
+    """A number with three digits and an SI prefix: ``23.1 M``, ``840``, ``3.42 T``."""
     if not math.isfinite(number):
         return str(number)
     step = 0
@@ -44,7 +44,7 @@ def si(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration with three digits or more: ``1.25 s``, ``20.0 s``, ``5,400 s``."""
+    """Seconds with three digits or more: ``1.25 s``, ``20.0 s``, ``5,400 s``."""
     digits = 2 if seconds < 9.995 else 1 if seconds < 99.95 else 0
     return f"{seconds:,.{digits}f} s"
 
@@ -54,7 +54,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _cells(finding: Findings, base: Findings | None) -> list[str]:
-    end, size = finding.curve[-1], finding.outcomes[0].size
+    end, size = finding.curve[-1], finding.runs[0].size
     spread = "" if finding.spread is None else f" ± {finding.spread:.4f}"
     cells = [
         finding.name,
@@ -77,8 +77,8 @@ def _cells(finding: Findings, base: Findings | None) -> list[str]:
 
 
 def _legend(findings: Sequence[Findings], base: Findings | None) -> list[str]:
-    seeds = sorted({outcome.seed for finding in findings for outcome in finding.outcomes})
-    ranks = sorted({outcome.ranks for finding in findings for outcome in finding.outcomes})
+    seeds = sorted({run.seed for finding in findings for run in finding.runs})
+    ranks = sorted({run.ranks for finding in findings for run in finding.runs})
     several = any(finding.spread is not None for finding in findings)
     numbers = f"Seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"Seed {seeds[0]}"
     lines = [

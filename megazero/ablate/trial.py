@@ -1,4 +1,4 @@
-"""One configuration with one seed: the files of its run, and its progress."""
+"""A configuration with a seed: the files of its run, and its progress."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _CHARTS = ("tensorboard_dir", "csv_dir")
 
 @dataclass(frozen=True)
 class Trial:
-    """A member of a study with a seed.
+    """The training of a member of a study with one seed.
 
     Attributes:
         member: the configuration.
-        seed: the seed that it is trained with.
-        ranks: the processes that train it.
-        fingerprint: hexadecimal digits that stand for all that decides the result but the seed.
-        folder: the folder of its files; its name has the fingerprint, so another configuration has another.
-        teacher: the run of the member that it learns from, with the same seed; None without one.
-        corpus: the corpus that it is trained on if its member names no data.
+        seed: the seed.
+        ranks: the number of processes.
+        fingerprint: a hash of everything that decides the result, except the seed; see `fingerprint`.
+        folder: the folder of the run's files; its name contains the fingerprint.
+        corpus: the corpus for a member that names no data.
+        teacher: the trial of the member's teacher with the same seed; None without a teacher.
     """
 
     member: Member
@@ -49,37 +49,37 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """The name that people read."""
+        """The trial's name in messages."""
         return f"{self.member.name}, seed {self.seed}"
 
     @property
     def settings(self) -> Path:
-        """The file with its whole configuration."""
+        """The file with the whole configuration."""
         return self.folder / "config.yaml"
 
     @property
     def metrics(self) -> Path:
-        """The file with a JSON object per step; the file of the evaluations lies beside it."""
+        """The file with a JSON object per step; the evaluations' file lies beside it."""
         return self.folder / "metrics.jsonl"
 
     @property
     def log(self) -> Path:
-        """The file with the output of its processes."""
+        """The file with the processes' output."""
         return self.folder / "log.txt"
 
     @property
     def steps(self) -> int:
-        """The length of its training in optimizer steps."""
+        """The length of the training in optimizer steps."""
         config = self.member.config
         return training_plan_of(config, data_parallel_size(config, self.ranks)).end.iteration
 
     @property
     def saved(self) -> str:
-        """The folder of its checkpoints."""
+        """The folder of the checkpoints."""
         return str(self.folder / "checkpoint")
 
     def config(self) -> Config:
-        """Its whole configuration: seed, checkpoints, metrics and charts in folders of its own."""
+        """The whole configuration, with the seed and this run's own folders."""
         config, saved = self.member.config, self.saved
         interval = config.checkpoint.save_interval or max(1, self.steps // _SAVES)
         last = config.checkpoint.keep_last or (None if config.checkpoint.save_retain_interval else 1)
@@ -104,29 +104,30 @@ class Trial:
 
     @property
     def to_analyze(self) -> tuple[CurriculumMetric, ...]:
-        """The metrics that the corpus must be analyzed for."""
+        """The curriculum's metrics for which the corpus must be analyzed."""
         metrics = self.member.config.data_sampling.curriculum_metrics
         return tuple(metric for metric in metrics if metric.name in self.member.analyzed)
 
     def steps_done(self) -> int:
-        """The number of steps in its metrics."""
+        """The last step in the metrics; 0 without any."""
         return max((record["iteration"] for record in records(self.metrics)), default=0)
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """The records of its evaluations on validation data, in order."""
+        """The records of the evaluations on validation data, in order."""
         evaluated = records(self.metrics.with_name("metrics.eval.jsonl"))
         return [record for record in evaluated if record["split"] == "validation"]
 
     def finished(self) -> bool:
-        """Whether it has been trained to the end and evaluated there."""
+        """Whether the run has been trained to its end and evaluated there."""
         steps = self.steps
         return any(record["iteration"] == steps for record in self.evaluations())
 
 
 def trials_of(members: Sequence[Member], seeds: int, ranks: int, out: Path) -> tuple[Trial, ...]:
-    """The trials of every member, with its own seed and those that follow it.
+    """The trials of every member with `seeds` seeds: the configuration's own and the next ones.
 
-    They go seed by seed, so that an early look compares all members; a student follows its teacher.
+    All members with one seed come before the next seed, so that early results compare all members. A student
+    comes after its teacher.
     """
     trials: list[Trial] = []
     for number in range(seeds):
@@ -143,15 +144,15 @@ def trials_of(members: Sequence[Member], seeds: int, ranks: int, out: Path) -> t
 
 
 def fingerprint(config: Config, ranks: int, teacher: str = "") -> str:
-    """The eight hexadecimal digits that stand for all that decides a result but the seed and the code.
+    """Hash everything that decides a result, except the seed and the code, to eight hexadecimal digits.
+
+    Files of data and of the tokenizer enter by name and size, so that they can be moved. The settings of
+    checkpoints and logging do not enter.
 
     Args:
         config: the member's configuration.
-        ranks: the processes that train it.
-        teacher: the fingerprint of the member that it learns from.
-
-    Files of data and of the tokenizer count by name and size, so that a folder of results can be moved. The
-    settings of checkpoints and logging do not count.
+        ranks: the number of processes.
+        teacher: the teacher's fingerprint; empty without a teacher.
     """
     neutral: dict[str, dict[str, Any]] = {"training": {"seed": 0}, "data": {"data_cache_path": None}}
     for section in ("data", "tokenizer"):
@@ -164,7 +165,7 @@ def fingerprint(config: Config, ranks: int, teacher: str = "") -> str:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines, without a last one that is still being written."""
+    """The objects in a file of JSON lines, without an incomplete last line; none if there is no file."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -178,7 +179,7 @@ def _changed(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
 
 
 def _described(value: Any) -> Any:
-    """The name and size of the file at a path, or of each in a tuple; any other value unchanged."""
+    """Replace paths of files and of datasets by names and sizes; keep other values."""
     if isinstance(value, tuple):
         return tuple(map(_described, value))
     if value is None:

@@ -1,8 +1,8 @@
 """Floating-point operations of a transformer's blocks, per token, forward only.
 
-A matrix product of [m, k] and [k, n] takes 2 m k n of them: k multiplications and k additions per output.
-Only matrix products are counted, as in Megatron-LM (Narayanan et al. 2021, arXiv:2104.04473, with its later
-refinements); norms, activations and embedding lookups count as none.
+A matrix product of [m, k] and [k, n] takes 2 m k n FLOPs: k multiplications and k additions per output. Only
+matrix products are counted, as in Megatron-LM (Narayanan et al. 2021, arXiv:2104.04473, with its later
+refinements), and not norms, activations or embedding lookups.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from megazero.spec.parts import AttentionSpec, LatentAttentionSpec, MlpSpec, Sig
 
 
 def layer_flops(layer: LayerSpec, length: int, *, queried: float = 1.0) -> float:
-    """FLOPs of one layer over sequences of `length`; a share `queried` of the rows goes on from its query."""
+    """FLOPs of one layer per token of sequences of `length`.
+
+    Only a share `queried` of the tokens passes through attention's queries, output and the MLP; all have keys
+    and values.
+    """
     if layer.mixer is not None:
         return mamba_flops(layer.mixer)
     attention = 0.0
@@ -24,23 +28,25 @@ def layer_flops(layer: LayerSpec, length: int, *, queried: float = 1.0) -> float
 
 
 def attention_flops(spec: AttentionSpec | LatentAttentionSpec, length: int, *, queried: float = 1.0) -> float:
-    """FLOPs of one layer's attention.
+    """FLOPs of one layer's attention per token; `queried` as in `layer_flops`.
 
-    With hidden size h, q = heads x head width, k = key/value heads x head width and t keys that a row attends
-    to on average: 2 h (q + 2 k) + 2 q h for the projections, and 2 t q each for the scores and for their
-    product with the values. Only the share `queried` of the rows goes on from its query.
+    With hidden size h, q = heads x head width, k = key/value heads x head width and t keys that a token
+    attends to on average: 2 h (q + 2 k) + 2 q h for the projections, and 2 t q each for the scores and for
+    their product with the values.
 
-    Latent attention, with r channels of a small vector, c of the rotated key, and values of v channels in
-    all, makes 2 h (r + c) + 2 r (q - n c + v) of keys and values, and v takes the place of q where it counts.
+    Latent attention (DeepSeek-V2) with n heads, a compressed vector of r channels, a rotary key of c channels
+    and values of v channels in all heads: 2 h (r + c) + 2 r (q - n c + v) for keys and values; v replaces q
+        in
+    the output projection and in the product with the values.
     """
     hidden = spec.stream.width
     query, value = (spec.heads * width for width in (spec.head_dim, spec.value_dim))
     projected: float
     if isinstance(spec, LatentAttentionSpec):
-        rank, turned, narrow = spec.rank, spec.rotary_dim, spec.query_rank
-        projected = 2 * hidden * (rank + turned)
-        projected += 2 * rank * (query - spec.heads * turned + value)
-        projected += 2 * query * (narrow or hidden) + 2 * hidden * (narrow or 0)
+        rank, rotary, query_rank = spec.rank, spec.rotary_dim, spec.query_rank
+        projected = 2 * hidden * (rank + rotary)
+        projected += 2 * rank * (query - spec.heads * rotary + value)
+        projected += 2 * query * (query_rank or hidden) + 2 * hidden * (query_rank or 0)
     else:
         projected = 2 * hidden * (query * (1 + spec.gated) + 2 * spec.groups * spec.head_dim)
     attended = attended_keys(spec.sight, length)
@@ -48,10 +54,11 @@ def attention_flops(spec: AttentionSpec | LatentAttentionSpec, length: int, *, q
 
 
 def attended_keys(sight: SightSpec, length: int) -> float:
-    """The keys that a row attends to on average, of a sequence of length s.
+    """The mean number of keys that a token of a sequence of length s attends to.
 
-    There are s / 2 on each side, the row's own among those on the left. A causal mask hides the right ones. A
-    window of w keys on a side hides those beyond, (s - w)^2 / 2s on average; on the left, sinks stay.
+    It has s / 2 keys on each side on average, its own counted on the left. A causal mask hides the right
+    side. A window of w keys on a side hides (s - w)^2 / 2s of them on average; sinks on the left stay
+    visible.
     """
     s, (left, right) = length, sight.window or (-1, -1)
 
@@ -66,10 +73,10 @@ def attended_keys(sight: SightSpec, length: int) -> float:
 
 
 def mlp_flops(spec: MlpSpec | MoeSpec) -> float:
-    """FLOPs of an MLP of inner width f: two matrices of size h f, or three with a gate.
+    """FLOPs of an MLP per token: two matrices of size h x inner width, or three with a gate.
 
-    With E experts of which a token is sent to k: 2 h E for the router, and k MLPs of the experts' width,
-    beside a shared or a residual one. Tokens that are dropped count, as their share is not known before.
+    With E experts, of which a token uses k: 2 h E for the router, and k MLPs of the experts' width, beside a
+    shared or a residual MLP. Dropped tokens count, because their share is not known in advance.
     """
     if isinstance(spec, MlpSpec):
         return _matrices(spec) * 2 * spec.stream.width * spec.width

@@ -1,4 +1,4 @@
-"""A rank's use of memory: the bytes held between steps, and those that a step takes beyond them."""
+"""A rank's memory: the bytes held between steps, and the further bytes that a step takes."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from megazero.pipeline.executor import Executor
 from megazero.zero.store.store import HELD, Sizes, Store
 
 KINDS = (*HELD, "activations")
-"""The kinds of memory: those of a store, buffers of gathers and reductions, and activations."""
+"""The kinds of memory: those of a store, with buffers of gathers and reductions, and activations."""
 
 
 class MemoryMeter:
     """Measures the memory of one rank by place and kind.
 
-    Weights, masters, moments and gradient sums are what the store holds, padding included. Buffers are the
-    most bytes that gathered weights and transient gradients took at a time, each counted apart, and those
-    through which state moves to and from a disk, and between the device and the host. Activations are
-    measured: the peak of a step less all of the device's other kinds, so that these add up to the peak.
-    Temporaries of operators and of the update are thus among them; where buffers and activations peak at
-    different moments, activations come out smaller. The peak is that of torch's allocator on a CUDA device;
-    elsewhere, the meta device included, the outputs of operators on this thread are counted.
+    Weights, masters, moments and gradient sums are the store's, with padding. Buffers are the peak of
+    gathered weights, plus the peak of transient gradients, plus the buffers by which state moves between
+    device, host and disk. Activations are the peak of a step minus the device's other kinds, so that all
+    kinds add up to the peak. They include temporaries of operators and of the update, and are too small if
+    buffers and activations peak at different moments. On CUDA the peak is that of torch's allocator; on other
+    devices, including meta, it counts the outputs of operators on this thread.
 
     On the host, activations are the inputs of recomputed units that are kept there.
 
     Args:
-        store: holds the state.
-        sharding: gathers and reduces.
-        device: of the weights.
+        store: the optimizer's store of state.
+        sharding: gathers weights and reduces gradients.
+        device: the device of the weights.
         chunks: the rank's parts of the model, whose recomputed units may keep inputs on the host.
     """
 
@@ -50,16 +49,16 @@ class MemoryMeter:
         self.store = store
         self.sharding = sharding
         self.device = device
-        self._peak = 0  # bytes beyond what was there before, without those of gathered weights
+        self._peak = 0  # bytes of a step above its beginning, without gathered weights
 
     @classmethod
     def of(cls, store: Store, executor: Executor[Any]) -> MemoryMeter:
-        """A meter for a store, and for what the executor of its rank gathers, reduces and computes."""
+        """Make the meter of a rank from its store and its executor."""
         return cls(store, executor.sharding, executor.device, executor.chunks.values())
 
     @contextmanager
     def over_a_step(self) -> Iterator[None]:
-        """Measure the memory that the block takes."""
+        """Measure the peak of memory within the block."""
         if self.device.type != "cuda":
             with PeakOfOutputs() as outputs:
                 yield
@@ -72,32 +71,32 @@ class MemoryMeter:
         self._peak = torch.cuda.max_memory_allocated(self.device) - before - gathered
 
     def sizes(self) -> Mapping[str, Mapping[str, int]]:
-        """Bytes by place (``device``, ``cpu``, ``nvme``) and by `KINDS`, of which only those above zero."""
+        """Bytes by place (``device``, ``cpu``, ``nvme``) and by those of `KINDS` that are above zero."""
         gathered, transient = self.sharding.most_buffer_bytes
-        held: Sizes = self.store.sizes()
-        kept = held.get("device", {})
-        transient += kept.get("buffers", 0)  # both are made while a step runs
+        stored: Sizes = self.store.sizes()
+        on_device = stored.get("device", {})
+        transient += on_device.get("buffers", 0)  # both are made while a step runs
         device = {
-            **kept,
+            **on_device,
             "buffers": gathered + transient,
             "activations": max(0, self._peak - transient),
         }
-        places = {"device": device, **{place: kinds for place, kinds in held.items() if place != "device"}}
-        shelved = sum(shelf.nbytes for shelf in self.shelves)
-        places["cpu"] = {**places.get("cpu", {}), "activations": shelved}
+        places = {"device": device, **{place: kinds for place, kinds in stored.items() if place != "device"}}
+        kept_inputs = sum(shelf.nbytes for shelf in self.shelves)
+        places["cpu"] = {**places.get("cpu", {}), "activations": kept_inputs}
         return {
             place: {kind: kinds[kind] for kind in KINDS if kinds.get(kind)}
             for place, kinds in places.items()
-            if place in held or place == "device" or any(kinds.values())
+            if place in stored or place == "device" or any(kinds.values())
         }
 
 
 class PeakOfOutputs(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make on this thread, and the most at a time.
+    """Counts the bytes of the storages that operators on this thread make, until they are freed.
 
     Attributes:
-        most: the most bytes so far.
-        alive: the bytes now.
+        most: the peak of `alive`.
+        alive: the bytes that exist now.
     """
 
     def __init__(self) -> None:
@@ -109,7 +108,7 @@ class PeakOfOutputs(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # otherwise torch imports its compiler, which takes seconds, and nothing compiles
+        return False  # True would make torch import its compiler, which takes seconds and is not used
 
     def __torch_dispatch__(
         self,
@@ -119,27 +118,27 @@ class PeakOfOutputs(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         out = func(*args, **(kwargs or {}))
-        given = None
+        of_inputs = None
         for tensor in tree_leaves(out):
             if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
                 continue
             storage = tensor.untyped_storage()
             if storage in self._ends:
                 continue
-            if given is None:
+            if of_inputs is None:
                 inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-                given = {x.untyped_storage()._cdata for x in inputs if x.layout is torch.strided}
-            if storage._cdata not in given:
+                of_inputs = {x.untyped_storage()._cdata for x in inputs if x.layout is torch.strided}
+            if storage._cdata not in of_inputs:
                 size = storage.nbytes()
                 self._ends[storage] = weakref.finalize(storage, self.freed, size, self.made(size))
         return out
 
     def forget(self, storage: torch.UntypedStorage, dropped: Callable[[], None] | None = None) -> int:
-        """Count a storage no longer; returns its bytes, or 0 if it was not counted.
+        """Stop counting a storage; returns its bytes, or 0 if it was not counted.
 
         Args:
             storage: the storage.
-            dropped: called when it is freed.
+            dropped: called when the storage is freed.
         """
         end = self._ends.get(storage)
         if dropped is not None:
@@ -152,11 +151,11 @@ class PeakOfOutputs(TorchDispatchMode):
         return size
 
     def made(self, size: int) -> object:
-        """An operator has made a storage; what this returns is given to `freed` with its size."""
+        """Count a storage that an operator has made; `freed` gets what this returns."""
         self.alive += size
         self.most = max(self.most, self.alive)
         return None
 
     def freed(self, size: int, made: object) -> None:
-        """A storage is gone."""
+        """Count that a storage is gone; `made` is what the call of `made` returned."""
         self.alive -= size

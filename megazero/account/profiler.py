@@ -1,4 +1,4 @@
-"""The base class of what looks at the steps of a run from beside it, and changes nothing."""
+"""The base class of profilers, which observe the steps of a run without changing them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from megazero.pipeline.executor import Executor
 from megazero.zero.store.store import Store
 
 TokenCount = Callable[[int, Skipping], float]
-"""(tokens of a sequence, what the step skips) -> FLOPs of forward and backward for one of them."""
+"""(sequence length, what the step skips) -> FLOPs of forward and backward per token."""
 
 
 @dataclass(frozen=True, eq=False)
 class ProfiledRun:
-    """The parts of a run that profilers look at.
+    """The parts of a run that profilers observe.
 
     Attributes:
         executor: runs the actions of the pipeline.
-        models: this stage's trained parts of the model, by their numbers along the model.
+        models: this stage's trained chunks of the model, by chunk number.
         store: holds weights, gradients and the optimizer's state.
-        flops_per_token: the count by formula.
-        say: takes a line for a person.
+        flops_per_token: FLOPs by formula.
+        say: prints a line for people.
     """
 
     executor: Executor[Any]
@@ -39,24 +39,24 @@ class ProfiledRun:
 
 
 class Profiler:
-    """Looks at each step. One that derives from it defines what it needs; by itself it looks at nothing."""
+    """Observes each step. Subclasses override the hooks that they need; this class does nothing."""
 
     def watched(self, context: ParallelContext) -> ParallelContext:
-        """Return the same context, of whose calls this learns."""
+        """Return the context with groups whose calls this profiler observes."""
         return context
 
     def begin(self, run: ProfiledRun) -> None:
-        """Take the run whose steps follow."""
+        """Called with the run before its first step."""
 
     def over_step(self, iteration: int) -> AbstractContextManager[None]:
-        """Return a context around a step, from reading its samples until its metrics are known."""
+        """Return a context manager around a step, from reading its samples until its metrics are known."""
         return nullcontext()
 
     def acted(self, action: Action, seconds: float) -> None:
-        """Take note of an action of the executor, which took `seconds` without waits for other stages."""
+        """Called after an action of the executor, which took `seconds` without waits for other stages."""
 
     def phase_ends(self, name: str) -> None:
-        """Take note of the end of a phase of the timers."""
+        """Called at the end of a phase of the timers."""
 
     def conclude(self) -> None:
-        """Report on the training, which is over; every rank calls this."""
+        """Report on the training at its end; every rank calls this."""

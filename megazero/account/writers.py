@@ -1,7 +1,7 @@
-"""Writers of numbers over steps: CSV files, TensorBoard's events, runs of Weights & Biases.
+"""Write numbers over steps: CSV files, TensorBoard's events, runs of Weights & Biases.
 
-A value at a step that has already been passed takes the place of what was written from that step on: a
-training that goes back leaves each step once.
+A value at an earlier step than the last one replaces everything written from that step on, so that a training
+that goes back leaves each step once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-Point = tuple[str, float, int]
-"""A tag, its value, and the step at which it has it."""
+ScalarPoint = tuple[str, float, int]
+"""(tag, value, step)."""
 
 
 class CsvSeries:
     """CSV files with a step and a value in each row; no step is twice in a file.
 
-    A value at a step that a file has already passed takes the place of its rows from that step on.
+    A value at an earlier step than a file's last one replaces the rows from that step on.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class CsvSeries:
         self._last[path] = step
 
     def keep(self, path: Path, wanted: Callable[[float], bool]) -> None:
-        """Keep the header and the rows with a step that is wanted."""
+        """Remove the rows whose step is not `wanted`."""
         self._last.pop(path, None)
         header, *rows = _rows(path)
         part = path.with_name(path.name + ".part")
@@ -56,12 +56,12 @@ class CsvSeries:
 class Scalars:
     """Scalars in a folder for TensorBoard, one for each tag and step.
 
-    A value at a step that its tag has already passed takes the place of the tag's values from that step on.
-    torch's `purge_step` would do this for all tags alike, but some count iterations, and some samples.
+    A value at an earlier step than its tag's last one replaces the tag's values from that step on. torch's
+    `purge_step` does this for all tags at once, but some tags count iterations and others samples.
 
     Args:
-        folder: where the events are; it is created if it does not exist.
-        max_queue: events held before they are written.
+        folder: the folder of the events; it is made if it does not exist.
+        max_queue: events that are buffered before they are written.
 
     Raises:
         ImportError: the tensorboard package is missing.
@@ -86,14 +86,14 @@ class Scalars:
             self._writer = self._open()
         return self._writer
 
-    def add(self, points: Iterable[Point]) -> None:
+    def add(self, points: Iterable[ScalarPoint]) -> None:
         """Add values."""
         values = {(tag, step): value for tag, value, step in points}
         late = {tag: step for tag, step in values if step <= self._last.get(tag, -math.inf)}
         if late:
             self.keep(lambda tag, step: step < late.get(tag, math.inf))
         for (tag, step), value in values.items():
-            # The writer's own thread runs into a full disk; its error is raised by a later call here.
+            # A thread of the writer meets the full disk; a later call raises its error here.
             try:
                 self.writer.add_scalar(tag, value, step)
             except OSError as error:
@@ -101,7 +101,7 @@ class Scalars:
         self._passed(values)
 
     def keep(self, wanted: Callable[[str, int], bool]) -> None:
-        """Keep the values with a tag and a step that are wanted."""
+        """Remove the values whose tag and step are not `wanted`."""
         self.close()
         self._last = {}
         for path in self._files():
@@ -115,13 +115,13 @@ class Scalars:
                 self._passed(points)
 
     def set_aside(self) -> None:
-        """Begin anew, and keep the earlier events in a folder of their own."""
+        """Move the earlier events to a folder of their own, and begin anew."""
         self.close()
         keep_aside(self._files())
         self._last = {}
 
     def close(self) -> None:
-        """Write out what is pending; what is added later begins another file."""
+        """Write what is buffered; values that are added later begin another file."""
         if self._writer is not None:
             self._writer.close()
         self._writer = None
@@ -136,13 +136,13 @@ class Scalars:
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, list[tuple[str, int]]]]:
-    """The records of a file of events, and the tags and steps of their scalars.
+    """Yield the raw records of a file of events, each with the tags and steps of its scalars.
 
-    A record is its length (8 bytes) and a checksum of it (4), the event, and a checksum of the event (4). A
-    last one that a crash cut short is left out.
+    A record is a length (8 bytes) and its checksum (4), an event, and its checksum (4). An incomplete last
+    record is left out.
 
     Raises:
-        OSError: the file has something else.
+        OSError: the file is not one of events.
     """
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
@@ -162,7 +162,7 @@ def _records(path: Path) -> Iterator[tuple[bytes, list[tuple[str, int]]]]:
 
 
 def over(axis: str, run: Any) -> Any:
-    """The run, with all its metrics drawn over one of them."""
+    """Make Weights & Biases draw all metrics of a run over the metric `axis`; returns the run."""
     run.define_metric(axis)
     run.define_metric("*", step_metric=axis)
     return run
@@ -186,7 +186,7 @@ def _rows(path: Path) -> list[list[str]]:
 
 
 def _step(row: list[str]) -> float:
-    """The step of a row; NaN, which is no step, for a header or a row that a crash cut short."""
+    """The step of a row; NaN for a header or an incomplete row."""
     try:
         return float(row[0]) if len(row) == 2 else math.nan
     except ValueError:

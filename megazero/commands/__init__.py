@@ -1,4 +1,4 @@
-"""commands: the verbs of `megazero VERB`, each a module of its name whose `main` takes the words after it.
+"""commands: a module for each verb of `megazero VERB`, whose `main` takes the arguments after the verb.
 
-A verb is an annex: it imports what it shows, and nothing imports it but `cli.py`, when it runs.
+Only `cli.py` imports a verb, and only when it runs.
 """

@@ -73,7 +73,7 @@ def main(argv: Sequence[str], command: Command = training_command) -> int:
 
     Args:
         argv: the command's flags; after ``--``, those of the training.
-        command: gives the words of the command line that trains a run.
+        command: returns the command line that trains a run.
     """
     own, passed = split_training_flags(argv)
     flags = build_parser().parse_args(own)
@@ -104,17 +104,17 @@ def _ablate(flags: argparse.Namespace, passed: tuple[str, ...], command: Command
     for family in {member.config.model.family: None for member in wanted if member.takes_corpus}:
         corpora[family].prepare()
     trials = trials_of(members, flags.seeds, flags.nproc, out)
-    mine = [trial for trial in trials if trial.member in wanted]
-    _analyze([trial for trial in mine if trial.to_analyze and not trial.finished()])
+    chosen_trials = [trial for trial in trials if trial.member in wanted]
+    _analyze([trial for trial in chosen_trials if trial.to_analyze and not trial.finished()])
     try:
-        with ProgressTable(mine) as board:
-            return run_all(mine, board, command)
+        with ProgressTable(chosen_trials) as board:
+            return run_all(chosen_trials, board, command)
     finally:
         _report(members, trials, baseline, out)
 
 
 def _analyze(trials: Sequence[Trial]) -> None:
-    """Measure the samples for these trials' curricula, once where they share them."""
+    """Measure the samples for these trials' curricula; trials with the same samples share a measurement."""
     done: set[tuple[Path, str]] = set()
     for trial in trials:
         metrics, config, corpus = trial.to_analyze, trial.config(), trial.corpus
@@ -125,24 +125,24 @@ def _analyze(trials: Sequence[Trial]) -> None:
 
 
 def _check(flags: argparse.Namespace) -> None:
-    low = [
+    violations = [
         f"`--{name}` must be at least 1, but is {value}; raise it"
         for name in ("seeds", "nproc", "steps")
         if (value := getattr(flags, name)) is not None and value < 1
     ]
-    low += [
+    violations += [
         f"`--shares` must be greater than 0 and finite, but one is {share:g}; correct it"
         for share in flags.shares
         if not 0 < share < math.inf
     ]
-    if low:
-        raise ConfigError(low)
+    if violations:
+        raise ConfigError(violations)
 
 
 def _report(members: Sequence[Member], trials: Sequence[Trial], baseline: Member, out: Path) -> None:
-    """Write the results of all finished runs of these configurations, and print the table."""
+    """Write the results of all finished runs, and print the table."""
     from megazero.ablate.picture import draw
-    from megazero.ablate.results import grouped, outcome_of, write_lines
+    from megazero.ablate.results import grouped, result_of, write_lines
     from megazero.ablate.sizes import size_of
     from megazero.ablate.table import markdown
 
@@ -151,10 +151,10 @@ def _report(members: Sequence[Member], trials: Sequence[Trial], baseline: Member
         return
     names = {trial.member.name for trial in done}
     sizes = {member.name: size_of(member.config) for member in members if member.name in names}
-    outcomes = [outcome_of(trial, sizes[trial.member.name]) for trial in done]
+    results = [result_of(trial, sizes[trial.member.name]) for trial in done]
     order = {member.name: number for number, member in enumerate(members)}
-    findings = sorted(grouped(outcomes), key=lambda finding: order[finding.name])
-    write_lines(outcomes, out / "results.jsonl")
+    findings = sorted(grouped(results), key=lambda finding: order[finding.name])
+    write_lines(results, out / "results.jsonl")
     table = markdown(findings, baseline.name)
     (out / "results.md").write_text(table, encoding="utf-8")
     print(f"\n{table}")

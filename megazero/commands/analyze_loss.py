@@ -1,4 +1,4 @@
-"""The command `megazero analyze-loss`: losses under a trained model, of training samples or by position."""
+"""The command `megazero analyze-loss`: measure a model's losses, of training samples or by position."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EVERY = 10.0  # seconds between two lines
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command's own flags; all others are those of the training."""
+    """Build a parser of the command's own flags; all others are the training's."""
     parser = argparse.ArgumentParser(
         prog="megazero analyze-loss",
         description="Measure the loss of every training sample under the checkpoint in --load, and write "

@@ -1,7 +1,7 @@
 """The commands `deepspeed` and `ds_report`, for job scripts that call them by name.
 
-``pip install ./scripts/deepspeed_commands`` puts them on the path. megazero itself does not, so that it can
-be installed beside DeepSpeed.
+``pip install ./scripts/deepspeed_commands`` installs them. megazero's own package does not, so that it can be
+installed beside DeepSpeed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def deepspeed(argv: Sequence[str] | None = None) -> int:
     try:
         plain = {"-h", "--help"} & {*words} or parse(words).no_python
     except MegazeroError:
-        plain = True  # the launcher says what is wrong
+        plain = True  # `launch.main` reports the error
     return launch.main([*(() if plain else ("--import-deepspeed", "megazero")), *words])
 
 
 def ds_report(argv: Sequence[str] | None = None) -> int:
-    """Print the report of `megazero env`, which has none of the parts that DeepSpeed's flags leave out."""
+    """Print the report of `megazero env`; flags that shorten DeepSpeed's report have no effect on it."""
     words = sys.argv[1:] if argv is None else argv
     return env.main([word for word in words if word not in _SHORTER])

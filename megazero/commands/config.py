@@ -9,6 +9,6 @@ from megazero.train.folders import read_folder
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; it ends the process with its status."""
+    """Run the command; `resolve_or_exit` ends the process with the exit status."""
     resolve_or_exit([*argv, "--check-config"], program="megazero config", reader=read_folder)
     return 0

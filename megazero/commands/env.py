@@ -1,4 +1,4 @@
-"""The command `megazero env`: reports on the machine, or on the hosts of a job, and on their problems."""
+"""The command `megazero env`: report on this machine, or on the hosts of a job, and on their problems."""
 
 from __future__ import annotations
 
@@ -39,29 +39,28 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] = ()) -> int:
     """Run the command with its flags; returns the exit status."""
     flags = build_parser().parse_args(argv)
-    wrong = [False, False]  # whether there is a problem, and whether one would stop a training
+    return exit_status(lambda: _report(flags))
 
-    def show() -> None:
-        if flags.nproc is not None and flags.nproc < 1:
-            raise ConfigError(f"`--nproc` must be at least 1, but is {flags.nproc}; correct it")
-        if flags.hosts is None and flags.hostfile is None:
-            env = gather(flags.nproc)
-            values = {n: NOT_SHOWN if is_secret(n) else value for n, value in env.variables.items()}
-            env = replace(env, variables=values)
-            stops = [trouble.stops for trouble in troubles(env)]
-            wrong[:] = bool(stops), any(stops)
-            print(json.dumps(document(env)) if flags.json else report(env))
-            return
+
+def _report(flags: argparse.Namespace) -> int:
+    if flags.nproc is not None and flags.nproc < 1:
+        raise ConfigError(f"`--nproc` must be at least 1, but is {flags.nproc}; correct it")
+    if flags.hosts is None and flags.hostfile is None:
+        env = gather(flags.nproc)
+        values = {n: NOT_SHOWN if is_secret(n) else value for n, value in env.variables.items()}
+        env = replace(env, variables=values)
+        stops = [trouble.stops for trouble in troubles(env)]
+        any_problem, any_stop = bool(stops), any(stops)
+        print(json.dumps(document(env)) if flags.json else report(env))
+    else:
         hosts = gather_hosts(_chosen(flags), flags.ssh)
-        wrong[:] = hosts_status(hosts)
+        any_problem, any_stop = hosts_status(hosts)
         print(json.dumps(hosts_document(hosts)) if flags.json else hosts_report(hosts))
-
-    status = exit_status(show)
-    return status or int(wrong[0] if flags.check else wrong[1])
+    return int(any_problem if flags.check else any_stop)
 
 
 def _chosen(flags: argparse.Namespace) -> dict[str, int | None]:
-    """The hosts to ask, and the ranks of each: `--nproc`, or a hostfile's slots.
+    """The hosts to ask, and the number of ranks of each: `--nproc`, or the slots in the hostfile.
 
     Raises:
         ConfigError: a host is named twice, or the hostfile is wrong.

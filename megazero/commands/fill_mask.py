@@ -1,4 +1,4 @@
-"""The command `megazero fill-mask`: the tokens that a model expects at masked places."""
+"""The command `megazero fill-mask`: show the tokens that a model expects at masked positions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VERB = "fill-mask"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Build a parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog=f"megazero {VERB}",
         description="Show the likeliest tokens for each [MASK] in a text, as a pretrained BERT sees it.",
@@ -55,7 +55,7 @@ def _run(flags: argparse.Namespace) -> None:
 
 
 def format_candidates(texts: Sequence[str], filled: Sequence[Sequence[Sequence[Candidate]]]) -> str:
-    """Return each text with its candidates below; with several masks, a line above each says which it is."""
+    """Format each text with its candidates below it, under a line per mask if it has several masks."""
     blocks = []
     for text, masks in zip(texts, filled, strict=True):
         lines = [text]

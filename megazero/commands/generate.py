@@ -1,4 +1,4 @@
-"""The command `megazero generate`: generates text from a checkpoint. Under torchrun the first rank prints."""
+"""The command `megazero generate`: generate text from a checkpoint. Under torchrun, rank 0 prints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megazero.mpu.launch import Launch
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags, named as in Megatron's text generation where it has the same one."""
+    """Build a parser of the flags, which have the names of Megatron's text generation."""
     parser = argparse.ArgumentParser(prog="megazero generate", description="Generate text from a checkpoint.")
     parser.add_argument("--load", required=True, help="folder of the checkpoint")
     source = parser.add_mutually_exclusive_group(required=True)
@@ -74,24 +74,24 @@ def _run(flags: argparse.Namespace) -> None:
                     "`--prefill-chunk` must be left out for a T5, whose encoder sees a prompt whole, but "
                     f"is {flags.prefill_chunk}; leave it out"
                 )
-            given = [""] * len(repeated)
+            shown_prompts = [""] * len(repeated)  # an answer does not begin with its prompt
             texts = answer_texts(model, loaded.tokenizer, repeated, sampling=sampling, **amounts)
         else:
-            given, chunk = repeated, flags.prefill_chunk
+            shown_prompts, chunk = repeated, flags.prefill_chunk
             generator = TextGenerator(model, loaded.tokenizer)
             texts = generator.complete(repeated, sampling=sampling, prefill_chunk=chunk, **amounts)
         if loaded.context.rank == 0:
-            print(format_results(given, texts, flags.num_samples))
+            print(format_results(shown_prompts, texts, flags.num_samples))
 
 
 def _part(chunk: ModelChunk[MicroBatch]) -> StagedChunk[Any]:
-    """A chunk as one of a model that continues texts, or answers them."""
+    """Narrow a chunk's type: all families that make texts have staged chunks."""
     assert isinstance(chunk, StagedChunk), "this family's models make texts"
     return chunk
 
 
 def format_results(prompts: Sequence[str], texts: Sequence[str], num_samples: int) -> str:
-    """Each prompt with its continuation; if there are several, a line above each says which one it is."""
+    """Format each prompt with its continuation, under a line with its number if there are several."""
     whole = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
     if len(whole) == 1:
         return whole[0]
@@ -102,7 +102,7 @@ def format_results(prompts: Sequence[str], texts: Sequence[str], num_samples: in
 
 
 def read_prompts(path: str) -> list[str]:
-    """The lines of a UTF-8 file.
+    """Read the lines of a UTF-8 file of prompts.
 
     Raises:
         DataError: the file cannot be read, is not UTF-8 or has no lines.

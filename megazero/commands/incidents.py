@@ -1,4 +1,4 @@
-"""The command `megazero incidents`: what a run's guards found, as a list, a page or a picture."""
+"""The command `megazero incidents`: show what a run's guards found, as a list, a page or a picture."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _row(number: int, facts: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_steps(path: Path) -> list[tuple[int, float, float]]:
-    """Read (iteration, loss, gradient norm) of each step in a file of metrics that has a loss.
+    """Read (iteration, loss, gradient norm) of the steps with a loss in a file of metrics.
 
     Raises:
         ConfigError: the file cannot be read, or is no file of metrics.
@@ -105,7 +105,7 @@ def draw_incidents(
 
     Args:
         incidents: the incidents that `read_incidents` read.
-        steps: (iteration, loss, gradient norm); none draws the incidents alone.
+        steps: (iteration, loss, gradient norm) of each step; empty to draw the incidents alone.
         path: the file, in the format of its suffix.
 
     Raises:

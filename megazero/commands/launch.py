@@ -1,4 +1,4 @@
-"""The command `megazero launch`: starts the ranks of a script on one or many hosts."""
+"""The command `megazero launch`: start the ranks of a script on one or many hosts."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def launch(argv: Sequence[str] | None = None) -> int:
 
 
 def tune(flags: argparse.Namespace, ranks: int) -> int:
-    """Look for the layout of a script on so many ranks; after it the script has the best one's settings.
+    """Search the best layout of a script on `ranks` ranks; its settings replace the script's arguments.
 
     Returns the exit status of the search.
 
     Raises:
-        ConfigError: the script is none of a training here.
+        ConfigError: the script is neither pretrain_gpt.py nor pretrain_bert.py.
     """
-    # Here, as a launch without a search needs neither torch nor a configuration.
+    # Imported here, because a launch without a search needs neither torch nor a configuration.
     from megazero.commands import profile, tune
     from megazero.config.flags import scan
     from megazero.mpu.launch import choose_device
@@ -95,28 +95,19 @@ def _about_sending(job: Job, hidden: Sequence[str], launcher: str) -> list[str]:
     if hidden:
         lines.append(
             f"{', '.join(hidden)} would be seen in the hosts' lists of processes and must come from their "
-            "own "
-            f"environment with `--launcher {launcher}`; ssh sends them unseen"
+            f"own environment with `--launcher {launcher}`; ssh sends them unseen"
         )
     if "CUDA_VISIBLE_DEVICES" in os.environ and "CUDA_VISIBLE_DEVICES" not in job.script.environment:
         lines.append(
             f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} is this machine's and is not sent "
-            "to others; "
-            "choose slots with `--include`"
+            "to others; choose slots with `--include`"
         )
     return lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a launch; returns its exit status: the first failed rank's, 128 + n after signal n, 2 if it is
-    refused.
-    """
-    status = [0]
-
-    def work() -> None:
-        status[0] = launch(argv)
-
+    """Run a launch; returns the first failed rank's exit status, 128 + n after signal n, 2 if refused."""
     try:
-        return exit_status(work) or status[0]
-    except KeyboardInterrupt:  # before there was anything to end
+        return exit_status(lambda: launch(argv))
+    except KeyboardInterrupt:  # before any rank was started
         return 130

@@ -1,4 +1,4 @@
-"""The command `megazero merge-traces`: one timeline of all ranks from the traces of `--profile`."""
+"""The command `megazero merge-traces`: merge the ranks' traces of `--profile` into one timeline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Merge, and say how far the clocks were apart."""
+    """Run the command: merge the traces, and print how far the ranks' clocks were apart."""
     flags = build_parser().parse_args(argv)
 
     def merge() -> None:

@@ -20,14 +20,14 @@ def read_metrics(
     read: Callable[[dict[str, Any]], T],
     refusal: type[MegazeroError] = DataError,
 ) -> list[T]:
-    """Read each step in a file of metrics by `read`, leaving out a last one that is still being written.
+    """Parse each line of a file of metrics by `read`, except an incomplete last line.
 
     Args:
         path: the file.
-        name: the argument that names it, for messages.
-        needs: what each step must have, for messages.
-        read: converts a step; raises a ValueError, KeyError, TypeError or AttributeError if it is no step.
-        refusal: the error that is raised.
+        name: the argument that names the file, for messages.
+        needs: what each line must have, for messages.
+        read: converts a line's object; raises ValueError, KeyError, TypeError or AttributeError to refuse it.
+        refusal: the class of the error that is raised.
 
     Raises:
         refusal: the file cannot be read, or `read` refuses a line.
@@ -43,7 +43,7 @@ def read_metrics(
             f"`{name}` must be a file of metrics, but {path} is not text; check the path"
         ) from error
     parsed = []
-    # What follows the last line end is the part of a line that a run is writing, or that a crash cut short.
+    # A text after the last line end is a line that a run is still writing, or that a crash cut short.
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
             parsed.append(read(json.loads(line)))

@@ -1,4 +1,4 @@
-"""Types of flags that name what a command writes at its end: refused by argparse, before any work is done."""
+"""argparse types of output paths: paths that cannot be written are refused before any work is done."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megazero.pictures import SUFFIXES
 
 
 def output_file(text: str) -> Path:
-    """A file that can be written, in a folder that is there; what it holds is replaced."""
+    """A writable file in a folder that exists; an existing file will be replaced."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file, but {path} is a folder; name a file in it")
@@ -22,7 +22,7 @@ def output_file(text: str) -> Path:
 
 
 def output_picture(text: str) -> Path:
-    """A file that can be written and drawn into."""
+    """A writable picture file; needs matplotlib."""
     path = output_file(text)
     if path.suffix.lower() not in SUFFIXES:
         raise argparse.ArgumentTypeError(f"must end in one of {', '.join(SUFFIXES)}, but is {path.name}")
@@ -32,7 +32,7 @@ def output_picture(text: str) -> Path:
 
 
 def output_folder(text: str) -> Path:
-    """A folder that can be written to, or made."""
+    """A folder that is writable, or can be made."""
     path = Path(text)
     above = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
     if not above.is_dir():

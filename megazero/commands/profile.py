@@ -1,4 +1,4 @@
-"""The command `megazero profile`: measures this machine and writes it as a device for `megazero plan`."""
+"""The command `megazero profile`: measure this machine, and write it as a device for `megazero plan`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megazero.mpu.launch import Launch, choose_device
 from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.torch_group import open_group
 from megazero.plan.device import Device, known_devices
-from megazero.plan.measure import Measured, Sizes, lines_of, measure
+from megazero.plan.measure import MachineMeasurements, MeasuredSizes, measure, without_repeats
 from megazero.plan.ranks import PATIENCE, on_ranks
 
 
@@ -58,25 +58,25 @@ def _profile(flags: argparse.Namespace) -> None:
     if not 1 <= ranks <= most:
         raise ConfigError(f"`--nproc` must be from 1 to {most} here, but is {ranks}; correct it")
     like = Device.load(flags.like or name_like(kind))
-    measured = Measured(**on_ranks(ranks, kind, measured_here))
+    measured = MachineMeasurements(**on_ranks(ranks, kind, measured_here))
     device = Device.of(document(measured, like, ranks, kind), "what was measured")
     print(f"{device.name}, {ranks} at once")
-    print_table(("what", "size", "reached"), lines_of(measured.lines), left=2)
+    print_table(("what", "size", "reached"), without_repeats(measured.lines), left=2)
     if flags.output is not None:
         flags.output.write_text(json.dumps(device.document(), indent=1) + "\n", encoding="utf-8")
         print(f"written: {flags.output}; use it with `megazero plan --device {flags.output}`")
 
 
 def measured_here(launch: Launch, torch_device: torch.device) -> dict[str, Any]:
-    """The work of one rank of those that measure together."""
+    """Measure together with the other ranks of `launch`; returns `MachineMeasurements` as a dict."""
     ranks = tuple(range(launch.world_size))
     alone = launch.world_size == 1
     world = SoloGroup("world") if alone else open_group("world", launch.rank, ranks, PATIENCE)
-    return asdict(measure(world, torch_device, Sizes.of(torch_device)))
+    return asdict(measure(world, torch_device, MeasuredSizes.of(torch_device)))
 
 
-def document(measured: Measured, like: Device, ranks: int, kind: str) -> dict[str, Any]:
-    """The document of the device that was measured; what was not is that of `like`."""
+def document(measured: MachineMeasurements, like: Device, ranks: int, kind: str) -> dict[str, Any]:
+    """The measured device's document; it has the figures of `like` for what was not measured."""
     document = like.document()
     rows: Mapping[str, Any] = measured.compute["matmul_mnk_tflop_per_s"]
     memory = host_memory()
@@ -103,10 +103,10 @@ def document(measured: Measured, like: Device, ranks: int, kind: str) -> dict[st
 
 
 def name_like(kind: str) -> str:
-    """The name of the device of the package that this machine's is most like.
+    """The name of the known device that is most like this machine's.
 
     Raises:
-        ConfigError: there is none with the GPU's name.
+        ConfigError: no known device has the GPU's name.
     """
     if kind == "cpu":
         return "cpu"

@@ -1,4 +1,4 @@
-"""The command `megazero run`: runs a script that imports `deepspeed`, with megazero behind that name."""
+"""The command `megazero run`: run a script in which `import deepspeed` means megazero."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def command(flags: argparse.Namespace) -> list[str]:
-    """The command line that runs the script on so many ranks.
+    """The command line that runs the script on the ranks that the flags ask for.
 
     Raises:
-        ConfigError: there would be no rank, or there is no script.
+        ConfigError: the number of ranks is below 1, or the script does not exist.
     """
     own = ["-m", "megazero.deepspeed"]
     if flags.num_gpus is not None and not flags.no_local_rank:
@@ -43,7 +43,7 @@ def command(flags: argparse.Namespace) -> list[str]:
         return [sys.executable, *own, *script]
     if count < 1:
         raise ConfigError(f"the number of ranks must be at least 1, but is {count}; correct it")
-    if not (flags.module or os.path.exists(flags.script)):  # or each rank would say so, and then the launcher
+    if not (flags.module or os.path.exists(flags.script)):  # checked here, not by every rank and the launcher
         raise ConfigError(
             f"the script must be a file, but there is no {os.path.abspath(flags.script)}; correct it"
         )
@@ -52,7 +52,7 @@ def command(flags: argparse.Namespace) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Become the script, or its launcher; returns only if the flags are refused."""
+    """Replace this process by the script or its launcher; returns only if the flags are refused."""
     flags = build_parser().parse_args(argv)
 
     def become() -> None:

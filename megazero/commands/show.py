@@ -1,4 +1,4 @@
-"""Tables and numbers for people. Piped output has no colors and is as wide as it needs to be."""
+"""Print tables and numbers for people; piped output has no colors and no limit on its width."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from megazero.errors import printable
+
 _WIDE = 100_000
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-
-
-def printable(value: object) -> str:
-    """`value` as text, with control characters escaped: names may come from anyone's files."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value))
 
 
 def size_text(count: int) -> str:
@@ -26,7 +23,12 @@ def size_text(count: int) -> str:
 
 def count_text(count: object) -> str:
     """``1,234,567``; a dash for None."""
-    return "-" if count is None else f"{count:,}" if isinstance(count, int) else printable(count)
+    return "-" if count is None else f"{count:,}" if isinstance(count, int) else one_line(count)
+
+
+def one_line(value: object) -> str:
+    """`value` as text in one line, with control characters escaped: names may come from anyone's files."""
+    return printable(str(value), kept="")
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> None:
@@ -35,15 +37,15 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], left: 
     Args:
         columns: the columns' names.
         rows: the cells of each row.
-        left: how many of the first columns are words, aligned left and folded if the terminal is too
-            narrow; the others are numbers, aligned right.
+        left: the number of first columns that hold text, aligned left and folded on a narrow terminal; the
+            others hold numbers, aligned right.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for i, name in enumerate(columns):
         words = i < left
         table.add_column(name, justify="left" if words else "right", overflow="fold", no_wrap=not words)
     for row in rows:
-        table.add_row(*(printable(cell) for cell in row))
+        table.add_row(*map(one_line, row))
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDE
@@ -54,8 +56,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], left: 
 
 
 def print_facts(rows: Iterable[tuple[str, object]]) -> None:
-    """Print names, with values beside them."""
+    """Print a line per (name, value)."""
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        print(f"{name:<{width}}  {printable(value)}".rstrip())
+        print(f"{name:<{width}}  {one_line(value)}".rstrip())

@@ -23,7 +23,7 @@ def training_words(config: str | None, training: Sequence[str] | None) -> list[s
 
 
 def positive(text: str) -> int:
-    """A positive integer; argparse names the flag of another."""
+    """An argparse type: a positive integer."""
     try:
         number = int(text)
     except ValueError:

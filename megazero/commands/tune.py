@@ -1,4 +1,4 @@
-"""The command `megazero tune`: the best layouts of a job, on paper."""
+"""The command `megazero tune`: search the best layouts of a job, by planning them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from megazero.plan.autotuning import Autotuning
 from megazero.plan.device import Device, known_devices
 from megazero.plan.kept import KeptPlans
 from megazero.plan.layout import Layout
-from megazero.plan.measured import Measured, measured_steps
-from megazero.plan.tuning import Planned, Search, best, explore, reasons
+from megazero.plan.measured import measured_steps
+from megazero.plan.report import reasons
+from megazero.plan.tuning import Planned, Search, best, explore
 from megazero.plan.words import shown, time_text
 from megazero.train.folders import read_folder
 
@@ -73,8 +74,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command with its flags, and those of a training after ``--``; returns the exit status."""
     own, training = split_training_flags(argv)
     flags = build_tune_parser().parse_args(own)
-    statuses: list[int] = []
-    return exit_status(lambda: statuses.append(_tune(flags, training))) or statuses[0]
+    return exit_status(lambda: _tune(flags, training))
 
 
 def _tune(flags: argparse.Namespace, training: Sequence[str] | None) -> int:
@@ -83,11 +83,11 @@ def _tune(flags: argparse.Namespace, training: Sequence[str] | None) -> int:
     bounds = Autotuning() if json_file is None else Autotuning.read(json_file)
     if bounds.rest is not None:
         words = [_with_json(word, str(json_file), bounds.rest) for word in words]
-    if bounds.unheard:
-        print(f"without effect on a search on paper: autotuning.{', autotuning.'.join(bounds.unheard)}")
-    given = parse_config(words, world_size=flags.gpus, reader=read_folder, only_look=True).config
+    if bounds.ignored:
+        print(f"without effect on a search on paper: autotuning.{', autotuning.'.join(bounds.ignored)}")
+    config = parse_config(words, world_size=flags.gpus, reader=read_folder, only_look=True).config
     per_node = flags.gpus_per_node or device.inside_node.ranks
-    search = Search(given, flags.gpus, device, per_node, bounds.space)
+    search = Search(config, flags.gpus, device, per_node, bounds.space)
     output = flags.output or (None if bounds.folder is None else Path(bounds.folder))
     kept = None if output is None else _kept(output, search, anew=bounds.anew)
     plans = flags.plans or bounds.plans or _PLANS
@@ -112,7 +112,7 @@ def _tune(flags: argparse.Namespace, training: Sequence[str] | None) -> int:
 
 
 def _results(search: Search, most: int, patience: int | None, kept: KeptPlans | None) -> list[Planned]:
-    """Results, up to the one after which so many were not better; those that are kept are not made again."""
+    """Plan at most `most` layouts, until `patience` in a row are not the best so far; reuse `kept` plans."""
     known = {} if kept is None else kept.known
     results: list[Planned] = []
     quickest, since = math.inf, 0
@@ -137,7 +137,7 @@ def _results(search: Search, most: int, patience: int | None, kept: KeptPlans | 
 
 
 def _plan(task: tuple[Search, Layout]) -> Planned | None:
-    """The result of a layout; None if the model cannot be built in it."""
+    """Plan a layout; returns None if the model cannot be built in it."""
     try:
         return Planned.of(*task)
     except ConfigError:
@@ -166,17 +166,17 @@ def _show(search: Search, chosen: Sequence[Planned]) -> None:
         short = shown(chosen[0].device_bytes - room)
         print(f"none fits: these lack least, the first {short} beyond the {shown(room)} that there are")
         return
-    given, first = search.report(), search.report(chosen[0].layout)
-    seconds, used = given.times.seconds, given.plan.fullest.device_bytes
-    gain = seconds / first.times.seconds
+    before, after = search.report(), search.report(chosen[0].layout)
+    seconds, used = before.times.seconds, before.plan.fullest.device_bytes
+    gain = seconds / after.times.seconds
     print(f"\nthe given layout takes {time_text(seconds)} a step and {shown(used)} of {shown(room)}")
     print(f"the first is {gain:.2f} times as fast:")
-    for line in reasons(given, first):
+    for line in reasons(before, after):
         print(f"  {line}")
 
 
 def _measure(search: Search, chosen: Sequence[Planned]) -> None:
-    """Train the layouts on this machine, and print what they take beside what the plan says."""
+    """Train the layouts on this machine, and print their measured and their planned times."""
     from megazero.commands.show import print_table
 
     kind = "cuda" if search.device.memory.apart else "cpu"
@@ -188,17 +188,18 @@ def _measure(search: Search, chosen: Sequence[Planned]) -> None:
         )
     measured = measured_steps([search.config(result.layout) for result in chosen], search.ranks, kind)
     rows = [
-        (str(number), str(result.layout), time_text(result.seconds), *_beside(result, real))
+        (
+            str(number),
+            str(result.layout),
+            time_text(result.seconds),
+            time_text(real.seconds),
+            f"{time_text(real.least)} to {time_text(real.most)}",
+            f"{result.seconds / real.seconds - 1:+.1%}",
+        )
         for number, (result, real) in enumerate(zip(chosen, measured, strict=True), 1)
     ]
     print("\nTrained on this machine, a step:\n")
     print_table(("", "layout", "planned", "measured", "in all rounds", "off"), rows, left=2)
-
-
-def _beside(result: Planned, real: Measured) -> tuple[str, str, str]:
-    """The median of what was measured, its ends, and by how much the plan is off."""
-    ends = f"{time_text(real.least)} to {time_text(real.most)}"
-    return time_text(real.seconds), ends, f"{result.seconds / real.seconds - 1:+.1%}"
 
 
 def _write(search: Search, chosen: Sequence[Planned], folder: Path) -> None:
@@ -217,6 +218,6 @@ def _kept(folder: Path, search: Search, *, anew: bool) -> KeptPlans:
 
 
 def _with_json(word: str, path: str, content: str) -> str:
-    """A word of a command line with a file's content for its path, if it is the path or a flag with it."""
+    """Replace the path of a file in an argument, `PATH` or `--flag=PATH`, by the file's content."""
     flag, sign, value = word.rpartition("=")
     return f"{flag}{sign}{content}" if value == path else word

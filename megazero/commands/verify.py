@@ -1,4 +1,4 @@
-"""The command `megazero verify`: does this configuration's layout train the same as a single process?"""
+"""The command `megazero verify`: check that a configuration's layout trains like a single process."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from megazero.config.tree.roles import Role
 from megazero.errors import ConfigError, MegazeroError
 from megazero.train.folders import read_folder
 from megazero.verify.compare import Deviation, compare
-from megazero.verify.record import STEPS, Record
+from megazero.verify.record import STEPS, Record, with_teacher
 from megazero.verify.run import run_alone, run_in_processes, run_in_threads
 from megazero.verify.shrink import shrink
-from megazero.verify.teacher import with_teacher
 
 _RANKS = 8
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build a parser of the command's own flags; all others are passed on as flags of pretrain_gpt.py."""
+    """Build a parser of the command's own flags; all others are flags of pretrain_gpt.py."""
     parser = argparse.ArgumentParser(
         prog="megazero verify",
         description="Train a few steps of your configuration, shrunk, on its own layout and in one process, "
@@ -72,22 +71,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def resolve(argv: Sequence[str], world_size: int | None, most: int | None = None) -> tuple[Config, int]:
-    """The user's configuration and its data-parallel size.
+    """Resolve the user's configuration; returns it and its data-parallel size.
 
-    Without a world size, there are two replicas, or one if the batch does not divide by two or so many ranks
-    are too many; more if experts need them.
+    Without a world size, there are two replicas; but one if the batch does not divide by two, or two would
+    need more than `most` ranks; and more if experts need them.
     """
-    given = _given(argv)
-    if not {"finetune.task", *(spec.path for spec in fields_with(Role.SOURCE))} & set(given):
+    settings = _settings(argv)
+    if not {"finetune.task", *(spec.path for spec in fields_with(Role.SOURCE))} & set(settings):
         argv = [*argv, "--mock-data"]  # no data is read, so none needs to be named
     if world_size is not None:
         config = _resolved(argv, world_size)
         return config, data_parallel_size(config, world_size)
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    replica = math.prod(max(1, given.get(f"parallel.{name}", 1)) for name in names)
-    tensor = given.get("parallel.tensor_model_parallel_size", 1)
-    slices = given.get("parallel.expert_tensor_parallel_size") or tensor
-    sharing = given.get("parallel.expert_model_parallel_size", 1) * slices
+    replica = math.prod(max(1, settings.get(f"parallel.{name}", 1)) for name in names)
+    tensor = settings.get("parallel.tensor_model_parallel_size", 1)
+    slices = settings.get("parallel.expert_tensor_parallel_size") or tensor
+    sharing = settings.get("parallel.expert_model_parallel_size", 1) * slices
     least = max(1, sharing // math.gcd(sharing, tensor))
     count = least if least > 1 or (most is not None and 2 * replica > most) else 2
     try:
@@ -97,11 +96,8 @@ def resolve(argv: Sequence[str], world_size: int | None, most: int | None = None
 
 
 def _resolved(argv: Sequence[str], ranks: int) -> Config:
-    return _without_files(parse_config(argv, world_size=ranks, reader=read_folder).config)
-
-
-def _without_files(config: Config) -> Config:
-    """The configuration; a fine-tuning's has the classes and the length that it would read from its files."""
+    """Resolve for `ranks` ranks; a fine-tuning gets the classes and the length that its files would give."""
+    config = parse_config(argv, world_size=ranks, reader=read_folder).config
     if config.finetune.task is None:
         return config
     task = task_of(config.finetune)
@@ -111,8 +107,8 @@ def _without_files(config: Config) -> Config:
     return config.model_copy(update=sections)
 
 
-def _given(argv: Sequence[str]) -> dict[str, Any]:
-    """The fields that a command line sets, by path; errors in it are reported when it is resolved."""
+def _settings(argv: Sequence[str]) -> dict[str, Any]:
+    """The values that a command line and its file set, by path; errors are reported when it is resolved."""
     flags = scan(argv)
     document = Document() if flags.config_file is None else read_file(flags.config_file)
     return {s.spec.path: s.value for s in [*document.settings, *flags.settings]}
@@ -154,13 +150,13 @@ def _verify_own(flags: argparse.Namespace, rest: list[str]) -> int:
 
 
 def serial_of(config: Config) -> Config:
-    """The same model and batch in one process: nothing sharded, nothing recomputed, sample by sample.
+    """The same model and batch in one process: nothing sharded, nothing recomputed, one sample at a time.
 
-    Samples that share rows do so here too, because they drop the same elements. So do those that share a
-    micro-batch where a router balances or limits what is in one.
+    The micro-batch stays where samples depend on the others in it: packed samples drop the same elements, and
+    some routers balance or limit the tokens of a micro-batch.
     """
-    together = config.data.bert_pack or balanced_by_micro_batch(config.model)
-    size = config.batch.micro_batch_size if together else 1
+    dependent = config.data.bert_pack or balanced_by_micro_batch(config.model)
+    size = config.batch.micro_batch_size if dependent else 1
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(

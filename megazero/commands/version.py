@@ -8,6 +8,6 @@ from megazero.version import VERSION
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the version, whatever follows."""
+    """Print the version; `argv` is ignored."""
     print(f"megazero {VERSION}")
     return 0

@@ -1,8 +1,8 @@
 """Build the libraries of kernels from csrc with ninja, once for each state of the sources.
 
-A library's name holds a hash of its sources and commands, and it appears under that name only when it is
-whole, so a build that was cut short is never taken for one that was not. The hash is of contents, not of
-places: a library that was built elsewhere, such as one from a wheel, is found by its name without a compiler.
+A library's name holds a hash of its sources and commands. The file gets that name only when it is complete,
+so an interrupted build is never used. The hash covers contents, not paths, so a library that was built
+elsewhere, such as one in a wheel, is found by its name without a compiler.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc" if (ROOT / "csrc").is_dir() else ROOT / "megazero" / "csrc"
 PREBUILT = Path(__file__).with_name("prebuilt")
 CUDA_LIBRARY = "megazero_cuda"
-# From the oldest to the newest. Code for one runs on devices of the same major version only.
+# From the oldest to the newest. Machine code runs on devices of the same major version only.
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 INSTALLED_TOOLKIT = Path("/usr/local/cuda")
-# Registers that do not suffice, and local memory, are warnings.
+# Warn of spilled registers and of local memory.
 _NVCC_CHECKS = "-Xptxas -v,-warn-spills,-warn-lmem-usage"
 _LOCK_POLL_S = 0.2
 
 
 class BuildError(MegazeroError):
-    """Kernels cannot be compiled: there is no compiler, no source, or an error in one."""
+    """Kernels cannot be compiled: the compiler or the sources are missing, or a source has an error."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class LibraryRecipe:
     Attributes:
         name: the library's name.
         sources: the files to compile.
-        compile: a command with `$in` and `$out`, as ninja has them, and `$compiler` and `$csrc`, which stand
-            for places that differ from machine to machine.
+        compile: a command with ninja's `$in` and `$out`, and with `$compiler` and `$csrc`, whose values
+            differ between machines and are not hashed.
         link: likewise, the command that links the objects into the library.
-        compiler: the path that `$compiler` stands for.
+        compiler: the path of `$compiler`.
         codes: the machine code (`sm_N`) and PTX (`compute_N`) in a library for GPUs.
     """
 
@@ -63,7 +63,7 @@ class LibraryRecipe:
     codes: tuple[str, ...] = ()
 
     def fingerprint(self) -> str:
-        """A hash of the commands, the sources and all of csrc's headers; `codes` are in the file's name."""
+        """Hash the commands, the sources and csrc's headers, but not `codes`, which the file's name has."""
         flags = [flag for flag in self.compile.split() if not flag.startswith("-gencode=")]
         digest = hashlib.sha256(f"{' '.join(flags)}\0{self.link}\0".encode())
         headers = [path for path in CSRC.rglob("*") if path.suffix in (".hpp", ".h")]
@@ -73,10 +73,9 @@ class LibraryRecipe:
         return digest.hexdigest()[:16]
 
     def file_name(self) -> str:
-        """The library's name, such as ``libmegazero_cuda-0123456789abcdef-sm_90+compute_90.so``."""
-        return (
-            "-".join([f"lib{self.name}", self.fingerprint(), *filter(None, ["+".join(self.codes)])]) + ".so"
-        )
+        """The file's name, such as ``libmegazero_cuda-0123456789abcdef-sm_90+compute_90.so``."""
+        suffix = f"-{'+'.join(self.codes)}" if self.codes else ""
+        return f"lib{self.name}-{self.fingerprint()}{suffix}.so"
 
 
 def kernel_sources() -> tuple[Path, ...]:
@@ -90,7 +89,7 @@ def kernel_sources() -> tuple[Path, ...]:
 
 
 def find_nvcc() -> Path | None:
-    """nvcc of $CUDA_HOME, on the PATH, where NVIDIA's installer puts it, or of a Python package."""
+    """Find nvcc in $CUDA_HOME, on the PATH, where NVIDIA installs it, or in a Python package."""
     homes = [Path(os.environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     on_path = shutil.which("nvcc")
     homes += [Path(on_path).parent] if on_path else []
@@ -100,9 +99,9 @@ def find_nvcc() -> Path | None:
 
 
 def known_architectures() -> tuple[str, ...]:
-    """The members of ARCHITECTURES that nvcc compiles for: before 12.8 it has no sm_100.
+    """The members of ARCHITECTURES that nvcc compiles for; before CUDA 12.8, sm_100 is not among them.
 
-    Raises BuildError without an nvcc that compiles for any of them.
+    Raises BuildError if there is no nvcc, or it compiles for none of them.
     """
     nvcc = _nvcc()
     try:
@@ -120,12 +119,12 @@ def known_architectures() -> tuple[str, ...]:
 
 
 def code_for(capability: tuple[int, int], architectures: Sequence[str]) -> str:
-    """The code that a device of that compute capability runs: the newest of `architectures` that suits it.
+    """The code to build for a device of that compute capability, out of `architectures`, oldest to newest.
 
-    `architectures` go from the oldest to the newest. Machine code (`sm_90`) suits devices of the same major
-    version and no older minor one. Other devices take the newest of `architectures` as PTX (`compute_90`),
-    which the driver compiles for any newer device (CUDA C++ Programming Guide, "Application Compatibility").
-    Raises BuildError if the device is older than all of them.
+    Machine code (`sm_90`) runs on devices of the same major version and of the same or a newer minor one.
+    Other devices get PTX (`compute_90`) of the newest architecture before theirs, which the driver compiles
+    (CUDA C++ Programming Guide, "Application Compatibility"). Raises BuildError if the device is older than
+    all of `architectures`.
     """
     numbers = {name: int(name.removeprefix("sm_")) for name in architectures}
     own = 10 * capability[0] + capability[1]
@@ -138,10 +137,10 @@ def code_for(capability: tuple[int, int], architectures: Sequence[str]) -> str:
 
 
 def cuda_recipe(codes: Sequence[str] | None = None) -> LibraryRecipe:
-    """The library that GPUs run: machine code for each `sm_N` of `codes`, PTX for each `compute_N`.
+    """The recipe of the library that GPUs run: machine code for each `sm_N` of `codes`, PTX for `compute_N`.
 
-    By default that is machine code for all of `known_architectures()`. PTX of the newest is always there,
-    for devices newer than all of them. Raises BuildError without nvcc or sources.
+    `codes` are `known_architectures()` by default. PTX of the newest is always included, for devices newer
+    than all of them. Raises BuildError without nvcc or sources.
     """
     nvcc = _nvcc()
     return _cuda_recipe(tuple(codes) if codes is not None else known_architectures(), str(nvcc))
@@ -151,7 +150,7 @@ def _cuda_recipe(codes: Sequence[str], nvcc: str) -> LibraryRecipe:
     newest = max(map(_virtual, codes), key=lambda code: int(code.removeprefix("compute_")))
     machine = [code for code in codes if code != newest]
     generated = [f"-gencode=arch={_virtual(code)},code={code}" for code in (*machine, newest)]
-    # Profilers show lines of source beside samples; machine code is the same.
+    # -lineinfo lets profilers show source lines, and leaves the machine code as it is.
     flags = f"-std=c++17 -O3 -lineinfo -I $csrc {' '.join(generated)} -Xcompiler -fPIC {_NVCC_CHECKS}"
     return LibraryRecipe(
         CUDA_LIBRARY,
@@ -164,30 +163,24 @@ def _cuda_recipe(codes: Sequence[str], nvcc: str) -> LibraryRecipe:
 
 
 def built_cuda_library(capability: tuple[int, int], folders: Sequence[Path] | None = None) -> Path | None:
-    """The library of the present sources that has already been built for a device; None if there is none.
+    """Find a built library of the present sources that a device of that capability runs; None without one.
 
-    Args:
-        capability: the device's compute capability.
-        folders: the folders to search; by default that of the package's own libraries, then
-            `library_folder()`.
-
-    Raises:
-        BuildError: this installation came without sources, so nothing says which library belongs to them.
+    `folders` are `PREBUILT` and `library_folder()` by default. Raises BuildError if this installation has no
+    sources, and so no hash to look for.
     """
     fingerprint = _cuda_recipe(ARCHITECTURES, "").fingerprint()
     for folder in folders if folders is not None else (PREBUILT, library_folder()):
-        fitting = []
+        best: tuple[int, Path | None] = (0, None)
         for path in sorted(folder.glob(f"lib{CUDA_LIBRARY}-{fingerprint}-*.so")):
-            codes = path.stem.rpartition("-")[2].split("+")
-            fitting += [(_fit(capability, code), path) for code in codes]
-        best = max(fitting, default=(0, None), key=lambda pair: pair[0])
-        if best[0]:
+            for code in path.stem.rpartition("-")[2].split("+"):
+                best = max(best, (_fit(capability, code), path), key=lambda pair: pair[0])
+        if best[1] is not None and best[0]:
             return best[1]
     return None
 
 
 def _fit(capability: tuple[int, int], code: str) -> int:
-    """A score for how well code suits a device: 0 if it does not, 1 for PTX, more for newer machine code."""
+    """Score how well code suits a device: 0 if it cannot run, 1 for PTX, more for newer machine code."""
     kind, _, number = code.partition("_")
     own, version = 10 * capability[0] + capability[1], int(number)
     if version > own:
@@ -198,7 +191,7 @@ def _fit(capability: tuple[int, int], code: str) -> int:
 
 
 def _virtual(architecture: str) -> str:
-    """The architecture that PTX is for, such as compute_90 for sm_90."""
+    """The name of an architecture's PTX: compute_90 for sm_90."""
     return architecture.replace("sm_", "compute_")
 
 
@@ -213,7 +206,7 @@ def _nvcc() -> Path:
 
 
 def on_cpu_recipe(sources: Sequence[Path] | None = None) -> LibraryRecipe:
-    """The library that runs kernels on the CPU: the kernels of csrc, or of `sources`.
+    """The recipe of the library that runs the kernels of csrc, or of `sources`, on the CPU.
 
     Raises BuildError without a C++ compiler or without sources.
     """
@@ -233,22 +226,22 @@ def on_cpu_recipe(sources: Sequence[Path] | None = None) -> LibraryRecipe:
 
 
 def library_folder() -> Path:
-    """The folder of built libraries: in the repository if it is writable, else in the user's cache."""
+    """The folder for built libraries: in the repository if it is writable, else in the user's cache."""
     if (ROOT / "csrc").is_dir() and os.access(ROOT, os.W_OK):
         return ROOT / "build" / "kernels"
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megazero" / "kernels"
 
 
 def path_of(recipe: LibraryRecipe, folder: Path | None = None) -> Path:
-    """The path that the recipe's library has once it is built."""
+    """The path of the recipe's library, built or not."""
     return (folder or library_folder()) / recipe.file_name()
 
 
 def build(recipe: LibraryRecipe, folder: Path | None = None) -> Path:
-    """Build the recipe's library unless it exists, and return its path.
+    """Build the recipe's library unless it exists; returns its path.
 
-    Of several processes, one builds and the others wait. Raises BuildError with the compiler's output if the
-    build fails.
+    If several processes call this, one builds and the others wait. Raises BuildError with the compiler's
+    output if the build fails.
     """
     target = path_of(recipe, folder)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -267,17 +260,16 @@ def build(recipe: LibraryRecipe, folder: Path | None = None) -> Path:
 
 
 def refuse_warnings(library: Path) -> None:
-    """Raise BuildError if the compiler warned of anything when it made a library that `build` returned.
+    """Raise BuildError if the compiler warned when `build` made a library.
 
-    Users get a library with warnings: another compiler that needs two registers more makes kernels slower,
-    and without the library there are none.
+    `build` itself accepts warnings, because a slow kernel with a spilled register is better than none.
     """
     lines = library.with_suffix(".log").read_text(encoding="utf-8").splitlines()
-    # Lines in brackets are ninja's.
+    # ninja's own lines begin with a bracket.
     warnings = [line for line in lines if re.search(r"\bwarning\b", line) and not line.startswith("[")]
     if warnings:
-        words = "\n".join(warnings)[-4000:]
-        raise BuildError(f"The library `{library.name}` must compile without a warning, but has:\n{words}")
+        text = "\n".join(warnings)[-4000:]
+        raise BuildError(f"The library `{library.name}` must compile without a warning, but has:\n{text}")
 
 
 def _run_ninja(recipe: LibraryRecipe, target: Path) -> None:
@@ -286,12 +278,11 @@ def _run_ninja(recipe: LibraryRecipe, target: Path) -> None:
         places = {"compiler": recipe.compiler, "csrc": str(CSRC)}
         lines = [f"{name} = {shlex.quote(place).replace('$', '$$')}" for name, place in places.items()]
         lines += [f"rule compile\n  command = {recipe.compile}", f"rule link\n  command = {recipe.link}"]
-        lines += [
-            f"build {o}: compile {_escaped(path)}" for o, path in zip(objects, recipe.sources, strict=True)
-        ]
+        pairs = zip(objects, recipe.sources, strict=True)
+        lines += [f"build {object_}: compile {_escaped(path)}" for object_, path in pairs]
         lines += [f"build library.so: link {' '.join(objects)}", "default library.so"]
         (Path(scratch) / "build.ninja").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        ended = subprocess.run([*_ninja(), "-C", scratch], capture_output=True, text=True)
+        ended = subprocess.run([_ninja(), "-C", scratch], capture_output=True, text=True)
         if ended.returncode != 0:
             lines = ended.stdout.splitlines()
             complaints = [line for line in lines if re.search("(error|warning) *:", line)] or lines
@@ -306,10 +297,10 @@ def _escaped(path: object) -> str:
     return re.sub(r"([$ :])", r"$\1", str(path))
 
 
-def _ninja() -> list[str]:
-    """The command of ninja: the Python package's, or one on the PATH."""
+def _ninja() -> str:
+    """The path of ninja: beside this Python, or on the PATH."""
     beside = Path(sys.executable).with_name("ninja")
     ninja = str(beside) if beside.is_file() else shutil.which("ninja")
     if ninja is None:
         raise BuildError("`ninja` must be there to build kernels, but is not; run `pip install ninja`.")
-    return [ninja]
+    return ninja

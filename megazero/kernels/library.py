@@ -18,23 +18,23 @@ _Made = TypeVar("_Made")
 DTYPE_CODES = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat16: 2})
 _C_TYPES = MappingProxyType({"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double})
 
-# The most groups of rows with sums of their own where kernels run on the CPU; a multiple of the rows that
-# share a block (csrc/common/cuda_rows.hpp).
+# On the CPU, the most groups of rows that are summed separately; a multiple of the rows that share a block
+# (csrc/common/cuda_rows.hpp).
 MOST_GROUPS = 8
-_MOST_SIZES = 4096  # that a library remembers
+_MOST_SIZES = 4096  # cached answers about workspaces
 
-# An argument of a launch; `KernelLibrary.launch` says what the kernel gets.
+# An argument of a launch; `KernelLibrary.launch` says what the kernel gets for it.
 Argument = Tensor | torch.dtype | float | None | Sequence[Tensor | None] | Sequence[int] | Sequence[float]
 
 
 class KernelLibrary:
     """The functions `megazero_cuda_<name>` of a shared library.
 
-    A function's parameters are addresses, integers and doubles, and a stream last. The library says which for
-    each function, so a call with the wrong number or kind of arguments is an error of Python's.
+    A function takes addresses, integers and doubles, and a stream last. The library states each function's
+    signature, so ctypes refuses a call with the wrong number or kind of arguments.
 
     Attributes:
-        path: the library's file, whose name says what it was built from and for.
+        path: the library's file; its name holds a hash of the sources, and the architectures.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,20 +47,19 @@ class KernelLibrary:
         self._made: dict[object, Any] = {}
 
     def driver_error(self) -> str | None:
-        """The reason, in CUDA's words, why this machine's driver cannot run the library; None if it can."""
+        """CUDA's message if this machine's driver cannot run the library; None if it can."""
         code = self._library.megazero_cuda_driver_error()
         return None if code == 0 else self._error_text(code)
 
     def launch(self, name: str, *arguments: Argument) -> None:
         """Run kernel `name` on the current stream of the device that its tensors are on.
 
-        An argument is a tensor (its address is passed; it must be contiguous), None (address 0), a dtype (its
-        code), an int or a float; or a sequence of tensors and None, of ints or of floats: an array of them in
-        host memory.
+        A contiguous tensor is passed as its address, None as address 0, a dtype as its code, an int or a
+        float as it is, and a sequence of tensors and None, of ints or of floats as an array in host memory.
 
         Raises:
             RuntimeError: CUDA refuses the launch.
-            ValueError: a tensor is not contiguous, or they are not on one device.
+            ValueError: a tensor is not contiguous, or the tensors are not all on one device.
             ctypes.ArgumentError, TypeError: the function does not take these arguments.
         """
         function = self._functions.get(name) or self._function(name)
@@ -83,33 +82,33 @@ class KernelLibrary:
             raise RuntimeError(f"the kernel `{name}` must start, but CUDA says: {text} ({code}).")
 
     def once(self, key: object, make: Callable[[], _Made]) -> _Made:
-        """The result of `make()`, which is called once for each key: what calls of these kernels share."""
+        """Return `make()`, called once per key: buffers and tables that launches of this library share."""
         if key not in self._made:
             self._made[key] = make()
         made: _Made = self._made[key]
         return made
 
     def column_groups(self, count: int, width: int) -> int:
-        """The number of groups in the fp32 workspace [groups, width] in which kernels sum `count` rows."""
+        """The number of row groups in the fp32 workspace [groups, width] for summing `count` rows."""
         return self._size("column_groups", count, width)
 
     def column_counters(self, groups: int, width: int) -> int:
-        """The number of int32 counters with which that many groups complete their sums.
+        """The number of int32 counters by which the last of `groups` groups is known, which adds up all sums.
 
-        Forward clears them, and backward leaves them clear.
+        Forward clears the counters, and backward leaves them clear.
         """
         return self._size("column_counters", groups, width)
 
     def _size(self, name: str, *sizes: int) -> int:
         key = (name, *sizes)
-        if len(self._sizes) > _MOST_SIZES:  # rows may be others at each call, as those of experts are
+        if len(self._sizes) > _MOST_SIZES:  # experts, for one, have another number of rows in each call
             self._sizes.clear()
         if key not in self._sizes:
             self._sizes[key] = self._function(name)(*sizes)
         return self._sizes[key]
 
     def _start(self, function: Any, values: list[Any], device: int) -> int:
-        """Call the function for a device, by its number, and return CUDA's code."""
+        """Call the function on a device's current stream; returns CUDA's code."""
         if device == torch.cuda.current_device():
             code: int = function(*values, current_stream(device))
             return code
@@ -129,40 +128,37 @@ class KernelLibrary:
 
 
 class LaunchWatch(TorchDispatchMode):
-    """Sees operators of torch, as any such mode does, and the kernels of a device that is planned for."""
+    """A dispatch mode that also sees the launches of `StillKernels`."""
 
     def launched(self, name: str, arguments: Sequence[Argument]) -> None:
-        """Take note of a launch on this thread, as `KernelLibrary.launch` was asked for it."""
+        """Record a launch on this thread, with the arguments of `KernelLibrary.launch`."""
         raise NotImplementedError
 
 
 class StillKernels(KernelLibrary):
-    """Kernels of a device that is planned for: nothing is launched, and results have no content.
-
-    A `LaunchWatch` around the call is told.
-    """
+    """Kernels of a device that a plan imitates: nothing runs, but a `LaunchWatch` sees each launch."""
 
     def __init__(self) -> None:
         """Load nothing."""
         self._made = {}
 
     def launch(self, name: str, *arguments: Argument) -> None:
-        """Tell those who watch this thread."""
+        """Report the launch to every `LaunchWatch` on this thread."""
         for mode in _get_current_dispatch_mode_stack():
             if isinstance(mode, LaunchWatch):
                 mode.launched(name, arguments)
 
     def column_groups(self, count: int, width: int) -> int:
-        """The most that a small device takes."""
+        """As many as a small device takes."""
         return MOST_GROUPS
 
     def column_counters(self, groups: int, width: int) -> int:
-        """One, since a few bytes do not matter."""
+        """One, because a plan need not count a few bytes."""
         return 1
 
 
 def current_stream(device: int) -> int:
-    """The address of a device's current stream; torch's `Stream` objects take several microseconds."""
+    """The address of a device's current stream; to make a `Stream` object would take microseconds."""
     stream: int = torch._C._cuda_getCurrentRawStream(device)
     return stream
 
@@ -177,7 +173,7 @@ def tensors_among(arguments: Sequence[Argument]) -> Iterator[Tensor]:
 
 
 def _address(tensor: Tensor, devices: set[int]) -> int:
-    """A tensor's address. Its device joins `devices`: a number, -1 for the CPU."""
+    """Return a tensor's address, and add its device's number, -1 for the CPU, to `devices`."""
     if not tensor.is_contiguous():
         raise ValueError(f"kernels must get contiguous tensors, but one has the strides {tensor.stride()}")
     devices.add(tensor.get_device())
@@ -195,13 +191,13 @@ def _code(dtype: torch.dtype, devices: set[int]) -> int:
 
 
 def _other(argument: Any, devices: set[int]) -> Any:
-    """The words of a launch for an argument of a type that few have, such as a tensor's subclass."""
+    """Convert an argument of a rare type, such as a subclass of Tensor."""
     if isinstance(argument, Tensor):
         return _address(argument, devices)
     return argument if isinstance(argument, (int, float)) else _array(argument, devices)
 
 
-# A launch has ten arguments and more: their types are looked up rather than asked for one after the other.
+# A launch has ten arguments and more, and one look-up by type is faster than a chain of isinstance.
 _AS_THEY_ARE = frozenset({type(None), int, float, bool})
 _CONVERTED: MappingProxyType[type, Callable[[Any, set[int]], Any]] = MappingProxyType(
     {Tensor: _address, nn.Parameter: _address, torch.dtype: _code, list: _array, tuple: _array}

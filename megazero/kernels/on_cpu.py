@@ -1,6 +1,6 @@
-"""The kernels on the CPU: the sources of csrc/*/cuda.cu, compiled by a C++ compiler, run and watched.
+"""Run csrc/*/cuda.cu on the CPU, compiled by a C++ compiler, and count what each kernel does.
 
-csrc/common/cuda_on_cpu.h says what is imitated, and csrc/common/on_cpu/watch.hpp what is counted.
+csrc/common/cuda_on_cpu.h imitates CUDA, and csrc/common/on_cpu/watch.hpp counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megazero.kernels.library import MOST_GROUPS, Argument, KernelLibrary, tenso
 
 
 class ThreadOrder(enum.Enum):
-    """The order in which a block's threads take turns: a kernel that lacks a barrier gives other results."""
+    """The order in which a block's threads run; without a needed barrier, results depend on it."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -29,13 +29,12 @@ class MemoryCounts:
     """A kernel's accesses of memory.
 
     Attributes:
-        bytes_read, bytes_written: bytes that its threads read from and wrote to device memory, without cached
-            reads.
+        bytes_read, bytes_written: bytes of device memory that threads read and wrote, without cached reads.
         cached_bytes: distinct bytes read from tensors that stay in the device's cache (a norm's weight).
-        sectors: 32-byte sectors that the warps' accesses touched, cached reads left out.
-        ideal_sectors: the fewest that the same bytes fit in.
+        sectors: 32-byte sectors that warps touched, without cached reads.
+        ideal_sectors: the fewest sectors that the same bytes fit in.
         shared_accesses: accesses of shared memory by warps.
-        bank_conflicts: further turns that those took because lanes met in a bank.
+        bank_conflicts: further cycles that these accesses took because lanes met in a bank.
     """
 
     bytes_read: int
@@ -48,20 +47,20 @@ class MemoryCounts:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes read and written, cached ones once."""
+        """Bytes read and written, and each cached byte once."""
         return self.bytes_read + self.bytes_written + self.cached_bytes
 
 
 @dataclass(frozen=True)
 class MistakeCounts:
-    """How often a kernel did something that none may do.
+    """How often a kernel did what no kernel may do.
 
     Attributes:
-        races: accesses of one address by two threads, one of them a write, that nothing orders.
-        divergent_barriers: barriers or warp operations that some of their threads did not reach.
+        races: accesses of one address by two threads, one of them a write, without a barrier between.
+        divergent_barriers: barriers or warp operations that some threads did not reach.
         out_of_bounds: accesses outside of the tensors and shared arrays.
         misaligned: accesses at addresses that are no multiple of their size.
-        unwritten_reads: reads of shared memory before anybody wrote it.
+        unwritten_reads: reads of shared memory that no thread had written.
         bad_launches: launches that exceed a device's limits.
     """
 
@@ -74,7 +73,7 @@ class MistakeCounts:
 
     @property
     def total(self) -> int:
-        """All of them together."""
+        """The sum of all counts."""
         return sum(asdict(self).values())
 
 
@@ -83,11 +82,11 @@ class KernelCounts:
     """Counts of what one kernel did over all its launches.
 
     Attributes:
-        launches: the number of its launches.
+        launches: number of launches.
         threads_per_block: the most threads of a block.
         shared_bytes: the most shared memory of a block, static and dynamic.
-        memory: its accesses of memory.
-        mistakes: what it did wrong.
+        memory: counts of memory accesses.
+        mistakes: counts of forbidden actions.
     """
 
     launches: int
@@ -98,7 +97,7 @@ class KernelCounts:
 
     @classmethod
     def read(cls, counts: Mapping[str, int]) -> KernelCounts:
-        """The counts as the library reports them, by their names."""
+        """Parse the counts that the library reports by name."""
         own, memory, mistakes = (
             {field.name: counts[field.name] for field in fields(kind) if field.name in counts}
             for kind in (cls, MemoryCounts, MistakeCounts)
@@ -108,14 +107,14 @@ class KernelCounts:
 
 @dataclass(frozen=True)
 class WatchReport:
-    """The counts of each kernel, and the first faults in words."""
+    """The counts of each kernel, and a sentence for each of the first faults."""
 
     kernels: dict[str, KernelCounts]
     faults: tuple[str, ...]
 
 
 class WatchedLibrary(KernelLibrary):
-    """Kernels that run on the CPU, on its tensors, and may touch only the tensors that they are given."""
+    """Kernels that run on the CPU, on CPU tensors; an access outside of a launch's tensors is a fault."""
 
     def __init__(self, path: Path, order: ThreadOrder = ThreadOrder.FORWARD, seed: int = 0) -> None:
         """Load the library; a block's threads run in `order`, shuffled by `seed`."""
@@ -126,11 +125,11 @@ class WatchedLibrary(KernelLibrary):
         self._library.megazero_on_cpu_order.argtypes = [ctypes.c_int64, ctypes.c_int64]
 
     def column_groups(self, count: int, width: int) -> int:
-        """The library's number, at most MOST_GROUPS, so that small inputs have several rows to a group."""
+        """As the library says, but at most MOST_GROUPS, so that small inputs have several rows per group."""
         return min(super().column_groups(count, width), MOST_GROUPS)
 
     def launch(self, name: str, *arguments: Argument) -> None:
-        """Launch like `KernelLibrary.launch`, with the arguments' memory declared to the watch."""
+        """Launch as `KernelLibrary.launch` does; the kernel may touch the memory of the arguments alone."""
         for tensor in tensors_among(arguments):
             if tensor.numel():
                 size = tensor.numel() * tensor.element_size()

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.errors import HostWaitError
-from megazero.host_memory import AT_ONCE
+from megazero.host_memory import STAGED_COPY_BYTES
 
 _PACKAGE = Path(__file__).parents[1]
 # They read, and send, for whoever calls them.
@@ -130,7 +130,7 @@ class _Methods(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _METHODS:
             if kwargs.get("non_blocking"):
-                if args[0].nbytes > AT_ONCE and not (args[0].is_cuda or args[0].is_pinned()):
+                if args[0].nbytes > STAGED_COPY_BYTES and not (args[0].is_cuda or args[0].is_pinned()):
                     self._waits.add(_PAGEABLE)
             elif name != "to":
                 self._waits.add("reads numbers")

@@ -1,1 +1,1 @@
-"""A training on paper: what it needs, takes and moves, found by its own code on the meta device."""
+"""plan: the memory, traffic and time of a training, found by running its code on the meta device."""

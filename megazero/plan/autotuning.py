@@ -1,4 +1,4 @@
-"""DeepSpeed's section `autotuning`: the bounds of a search that a JSON gives."""
+"""DeepSpeed's section `autotuning`: the bounds of a search for layouts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import base64
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from megazero.config.deepspeed.load import load_json
 from megazero.errors import ConfigError
@@ -14,22 +13,24 @@ from megazero.plan.tuning import SIZES, Space
 
 _BOUNDS = ("min_train_micro_batch_size_per_gpu", "max_train_micro_batch_size_per_gpu")
 _COUNTS = (*_BOUNDS, "mp_size", "tuner_num_trials", "tuner_early_stopping")
-_HEARD = ("enabled", "results_dir", "overwrite", "metric", *_COUNTS)
+_USED = ("enabled", "results_dir", "overwrite", "metric", *_COUNTS)
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 
 @dataclass(frozen=True)
 class Autotuning:
-    """The section, as far as it means something to a search on paper.
+    """The parts of the section that a search by planning uses.
 
     Attributes:
-        space: micro-batches from the bounds or the list that the JSON gives, tensor ranks from `mp_size`.
+        space: micro-batches from the JSON's bounds or list, tensor-parallel ranks from `mp_size`.
         plans: the most layouts to plan, `tuner_num_trials`.
-        patience: stop after so many plans in a row that are not the best so far, `tuner_early_stopping`.
-        folder: where the results go, `results_dir`.
-        anew: whether results that are there are forgotten, `overwrite`.
-        unheard: keys without effect: those of experiments, of which there are none.
-        rest: the JSON without the section, in base64, as `--deepspeed_config` takes it; None without one.
+        patience: the plans in a row that are not the best so far, after which to stop,
+            `tuner_early_stopping`.
+        folder: where results are written, `results_dir`.
+        anew: whether to discard earlier results, `overwrite`.
+        ignored: keys without effect, such as those about experiments, which this search does not make.
+        rest: the JSON without the section, in base64, as `--deepspeed_config` takes it; None without a
+            section.
     """
 
     space: Space = field(default_factory=Space)
@@ -37,15 +38,15 @@ class Autotuning:
     patience: int | None = None
     folder: str | None = None
     anew: bool = False
-    unheard: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     rest: str | None = None
 
     @classmethod
     def read(cls, path: str) -> Autotuning:
-        """The section of a DeepSpeed file; without one that is enabled, nothing is given.
+        """Read the section of a DeepSpeed file; all defaults if it is missing or not enabled.
 
         Raises:
-            ConfigError: a value of it has another type.
+            ConfigError: a value has another type, or the bounds leave no micro-batch.
         """
         document, problems = load_json(path)
         section = document.get("autotuning", {})
@@ -65,17 +66,18 @@ class Autotuning:
             section.get(key, default) for key, default in zip(_BOUNDS, (1, SIZES[-1]), strict=True)
         )
         sizes = document.get(_MICRO_BATCH, "auto")
-        given = sizes if isinstance(sizes, list) else [sizes] if _is_count(sizes) else _powers(most)
-        if not given:
+        powers = [2**i for i in range(most.bit_length())]
+        candidates = sizes if isinstance(sizes, list) else [sizes] if _is_count(sizes) else powers
+        if not candidates:
             raise ConfigError(f"`{_MICRO_BATCH}` must be a list of positive integers, but is empty")
-        for size in given:
+        for size in candidates:
             if not _is_count(size):
                 raise ConfigError(f"`{_MICRO_BATCH}` must be a list of positive integers, but has {size!r}")
-        kept = tuple(size for size in given if least <= size <= most)
+        kept = tuple(size for size in candidates if least <= size <= most)
         if not kept:
             raise ConfigError(
                 f"`autotuning.{_BOUNDS[0]}` and `autotuning.{_BOUNDS[1]}` must leave a micro-batch, but "
-                f"none of {', '.join(map(str, given))} is from {least} to {most}; widen them"
+                f"none of {', '.join(map(str, candidates))} is from {least} to {most}; widen them"
             )
         space = Space(kept, tensor=section.get("mp_size"))
         rest = {key: value for key, value in document.items() if key != "autotuning"}
@@ -87,14 +89,10 @@ class Autotuning:
             section.get("tuner_early_stopping"),
             section.get("results_dir"),
             section.get("overwrite") is True,
-            tuple(key for key in section if key not in _HEARD),
+            tuple(key for key in section if key not in _USED),
             base64.b64encode(json.dumps(rest).encode()).decode(),
         )
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _powers(most: int) -> list[int]:
-    return [2**i for i in range(most.bit_length()) if 2**i <= most]

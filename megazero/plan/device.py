@@ -1,8 +1,8 @@
-"""A device as data: what it computes, holds and moves, and at which rates programs have seen it do so.
+"""A device as data: its sizes, its peaks, and the rates that programs have reached on it.
 
-The devices of this folder's ``devices`` are known by name; others are files of the same form, as `megazero
-profile` writes them. Each key ends with its unit. TFLOP are 10^12, GB 10^9 and GiB 2^30; a Gbit is an eighth
-of a GB; the rate of a link is that of one way.
+The devices in the folder ``devices`` are known by name; others are files of the same form, such as `megazero
+profile` writes. Each key ends with its unit. A TFLOP is 10^12 FLOPs, a GB 10^9 bytes, a GiB 2^30 bytes and a
+Gbit an eighth of a GB. The rate of a link is the rate in one direction.
 """
 
 from __future__ import annotations
@@ -14,192 +14,37 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import (
-    ConfigDict,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import TypeAdapter, ValidationError
 
 from megazero.errors import ConfigError
+from megazero.plan.hardware import BetweenNodes, Compute, Curve, HostMachine, InsideNode, Memory, Strict
 from megazero.regular_file import read_regular_text, why_unreadable
 
-MIB = 2**20
 _FOLDER = Path(__file__).with_name("devices")
+_PARTS = frozenset(("compute", "memory", "inside_node", "between_nodes", "host", "sources"))
 _LINK_GB_PER_S = (20, 25, 25, 25, 50)
-"""One way over one link of NVLink, by generation from the first; the second is V100's."""
-
-
-class _Strict:
-    """How documents are read: no key that is not known, and no number that is none."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+"""The rate of one NVLink link in one direction, by generation from the first; the second is V100's."""
 
 
 @dataclass(frozen=True)
-class Curve(_Strict):
-    """The rate at which payloads of some sizes went, by MiB; `alpha_us` is the time of the smallest."""
-
-    alpha_us: NonNegativeFloat
-    gb_per_s_by_mib: dict[PositiveFloat, PositiveFloat]
-
-    def seconds(self, nbytes: float, times: float = 1) -> float:
-        """The time for `nbytes` that go over the link `times` times.
-
-        It is linear between the sizes; beyond the largest one, its rate stays.
-        """
-        left, start = 0.0, self.alpha_us * 1e-6
-        for mib, rate in sorted(self.gb_per_s_by_mib.items()):
-            right, end = mib * MIB, max(times * mib * MIB / (rate * 1e9), start)
-            if nbytes <= right:
-                return start + (end - start) * (nbytes - left) / (right - left)
-            left, start = right, end
-        return start * nbytes / left
-
-    def scaled(self, by: float) -> Curve:
-        """The curve of a link that is `by` times as fast."""
-        return replace(self, gb_per_s_by_mib={mib: by * rate for mib, rate in self.gb_per_s_by_mib.items()})
-
-
-@dataclass(frozen=True)
-class Tiles(_Strict):
-    """How products are cut into tiles, of which each processor takes one at a time.
-
-    Attributes:
-        mnk: sizes of a tile. m and n may be swapped, and a partial tile costs more.
-        processors: 0 where products are not cut like this, as on a CPU.
-        alignment_reached_share: the share of its rate that a product reaches, by the largest power of two
-            that divides both n and k; 1 for what is not there.
-    """
-
-    mnk: tuple[PositiveInt, PositiveInt, PositiveInt]
-    processors: NonNegativeInt
-    alignment_reached_share: dict[PositiveInt, PositiveFloat]
-
-    def filled(self, m: int, n: int, k: int, batch: int = 1) -> float:
-        """The share of the processors' time that works on the product: the rest is padding and last waves.
-
-        A library chooses among whole and half tiles, and may split k among processors, which costs.
-        """
-        if not self.processors:
-            return 1.0
-        long, short, deep = self.mnk
-        options = []
-        for rows, columns, worth in ((long, short, 1.0), (short, long, 1.0), (short, short, 0.93)):
-            tiles = -(-m // rows) * -(-n // columns) * batch
-            for splits in (1, 2, 4) if k >= 2048 else (1,):
-                waves = -(-tiles * splits // self.processors)
-                used = m * n * batch * splits / (waves * self.processors * rows * columns)
-                options.append(used * worth * 0.92 ** (splits.bit_length() - 1))
-        return max(options) * k / (-(-k // deep) * deep)
-
-
-@dataclass(frozen=True)
-class Compute(_Strict):
-    """Arithmetic.
-
-    Attributes:
-        peak_tflop_per_s: by torch's name of the dtype, without sparsity; float32 is TF32 where there is one.
-        matmul_mnk_tflop_per_s: rows (m, n, k, rate reached) by dtype.
-        matmul_like: for a dtype without rows, the one whose rows count, and how many times as fast it is.
-        attention_tflop_per_s: what fused attention reaches (forward, backward), by dtype.
-        tiles: how a product is cut for the processors.
-        launch_us: what each kernel, or operator on a CPU, costs on top.
-        reached_in_training: the share of these rates, and of the memory's, that a whole training reaches.
-    """
-
-    peak_tflop_per_s: dict[str, PositiveFloat]
-    matmul_mnk_tflop_per_s: dict[str, list[tuple[PositiveInt, PositiveInt, PositiveInt, PositiveFloat]]]
-    matmul_like: dict[str, tuple[str, PositiveFloat]]
-    attention_tflop_per_s: dict[str, tuple[PositiveFloat, PositiveFloat]]
-    tiles: Tiles
-    launch_us: NonNegativeFloat
-    reached_in_training: PositiveFloat
-
-
-@dataclass(frozen=True)
-class Memory(_Strict):
-    """A device's memory: its size as the driver reports it, and what no allocator of torch's ever has.
-
-    Attributes:
-        size_gib, outside_allocator_gib: context, communicators, workspaces and fragments are outside.
-        bandwidth_gb_per_s: the datasheet's.
-        reached_share: what kernels that only move data reach of it.
-        apart: whether it is apart from the host's; if not, a plan can run the kernels.
-    """
-
-    size_gib: PositiveFloat
-    outside_allocator_gib: NonNegativeFloat
-    bandwidth_gb_per_s: PositiveFloat
-    reached_share: PositiveFloat
-    apart: bool = True
-
-
-@dataclass(frozen=True)
-class InsideNode(_Strict):
-    """Ranks that reach each other without a network.
-
-    Attributes:
-        ranks: the number of them: a node's, or an NVLink domain's.
-        nvlink_generation, nvlink_links, nvlink_gb_per_s_one_way: 0 where there is no NVLink.
-        nvls_from_ranks: the smallest group whose sums a switch makes; 0 for none.
-        collectives: the bus bandwidth (as nccl-tests defines it) by operation and number of ranks, by the
-            size of the larger side.
-        message: one message between two ranks.
-    """
-
-    ranks: PositiveInt
-    nvlink_generation: NonNegativeInt
-    nvlink_links: NonNegativeInt
-    nvlink_gb_per_s_one_way: NonNegativeFloat
-    nvls_from_ranks: NonNegativeInt
-    collectives: dict[str, dict[PositiveInt, Curve]]
-    message: Curve
-
-
-@dataclass(frozen=True)
-class BetweenNodes(_Strict):
-    """The network; the curves are of what one rank's share of its node's NICs carries."""
-
-    nic_gbit_per_s_per_rank: PositiveFloat
-    collective: Curve
-    message: Curve
-
-
-@dataclass(frozen=True)
-class Host(_Strict):
-    """The computer around the devices: its memory and disks, which its devices share."""
-
-    devices: PositiveInt
-    link_gb_per_s_one_way: PositiveFloat
-    memory_gib: PositiveFloat
-    memory_gb_per_s: PositiveFloat
-    nvme_read_gb_per_s: PositiveFloat
-    nvme_write_gb_per_s: PositiveFloat
-
-
-@dataclass(frozen=True)
-class Device(_Strict):
-    """All that a plan knows of a device; `sources` says, key by key or for a whole part, who measured it."""
+class Device(Strict):
+    """All that a plan knows of a device; `sources` says where each key, or each part, is from."""
 
     name: str
     compute: Compute
     memory: Memory
     inside_node: InsideNode
     between_nodes: BetweenNodes
-    host: Host
+    host: HostMachine
     sources: dict[str, str]
 
     @classmethod
     def load(cls, name: str | Path) -> Device:
-        """Read the device that is called `name`, or that the file `name` describes.
+        """Read the known device `name`, or the file `name`.
 
         Raises:
-            ConfigError: there is no such device or file; or it has keys that are missing, unknown, without a
-                source or implausible, all of which are listed.
+            ConfigError: there is no such device or file; or keys are missing, unknown, without a source or
+                implausible, all of which are listed.
         """
         path = _FOLDER / f"{name}.json"
         if str(name) not in known_devices():
@@ -213,7 +58,7 @@ class Device(_Strict):
 
     @classmethod
     def of(cls, document: Mapping[str, Any], where: str = "the device") -> Device:
-        """The device that a document describes; `where` names it in errors.
+        """Read a device from a document, which errors call `where`.
 
         Raises:
             ConfigError: as for `load`.
@@ -234,14 +79,14 @@ class Device(_Strict):
 
     @property
     def allocator_bytes(self) -> int:
-        """The bytes that torch's allocator can have."""
+        """The bytes that torch's allocator can use."""
         return int((self.memory.size_gib - self.memory.outside_allocator_gib) * 2**30)
 
     def peak_flop_per_s(self, dtype: str) -> float:
-        """The peak for a dtype, which utilizations are shares of.
+        """The peak rate of matrix products of a dtype.
 
         Raises:
-            ConfigError: the device does not multiply such numbers.
+            ConfigError: the device has no rate for the dtype.
         """
         if dtype not in self.compute.peak_tflop_per_s:
             raise ConfigError(
@@ -251,14 +96,14 @@ class Device(_Strict):
         return self.compute.peak_tflop_per_s[dtype] * 1e12
 
     def with_nic(self, gbit_per_s_per_rank: float) -> Device:
-        """The device in nodes with other NICs, whose curves are taken to keep their shape."""
-        now = self.between_nodes
-        by = gbit_per_s_per_rank / now.nic_gbit_per_s_per_rank
-        links = BetweenNodes(gbit_per_s_per_rank, now.collective.scaled(by), now.message.scaled(by))
+        """The device in nodes with other NICs, assuming that curves keep their shape."""
+        old = self.between_nodes
+        by = gbit_per_s_per_rank / old.nic_gbit_per_s_per_rank
+        links = BetweenNodes(gbit_per_s_per_rank, old.collective.scaled(by), old.message.scaled(by))
         return replace(self, between_nodes=links)
 
     def without_nvls(self) -> Device:
-        """The device with sums made by the ranks, in a ring: at the bus bandwidth of a reduce-scatter."""
+        """The device without sums in the switch: all-reduces are rings at reduce-scatter's bus bandwidth."""
         tables = self.inside_node.collectives
         tables = {**tables, "all_reduce": _ring(tables)} if self.inside_node.nvls_from_ranks else tables
         return replace(self, inside_node=replace(self.inside_node, collectives=tables, nvls_from_ranks=0))
@@ -270,7 +115,7 @@ def known_devices() -> list[str]:
 
 
 def _ring(tables: Mapping[str, Mapping[int, Curve]]) -> dict[int, Curve]:
-    """Curves of all-reduces in a ring, which goes around twice at the bus bandwidth of a reduce-scatter."""
+    """Curves of ring all-reduces: the latencies of all-reduces, the bus bandwidths of reduce-scatters."""
     alphas = {ranks: curve.alpha_us for ranks, curve in tables["all_reduce"].items()}
     rings = tables["reduce_scatter"]
     return {
@@ -279,7 +124,7 @@ def _ring(tables: Mapping[str, Mapping[int, Curve]]) -> dict[int, Curve]:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """A file's content, laid over that of the device that it is `like`."""
+    """Read a file; if it has the key `like`, its keys replace those of that known device."""
     try:
         document = json.loads(read_regular_text(path))
     except OSError as error:
@@ -297,15 +142,12 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`below` with the keys of `above`; parts are laid over each other, tables and lists replaced."""
+    """`below` with the keys of `above`; the keys of a part are replaced one by one."""
     merged = dict(below)
     for key, value in above.items():
-        parts = isinstance(value, dict) and isinstance(below.get(key), dict) and key in _PARTS
-        merged[key] = {**below[key], **value} if parts else value
+        is_part = isinstance(value, dict) and isinstance(below.get(key), dict) and key in _PARTS
+        merged[key] = {**below[key], **value} if is_part else value
     return merged
-
-
-_PARTS = frozenset(("compute", "memory", "inside_node", "between_nodes", "host", "sources"))
 
 
 def _violation(where: str, problem: Mapping[str, Any]) -> str:
@@ -318,7 +160,7 @@ def _violation(where: str, problem: Mapping[str, Any]) -> str:
 
 
 def _without_source(document: Mapping[str, Any]) -> Iterator[str]:
-    """Keys of measures of which nobody says where they are from."""
+    """Yield a sentence for each figure that `sources` does not name."""
     sources = document["sources"]
     for part in sorted(_PARTS - {"sources"}):
         for key, value in document[part].items():
@@ -327,7 +169,7 @@ def _without_source(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _implausible(device: Device) -> Iterator[str]:
-    """Numbers that no such device can have: wrong units, most often."""
+    """Yield a sentence for each number that is physically impossible, most often for a wrong unit."""
     inside, memory = device.inside_node, device.memory
     generation = inside.nvlink_generation
     if generation > len(_LINK_GB_PER_S):

@@ -1,4 +1,4 @@
-"""`Job`: the facts about a training that is planned, and a rank's context in it."""
+"""`PlannedJob`: a training to plan, with its grid, steps and vocabulary, and the contexts of its ranks."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
 from megazero.train.step.feed import crop
 
-_FEW = 8  # micro-batches of a step, of which it is not worth while to run fewer
+_FEW = 8  # a step of this many micro-batches or fewer is traced whole
 _KNOWN_SIZES = MappingProxyType(
     {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}
 )  # vocabularies of GPT-2 (Radford et al. 2019) and BERT (Devlin et al. 2019)
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
-    """A training on paper.
+class PlannedJob:
+    """A training to plan.
 
     Attributes:
-        config: its configuration.
-        ranks: the number of its ranks.
-        apart: whether its devices have memory apart from the host's, as GPUs have.
-        progress: where it stands before the step that is planned; None: at its last step, the largest.
-        device: where the tensors of a rank lie that is traced: ``meta``, for kernels of a GPU without
-            content, or ``cpu``, for those of a CPU, which run.
+        config: the configuration.
+        ranks: the number of ranks.
+        apart: whether devices have memory separate from the host's, as GPUs have.
+        progress: the progress before the planned step; None plans the last step, which is the largest.
+        device: the device of a traced rank's tensors: ``meta`` to plan for GPUs, whose kernels do not run, or
+            ``cpu``, whose kernels do.
     """
 
     config: Config
@@ -57,17 +57,17 @@ class Job:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary, by `--vocab-size` or the tokenizer's files, or the size that such files have."""
+        """The vocabulary; see `vocabulary_on_paper`."""
         return vocabulary_on_paper(self.config)
 
     @cached_property
     def grid(self) -> ProcessGrid:
-        """The grid of its ranks."""
+        """The grid of the ranks."""
         return grid_of(self.config.parallel, self.ranks)
 
     @cached_property
     def training_plan(self) -> TrainingPlan:
-        """Its steps and its end."""
+        """The steps of the training, and its end."""
         return training_plan_of(self.config, self.grid.dp)
 
     @cached_property
@@ -80,21 +80,21 @@ class Job:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a rank in that step, the rows of cut samples included."""
+        """A rank's micro-batches in the planned step; rows of a sample that is cut count singly."""
         return self.step.micro_batches
 
     @cached_property
     def program(self) -> Program:
-        """The program of that step."""
+        """The program of the planned step."""
         return self.program_of(self.micro_batches)
 
     def program_of(self, micro_batches: int) -> Program:
-        """The program of a step of so many micro-batches."""
+        """The program of a step of `micro_batches` micro-batches."""
         return programs_of(self.config.zero, PipelineShape.of(self.config)).train(micro_batches)
 
     @cached_property
     def traced_micro_batches(self) -> int:
-        """The micro-batches to run: all if they are few, else the fewest with one that is neither end's."""
+        """The micro-batches to trace: all if few, else the fewest that have a first, middle and last."""
         shape = PipelineShape.of(self.config)
         for count in range(3, self.micro_batches) if self.micro_batches > _FEW else ():
             try:
@@ -106,15 +106,15 @@ class Job:
 
     @cached_property
     def line(self) -> Sequence[int]:
-        """The first rank of each stage."""
+        """The first rank of each pipeline stage."""
         return self.grid.members(0, ("pp",))
 
     def ranks_of(self, stage: int) -> Sequence[int]:
-        """The ranks of a stage."""
+        """The ranks of a pipeline stage."""
         return self.grid.members(self.line[stage], ("dp", "cp", "tp"))
 
     def context(self, rank: int, maker: GroupMaker) -> ParallelContext:
-        """The context of a rank whose groups of more than one rank `maker` makes."""
+        """The context of a rank; `maker` makes its groups of more than one rank."""
         zero = self.config.zero
         seconds = second_communicators(self.grid, zero.stage) if self.apart else ()
         nodes = replicas_per_node(zero)
@@ -124,7 +124,7 @@ class Job:
         return replace(context, streams=STILL) if self.apart else context
 
     def batches(self, context: ParallelContext, count: int) -> list[MicroBatch]:
-        """`count` micro-batches of that step, of random samples as long as they may be."""
+        """`count` micro-batches of the planned step, of random samples of full length."""
         config, step, size = self.config, self.step, self.config.batch.micro_batch_size
         family = family_of(config.model)
         length = step.sequence_length if step.rows == 1 else config.model.seq_length
@@ -140,17 +140,17 @@ class Job:
 
 
 def is_apart(config: Config) -> bool:
-    """Whether the training's devices have memory apart from the host's."""
-    wanted = config.parallel.device
-    return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+    """Whether the training's devices have memory separate from the host's."""
+    device = config.parallel.device
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
 
 
 def vocabulary_on_paper(config: Config) -> Vocabulary:
-    """A vocabulary for a plan: files of tokenizers that everybody has are not needed.
+    """The vocabulary of a planned training; well-known tokenizers' sizes are known without their files.
 
     Raises:
         ConfigError: the vocabulary's size is unknown.
-        DataError: files of another tokenizer are missing or unsuitable.
+        DataError: the tokenizer's files are missing or unsuitable.
     """
     size, section = config.model.vocab_size, config.tokenizer
     paths = (section.vocab_file, section.merge_file, local(section.tokenizer_model))

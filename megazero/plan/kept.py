@@ -1,4 +1,4 @@
-"""`KeptPlans`: a file of the layouts that searches have planned, from which each goes on."""
+"""`KeptPlans`: a file of planned layouts, so that a search can go on where it stopped."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ _BEGINS = '{"job": "'
 
 
 class KeptPlans:
-    """Plans of one search among those of a file, a line each; those of other searches stay there.
+    """One search's plans in a file that may hold plans of other searches, one per line.
 
-    A plan belongs to a search of the same job on as many ranks of the same device, by this version. A last
-    line that was cut off is dropped.
+    A plan belongs to a search if job, number of ranks, device and version are the same. An incomplete last
+    line is dropped.
 
     Args:
-        path: the file, whose folder is made if need be.
+        path: the file; its folder is made if it does not exist.
         search: the search.
-        anew: whether what is in the file is forgotten.
+        anew: whether to empty the file.
+
+    Attributes:
+        known: this search's plans by layout.
+        others: the number of plans of other searches.
 
     Raises:
         ConfigError: the file cannot be read or written, or a line is no plan.
@@ -50,13 +54,13 @@ class KeptPlans:
             ) from error
 
     def add(self, plan: Planned) -> None:
-        """Keep a plan."""
+        """Append a plan to the file."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"job": self.job, **plan.document()}) + "\n")
         self.known[plan.layout] = plan
 
     def _read(self, lines: Sequence[str]) -> dict[Layout, Planned]:
-        """The search's own plans among the lines; others are counted."""
+        """Parse this search's plans, and count the others."""
         known = {}
         for number, line in enumerate(lines, 1):
             try:
@@ -78,6 +82,6 @@ class KeptPlans:
 
 
 def _job(search: Search) -> str:
-    """A word that stands for all that a plan depends on."""
-    facts = (search.given.model_dump_json(), search.ranks, search.per_node, search.device, VERSION)
+    """Hash everything that a plan depends on."""
+    facts = (search.base.model_dump_json(), search.ranks, search.per_node, search.device, VERSION)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""`Layout`: a way to lay a job out, as a value: what a search varies, and the configuration that it means."""
+"""`Layout`: the settings that a search varies, and the configuration that they give."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from megazero.config.tree.offload import OffloadConfig
 from megazero.config.tree.recompute import RecomputeConfig
 
 RECOMPUTES = ("none", "selective", "full")
-"""How activations are recomputed: each keeps less than the one before."""
+"""The granularities of recomputation, by falling memory of activations."""
 
 
 @dataclass(frozen=True, order=True)
-class Slices:
-    """The ranks that share a layer.
+class LayerSharding:
+    """How ranks share a layer.
 
     Attributes:
-        tensor: ranks that hold slices of it.
-        sequence: whether they share the rows between its products, too.
-        expert: ranks that share the experts; 1 without any.
-        context: ranks that share each sequence.
+        tensor: tensor-parallel ranks.
+        sequence: whether sequence parallelism is on.
+        expert: expert-parallel ranks; 1 without experts.
+        context: context-parallel ranks.
     """
 
     tensor: int = 1
@@ -32,13 +32,13 @@ class Slices:
 
 
 @dataclass(frozen=True, order=True)
-class Stages:
-    """The pipeline.
+class PipelineSplit:
+    """How the pipeline divides the model.
 
     Attributes:
-        count: stages.
-        virtual: chunks of the model on each.
-        schedule: by its name, or ``auto``.
+        count: the number of stages.
+        virtual: the number of chunks on each stage.
+        schedule: the schedule's name, or ``auto``.
     """
 
     count: int = 1
@@ -52,7 +52,7 @@ class Savings:
 
     Attributes:
         zero: the ZeRO stage.
-        recompute: ``none``, ``selective`` or ``full``.
+        recompute: one of `RECOMPUTES`.
         offload: whether masters and moments are in the host's memory.
     """
 
@@ -63,25 +63,25 @@ class Savings:
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """A way to lay a job out.
+    """How a job is distributed over its ranks; `slices`, `stages` and `savings` are keys of plans.jsonl.
 
     Attributes:
-        slices: the ranks that share a layer.
-        stages: the pipeline.
+        slices: how ranks share a layer.
+        stages: how the pipeline divides the model.
         savings: how memory is saved.
         micro_batch: samples of a micro-batch.
     """
 
-    slices: Slices
-    stages: Stages
+    slices: LayerSharding
+    stages: PipelineSplit
     savings: Savings
     micro_batch: int
 
     @classmethod
     def of(cls, config: Config) -> Layout:
-        """The layout that a job has."""
+        """The layout of a configuration."""
         parallel = config.parallel
-        slices = Slices(
+        slices = LayerSharding(
             parallel.tensor_model_parallel_size,
             parallel.sequence_parallel,
             parallel.expert_model_parallel_size,
@@ -90,12 +90,12 @@ class Layout:
         usual = parallel.pipeline_schedule in ("1f1b", "interleaved")
         schedule = "auto" if usual else parallel.pipeline_schedule
         shape = PipelineShape.of(config)
-        stages = Stages(shape.stages, shape.chunks_per_stage, schedule)
+        stages = PipelineSplit(shape.stages, shape.chunks_per_stage, schedule)
         savings = Savings(config.zero.stage, config.recompute.granularity, config.offload.optimizer != "none")
         return cls(slices, stages, savings, config.batch.micro_batch_size)
 
     def applied(self, config: Config) -> Config:
-        """The job in this layout."""
+        """The configuration with this layout."""
         slices, stages, savings = self.slices, self.stages, self.savings
         chunk = config.model.num_layers // stages.count // stages.virtual if stages.virtual > 1 else None
         parallel: dict[str, Any] = {
@@ -136,12 +136,12 @@ class Layout:
         return sum(one != another for one, another in pairs)
 
     def holds_more_than(self, other: Layout) -> bool:
-        """Whether it is the same with more samples in a micro-batch or less that is recomputed."""
-        again, others = self.savings.recompute, other.savings.recompute
+        """Whether this is `other` with larger micro-batches or less recomputation, and so more memory."""
+        own, others = self.savings.recompute, other.savings.recompute
         savings = replace(self.savings, recompute=others)
         if replace(self, savings=savings, micro_batch=other.micro_batch) != other or self == other:
             return False
-        return self.micro_batch >= other.micro_batch and RECOMPUTES.index(again) <= RECOMPUTES.index(others)
+        return self.micro_batch >= other.micro_batch and RECOMPUTES.index(own) <= RECOMPUTES.index(others)
 
     def document(self) -> dict[str, Any]:
         """The layout as JSON; `read` is the inverse."""
@@ -149,8 +149,8 @@ class Layout:
 
     @classmethod
     def read(cls, document: dict[str, Any]) -> Layout:
-        """The layout that `document` wrote."""
-        kinds = {"slices": Slices, "stages": Stages, "savings": Savings}
+        """Parse the JSON that `document` returned."""
+        kinds = {"slices": LayerSharding, "stages": PipelineSplit, "savings": Savings}
         return cls(**{n: kinds[n](**d) if n in kinds else d for n, d in document.items()})
 
     def __str__(self) -> str:

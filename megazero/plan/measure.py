@@ -1,6 +1,6 @@
-"""Measuring a machine for a `Device`, on all its ranks: products, attention, copies, calls between them.
+"""Measure a machine for a `Device`: matrix products, attention, copies, and calls between ranks.
 
-All ranks measure at the same time, as they would train, so that what they share is shared.
+All ranks measure at the same time, so that they share cores, memory and links as in a training.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from torch import Tensor
 from megazero.mpu.group import Group, Transfer
 from megazero.mpu.torch_group import open_group
 from megazero.ops.attention import attention
-from megazero.plan.device import MIB
+from megazero.plan.hardware import MIB
 
 Work = Callable[[], object]
-Row = tuple[str, str, str]
+MeasuredRow = tuple[str, str, str]
 
 _ROUNDS = 20
 _ROUND_SECONDS = 0.005
-_CALLS = 8  # of a round with products between them
+_CALLS = 8  # of a round that alternates calls and matrix products
 _PATIENCE = timedelta(minutes=5)
 _ALPHA_BYTES = 64
 _OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MeasuredSizes:
     """The sizes that are measured on a kind of device.
 
     Attributes:
-        products: (m, n, k), of each of `dtypes`.
-        attention: sequence, heads, their width.
-        copied_mib: of a copy in memory.
-        payloads_mib: of calls between ranks.
+        products: (m, n, k) of matrix products.
+        dtypes: dtypes of matrix products; of attention, the first two.
+        attention: (sequence length, heads, head width).
+        copied_mib: size of a copy in memory.
+        payloads_mib: sizes of calls between ranks.
     """
 
     products: tuple[tuple[int, int, int], ...]
@@ -50,8 +51,8 @@ class Sizes:
     payloads_mib: tuple[float, ...]
 
     @classmethod
-    def of(cls, device: torch.device) -> Sizes:
-        """The sizes for a device, of which the largest product takes some milliseconds."""
+    def of(cls, device: torch.device) -> MeasuredSizes:
+        """The sizes for a kind of device, with products of up to some milliseconds."""
         if device.type == "cuda":
             squares = tuple((m, n, n) for m in (128, 1024, 4096, 8192) for n in (1024, 2048, 4096, 8192))
             products = (*squares, (8192, 4096, 512), (8192, 512, 4096))
@@ -63,28 +64,28 @@ class Sizes:
 
 
 @dataclass
-class Measured:
-    """Parts of a device's document, and a line for each thing measured: what, at which size, how fast."""
+class MachineMeasurements:
+    """Parts of a device's document, and `lines` (what, size, rate) for people."""
 
     compute: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     inside_node: dict[str, Any] = field(default_factory=dict)
-    lines: list[Row] = field(default_factory=list)
+    lines: list[MeasuredRow] = field(default_factory=list)
 
 
-class Clock:
-    """Times work on all ranks at once, in rounds; the time of a round is that of the slowest rank."""
+class RankClock:
+    """Times work on all ranks at once, in rounds; the slowest rank's time counts."""
 
     def __init__(self, world: Group, device: torch.device):
         self.world, self.device = world, device
 
     def seconds(self, work: Work, group: Group | None = None, count: int | None = None) -> float:
-        """The time of `work` in the best of some rounds: what else runs on the machine can only add to it.
+        """The seconds of `work` in the fastest round, because other processes can only add time.
 
         Args:
-            work: queues what is timed.
-            group: the ranks that do it, all by default; those beside them must not call this.
-            count: how often it is done in a round; by default as often as takes a while on the slowest rank.
+            work: queues the work to time.
+            group: the ranks that do the work, all by default; exactly these ranks call this.
+            count: repetitions in a round; by default as many as take 5 ms on the slowest rank.
         """
         group = group or self.world
         work()
@@ -93,10 +94,10 @@ class Clock:
         return min(self._round(work, count, group) for _ in range(_ROUNDS))
 
     def call_seconds(self, call: Work, group: Group) -> float:
-        """The time of a call between the ranks of `group`.
+        """The seconds of a call between the ranks of `group`.
 
-        On a CPU, time the call between matrix products and take these off: ranks that work arrive a little
-        apart, sleep and are woken, so a call that is repeated without a break is unrealistically fast.
+        On a CPU, time matrix products with and without calls between them, and subtract: in a training, ranks
+        arrive at slightly different times, so a call that is repeated without a break is too fast.
         """
         if self.device.type == "cuda":
             return self.seconds(call, group)
@@ -128,9 +129,9 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
 
-def measure(world: Group, device: torch.device, sizes: Sizes) -> Measured:
-    """Measure the machine together with the other ranks of `world`, each of which calls this."""
-    clock, measured = Clock(world, device), Measured()
+def measure(world: Group, device: torch.device, sizes: MeasuredSizes) -> MachineMeasurements:
+    """Measure the machine; every rank of `world` calls this at the same time."""
+    clock, measured = RankClock(world, device), MachineMeasurements()
     _measure_products(sizes, clock, measured)
     _measure_attention(sizes, clock, measured)
     _measure_memory(sizes, clock, measured)
@@ -138,7 +139,7 @@ def measure(world: Group, device: torch.device, sizes: Sizes) -> Measured:
     return measured
 
 
-def _measure_products(sizes: Sizes, clock: Clock, measured: Measured) -> None:
+def _measure_products(sizes: MeasuredSizes, clock: RankClock, measured: MachineMeasurements) -> None:
     tables: dict[str, list[list[float]]] = {}
     for dtype in sizes.dtypes:
         name = str(dtype).removeprefix("torch.")
@@ -152,7 +153,7 @@ def _measure_products(sizes: Sizes, clock: Clock, measured: Measured) -> None:
     measured.compute["matmul_mnk_tflop_per_s"] = tables
 
 
-def _measure_attention(sizes: Sizes, clock: Clock, measured: Measured) -> None:
+def _measure_attention(sizes: MeasuredSizes, clock: RankClock, measured: MachineMeasurements) -> None:
     sequence, heads, width = sizes.attention
     rates: dict[str, list[float]] = {}
     for dtype in sizes.dtypes[:2]:
@@ -168,7 +169,9 @@ def _measure_attention(sizes: Sizes, clock: Clock, measured: Measured) -> None:
 
         ahead, whole = clock.seconds(forward), clock.seconds(both)
         behind = max(whole - ahead, whole / 2)
-        flops = 2.0 * heads * width * sequence * (sequence + 1)  # two products of all visible pairs
+        flops = (
+            2.0 * heads * width * sequence * (sequence + 1)
+        )  # two products over the pairs of a causal mask
         rates[name] = [_rounded(flops / ahead / 1e12), _rounded(2.5 * flops / behind / 1e12)]
         for way, rate in zip(("forward", "backward"), rates[name], strict=True):
             size = f"{sequence} tokens, {heads} heads of {width}"
@@ -176,7 +179,7 @@ def _measure_attention(sizes: Sizes, clock: Clock, measured: Measured) -> None:
     measured.compute["attention_tflop_per_s"] = rates
 
 
-def _measure_memory(sizes: Sizes, clock: Clock, measured: Measured) -> None:
+def _measure_memory(sizes: MeasuredSizes, clock: RankClock, measured: MachineMeasurements) -> None:
     source = torch.ones(sizes.copied_mib * MIB // 4, device=clock.device)
     target = torch.empty_like(source)
     rate = 2 * sizes.copied_mib * MIB / clock.seconds(partial(target.copy_, source)) / 1e9
@@ -187,8 +190,8 @@ def _measure_memory(sizes: Sizes, clock: Clock, measured: Measured) -> None:
     measured.lines.append(("an operator", "1 element", f"{1e6 * launch:,.1f} µs"))
 
 
-def _measure_calls(sizes: Sizes, clock: Clock, measured: Measured) -> None:
-    """Calls between the first ranks: two, four and so on, and all of them."""
+def _measure_calls(sizes: MeasuredSizes, clock: RankClock, measured: MachineMeasurements) -> None:
+    """Measure calls between the first 2, 4, 8, ... ranks, and between all."""
     world = clock.world
     counts = [2**i for i in range(1, 12) if 2**i < world.size] + [world.size] * (world.size > 1)
     curves: dict[str, dict[str, Any]] = {operation: {} for operation in _OPERATIONS}
@@ -205,8 +208,10 @@ def _measure_calls(sizes: Sizes, clock: Clock, measured: Measured) -> None:
     measured.inside_node.update(collectives=curves, message=message)
 
 
-def _curve(operation: str, sizes: Sizes, clock: Clock, group: Group, measured: Measured) -> dict[str, Any]:
-    """The time of a small payload, and bus bandwidth by size, as a `Curve` of a device has them."""
+def _curve(
+    operation: str, sizes: MeasuredSizes, clock: RankClock, group: Group, measured: MachineMeasurements
+) -> dict[str, Any]:
+    """Measure the document of a `Curve`: the time of a small payload, and the bus bandwidth by size."""
     count = group.size
     share = {"message": 1.0, "all_reduce": 2 * (count - 1) / count}.get(operation, (count - 1) / count)
 
@@ -224,7 +229,7 @@ def _curve(operation: str, sizes: Sizes, clock: Clock, group: Group, measured: M
 
 
 def _call(operation: str, group: Group, payload: Tensor) -> Work:
-    """A call with `payload` as its larger side; a message goes from the first rank to the second."""
+    """A call whose larger side is `payload`; a message goes from the first rank to the second."""
     part = payload[: len(payload) // group.size].clone()
     match operation:
         case "all_reduce":
@@ -237,20 +242,17 @@ def _call(operation: str, group: Group, payload: Tensor) -> Work:
             return partial(group.all_to_all, torch.empty_like(payload), payload)
     if group.size == 1:
         return payload.clone
-    return partial(_send, group, payload) if group.rank < 2 else payload.size
-
-
-def _send(group: Group, payload: Tensor) -> None:
-    for work in group.exchange([Transfer("recv" if group.rank else "send", payload, 1 - group.rank)]):
-        work.wait()
+    transfers = [Transfer("recv" if group.rank else "send", payload, 1 - group.rank)]
+    # The other ranks do something that takes no time.
+    return (lambda: [work.wait() for work in group.exchange(transfers)]) if group.rank < 2 else payload.size
 
 
 def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def lines_of(rows: Sequence[Row]) -> Iterator[Row]:
-    """The rows, each thing named once."""
+def without_repeats(rows: Sequence[MeasuredRow]) -> Iterator[MeasuredRow]:
+    """Yield the rows, with an empty first cell where it repeats the row above."""
     last = ""
     for what, size, rate in rows:
         yield ("" if what == last else what, size, rate)

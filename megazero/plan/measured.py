@@ -1,4 +1,4 @@
-"""Steps of a job that are really made, on the ranks of this machine, and timed."""
+"""Time training steps of jobs on the ranks of this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megazero.config.tree.config import Config
 from megazero.mpu.communicators import second_communicators
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.launch import Launch, close_groups, grid_of, open_context
-from megazero.plan.job import Job
+from megazero.plan.job import PlannedJob
 from megazero.plan.ranks import on_ranks
 from megazero.train.build import build_model
 from megazero.train.step.timers import Timers
@@ -24,33 +24,35 @@ _STEPS = 5
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The seconds of a step in some rounds: their median, the least and the most."""
+class StepMeasurement:
+    """Seconds of a step over several rounds: median, least and most."""
 
     seconds: float
     least: float
     most: float
 
     @classmethod
-    def of(cls, rounds: Sequence[float]) -> Measured:
-        """The figure of these rounds."""
+    def of(cls, rounds: Sequence[float]) -> StepMeasurement:
+        """Summarize the seconds of each round."""
         return cls(statistics.median(rounds), min(rounds), max(rounds))
 
 
-def measured_steps(configs: Sequence[Config], ranks: int, kind: str, rounds: int = 3) -> list[Measured]:
-    """The seconds of a step of each of some jobs, in rounds in which they take turns.
+def measured_steps(
+    configs: Sequence[Config], ranks: int, kind: str, rounds: int = 3
+) -> list[StepMeasurement]:
+    """Time a step of each job, in rounds, in each of which every job has a turn.
 
     Args:
-        configs: the jobs, all of them on `ranks` ranks.
+        configs: the jobs, all on `ranks` ranks.
         ranks: processes on this machine.
-        kind: the devices, ``cpu`` or ``cuda``.
-        rounds: how often each of them is built, and makes a few steps.
+        kind: the kind of device, ``cpu`` or ``cuda``.
+        rounds: how often each job is built and makes a few steps.
 
     Raises:
         CommunicationError: a rank failed.
     """
     times: list[list[float]] = on_ranks(ranks, kind, partial(_measure, tuple(configs), rounds))
-    return [Measured.of(own) for own in times]
+    return [StepMeasurement.of(own) for own in times]
 
 
 def _measure(
@@ -64,12 +66,12 @@ def _measure(
 
 
 def step_seconds(config: Config, launch: Launch, device: torch.device) -> float:
-    """The seconds of a step of random samples, on the slowest rank; the median of a few after the first.
+    """Time a step of random samples: the median over a few steps after the first, on the slowest rank.
 
-    The ranks of the job call this together; they have joined the world.
+    All ranks of the joined world call this together.
     """
     apart = device.type == "cuda"
-    job = Job(config, launch.world_size, apart, device=device.type)
+    job = PlannedJob(config, launch.world_size, apart, device=device.type)
     stage = config.zero.stage
     context = open_context(
         config.parallel,
@@ -84,7 +86,7 @@ def step_seconds(config: Config, launch: Launch, device: torch.device) -> float:
         close_groups(context)
 
 
-def _step_seconds(job: Job, context: ParallelContext, device: torch.device) -> float:
+def _step_seconds(job: PlannedJob, context: ParallelContext, device: torch.device) -> float:
     engine = build_model(job.vocabulary, context, job.config, job.training_plan)
     batches, times = job.batches(context, job.micro_batches), []
     for _ in range(_STEPS + 1):

@@ -1,4 +1,4 @@
-"""The kernels that operators of torch, and launches of kernels, stand for: their FLOPs and bytes."""
+"""The kernels that run for an operator of torch, or for a launch by megazero: their FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from megazero.kernels.library import Argument, tensors_among
 from megazero.plan.work import Kernel
 
-# Operators of torch that start no kernel: they allocate, or look at a tensor in another way.
+# Operators of torch that start no kernel: they allocate, or make views.
 _FREE = frozenset(
     {
         "_local_scalar_dense", "_reshape_alias", "_unsafe_view", "alias", "detach", "empty", "empty_like",
@@ -22,23 +22,23 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 
-_SCALED = frozenset({"_scaled_mm", "_scaled_grouped_mm", "_grouped_mm"})  # whose factors come first
+_SCALED = frozenset({"_scaled_mm", "_scaled_grouped_mm", "_grouped_mm"})  # the factors are the first matrices
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmm_", "addbmm", *_SCALED})
-_ATTENTION = MappingProxyType({"attention_forward": 2, "attention_backward": 5})  # products of all pairs
+_ATTENTION = MappingProxyType({"attention_forward": 2, "attention_backward": 5})  # matrix products
 
 
-def kernels_of(func: Callable[..., object], given: object, out: object) -> list[Kernel]:
+def kernels_of(func: Callable[..., object], arguments: object, out: object) -> list[Kernel]:
     """The kernels of an operator of torch: one, or none if it computes nothing.
 
     Args:
         func: the operator, an overload.
-        given: its arguments.
-        out: its result.
+        arguments: the call's arguments.
+        out: the call's result.
     """
     name = func.overloadpacket.__name__  # type: ignore[attr-defined]
     if func.is_view or name in _FREE:  # type: ignore[attr-defined]
         return []
-    inputs = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+    inputs = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
     results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
     nbytes = _nbytes(inputs) + _nbytes(results)
     matrices = [x for x in inputs if x.dim() >= 2]
@@ -53,25 +53,23 @@ def kernels_of(func: Callable[..., object], given: object, out: object) -> list[
 
 
 def launched_kernel(name: str, arguments: Sequence[Argument]) -> Kernel:
-    """The kernel of a launch by megazero."""
+    """The kernel of a launch by `KernelLibrary.launch`."""
     tensors = list(tensors_among(arguments))
     dtypes = [x for x in arguments if isinstance(x, torch.dtype)]
     dtype = dtypes[0] if dtypes else max(tensors, key=lambda x: x.numel()).dtype
-    flops = _attention_flops(name, arguments) if name in _ATTENTION else 0.0
+    flops = 0.0
+    if name in _ATTENTION:
+        sizes = arguments[1]
+        assert isinstance(sizes, tuple), "an attention's sizes follow its dtype"
+        s, t, b, n, _, d, left, right = (int(x) for x in sizes[:8])
+        flops = 2.0 * _ATTENTION[name] * b * n * d * visible_pairs(s, t, left, right)
     return Kernel(name, _nbytes(tensors), flops, dtype)
 
 
-def _attention_flops(name: str, arguments: Sequence[Argument]) -> float:
-    numbers = arguments[1]
-    assert isinstance(numbers, tuple), "sizes come after the dtype"
-    s, t, b, n, _, d, left, right = (int(x) for x in numbers[:8])
-    return 2.0 * _ATTENTION[name] * b * n * d * visible_pairs(s, t, left, right)
-
-
 def visible_pairs(s: int, t: int, left: int, right: int) -> int:
-    """The pairs of s queries and t keys, the last of both at one place, that lie within a window.
+    """Count the pairs of s queries and t keys in a window of `left` keys before and `right` after a query.
 
-    A query sees `left` keys before its own place and `right` after it.
+    The last query and the last key have the same position.
     """
     places = np.arange(t - s, t)
     seen = np.clip(places + right + 1, 0, t) - np.clip(places - left, 0, t)
@@ -79,7 +77,7 @@ def visible_pairs(s: int, t: int, left: int, right: int) -> int:
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the elements, of each tensor once; a dimension that is broadcast has one."""
+    """Bytes of the elements in memory, counting equal views once and broadcast dimensions as one element."""
     seen = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape): x for x in tensors}
     return sum(
         x.element_size() * prod(n if stride else 1 for n, stride in zip(x.shape, x.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""`Plan`: all stages of a job on paper, and what follows: does it fit, how much moves, how long is a step."""
+"""`Plan`: the traced stages of a job, from which memory, traffic and times follow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megazero.mpu.context import solo_context
-from megazero.plan.job import Job
+from megazero.plan.job import PlannedJob
 from megazero.plan.prices import Prices
 from megazero.plan.stage import StagePlan
 from megazero.plan.times import StepTimes
@@ -17,22 +17,22 @@ from megazero.train.parts.families import family_of
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A job on paper.
+    """The plan of a job.
 
     Attributes:
         job: the job.
-        stages: its stages, in order.
+        stages: the pipeline stages, in order.
     """
 
-    job: Job
+    job: PlannedJob
     stages: tuple[StagePlan, ...]
 
     @classmethod
-    def of(cls, job: Job, *, timed: bool = False) -> Plan:
+    def of(cls, job: PlannedJob, *, timed: bool = False) -> Plan:
         """Trace a rank of each kind of stage; `timed` as for `trace_rank`.
 
         Raises:
-            ConfigError: the model cannot be built on so many ranks.
+            ConfigError: the model cannot be built on the job's ranks.
         """
         stages: dict[int, StagePlan] = {}
         for alike in stages_alike(job):
@@ -42,16 +42,16 @@ class Plan:
 
     @cached_property
     def fullest(self) -> StagePlan:
-        """The stage whose ranks need most memory on the device."""
+        """The stage whose ranks need the most memory on the device."""
         return max(self.stages, key=lambda stage: stage.device_bytes)
 
     def times(self, prices: Prices) -> StepTimes:
-        """The times of a step at these prices."""
+        """Time a step on the device of `prices`."""
         return StepTimes.of(self.stages, prices)
 
 
-def stages_alike(job: Job) -> list[list[int]]:
-    """The stages of a job, those that hold like parts of the model together."""
+def stages_alike(job: PlannedJob) -> list[list[int]]:
+    """Group the stages of a job that hold the same kinds of parts of the model."""
     family, schedule = family_of(job.config.model), job.program.schedule
     blocks = {
         b.part: (b.kind, b.flops, b.own) for b in family.models.blocks(job.config, job.vocabulary.padded)
@@ -59,6 +59,6 @@ def stages_alike(job: Job) -> list[list[int]]:
     assigned = assign_parts(job.config, job.vocabulary, solo_context("meta"))
     alike: dict[tuple[object, ...], list[int]] = {}
     for stage in range(schedule.stages):
-        held = tuple(tuple(blocks[part] for part in assigned[chunk]) for chunk in schedule.chunks_of(stage))
-        alike.setdefault(held, []).append(stage)
+        parts = tuple(tuple(blocks[part] for part in assigned[chunk]) for chunk in schedule.chunks_of(stage))
+        alike.setdefault(parts, []).append(stage)
     return list(alike.values())

@@ -1,4 +1,4 @@
-"""The time that the work of a rank takes on a device: each kernel, and each call between ranks."""
+"""The time that each kernel of a rank, and each call between ranks, takes on a device."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from megazero.account.profilers.calls import Call, bus_factor
+from megazero.account.profilers.calls import CollectiveCall, bus_factor
 from megazero.errors import ConfigError
-from megazero.plan.device import Curve, Device
+from megazero.plan.device import Device
 from megazero.plan.work import Kernel
 
-Rows = Sequence[tuple[int, int, int, float]]
+ProductRates = Sequence[tuple[int, int, int, float]]
 
 
 class Prices:
-    """Costs of work on a device.
+    """The times of work on a device.
 
     Args:
-        device: it.
-        gpus_per_node: the ranks that share a node; rank r is on node r // gpus_per_node. As many as the
-            device's nodes have, by default.
-        efficiency: the share of the device's rates that kernels of this software reach; a generation of
-            software has one. The device's `reached_in_training` by default. Calls between ranks are not
-            affected.
+        device: the device.
+        gpus_per_node: the ranks of a node; rank r is on node r // gpus_per_node. By default, as many as the
+            device's nodes have.
+        efficiency: the share of the device's rates that kernels reach; it depends on the generation of the
+            software. By default the device's `reached_in_training`. Calls between ranks are not affected.
     """
 
     def __init__(self, device: Device, gpus_per_node: int | None = None, efficiency: float | None = None):
@@ -31,7 +30,7 @@ class Prices:
         self.gpus_per_node = gpus_per_node or device.inside_node.ranks
         self.efficiency = device.compute.reached_in_training if efficiency is None else efficiency
         self._rates: dict[tuple[str, int, int, int, int], float] = {}
-        self._tables: dict[str, tuple[Rows, float, float]] = {}
+        self._tables: dict[str, tuple[ProductRates, float, float]] = {}
         if self.gpus_per_node < 1 or self.efficiency <= 0:
             raise ConfigError(
                 "GPUs per node and efficiency must be above 0, but are "
@@ -39,25 +38,24 @@ class Prices:
             )
 
     def kernel(self, kernel: Kernel) -> float:
-        """The seconds of a kernel: computing and moving its bytes, and its launch.
+        """The seconds of a kernel: arithmetic, memory traffic, and the launch.
 
-        The two hide each other, but not all of the shorter one: near the end of a tile there is nothing left
-        to compute while its sums are written. So they are added like the sides of a right angle.
+        Arithmetic and traffic overlap, but not wholly: near the end of a tile, sums are written while nothing
+        is left to compute. So the time is the root of the sum of their squares.
 
         Raises:
-            ConfigError: it multiplies numbers of a dtype that the device does not.
+            ConfigError: the device has no rate for the kernel's dtype.
         """
         memory, compute = self.device.memory, self.device.compute
         moving = kernel.nbytes / (memory.bandwidth_gb_per_s * memory.reached_share * 1e9)
         return math.hypot(moving, self._computing(kernel)) / self.efficiency + compute.launch_us * 1e-6
 
-    def call(self, call: Call) -> float:
-        """The seconds of a call if nothing else is in its way.
+    def call(self, call: CollectiveCall) -> float:
+        """The seconds of a call that shares its links with no other.
 
-        Inside a node the device's tables say it. Between nodes it is as long as the slower of two: the part
-        inside the nodes, and each NIC's part, where the members of a node share the work; rings run through
-        both at once. For k nodes of g members, a NIC carries (k - 1)/k of a g-th of the payload, and twice
-        that for sums; of an all-to-all, all of it.
+        Inside a node, the device's tables have it. Between nodes, rings run inside nodes and over NICs at the
+        same time, so the slower of the two counts. For k nodes of g members, a NIC carries (k - 1)/k of a
+        g-th of the payload; twice that for sums; and for an all-to-all (k - 1)/k of the whole payload.
 
         Raises:
             ConfigError: the operation is unknown.
@@ -78,11 +76,15 @@ class Prices:
         return time
 
     def offloaded(self, place: str, kinds: Mapping[str, int]) -> float:
-        """The seconds of an update of masters and moments that are in the host's memory, or on its disks.
+        """The seconds of an update of masters and moments in the host's memory, or on its disks.
 
-        Buckets pass one after the other, so the slowest of four decides: the host's memory, where all of it
-        is read and written; the link, on which gradients come and weights go, in fp32 at most; and the
-        disks' reading and writing. A host's devices share its memory and disks.
+        Buckets are processed in a pipeline, so its slowest part counts: the host's memory, which is read and
+        written; the link, over which gradients come and weights go, in fp32 at most; reads from disk; writes
+        to disk. A host's devices share its memory and disks.
+
+        Args:
+            place: ``cpu`` or ``nvme``.
+            kinds: a rank's bytes in that place, by kind.
         """
         host = self.device.host
         state = kinds["masters"] + kinds["moments"]
@@ -99,23 +101,23 @@ class Prices:
     def matmul_flop_per_s(self, dtype: str, m: int, n: int, k: int, batch: int = 1) -> float:
         """The rate of `batch` products of [m, k] and [k, n].
 
-        It is interpolated between the rates that were measured, without what tiles and waves take of them
-        (`Tiles.filled`), and has its own part taken off. No rate is above the fastest that was measured.
+        Measured rates are divided by the share of time that tiles fill (`Tiles.filled`), interpolated, and
+        multiplied by this product's share. No rate is above the fastest measured one.
 
         Raises:
-            ConfigError: the device does not multiply numbers of `dtype`.
+            ConfigError: the device has no rate for `dtype`.
         """
         key = (dtype, m, n, k, batch)
         if key not in self._rates:
-            rows, by, most = self._rows(dtype)
+            rates, by, most = self._product_rates(dtype)
             compute = self.device.compute
-            rate = min(most, interpolated(rows, (m, n, k)) * compute.tiles.filled(m, n, k, batch))
+            rate = min(most, interpolated(rates, (m, n, k)) * compute.tiles.filled(m, n, k, batch))
             aligned = math.gcd(n, k, 2**20)
             self._rates[key] = rate * by * 1e12 * compute.tiles.alignment_reached_share.get(aligned, 1.0)
         return self._rates[key]
 
-    def _rows(self, dtype: str) -> tuple[Rows, float, float]:
-        """Rates of products that fill their tiles, by size; how many times as fast; the fastest measured."""
+    def _product_rates(self, dtype: str) -> tuple[ProductRates, float, float]:
+        """Products' rates if tiles were filled, the dtype's factor of them, the fastest measured rate."""
         if dtype not in self._tables:
             compute = self.device.compute
             like, by = compute.matmul_like.get(dtype, (dtype, 1.0))
@@ -143,10 +145,10 @@ class Prices:
             return kernel.flops / self.matmul_flop_per_s(dtype, side, side, side)
         return kernel.flops / self.matmul_flop_per_s(dtype, *kernel.sizes, kernel.batch)
 
-    def _inside(self, call: Call, ranks: int) -> float:
-        """The seconds of a call between ranks of one node: between the two nearest numbers of ranks."""
+    def _inside(self, call: CollectiveCall, ranks: int) -> float:
+        """The seconds of a call between ranks of one node, by the nearest measured number of ranks."""
         tables = self.device.inside_node.collectives
-        # A ring passes a broadcast on as it does a gather.
+        # A ring takes as long for a broadcast as for an all-gather.
         like = "all_gather" if call.operation in ("barrier", "broadcast") else call.operation
         if not tables.get(like):
             known = [operation for operation in tables if tables[operation]]
@@ -155,11 +157,12 @@ class Prices:
                 f"({', '.join(known) or 'none'}), but is {call.operation}; add them, or measure more ranks"
             )
         nbytes = 0 if call.operation == "barrier" else call.nbytes
-        return _for_ranks(tables[like], ranks).seconds(nbytes, bus_factor(call.operation, ranks))
+        nearest = min(tables[like], key=lambda known: (abs(math.log2(known / ranks)), known))
+        return tables[like][nearest].seconds(nbytes, bus_factor(call.operation, ranks))
 
 
-def interpolated(rows: Rows, sizes: tuple[int, int, int]) -> float:
-    """The rate at `sizes` (m, n, k): a mean of those of rows (m, n, k, rate), so never above them."""
+def interpolated(rows: ProductRates, sizes: tuple[int, int, int]) -> float:
+    """The rate at `sizes` (m, n, k): a weighted mean of the rates of `rows` (m, n, k, rate)."""
     total = weights = 0.0
     shortest = min(row[2] for row in rows)
     point = [math.log2(size) for size in (*sizes[:2], max(sizes[2], shortest))]
@@ -170,8 +173,3 @@ def interpolated(rows: Rows, sizes: tuple[int, int, int]) -> float:
         weights += weight
     fill = min(1.0, sizes[2] / (sizes[2] + 64) * (shortest + 64) / shortest)
     return float(2 ** (total / weights) * fill)
-
-
-def _for_ranks(tables: Mapping[int, Curve], ranks: int) -> Curve:
-    """The curve of the nearest number of ranks that was measured."""
-    return tables[min(tables, key=lambda known: (abs(math.log2(known / ranks)), known))]

@@ -1,4 +1,4 @@
-"""Work on the ranks of this machine: processes that join each other, and the result of the first one."""
+"""Run a function on several processes of this machine, which form a world."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PATIENCE = timedelta(minutes=5)
 
 
 def on_ranks(ranks: int, kind: str, work: Callable[[Launch, torch.device], Any]) -> Any:
-    """Start `ranks` processes, which work on their devices of a kind; return the first one's result, as JSON.
+    """Run `work` on `ranks` processes and their devices of a kind; returns rank 0's result, through JSON.
 
     Raises:
-        CommunicationError: one of them failed; its traceback is in the message.
+        CommunicationError: a process failed; its traceback is in the message.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     with tempfile.TemporaryDirectory() as folder:
@@ -37,7 +37,7 @@ def on_ranks(ranks: int, kind: str, work: Callable[[Launch, torch.device], Any])
 
 
 def _rank(rank: int, ranks: int, kind: str, work: Callable[[Launch, torch.device], Any], folder: str) -> None:
-    """The work of one process: join the others, work with them; the first one writes."""
+    """Run `work` on one process, in the world of all; rank 0 writes its result."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     device = choose_device(kind, rank)
     if device.type == "cuda":

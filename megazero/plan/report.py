@@ -1,4 +1,4 @@
-"""A plan in words and tables: does it fit, what moves, how long it takes, and what is worth a second look."""
+"""A plan as text, tables and JSON: memory, traffic, times, and warnings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megazero.account.memory import KINDS
 from megazero.config.derive import PipelineShape
 from megazero.config.tree.config import Config
 from megazero.plan.device import Device
-from megazero.plan.job import Job
+from megazero.plan.job import PlannedJob
 from megazero.plan.plan import Plan
 from megazero.plan.prices import Prices
 from megazero.plan.stage import StagePlan
@@ -21,20 +21,14 @@ from megazero.plan.words import many, runs, shown, time_text
 from megazero.train.parts.chunks import DTYPES
 
 _LARGE_BUBBLE, _TIGHT, _UNEVEN = 0.15, 0.95, 1.15
-_MANY = 6  # rows
-_TELLING = 1e-4  # the share of the largest payload that is shown
+_MOST_ROWS = 6
+_LEAST_SHOWN = 1e-4  # of the largest payload
 COLUMNS = ("stage", "ranks", *KINDS, "sum", "of")
 
 
 @dataclass(frozen=True, eq=False)
-class Report:
-    """A plan on a device.
-
-    Attributes:
-        plan: the plan.
-        device: the device.
-        per_node: ranks on a node.
-    """
+class PlanReport:
+    """A plan on a device, with `per_node` ranks on a node."""
 
     plan: Plan
     device: Device
@@ -47,32 +41,32 @@ class Report:
 
     @cached_property
     def model(self) -> Model:
-        """The model that is trained."""
+        """The model."""
         return Model.of(self.plan.job)
 
     @property
     def fits(self) -> bool:
-        """Whether each rank's device has room for it."""
+        """Whether every rank's device has enough memory."""
         return self.plan.fullest.device_bytes <= self.device.allocator_bytes
 
     @property
     def dtype(self) -> str:
-        """The dtype that is multiplied, by torch's name."""
+        """Torch's name of the dtype of matrix products."""
         return str(DTYPES[self.plan.job.config.precision.dtype]).removeprefix("torch.")
 
     @property
     def mfu(self) -> float:
-        """The model's FLOPs as a share of what the devices could do at most in the time of a step."""
+        """Model FLOPs utilization: the model's FLOPs as a share of the devices' peak over a step."""
         most = self.device.peak_flop_per_s(self.dtype) * self.plan.job.ranks * self.times.seconds
         return self.model.step_flops(self.plan.job) / most
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The table of memory: of stages that need the same, one row; of many, the telling ones."""
+        """The table of memory: a row per distinct need; of many rows, the ends, the middle and the largest."""
         alike: dict[tuple[int, ...], list[StagePlan]] = {}
         for stage in self.plan.stages:
             alike.setdefault(tuple(stage.memory["device"].get(kind, 0) for kind in KINDS), []).append(stage)
         chosen = list(alike)
-        if len(chosen) > _MANY:
+        if len(chosen) > _MOST_ROWS:
             places = {0, len(chosen) // 2, len(chosen) - 1, chosen.index(max(chosen, key=sum))}
             chosen = [chosen[place] for place in sorted(places)]
         room = shown(self.device.allocator_bytes)
@@ -88,7 +82,7 @@ class Report:
         ]
 
     def traffic_rows(self) -> list[tuple[str, ...]]:
-        """The table of what a rank of the busiest stage moves in a step, by group and operation."""
+        """The table of a rank's traffic in a step by group and operation, on the stage with the most."""
         stage = max(self.plan.stages, key=lambda stage: sum(stage.payload.values()))
         return [
             (
@@ -99,22 +93,16 @@ class Report:
                 stage.reach(group, self.per_node),
             )
             for (group, operation), calls in sorted(stage.traffic.items())
-            if stage.payload[group, operation] > _TELLING * max(stage.payload.values())
+            if stage.payload[group, operation] > _LEAST_SHOWN * max(stage.payload.values())
         ]
 
     def headline(self) -> str:
-        """The job in one line."""
+        """Describe the job in one line."""
         job = self.plan.job
         grid, shape = job.grid, PipelineShape.of(job.config)
-        sizes = [
-            ("T", grid.tp),
-            ("P", grid.pp),
-            ("V", shape.chunks_per_stage),
-            ("C", grid.cp),
-            ("D", grid.dp),
-            ("E", grid.ep),
-        ]
-        layout = " x ".join(f"{letter}{size}" for letter, size in sizes if size > 1) or "one rank"
+        sizes = {"T": grid.tp, "P": grid.pp, "V": shape.chunks_per_stage, "C": grid.cp, "D": grid.dp}
+        sizes["E"] = grid.ep
+        layout = " x ".join(f"{letter}{size}" for letter, size in sizes.items() if size > 1) or "one rank"
         kind = f", {shape.kind}" if shape.stages > 1 else ""
         return (
             f"{many(self.model.parameters)} parameters on {job.ranks:,} x {self.device.name}: "
@@ -123,7 +111,7 @@ class Report:
         )
 
     def verdict(self) -> str:
-        """Whether it fits, where it is fullest, and what takes most there."""
+        """Say whether the job fits, and which stage and kinds need the most memory."""
         stage, room = self.plan.fullest, self.device.allocator_bytes
         kinds = sorted(stage.memory["device"].items(), key=lambda item: -item[1])[:3]
         most = ", ".join(f"{kind} {shown(size)}" for kind, size in kinds)
@@ -134,7 +122,7 @@ class Report:
         )
 
     def facts(self) -> Iterator[tuple[str, str]]:
-        """The step and the training in figures."""
+        """Yield (name, figure) of the step and the training."""
         job, times = self.plan.job, self.times
         seconds, tokens = times.seconds, job.step.positions
         rate, hardware = tokens / seconds, sum(stage.flops for stage in self.plan.stages)
@@ -151,7 +139,7 @@ class Report:
         yield (
             "training",
             f"{steps:,} steps, {many(consumed)} tokens: {time_text(total)}, "
-            + (f"{total * job.ranks / 3600:,.0f} device-hours"),
+            f"{total * job.ranks / 3600:,.0f} device-hours",
         )
         size, nodes = self.model.checkpoint_bytes, -(-job.ranks // self.per_node)
         written = size / (nodes * self.device.host.nvme_write_gb_per_s * 1e9)
@@ -159,11 +147,11 @@ class Report:
         yield "checkpoint", f"{shown(size)}; {time_text(written)} at the rate of {disks}"
 
     def warnings(self) -> Iterator[str]:
-        """Points that are worth a second look."""
-        job, times, share = self.plan.job, self.times, self.plan.fullest.device_bytes
+        """Yield a sentence for each likely problem."""
+        job, times, used = self.plan.job, self.times, self.plan.fullest.device_bytes
         if times.bubble > _LARGE_BUBBLE and job.grid.pp > 1:
             yield f"pipeline bubble {times.bubble:.0%}: more micro-batches, or fewer stages, shrink it"
-        if self.fits and share > _TIGHT * self.device.allocator_bytes:
+        if self.fits and used > _TIGHT * self.device.allocator_bytes:
             yield "memory is tight: fragments of the allocator may take what is left"
         if job.grid.tp > self.per_node:
             yield f"tensor-parallel groups of {job.grid.tp} span nodes of {self.per_node}"
@@ -209,12 +197,40 @@ class Report:
         }
 
 
-def report_on(config: Config, ranks: int, device: Device, per_node: int) -> Report:
-    """Plan a job on a device; on a CPU its kernels run here, and are timed.
+def report_on(config: Config, ranks: int, device: Device, per_node: int) -> PlanReport:
+    """Plan a job on a device; for a CPU, the kernels run here and are timed.
 
     Raises:
-        ConfigError: the model cannot be built on so many ranks.
+        ConfigError: the model cannot be built on `ranks` ranks.
     """
     apart = device.memory.apart
-    job = Job(config, ranks, apart, device="meta" if apart else "cpu")
-    return Report(Plan.of(job, timed=not apart), device, per_node)
+    job = PlannedJob(config, ranks, apart, device="meta" if apart else "cpu")
+    return PlanReport(Plan.of(job, timed=not apart), device, per_node)
+
+
+def reasons(old: PlanReport, new: PlanReport) -> list[str]:
+    """Explain why the layout `new` is better than `old`: what takes less time, or fits."""
+    lines = []
+    if not old.fits:
+        short = (old.plan.fullest.device_bytes - old.device.allocator_bytes) / 2**30
+        lines.append(f"the given layout lacks {short:.1f} GiB on stage {old.plan.fullest.stage}")
+    before, after = _parts(old), _parts(new)
+    for name in before:
+        change = after[name] - before[name]
+        if abs(change) > 0.01 * old.times.seconds:
+            lines.append(f"{abs(change):.2f} s a step {'more' if change > 0 else 'less'} for {name}")
+    return lines
+
+
+def _parts(report: PlanReport) -> dict[str, float]:
+    """The seconds of a step's parts on the busiest stage."""
+    times = report.times
+    busy, exposed = max(times.timeline.busy), max(times.exposed)
+    at_peak = max(s.flops for s in report.plan.stages) / report.device.peak_flop_per_s(report.dtype)
+    return {
+        "waiting in the pipeline": times.timeline.makespan - busy,
+        "waiting for calls of layers": exposed,
+        "FLOPs, recomputed ones included": at_peak,
+        "what kernels of these sizes take beyond their FLOPs": busy - exposed - at_peak,
+        "the update": times.update.total,
+    }

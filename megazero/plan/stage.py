@@ -1,4 +1,4 @@
-"""A stage of a pipeline on paper: what a rank of it holds, moves and computes in a step of any length."""
+"""The plan of a pipeline stage: what one of its ranks holds, moves and computes in a step."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megazero.account.profilers.calls import Call
+from megazero.account.profilers.calls import CollectiveCall
 from megazero.pipeline.actions import Action, Exchange, Message, Program
-from megazero.plan.trace import MessageFacts, Section, Trace
+from megazero.plan.work import MessageFacts, StepSection, Trace
 
 UPDATE = "the update"
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment of a step at which a rank holds most.
+    """The moment of a step at which a rank's memory is fullest.
 
     Attributes:
         when: the action in schedule letters (``F0.3``), or `UPDATE`.
-        nbytes: what operators' results take then, beyond what is held between steps.
+        nbytes: the bytes of operators' results, beyond what is held between steps.
     """
 
     when: str
@@ -29,12 +29,12 @@ class Peak:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage in a step.
+    """One pipeline stage in a step.
 
     Attributes:
-        stage: its number.
-        line: for each stage, a rank of the pipeline that this rank is in.
-        trace: the trace of one of them, or of a stage that holds like parts.
+        stage: the stage's number.
+        line: the ranks of one pipeline, by stage.
+        trace: the trace of a rank of this stage, or of a stage with the same kinds of parts.
         program: the step's program.
     """
 
@@ -45,12 +45,12 @@ class StagePlan:
 
     @cached_property
     def timeline(self) -> list[tuple[str, int, int]]:
-        """Over the step: an action, the most bytes of results while it runs, and those left after it.
+        """(action, most bytes of results during it, bytes of results after it) over the step.
 
-        Results are activations, gradients on their way, and what operators need for a moment.
+        Results are activations, gradients in flight, and temporaries of operators.
         """
-        line, alive, held = [], 0, Counter[Action]()
-        sent: deque[int] = deque()  # bytes of the exchanges whose sends are not awaited yet
+        timeline, alive, freed_after = [], 0, Counter[Action]()
+        sent: deque[int] = deque()  # bytes of exchanges whose sends have not been waited for
         for instruction, section in self.trace.steps(self.program, self.stage):
             if isinstance(instruction, Exchange):
                 while len(sent) > 1:
@@ -61,7 +61,7 @@ class StagePlan:
                     if facts.until is None:
                         waited += facts.nbytes
                     else:
-                        held[Action(facts.until, chunk, message.microbatch)] += facts.nbytes
+                        freed_after[Action(facts.until, chunk, message.microbatch)] += facts.nbytes
                 if instruction.sends:
                     sent.append(waited)
             elif instruction is None:
@@ -70,27 +70,27 @@ class StagePlan:
                 continue
             most, alive = alive + section.most, alive + section.left
             if isinstance(instruction, Action):
-                alive -= held.pop(instruction, 0)
-            line.append((UPDATE if instruction is None else str(instruction), most, alive))
-        return line
+                alive -= freed_after.pop(instruction, 0)
+            timeline.append((UPDATE if instruction is None else str(instruction), most, alive))
+        return timeline
 
     @cached_property
     def peak(self) -> Peak:
-        """The moment at which results take most."""
+        """The moment at which results take the most bytes."""
         name, most, _ = max(self.timeline, key=lambda moment: moment[1])
         return Peak(name, most)
 
     @cached_property
     def memory(self) -> dict[str, dict[str, int]]:
-        """Bytes by place and kind at the peak, as `memory-report` has them after a step."""
-        places = {place: dict(kinds) for place, kinds in self.trace.held.items()}
+        """Bytes by place and kind at the peak, as a run measures them."""
+        places = {place: dict(kinds) for place, kinds in self.trace.resting.items()}
         places["device"]["activations"] = max(0, self.peak.nbytes - self.trace.buffers)
         return places
 
     @property
     def resting(self) -> int:
-        """Bytes on the device between steps, with the buffers that stay."""
-        return sum(self.trace.held["device"].values()) - self.trace.buffers
+        """Bytes on the device between steps."""
+        return sum(self.trace.resting["device"].values()) - self.trace.buffers
 
     @property
     def device_bytes(self) -> int:
@@ -98,27 +98,27 @@ class StagePlan:
         return sum(self.memory["device"].values())
 
     @cached_property
-    def sections(self) -> list[tuple[Section, int]]:
-        """The sections of a step, and how often it runs each."""
+    def sections(self) -> list[tuple[StepSection, int]]:
+        """Each section of a step, and how often it runs."""
         steps = [section for _, section in self.trace.steps(self.program, self.stage) if section is not None]
         counts = Counter(map(id, steps))
         return [(section, counts[number]) for number, section in {id(s): s for s in steps}.items()]
 
     @cached_property
     def traffic(self) -> Counter[tuple[str, str]]:
-        """Calls of a rank in a step, by group and operation; messages are ``send`` and ``recv``."""
+        """A rank's number of calls in a step, by group and operation; messages are ``send`` and ``recv``."""
         return self._traffic[0]
 
     @cached_property
     def groups(self) -> dict[str, Sequence[int]]:
-        """The ranks of each group that is called in a step; of messages, those of a whole pipeline."""
-        calls = (w for section, _ in self.sections for w in section.work if isinstance(w, Call))
+        """The ranks of each group that is called in a step; messages are between the ranks of a pipeline."""
+        calls = (w for section, _ in self.sections for w in section.work if isinstance(w, CollectiveCall))
         return {"pp": self.line, **{call.group: call.ranks for call in calls}}
 
     def reach(self, group: str, per_node: int) -> str:
-        """The links that a group's calls go over, with so many ranks on a node.
+        """The links that a group's calls use, with `per_node` ranks on a node.
 
-        ``node``: none but those within; ``rail``: between equal places of nodes; ``across``: others.
+        ``node``: links inside a node; ``rail``: links between equal positions of nodes; ``across``: others.
         """
         ranks = self.groups[group]
         if len({rank // per_node for rank in ranks}) == 1:
@@ -127,7 +127,7 @@ class StagePlan:
 
     @cached_property
     def payload(self) -> Counter[tuple[str, str]]:
-        """Bytes of those calls, the larger side of each."""
+        """The bytes of the calls of `traffic`, by the larger of input and output."""
         return self._traffic[1]
 
     @cached_property
@@ -136,7 +136,7 @@ class StagePlan:
         payload: Counter[tuple[str, str]] = Counter()
         for section, times in self.sections:
             for work in section.work:
-                if isinstance(work, Call):
+                if isinstance(work, CollectiveCall):
                     calls[work.group, work.operation] += times
                     payload[work.group, work.operation] += times * work.nbytes
         for instruction in self.program.stages[self.stage]:
@@ -148,8 +148,8 @@ class StagePlan:
         return calls, payload
 
     @property
-    def messages(self) -> list[Call]:
-        """A message of each kind that a rank sends to another stage."""
+    def messages(self) -> list[CollectiveCall]:
+        """One message of each kind that a rank sends to another stage."""
         sent = (
             (message, facts.nbytes)
             for instruction in self.program.stages[self.stage]
@@ -159,12 +159,12 @@ class StagePlan:
         )
         ways = {(m.kind, m.chunk): (m, nbytes) for m, nbytes in sent}
         return [
-            Call("pp", "send", nbytes, (self.line[m.source], self.line[m.target]))
+            CollectiveCall("pp", "send", nbytes, (self.line[m.source], self.line[m.target]))
             for m, nbytes in ways.values()
         ]
 
     def _messages(self, exchange: Exchange) -> Iterator[tuple[Message, MessageFacts, int]]:
-        """The messages of an exchange, sends first: what is known of each, and the chunk here."""
+        """Yield (message, facts about it, this stage's chunk) of an exchange, sends first."""
         chunks, known = self.program.schedule.chunks_of(self.stage), self.trace.messages
         for message in exchange.sends:
             yield message, known["send", message.kind, chunks.index(message.chunk)], message.chunk
@@ -173,5 +173,5 @@ class StagePlan:
 
     @cached_property
     def flops(self) -> float:
-        """FLOPs of matrix products and attention of a rank in a step, recomputed ones included."""
+        """A rank's FLOPs of matrix products and attention in a step, recomputation included."""
         return sum(times * section.flops for section, times in self.sections)

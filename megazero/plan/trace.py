@@ -1,8 +1,8 @@
-"""A training step of one rank on paper: its own code, on tensors without content, section by section.
+"""Trace a training step of one rank: run the real code on tensors without content, and record its work.
 
-A section is the work of one action of the pipeline's program, what comes before it included, or the update.
-Micro-batches in the middle of a step do equal work, so a step of a few of them is run, and the sections of a
-step of any number are these, repeated (`Trace.steps`).
+The record is divided into sections: one per action of the pipeline's program, with the work since the action
+before, and one for the update. Micro-batches in the middle of a step do equal work, so a step of a few
+micro-batches is traced, and its sections stand for a step of any number (`Trace.steps`).
 """
 
 from __future__ import annotations
@@ -12,135 +12,35 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from megazero.account.memory import MemoryMeter, PeakOfOutputs
-from megazero.account.profilers.calls import Call
+from megazero.account.profilers.calls import CollectiveCall
 from megazero.config.steps import Progress
 from megazero.kernels.library import Argument, LaunchWatch
 from megazero.models.batch import MicroBatch
 from megazero.mpu.group import DONE, Group, Transfer, Work
 from megazero.mpu.still_group import StillGroup
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
-from megazero.pipeline.actions import Action, Exchange, Instruction, Message, Op, Program
-from megazero.plan.job import Job
+from megazero.pipeline.actions import Action, Exchange
+from megazero.plan.job import PlannedJob
 from megazero.plan.operators import kernels_of, launched_kernel
-from megazero.plan.work import Kernel, Task, Wait
+from megazero.plan.work import MessageFacts, StepSection, Task, Trace, Wait, keyed
 from megazero.train.build import build_model
 from megazero.train.step.engine import Engine
 from megazero.train.step.timers import Timers
 
-Key = tuple[Op, int, int, int]
-
-
-@dataclass(frozen=True)
-class Section:
-    """A stretch of a step.
-
-    Attributes:
-        work: kernels and calls, in the order in which they start; messages between stages are left out.
-        most: the most bytes, at a time, that operators' results take beyond those that were there before.
-        left: bytes that they leave behind; below 0 if they free more than they make.
-        seconds: the time that its kernels took, if they ran and were timed.
-    """
-
-    work: tuple[Task, ...]
-    most: int
-    left: int
-    seconds: float | None = None
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of its matrix products and attention."""
-        return sum(work.flops for work in self.work if isinstance(work, Kernel))
-
-
 _TIMED_STEPS = 5
-NOTHING = Section((), 0, 0)
-
-
-class MessageFacts(NamedTuple):
-    """Facts about the messages of one kind that a chunk sends or takes.
-
-    Attributes:
-        nbytes: the bytes of one.
-        until: the action of its micro-batch on this chunk at whose end it is freed; None: when a later
-            exchange waits for it.
-    """
-
-    nbytes: int
-    until: Op | None
-
-
-@dataclass(frozen=True)
-class Trace:
-    """The step of a rank, as a function of the number of its micro-batches.
-
-    Attributes:
-        micro_batches: how many of them were traced.
-        chunks: how many chunks of the model the rank's stage has.
-        tail: the work after the last action, the update; the first action's has that before it.
-        actions: by op, the chunk's place on the stage, the micro-batch, and how often the program has had
-            that action before: weights are gathered for forward, and again for backward.
-        messages: by ``send`` or ``recv``, the kind, and the place of the chunk that sends or takes it.
-        held: bytes by place and kind that the rank holds between steps, and its buffers.
-        buffers: bytes of those buffers that sections count as well.
-    """
-
-    micro_batches: int
-    chunks: int
-    tail: Section
-    actions: Mapping[Key, Section]
-    messages: Mapping[tuple[str, str, int], MessageFacts]
-    held: Mapping[str, Mapping[str, int]]
-    buffers: int
-
-    @property
-    def boundary(self) -> int:
-        """Bytes of the largest message between stages; 0 with a single stage."""
-        return max((facts.nbytes for facts in self.messages.values()), default=0)
-
-    def steps(self, program: Program, stage: int) -> Iterator[tuple[Instruction | None, Section | None]]:
-        """A step of any number of micro-batches, on a stage that holds like parts: instructions and sections.
-
-        The update, at the end, has no instruction; exchanges have no section.
-        """
-        for instruction, key in keyed(program, stage):
-            yield instruction, None if key is None else self.like(key, program.schedule.microbatches)
-        yield None, self.tail
-
-    def like(self, key: Key, micro_batches: int) -> Section:
-        """The section that does what an action does in a step of so many micro-batches."""
-        op, place, number, times = key
-        last, middle = self.micro_batches - 1, self.micro_batches // 2
-        if micro_batches != self.micro_batches:
-            number = 0 if number == 0 else last if number == micro_batches - 1 else middle
-        likest = ((op, place, n, t) for t in (times, 0) for n in (number, middle, last, 0))
-        return next((self.actions[k] for k in likest if k in self.actions), NOTHING)
-
-
-def keyed(program: Program, stage: int) -> Iterator[tuple[Instruction, Key | None]]:
-    """The instructions of a stage with the keys of their sections; exchanges have none."""
-    before: Counter[Action] = Counter()
-    chunks = program.schedule.chunks_of(stage)
-    for instruction in program.stages[stage]:
-        if isinstance(instruction, Exchange):
-            yield instruction, None
-            continue
-        place = chunks.index(instruction.chunk)
-        yield instruction, (instruction.op, place, instruction.microbatch, before[instruction])
-        before[instruction] += 1
 
 
 class Tracer(PeakOfOutputs, LaunchWatch):
-    """Watches the operators, launches and calls of one thread, and cuts them into sections at marks."""
+    """Records the operators, launches and calls of one thread, and divides them into sections at marks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sections: list[tuple[Action | None, Section]] = []
-        self.messages: dict[tuple[str, int], int] = {}  # bytes by what a `Transfer` is and its tag
+        self.sections: list[tuple[Action | None, StepSection]] = []
+        self.messages: dict[tuple[str, int], int] = {}  # bytes by a transfer's kind and tag
         self.freed_in: dict[
             tuple[str, int], int
         ] = {}  # the section in which a message that came in was freed
@@ -165,19 +65,20 @@ class Tracer(PeakOfOutputs, LaunchWatch):
         self._work.append(launched_kernel(name, arguments))
 
     def called(self, call: GroupCall, group: Group) -> Work:
-        """Take note of a call between the ranks of a group; returns what its caller may wait for."""
+        """Record a call between the ranks of a group; returns its `Work`."""
         if not self.watches:
             return DONE
         self._calls += 1
         nbytes = call.payload.numel() * call.payload.element_size()
-        noted = Call(group.name, call.operation, nbytes, group.ranks, call.async_op, number=self._calls)
-        self._work.append(noted)
-        return _Waited(self, noted.number) if call.async_op else DONE
+        self._work.append(
+            CollectiveCall(group.name, call.operation, nbytes, group.ranks, call.async_op, self._calls)
+        )
+        return _TracedWork(self, self._calls) if call.async_op else DONE
 
     def exchanged(self, transfers: Sequence[Transfer], group: Group) -> list[Work]:
-        """Take note of messages under way at once; returns what their caller may wait for.
+        """Record messages that are exchanged at the same time; returns a `Work` for each.
 
-        Those between stages belong to the program, not to a section.
+        Messages between pipeline stages belong to the program, not to a section.
         """
         with self.moving():
             for transfer in transfers:
@@ -187,50 +88,52 @@ class Tracer(PeakOfOutputs, LaunchWatch):
             return [DONE] * len(transfers)
         if group.name == "pp":
             for transfer in transfers:
-                self._passed(transfer)
+                self._record_stage_message(transfer)
             return [DONE] * len(transfers)
         self._calls += 1
         for transfer in transfers:
             nbytes = transfer.tensor.numel() * transfer.tensor.element_size()
             ends = (group.ranks[group.rank], group.ranks[transfer.peer])
-            self._work.append(Call(group.name, transfer.kind, nbytes, ends, later=True, number=self._calls))
-        return [_Waited(self, self._calls) for _ in transfers]
+            self._work.append(
+                CollectiveCall(group.name, transfer.kind, nbytes, ends, later=True, number=self._calls)
+            )
+        return [_TracedWork(self, self._calls) for _ in transfers]
 
-    def _passed(self, transfer: Transfer) -> None:
-        """Take note of a message between stages."""
+    def _record_stage_message(self, transfer: Transfer) -> None:
         tensor, key = transfer.tensor, (transfer.kind, transfer.tag)
         self.messages[key] = tensor.numel() * tensor.element_size()
-        given = self.forget(tensor.untyped_storage(), partial(self._freed, key))
+        size = self.forget(tensor.untyped_storage(), partial(self._record_free, key))
         if transfer.kind == "recv":
             return
-        # It was made in the section before, as an exchange with a send follows the action that made it.
+        # The tensor was made in the previous section, because a send follows the action that makes its
+        # tensor.
         action, section = self.sections[-1]
-        self.sections[-1] = action, replace(section, left=section.left - given)
-        self._before -= given
+        self.sections[-1] = action, replace(section, left=section.left - size)
+        self._before -= size
 
-    def _freed(self, key: tuple[str, int]) -> None:
+    def _record_free(self, key: tuple[str, int]) -> None:
         self.freed_in[key] = len(self.sections)
 
     def waited(self, number: int) -> None:
-        """Take note that the rank waits here for a call."""
+        """Record that the rank waits for call `number`."""
         self._work.append(Wait(number))
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Within the block a group fills in a result, which is no work of the rank's."""
+        """Within the block, ignore operators: a group fills in a result, which is not the rank's work."""
         self._moving = True
         yield
         self._moving = False
 
     def mark(self, action: Action | None, _: float = 0.0) -> None:
-        """End a section, which is that of `action`."""
-        section = Section(tuple(self._work), max(0, self.most - self._before), self.alive - self._before)
+        """End the section of `action`, or of the update if it is None."""
+        section = StepSection(tuple(self._work), max(0, self.most - self._before), self.alive - self._before)
         self.sections.append((action, section))
         self._work, self._before, self.most = [], self.alive, self.alive
 
 
-class _Waited(Work):
-    """A call in progress, whose first wait a tracer sees."""
+class _TracedWork(Work):
+    """A call in progress, whose first wait a tracer records."""
 
     def __init__(self, tracer: Tracer, number: int):
         self._tracer = tracer
@@ -244,7 +147,7 @@ class _Waited(Work):
 
 
 class _TracedGroup(WrappingGroup):
-    """Passes calls to a group that moves nothing, and tells the tracer."""
+    """Passes calls to a group that moves nothing, and records them in a tracer."""
 
     def __init__(self, inner: Group, tracer: Tracer, name: str):
         super().__init__(inner, name)
@@ -259,16 +162,16 @@ class _TracedGroup(WrappingGroup):
         return self._tracer.exchanged(transfers, self)
 
 
-def trace_rank(job: Job, rank: int, *, timed: bool = False) -> Trace:
-    """Run a step of a few micro-batches of a rank.
+def trace_rank(job: PlannedJob, rank: int, *, timed: bool = False) -> Trace:
+    """Trace a step of `job.traced_micro_batches` micro-batches on a rank.
 
     Args:
         job: the training.
         rank: the rank.
-        timed: whether to time its sections too, in further steps; for a job whose kernels run.
+        timed: whether to time the sections too, in further steps, as is possible if the kernels run.
 
     Raises:
-        ConfigError: the model cannot be built on so many ranks.
+        ConfigError: the model cannot be built on the job's ranks.
     """
     tracer = Tracer()
 
@@ -298,13 +201,13 @@ def trace_rank(job: Job, rank: int, *, timed: bool = False) -> Trace:
 
 
 def _seconds(engine: Engine, batches: Sequence[MicroBatch], progress: Progress) -> list[float]:
-    """The time of each section of a step that nobody watches, the median of a few steps."""
+    """The seconds of each section of a step without a tracer, as medians over a few steps."""
     steps: list[list[float]] = []
 
-    def note(_: Action, seconds: float) -> None:
+    def record(_: Action, seconds: float) -> None:
         steps[-1].append(seconds)
 
-    engine.executor.observer = note
+    engine.executor.observer = record
     for _ in range(_TIMED_STEPS):
         steps.append([])
         began = time.perf_counter()
@@ -313,14 +216,7 @@ def _seconds(engine: Engine, batches: Sequence[MicroBatch], progress: Progress) 
     return [statistics.median(times) for times in zip(*steps, strict=True)]
 
 
-def _ways(instruction: Instruction) -> tuple[tuple[str, Sequence[Message]], ...]:
-    """The messages of an exchange, by ``send`` and ``recv``."""
-    if not isinstance(instruction, Exchange):
-        return ()
-    return (("send", instruction.sends), ("recv", instruction.receives))
-
-
-def _trace_of(job: Job, engine: Engine, tracer: Tracer) -> Trace:
+def _trace_of(job: PlannedJob, engine: Engine, tracer: Tracer) -> Trace:
     stage, count = engine.context.pp.rank, job.traced_micro_batches
     program = job.program_of(count)
     done = (section for action, section in tracer.sections if action is not None)
@@ -329,8 +225,10 @@ def _trace_of(job: Job, engine: Engine, tracer: Tracer) -> Trace:
     chunks = program.schedule.chunks_of(stage)
     seen: defaultdict[tuple[str, str, int], Counter[MessageFacts]] = defaultdict(Counter)
     for instruction in program.stages[stage]:
-        for way, own in _ways(instruction):
-            for message in own:
+        if not isinstance(instruction, Exchange):
+            continue
+        for way, sent in (("send", instruction.sends), ("recv", instruction.receives)):
+            for message in sent:
                 chunk, key = message.chunk if way == "send" else message.receiver, (way, message.tag)
                 freed_by = tracer.sections[tracer.freed_in[key]][0]
                 ends_it = freed_by is not None and freed_by.microbatch == message.microbatch

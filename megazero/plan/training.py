@@ -1,4 +1,4 @@
-"""A whole training on paper: its parameters, its tokens, and how long all of its steps take."""
+"""The plan of a whole training: its parameters, its FLOPs, and the time of all steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megazero.models.chunk import WORD
 from megazero.mpu.context import solo_context
 from megazero.optim.build import build_update_rule
-from megazero.plan.job import Job
+from megazero.plan.job import PlannedJob
 from megazero.plan.times import StepTimes
 from megazero.spec.resolve import model_spec
 from megazero.train.parts.chunks import parameter_counts
@@ -18,12 +18,12 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class Model:
-    """The model of a job, whatever its layout.
+    """The model of a job, which is the same in all layouts.
 
     Attributes:
-        parameters: the number of its weights; a weight that is tied counts once.
-        forward_flops: for a token, of its matrix products and of attention to all positions.
-        checkpoint_bytes: of a checkpoint: weights in fp32, and the optimizer's state.
+        parameters: the number of weights; a tied weight counts once.
+        forward_flops: FLOPs of a token's forward pass: matrix products, and attention to all positions.
+        checkpoint_bytes: the size of a checkpoint: fp32 weights, and the optimizer's state.
     """
 
     parameters: int
@@ -31,8 +31,8 @@ class Model:
     checkpoint_bytes: int
 
     @classmethod
-    def of(cls, job: Job) -> Model:
-        """The model of a job."""
+    def of(cls, job: PlannedJob) -> Model:
+        """Count the model of a job."""
         family = family_of(job.config.model)
         blocks = family.models.blocks(job.config, job.vocabulary.padded)
         counts = dict(
@@ -49,16 +49,16 @@ class Model:
         flops = sum(block.flops for block in blocks)
         return cls(parameters, flops, parameters * kinds * _FP32)
 
-    def step_flops(self, job: Job) -> float:
-        """FLOPs of a step's forward and backward, of which recomputation is no part."""
+    def step_flops(self, job: PlannedJob) -> float:
+        """FLOPs of a step's forward and backward, without recomputation."""
         return 3 * self.forward_flops * job.step.positions
 
 
-def training_seconds(job: Job, times: StepTimes) -> float:
-    """The time of all steps: each takes as long as its number of micro-batches and of tokens says.
+def training_seconds(job: PlannedJob, times: StepTimes) -> float:
+    """The seconds of all steps, whose batch sizes and sequence lengths may differ.
 
-    A step is taken to have a time of its own, for bubble and update, and one for each micro-batch of the
-    busiest stage, which is shorter as its rows are.
+    A step is modelled as a constant, for bubble and update, and a time per micro-batch of the busiest stage,
+    which is proportional to the micro-batch's tokens.
     """
     end, planned = job.training_plan.end.iteration, job.step
     own = max(times.timeline.busy) / planned.micro_batches

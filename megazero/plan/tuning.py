@@ -1,7 +1,8 @@
-"""The layouts that a job could have, and the best of them on paper.
+"""Search the layouts of a job for the best, by planning.
 
-Candidates come from the sizes that divide, are judged by the project's own rules, and are ordered by a bound
-that takes microseconds: FLOPs at the device's rate and the bubble. Those around the best so far are planned.
+Candidates are all layouts whose sizes divide and that the rules accept. They are ordered by a lower bound of
+a step's time that takes microseconds: FLOPs at the device's peak, and the bubble. Then layouts near the best
+so far are planned.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from megazero.config.rules.table import broken_rules
 from megazero.config.tree.config import Config
 from megazero.errors import ConfigError
 from megazero.plan.device import Device
-from megazero.plan.job import Job
-from megazero.plan.layout import RECOMPUTES, Layout, Savings, Slices, Stages
-from megazero.plan.report import Report, report_on
+from megazero.plan.job import PlannedJob
+from megazero.plan.layout import RECOMPUTES, LayerSharding, Layout, PipelineSplit, Savings
+from megazero.plan.report import PlanReport, report_on
 from megazero.plan.training import Model
 from megazero.train.parts.chunks import DTYPES
 
@@ -26,21 +27,21 @@ SIZES = (1, 2, 4, 8, 16)
 """Samples of a micro-batch."""
 _STATE = 12  # bytes of a parameter's master and moments
 _OVERHEAD = MappingProxyType({"none": 1.0, "selective": 1.0, "full": 4 / 3})
-_ROWS = 4096  # with fewer, ranks that share a sequence would wait for each other
-_LIKE = 12  # layouts like a given one that are planned
+_ROWS = 4096  # tokens per context-parallel rank; with fewer, ranks would wait for each other
+_LIKE = 12  # planned layouts that are like a given one
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A layout, planned.
+    """A planned layout.
 
     Attributes:
         layout: the layout.
         device_bytes: bytes on the fullest device.
-        fits: whether there is room for them.
-        seconds: of a step.
-        bubble, mfu: shares.
-        tokens_per_second: of the whole job.
+        fits: whether the device has that many.
+        seconds: the time of a step.
+        bubble, mfu: the pipeline's bubble and the model FLOPs utilization, as shares.
+        tokens_per_second: the rate of the whole job.
     """
 
     layout: Layout
@@ -56,7 +57,7 @@ class Planned:
         """Plan a layout of a search.
 
         Raises:
-            ConfigError: the model cannot be built in it.
+            ConfigError: the model cannot be built in this layout.
         """
         report = search.report(layout)
         tokens = report.plan.job.step.positions / report.times.seconds
@@ -69,18 +70,18 @@ class Planned:
 
     @classmethod
     def read(cls, document: dict[str, Any]) -> Planned:
-        """The result that `document` wrote."""
+        """Parse the JSON that `document` returned."""
         return cls(**{**document, "layout": Layout.read(document["layout"])})
 
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts that a search looks at.
+    """The bounds of a search.
 
     Attributes:
-        micro_batches: sizes of a micro-batch, in samples.
-        recomputes: how activations are recomputed.
-        tensor: the ranks that share a layer, if that is given.
+        micro_batches: the sizes of a micro-batch to try, in samples.
+        recomputes: the granularities of recomputation to try.
+        tensor: the only tensor-parallel size to try; None tries all.
         offload: whether masters and moments are in the host's memory.
     """
 
@@ -92,59 +93,60 @@ class Space:
 
 @dataclass(frozen=True, eq=False)
 class Search:
-    """A job whose layout is looked for.
+    """A search for the layout of a job.
 
     Attributes:
-        given: its configuration, as it was given.
-        ranks: its ranks.
-        device, per_node: where it runs, and how many ranks share a node.
-        space: the layouts to look at.
+        base: the configuration with the user's layout.
+        ranks: the number of ranks.
+        device: the device of each rank.
+        per_node: the number of ranks on a node.
+        space: the bounds of the search.
     """
 
-    given: Config
+    base: Config
     ranks: int
     device: Device
     per_node: int
     space: Space = field(default_factory=Space)
 
     def config(self, layout: Layout | None) -> Config:
-        """The job's configuration in a layout, or as it was given."""
-        return self.given if layout is None else layout.applied(self.given)
+        """The configuration with a layout; None is the user's."""
+        return self.base if layout is None else layout.applied(self.base)
 
     def refused(self, layout: Layout) -> bool:
         """Whether the rules refuse a layout."""
         return bool(broken_rules(self.config(layout), self.ranks))
 
-    def report(self, layout: Layout | None = None) -> Report:
-        """The report on a layout, or on the job as it was given."""
+    def report(self, layout: Layout | None = None) -> PlanReport:
+        """Plan a layout, or the user's, and return the report."""
         return report_on(self.config(layout), self.ranks, self.device, self.per_node)
 
     def candidates(self) -> Iterator[Layout]:
-        """Every layout whose sizes divide: slices within a node, all ranks used, whole micro-batches."""
-        config = self.given
+        """Yield every layout whose sizes divide, that uses all ranks, with tensor ranks inside a node."""
+        config = self.base
         model, batch = config.model, self._batch
         experts = max(model.experts_by_layer, default=0) or 1
         tensors = _divisors(self.per_node) if self.space.tensor is None else [self.space.tensor]
         for tensor, context, pipeline in product(tensors, self._contexts(), _divisors(model.num_layers)):
-            shared = tensor * context * pipeline
-            if self.ranks % shared or model.num_attention_heads % tensor:
+            replica = tensor * context * pipeline  # ranks
+            if self.ranks % replica or model.num_attention_heads % tensor:
                 continue
-            replicas = self.ranks // shared
+            replicas = self.ranks // replica
             sizes = [size for size in self.space.micro_batches if batch % (replicas * size) == 0]
-            spread = [e for e in _divisors(experts) if replicas % e == 0]
-            stages = list(self._stages(pipeline))
+            expert_sizes = [e for e in _divisors(experts) if replicas % e == 0]
+            splits = list(self._splits(pipeline))
             savings = self._savings(pipeline, replicas * context)
-            parts = product(self._sequence(tensor), spread, stages, savings, sizes)
-            for sequence, expert, own, saved, size in parts:
-                if own.virtual > 1 and own.schedule == "auto" and batch // replicas // size % pipeline:
+            choices = product(self._sequence(tensor), expert_sizes, splits, savings, sizes)
+            for sequence, expert, split, saved, size in choices:
+                if split.virtual > 1 and split.schedule == "auto" and batch // replicas // size % pipeline:
                     continue
-                yield Layout(Slices(tensor, sequence, expert, context), own, saved, size)
+                yield Layout(LayerSharding(tensor, sequence, expert, context), split, saved, size)
 
     def _contexts(self) -> list[int]:
-        """Ranks that share a sequence: as given, or so many that each has enough rows."""
-        length = self.given.model.seq_length
+        """Context-parallel sizes to try: the user's, and powers of two that leave each rank enough tokens."""
+        length = self.base.model.seq_length
         powers = [2**i for i in range(self.ranks.bit_length()) if 2**i * _ROWS <= length]
-        return sorted({1, self.given.parallel.context_parallel_size, *powers})
+        return sorted({1, self.base.parallel.context_parallel_size, *powers})
 
     def _sequence(self, tensor: int) -> tuple[bool, ...]:
         """Whether to try sequence parallelism with this layout: on a GPU it is free and saves memory."""
@@ -152,18 +154,21 @@ class Search:
             return (False,)
         return (True,) if self.device.memory.apart else (False, True)
 
-    def _stages(self, pipeline: int) -> Iterator[Stages]:
+    def _splits(self, pipeline: int) -> Iterator[PipelineSplit]:
         if pipeline == 1:
-            yield Stages()
+            yield PipelineSplit()
             return
-        for chunks in _divisors(self.given.model.num_layers // pipeline):
-            yield Stages(pipeline, chunks)
-        yield Stages(pipeline, 1, "zb-h1")
-        if self.given.model.num_layers // pipeline % 2 == 0:
-            yield Stages(pipeline, 2, "zb-v")
+        for chunks in _divisors(self.base.model.num_layers // pipeline):
+            yield PipelineSplit(pipeline, chunks)
+        yield PipelineSplit(pipeline, 1, "zb-h1")
+        if self.base.model.num_layers // pipeline % 2 == 0:
+            yield PipelineSplit(pipeline, 2, "zb-v")
 
     def _savings(self, pipeline: int, replicas: int) -> Iterator[Savings]:
-        """With stages, gradients and weights stay whole: each micro-batch would move them."""
+        """ZeRO stages and recomputations to try.
+
+        A pipeline keeps weights and gradients whole, because every micro-batch would move them otherwise.
+        """
         stages = (0,) if replicas == 1 else (1,) if pipeline > 1 else (1, 2, 3)
         if not self.device.memory.apart and replicas > 1:
             stages = (0, *stages)
@@ -171,18 +176,18 @@ class Search:
             yield Savings(zero, recompute, self.space.offload)
 
     def ordered(self) -> list[tuple[float, Layout]]:
-        """The candidates whose state alone has room, by a bound of a step's seconds that is too low."""
+        """List (lower bound of a step's seconds, layout) of candidates whose state fits, ascending."""
         sound = next((layout for layout in self.candidates() if not self.refused(layout)), None)
         if sound is None:
             return []
         config = self.config(sound)
-        model = Model.of(Job(config, self.ranks, apart=True))
+        model = Model.of(PlannedJob(config, self.ranks, apart=True))
         kind = str(DTYPES[config.precision.dtype]).removeprefix("torch.")
         peak, positions = self.device.peak_flop_per_s(kind), self._batch * config.model.seq_length
         bounds = []
         for layout in self.candidates():
             stages, savings = layout.stages, layout.savings
-            copies = self.ranks // (layout.slices.tensor * stages.count)  # over which ZeRO slices
+            copies = self.ranks // (layout.slices.tensor * stages.count)  # which ZeRO shards over
             if self._state(model.parameters, layout, copies) > self.device.allocator_bytes:
                 continue
             micro_batches = max(1, self._batch * layout.slices.context // copies // layout.micro_batch)
@@ -193,7 +198,7 @@ class Search:
         return sorted(bounds)
 
     def like(self, layout: Layout) -> Iterator[Planned]:
-        """Layouts that fit, those that change fewest settings of `layout` first."""
+        """Yield planned layouts that fit, by the number of settings in which they differ from `layout`."""
         offloaded = replace(self, space=replace(self.space, offload=True))
         bounds = [*self.ordered(), *offloaded.ordered()]
         bounds.sort(key=lambda bound: (bound[1].distance(layout), bound))
@@ -208,7 +213,7 @@ class Search:
         for other in islice(allowed, _LIKE):
             try:
                 planned = Planned.of(self, other)
-            except ConfigError:  # a stage without a part of the model, which no rule knows
+            except ConfigError:  # such as a stage without a part of the model, for which there is no rule
                 continue
             if planned.fits:
                 yield planned
@@ -217,33 +222,34 @@ class Search:
 
     @property
     def _batch(self) -> int:
-        return int(self.given.batch.final_batch_size or self.ranks)
+        return int(self.base.batch.final_batch_size or self.ranks)
 
     def _state(self, parameters: int, layout: Layout, copies: int) -> float:
-        """Bytes at rest of a rank, if all stages had as much: weights, gradients, and the optimizer's.
+        """A mean stage's bytes per rank between steps: weights, gradients, and the optimizer's state.
 
-        With the optimizer on the host, slices of gradients go there too; whole ones stay.
+        With the optimizer on the host, sharded gradients are there too, but whole ones stay on the device.
         """
         zero, offload = layout.savings.zero, layout.savings.offload
-        held = parameters / (layout.slices.tensor * layout.stages.count)
-        width = DTYPES[self.given.precision.dtype].itemsize
+        local = parameters / (layout.slices.tensor * layout.stages.count)
+        width = DTYPES[self.base.precision.dtype].itemsize
         weights = width / (copies if zero == 3 else 1)
         gradients = 4 / (copies if zero >= 2 else 1)
         state = 0 if offload else _STATE / (copies if zero else 1)
-        return held * (weights + (0 if offload and zero >= 2 else gradients) + state)
+        return local * (weights + (0 if offload and zero >= 2 else gradients) + state)
 
 
 def explore(
     search: Search, plan: Callable[[Sequence[Layout]], Iterable[Planned]], most: int
 ) -> Iterator[Planned]:
-    """Plan layouts, at most so many: one of each number of slices, context ranks and stages, then others.
+    """Yield planned layouts, at most `most`.
 
-    The first of each are those with the lowest bound. Then those are planned that differ in one setting from
-    the best so far, and from the next, without those whose bound is above the best.
+    First, the layout with the lowest bound is planned of each combination of tensor-parallel,
+    context-parallel and pipeline size. Then, from the best result on, layouts are planned that differ from a
+    result in one setting, and whose bound is below the best time.
 
     Args:
-        search: the job.
-        plan: plans layouts; it leaves out those that cannot be built.
+        search: the search.
+        plan: plans a batch of layouts, and leaves out those that cannot be built.
         most: the most layouts to plan.
     """
     bounds = {layout: bound for bound, layout in search.ordered() if not search.refused(layout)}
@@ -251,13 +257,13 @@ def explore(
     for layout in bounds:
         firsts.setdefault((layout.slices.tensor, layout.slices.context, layout.stages.count), layout)
     batch, tried, results = list(firsts.values()), set[Layout](), list[Planned]()
-    around: set[Layout] = set()
+    expanded: set[Layout] = set()
 
-    def beside(middle: Layout, quickest: Planned) -> list[Layout]:
-        """Layouts that are new, differ in one setting, and may be quicker than the quickest."""
-        around.add(middle)
-        alike = [own for own in bounds if own not in tried and own.distance(middle) == 1]
-        return [own for own in alike if bounds[own] < quickest.seconds or not quickest.fits]
+    def neighbours(middle: Layout, quickest: Planned) -> list[Layout]:
+        """New layouts that differ from `middle` in one setting, and may be quicker than the quickest."""
+        expanded.add(middle)
+        near = [layout for layout in bounds if layout not in tried and layout.distance(middle) == 1]
+        return [layout for layout in near if bounds[layout] < quickest.seconds or not quickest.fits]
 
     while batch and len(tried) < most:
         batch = batch[: most - len(tried)]
@@ -266,43 +272,15 @@ def explore(
             results.append(result)
             yield result
         ranked = best(results, len(results))
-        middles = (result.layout for result in ranked if result.layout not in around)
-        batch = next(filter(None, (beside(middle, ranked[0]) for middle in middles)), [])
+        middles = (result.layout for result in ranked if result.layout not in expanded)
+        batch = next(filter(None, (neighbours(middle, ranked[0]) for middle in middles)), [])
 
 
 def best(results: Iterable[Planned], count: int) -> list[Planned]:
-    """The quickest that fit; if none does, those that lack least."""
+    """The `count` quickest results that fit; if none fits, those that need the least memory."""
     known = list(results)
     fitting = sorted((r for r in known if r.fits), key=lambda r: r.seconds)
     return fitting[:count] or sorted(known, key=lambda r: r.device_bytes)[:count]
-
-
-def reasons(given: Report, chosen: Report) -> list[str]:
-    """Why a plan is better than the given one: what takes less time, or has room."""
-    lines = []
-    if not given.fits:
-        short = (given.plan.fullest.device_bytes - given.device.allocator_bytes) / 2**30
-        lines.append(f"the given layout lacks {short:.1f} GiB on stage {given.plan.fullest.stage}")
-    before, after = _parts(given), _parts(chosen)
-    for name in before:
-        change = after[name] - before[name]
-        if abs(change) > 0.01 * given.times.seconds:
-            lines.append(f"{abs(change):.2f} s a step {'more' if change > 0 else 'less'} for {name}")
-    return lines
-
-
-def _parts(report: Report) -> dict[str, float]:
-    """The seconds of a step's parts on the busiest stage."""
-    times = report.times
-    busy, exposed = max(times.timeline.busy), max(times.exposed)
-    at_peak = max(s.flops for s in report.plan.stages) / report.device.peak_flop_per_s(report.dtype)
-    return {
-        "waiting in the pipeline": times.timeline.makespan - busy,
-        "waiting for calls of layers": exposed,
-        "FLOPs, recomputed ones included": at_peak,
-        "what kernels of these sizes take beyond their FLOPs": busy - exposed - at_peak,
-        "the update": times.update.total,
-    }
 
 
 def _divisors(number: int) -> list[int]:

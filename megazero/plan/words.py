@@ -1,4 +1,4 @@
-"""Figures as people say them: sizes, large numbers, times, runs of numbers."""
+"""Format figures for people: bytes, large numbers, times, and runs of numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _TIMES = ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def shown(size: float) -> str:
-    """Bytes in the unit that leaves one to four digits before the point: ``1.5 GiB``."""
+    """Bytes in a unit with one to four digits before the point: ``1.5 GiB``."""
     unit = 0
     while size >= 1024 and unit + 1 < len(_UNITS):
         size, unit = size / 1024, unit + 1
@@ -17,13 +17,13 @@ def shown(size: float) -> str:
 
 
 def many(number: float, letters: str = "MBTP") -> str:
-    """A large number with the letter of its thousands, from millions on: ``174.62B``; rates say ``MGTP``."""
+    """A large number with a letter for its power of 1000: ``174.62B``; for rates, pass ``MGTP``."""
     power = min(len(letters), max(0, len(f"{number:.0f}") - 4) // 3)
     return f"{number / 1000 ** (power + 1):,.2f}{letters[power - 1]}" if power else f"{number:,.0f}"
 
 
 def time_text(seconds: float) -> str:
-    """A time in the unit in which people say it: ``20.7 days``, ``1.36 s``, ``6.8 ms``."""
+    """Seconds in the usual unit: ``20.7 days``, ``1.36 s``, ``6.8 ms``."""
     for size, unit in _TIMES:
         if seconds >= 2 * size:
             return f"{seconds / size:,.{2 if size == 1 else 1}f} {unit}"
@@ -31,7 +31,7 @@ def time_text(seconds: float) -> str:
 
 
 def runs(numbers: Iterable[int]) -> str:
-    """Ascending numbers, neighbours together: ``0-3, 5``."""
+    """Ascending numbers, with runs of neighbours as two ends: ``0-3, 5``."""
     ends: list[list[int]] = []
     for number in numbers:
         if ends and number == ends[-1][-1] + 1:

@@ -1,5 +1,5 @@
 """verify: law 1 as a command. Any layout trains the same model as a single process.
 
-`record.py` trains a few steps and records everything, `run.py` does so on the ranks of a layout, `compare.py`
-says how far apart two records are, and `shrink.py` makes a configuration small.
+`shrink.py` and `shrink_model.py` make a configuration small, `record.py` trains a few steps and records the
+results, `run.py` does so on the ranks of a layout, and `compare.py` measures how far two records differ.
 """

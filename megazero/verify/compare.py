@@ -1,4 +1,4 @@
-"""The distance between two trainings, in units of what rounding can explain."""
+"""Compare two trainings; differences are given as multiples of what rounding can explain."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Deviation:
-    """The worst deviation of one kind, as a share of the tolerance: above 1 it is too large.
+    """The worst deviation of one kind.
 
     Attributes:
-        kind: the label of a loss, gradient norm, gradients, weights or tied copies.
-        share: share of the tolerance; inf if a value is missing or not finite.
-        where: the name and the step.
+        kind: the label of a loss, or gradient norm, gradients, weights or tied copies.
+        share: the deviation as a multiple of the tolerance, too large above 1; inf if a value is missing or
+            not finite.
+        where: the step, and for tensors the parameter's name.
     """
 
     kind: str
@@ -42,9 +43,9 @@ class Deviation:
 def compare(
     records: Sequence[Record], expected: Record, tolerance: Tolerance | None = None
 ) -> list[Deviation]:
-    """The worst deviation of each kind, over all ranks of a layout, from the single process's record.
+    """Return the worst deviation of each kind from the single process's record, over all ranks of a layout.
 
-    Every parameter must be on some rank, and copies of a tied parameter must equal it bit for bit.
+    Every parameter must be on some rank, and all copies of a tied parameter must be equal bit for bit.
     """
     tolerance = tolerance or Tolerance()
     return [
@@ -113,12 +114,12 @@ def _share(got: Tensor, want: Tensor, tolerance: Tolerance) -> float:
 
 
 def _tied(records: Sequence[Record]) -> Deviation:
-    """Compare all copies of a tied parameter with it: gradient and weight must be bitwise equal."""
+    """Compare the copies of tied parameters with the originals, which they must equal bit for bit."""
     for field in ("gradients", "weights"):
         for step in range(len(records[0].weights)):
-            held = [getattr(record, field)[step] for record in records]
-            whole = {k: v for values in held for k, v in values.items()}
-            for key, value in (item for values in held for item in values.items()):
+            tensors = [item for record in records for item in getattr(record, field)[step].items()]
+            whole = dict(tensors)
+            for key, value in tensors:
                 original = key.removeprefix("copy of ")
                 if key != original and not torch.equal(value, whole[original]):
                     return Deviation("tied copies", float("inf"), f"{key} ({field}), step {step}")

@@ -1,7 +1,6 @@
-"""Train a few steps under a configuration and record everything that law 1 is about.
+"""Train a few steps under a configuration and record what law 1 compares.
 
-Law 1: any layout gives the single process's loss, gradient norm, every gathered gradient and every weight
-after each step.
+Law 1: in each step, any layout gives the single process's loss, gradient norm, gradients and weights.
 """
 
 from __future__ import annotations
@@ -14,20 +13,34 @@ import numpy as np
 from torch import Tensor
 
 from megazero.config.derive import padded_vocab_size
-from megazero.config.steps import Step
+from megazero.config.steps import Progress, Step
 from megazero.config.training_plan import TrainingPlan, training_plan_of
+from megazero.config.tree.checkpoint import CheckpointConfig
 from megazero.config.tree.config import Config
+from megazero.config.tree.curriculum import CurriculumConfig
+from megazero.config.tree.data_sampling import DataSamplingConfig
+from megazero.config.tree.distillation import DistillationConfig
+from megazero.config.tree.parallel import ParallelConfig
+from megazero.config.tree.recompute import RecomputeConfig
+from megazero.config.tree.zero import ZeroConfig
 from megazero.models.batch import Collate, MicroBatch
-from megazero.mpu.context import ParallelContext
+from megazero.mpu.context import ParallelContext, solo_context
 from megazero.mpu.param_spec import ParamSpec
 from megazero.train.build import build_model
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.engine import Engine
 from megazero.train.step.feed import crop
 from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
-from megazero.verify.sampling import drawn_micro_batches, made_up_sampler, random_documents, vocabulary_size
+from megazero.verify.sampling import (
+    drawn_length,
+    drawn_micro_batches,
+    made_up_sampler,
+    random_documents,
+    vocabulary_size,
+)
 
 STEPS = 5
 _STREAM_SEED = 3
@@ -35,10 +48,10 @@ _STREAM_SEED = 3
 
 @dataclass(frozen=True)
 class Record:
-    """The results of each step on one rank: whole tensors by the names of its stage's parameters.
+    """The results of each step on one rank.
 
-    Losses are by label, such as ``lm loss``. A copy of a tied parameter on another stage is listed as
-    ``copy of NAME``.
+    Losses are keyed by label, such as ``lm loss``. Gradients and weights are whole (gathered) tensors, keyed
+    by the names of the stage's parameters; a tied parameter's copy on another stage is ``copy of NAME``.
     """
 
     losses: list[dict[str, float | None]] = field(default_factory=list)
@@ -48,7 +61,7 @@ class Record:
 
 
 def record_training(config: Config, context: ParallelContext, steps: int = STEPS) -> Record:
-    """Record `steps` steps on this rank, on random tokens with uneven loss masks."""
+    """Record `steps` steps on this rank, on random tokens and loss masks that differ between samples."""
     training_plan = training_plan_of(config, context.data.size)
     engine = verification_engine(config, training_plan, context)
     sampler = made_up_sampler(config, training_plan.steps, context)
@@ -80,23 +93,59 @@ def record_steps(
 
 
 def verification_engine(config: Config, training_plan: TrainingPlan, context: ParallelContext) -> Engine:
-    """Build the engine of a configuration that gives the vocabulary size."""
+    """Build the engine of a configuration with a vocabulary size, without a tokenizer."""
     size = vocabulary_size(config)
     padded = padded_vocab_size(size, config.model, context.tp.size)
     vocabulary = Vocabulary(size, padded, None, None)
     return build_model(vocabulary, context, config, training_plan)
 
 
-def micro_batches(config: Config, context: ParallelContext, step: Step) -> list[MicroBatch]:
-    """This rank's micro-batches for a step, determined by the step's number and places in the global batch.
+def with_teacher(config: Config, folder: str) -> Config:
+    """Save a teacher in `folder`, and return the student's configuration with that teacher.
 
-    About 1 / (1 + i) of the positions of sample i count.
+    Raises:
+        CheckpointError: the teacher cannot be saved there.
+    """
+    model = config.model.model_copy(update={"num_layers": 2 * config.model.num_layers})
+    changes = {
+        "model": model,
+        "parallel": ParallelConfig(),
+        "zero": ZeroConfig(),
+        "recompute": RecomputeConfig(),
+        "training": config.training.model_copy(update={"seed": config.training.seed + 1}),
+        "checkpoint": CheckpointConfig(save=folder),
+        "distillation": DistillationConfig(),
+        "curriculum": CurriculumConfig(),
+        "data_sampling": DataSamplingConfig(),
+    }
+    teacher, context = config.model_copy(update=changes), solo_context()
+    training_plan = training_plan_of(teacher, 1)
+    engine = verification_engine(teacher, training_plan, context)
+    snapshots = Snapshots(
+        teacher, training_plan, engine, context, vocabulary_size(teacher), teacher.training.seed
+    )
+    try:
+        snapshots.save(TrainState(Progress(1)))
+    finally:
+        snapshots.saver.close()
+    distillation = {
+        "load_teacher": folder,
+        **dict.fromkeys(("num_layers_teacher", "hidden_size_teacher", "num_attention_heads_teacher")),
+        "num_experts_teacher": (),
+    }
+    return config.model_copy(update={"distillation": config.distillation.model_copy(update=distillation)})
+
+
+def micro_batches(config: Config, context: ParallelContext, step: Step) -> list[MicroBatch]:
+    """Make this rank's random micro-batches for a step.
+
+    They follow from the step's number and the samples' places in the global batch alone, so all layouts train
+    on the same samples. About 1 / (1 + i) of the positions of sample i count in the loss.
     """
     number, total, size = step.before.iteration, step.batch_size, config.batch.micro_batch_size
     family = family_of(config.model)
     rng = np.random.default_rng(100 + number)
-    # A step with several rows per sample cuts them from whole samples, as in a training.
-    length = step.sequence_length if step.rows == 1 else config.model.seq_length
+    length = drawn_length(config, step)
     arrays = family.samples.random_arrays(rng, total, length, vocabulary_size(config))
     arrays |= random_documents(config, number, (total, length))
     collate = collate_of(config, context)
@@ -104,13 +153,13 @@ def micro_batches(config: Config, context: ParallelContext, step: Step) -> list[
     for first in range(context.data.rank * size, total, context.data.size * size):
         rows = slice(first, first + size)
         samples = tuple(number * total + i for i in range(first, first + size))
-        mine = {name: array[rows] for name, array in arrays.items()}
-        batches.append(collate(*crop(mine, samples, step.sequence_length, step.rows)))
+        local = {name: array[rows] for name, array in arrays.items()}
+        batches.append(collate(*crop(local, samples, step.sequence_length, step.rows)))
     return batches
 
 
 def collate_of(config: Config, context: ParallelContext) -> Collate[MicroBatch]:
-    """The function that makes a micro-batch of arrays."""
+    """The function that makes a micro-batch from arrays of samples."""
     return family_of(config.model).samples.collate(config, vocabulary_size(config), context, _STREAM_SEED)
 
 

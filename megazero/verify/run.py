@@ -25,12 +25,12 @@ _SECONDS = 600.0
 
 
 def run_alone(config: Config, steps: int = STEPS) -> Record:
-    """The record of a run in a single process."""
+    """Record a training in a single process."""
     return record_training(config, solo_context(), steps)
 
 
 def run_in_threads(config: Config, grid: ProcessGrid, steps: int = STEPS) -> list[Record]:
-    """The record of each rank, with ranks as threads."""
+    """Record a training whose ranks are threads; returns a record per rank."""
     world, node = ThreadWorld(grid.world_size), replicas_per_node(config.zero)
 
     def work(rank: int) -> Record:
@@ -40,14 +40,10 @@ def run_in_threads(config: Config, grid: ProcessGrid, steps: int = STEPS) -> lis
 
 
 def run_in_world(rank: int, world_size: int, config: Config, grid: ProcessGrid, steps: int = STEPS) -> Record:
-    """This rank's record in a world of CPU processes that it has joined, using the configured backend."""
+    """Record this rank's training in a world of CPU processes that it has joined."""
     assert grid.world_size == world_size
-    context = open_context(
-        config.parallel,
-        Launch(rank, world_size, rank),
-        torch.device("cpu"),
-        node_size=replicas_per_node(config.zero),
-    )
+    launch, node = Launch(rank, world_size, rank), replicas_per_node(config.zero)
+    context = open_context(config.parallel, launch, torch.device("cpu"), node_size=node)
     try:
         return record_training(config, context, steps)
     finally:
@@ -55,10 +51,10 @@ def run_in_world(rank: int, world_size: int, config: Config, grid: ProcessGrid, 
 
 
 def run_in_processes(config: Config, grid: ProcessGrid, steps: int = STEPS) -> list[Record]:
-    """The record of each rank, with ranks as Gloo processes that are started for this run.
+    """Record a training whose ranks are Gloo processes, started for it; returns a record per rank.
 
     Raises:
-        CommunicationError: a process failed or did not answer; its traceback is in the message.
+        CommunicationError: a process failed, with its traceback in the message, or did not answer.
     """
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:

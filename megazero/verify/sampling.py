@@ -1,4 +1,4 @@
-"""Micro-batches drawn by a curriculum over samples, on data and indexes that are made up."""
+"""Random documents, and random samples that a curriculum draws by made-up difficulties."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLES = 97  # a prime, so that no batch fills an epoch
 
 
 def shrunk_metric(metric: CurriculumMetric) -> CurriculumMetric:
-    """Another metric of the same name: seven tenths of the samples for two steps, and then all."""
+    """A metric of the same name that admits the easiest 70% of the samples for two steps, and then all."""
     return CurriculumMetric(
         name=metric.name,
         difficulty_type="percentile",
@@ -32,18 +32,12 @@ def shrunk_metric(metric: CurriculumMetric) -> CurriculumMetric:
 
 
 def made_up_sampler(config: Config, steps: Steps, context: ParallelContext) -> CurriculumSampler | None:
-    """This rank's sampler of `SAMPLES` samples, each metric with its own order; None without metrics."""
+    """This rank's sampler of `SAMPLES` samples, which each metric orders at random; None without metrics."""
     difficulties = Difficulties.of(config.data_sampling)
     if difficulties is None:
         return None
-    spec = SamplerSpec(
-        SAMPLES,
-        config.batch.micro_batch_size,
-        context.data.rank,
-        context.data.size,
-        SamplerKind.CYCLIC,
-        config.training.seed,
-    )
+    size, data = config.batch.micro_batch_size, context.data
+    spec = SamplerSpec(SAMPLES, size, data.rank, data.size, SamplerKind.CYCLIC, config.training.seed)
     orders = (np.random.default_rng(i).permutation(SAMPLES) for i in range(len(difficulties.metrics)))
     places = np.arange(SAMPLES)
     indexes = [MetricIndex(places, places + 1, order) for order in orders]
@@ -51,18 +45,23 @@ def made_up_sampler(config: Config, steps: Steps, context: ParallelContext) -> C
 
 
 def vocabulary_size(config: Config) -> int:
-    """The vocabulary size that a shrunk configuration gives."""
+    """The vocabulary size, which every shrunk configuration sets."""
     assert config.model.vocab_size is not None, "a verification reads no tokenizer"
     return config.model.vocab_size
 
 
+def drawn_length(config: Config, step: Step) -> int:
+    """Tokens of a random sample; a step with several rows per sample cuts them from whole samples."""
+    return step.sequence_length if step.rows == 1 else config.model.seq_length
+
+
 def random_documents(config: Config, number: int, shape: tuple[int, int]) -> dict[str, np.ndarray]:
-    """Arrays of random documents for `shape` = (samples, tokens), where the run looks for their boundaries.
+    """Draw document ids, and positions if they restart; nothing if attention crosses documents.
 
     Args:
         config: the run's configuration.
-        number: makes the draw another one.
-        shape: the samples' number and length.
+        number: seed of the draw.
+        shape: (samples, tokens) of each array.
     """
     if not config.data.reset_attention_mask:
         return {}
@@ -78,10 +77,9 @@ def random_documents(config: Config, number: int, shape: tuple[int, int]) -> dic
 def drawn_micro_batches(
     config: Config, sampler: CurriculumSampler, collate: Collate[MicroBatch], step: Step
 ) -> list[MicroBatch]:
-    """This rank's micro-batches for a step, of random samples that follow from their numbers alone."""
+    """Draw this rank's micro-batches for a step; a sample's content follows from its number alone."""
     family, spec, vocab_size = family_of(config.model), sampler.spec, vocabulary_size(config)
-    # A step with several rows per sample cuts them from whole samples, as in a training.
-    length = step.sequence_length if step.rows == 1 else config.model.seq_length
+    length = drawn_length(config, step)
     batches = []
     for begin in range(step.before.samples, step.after.samples, spec.stride):
         drawn = [

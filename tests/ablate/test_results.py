@@ -12,10 +12,10 @@ from megazero.ablate.progress import ProgressTable
 from megazero.ablate.results import (
     EvaluationPoint,
     Findings,
-    Outcome,
+    RunResult,
     grouped,
-    outcome_of,
     reaching,
+    result_of,
     write_lines,
 )
 from megazero.ablate.runs import run_all
@@ -30,13 +30,15 @@ from tests.tables import over_table
 SIZE = ModelSize(23_100_000, 12_340_000, 6.2e7)
 
 
-def outcome(name: str, losses: list[float], *, seed: int = 1, cost: float = 1.0, title: str = "") -> Outcome:
+def outcome(
+    name: str, losses: list[float], *, seed: int = 1, cost: float = 1.0, title: str = ""
+) -> RunResult:
     """A run that is evaluated every 100 steps of 1000 tokens, 2e9 x `cost` FLOPs and 0.1 x `cost` s each."""
     curve = tuple(
         EvaluationPoint(100 * i, 1e5 * i, 2e11 * i * cost, 10.0 * i * cost, loss)
         for i, loss in enumerate(losses, 1)
     )
-    return Outcome(name, title, seed, 1, "0123abcd", SIZE, curve)
+    return RunResult(name, title, seed, 1, "0123abcd", SIZE, curve)
 
 
 def test_what_was_spent_is_summed_up_to_each_evaluation(tmp_path):
@@ -44,7 +46,7 @@ def test_what_was_spent_is_summed_up_to_each_evaluation(tmp_path):
     (trial,) = trials_of(members, 1, 1, tmp_path)
     with ProgressTable([trial]) as board:
         assert run_all([trial], board, quick_trainer(tmp_path)) == []
-    found = outcome_of(trial, SIZE)
+    found = result_of(trial, SIZE)
     assert [(m.iteration, m.tokens, m.flops, m.seconds) for m in found.curve] == [
         (2, 32, 2e12, 1.0),  # two steps of half a second at 2 TFLOP/s
         (4, 64, 4e12, 2.0),

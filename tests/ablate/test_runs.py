@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from megazero.ablate import runs
-from megazero.ablate.progress import ProgressTable, State
+from megazero.ablate.progress import ProgressTable, RunState
 from megazero.ablate.runs import run_all, training_command
 from megazero.ablate.study import StudyOptions, read_study
 from megazero.ablate.trial import Trial, fingerprint, trials_of
@@ -232,7 +232,7 @@ def test_a_terminal_has_a_live_table(tmp_path):
     (trial,) = trials(write_study(tmp_path / "s", a=""))
     console = Console(record=True, file=io.StringIO(), width=100, force_terminal=True)
     with ProgressTable([trial], console) as board:
-        board.show(trial, State.RUNNING)
+        board.show(trial, RunState.RUNNING)
     shown = [line.split() for line in console.export_text().splitlines() if line.strip()]
     assert shown[-2:] == [
         ["run", "state", "step", "validation", "loss"],

@@ -13,9 +13,10 @@ from megazero.checkpoint.part import Key
 from megazero.checkpoint.tensor_file import Later
 from megazero.checkpoint.writer import write_checkpoint
 from megazero.commands.moe_report import main
-from megazero.commands.moe_report.balance import bars, spans, verdict
-from megazero.commands.moe_report.loads import LayerLoad, LoadRecord, read_loads, together
+from megazero.commands.moe_report.balance import bars, verdict
+from megazero.commands.moe_report.loads import LayerLoad, LoadRecord, read_loads, summed
 from megazero.commands.moe_report.picture import figure_of, idlest_layer
+from megazero.plan.words import runs
 from tests.tables import over_table
 
 EVEN, TILTED = (5.0, 5.0, 5.0, 5.0), (14.0, 0.4, 4.6, 1.0)
@@ -84,7 +85,7 @@ def test_shares_have_a_mean_of_one():
     assert LayerLoad(0, TILTED).shares == pytest.approx((2.8, 0.08, 0.92, 0.2))
     assert LayerLoad(0, (6.0, 0.0, 0.0)).shares == (3.0, 0.0, 0.0)
     assert bars(LayerLoad(0, (0.0, 1.0, 2.0, 4.0, 3.0)), 0.0) == "▁▃▅█▆"
-    assert together(
+    assert summed(
         [LoadRecord(1, (LayerLoad(4, (1.0, 2.0)),)), LoadRecord(2, (LayerLoad(4, (3.0, 5.0)),))]
     ) == (LoadRecord(2, (LayerLoad(4, (4.0, 7.0)),)))
 
@@ -96,8 +97,8 @@ def test_dead_experts_are_listed_by_layer():
         "  layers.2.mlp.experts 0\n"
         "  layers.9.mlp.experts 0-2, 4, 7-8"
     )
-    assert spans([]) == ""
-    assert spans([3]) == "3"
+    assert runs([]) == ""
+    assert runs([3]) == "3"
 
 
 def test_the_picture_has_layers_and_a_layer_over_time():

@@ -14,7 +14,7 @@ from megazero.config.training_plan import training_plan_of
 from megazero.config.tree.config import Config
 from megazero.mpu.context import solo_context
 from megazero.mpu.streams import STILL
-from megazero.plan.job import Job
+from megazero.plan.job import PlannedJob
 from megazero.plan.words import shown
 from megazero.train.build import build_model
 from megazero.train.parts.vocabulary import build_vocabulary
@@ -55,7 +55,9 @@ def measured(config: Config, *, apart: bool = False) -> dict[str, int]:
     plan = training_plan_of(config, 1)
     vocabulary = build_vocabulary(config)
     engine = build_model(vocabulary, context, config, plan)
-    batches = Job(config, 1, apart, Progress(), "cpu").batches(context, plan.at(Progress()).micro_batches)
+    batches = PlannedJob(config, 1, apart, Progress(), "cpu").batches(
+        context, plan.at(Progress()).micro_batches
+    )
     meter = MemoryMeter.of(engine.optimizer.store, engine.executor)
     with meter.over_a_step():
         engine.train_step(batches, Progress(), Timers())

@@ -12,28 +12,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.account.profilers.calls import Call
+from megazero.account.profilers.calls import CollectiveCall
 from megazero.commands.profile import document, main
 from megazero.errors import ConfigError
 from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.plan.device import Device
-from megazero.plan.measure import Measured, Sizes, lines_of, measure
+from megazero.plan.measure import MachineMeasurements, MeasuredSizes, measure, without_repeats
 from megazero.plan.prices import Prices
 
 CPU = torch.device("cpu")
-SMALL = Sizes(((16, 16, 16), (32, 16, 16)), (torch.float32, torch.bfloat16), (8, 1, 8), 1, (0.01,))
+SMALL = MeasuredSizes(((16, 16, 16), (32, 16, 16)), (torch.float32, torch.bfloat16), (8, 1, 8), 1, (0.01,))
 
 
 @pytest.fixture(scope="module")
-def measured() -> Measured:
+def measured() -> MachineMeasurements:
     world = ThreadWorld(2)
     return world.run(lambda rank: measure(world.group("world", rank, (0, 1)), CPU, SMALL))[0]
 
 
 @pytest.mark.slow
 def test_what_two_ranks_measure_is_a_device(measured):
-    kept = Measured(**json.loads(json.dumps(asdict(measured))))  # as it comes from the first rank
+    kept = MachineMeasurements(**json.loads(json.dumps(asdict(measured))))  # as it comes from the first rank
     device = Device.of(document(kept, Device.load("cpu"), 2, "cpu"))
     rows = device.compute.matmul_mnk_tflop_per_s
     assert {dtype: [row[:3] for row in rows[dtype]] for dtype in rows} == {
@@ -48,7 +48,9 @@ def test_what_two_ranks_measure_is_a_device(measured):
     }
     assert not device.memory.apart
     assert device.sources["compute.launch_us"] == "measured by `megazero profile`, 2 ranks at once"
-    seconds = [Prices(device).call(Call("g", "all_reduce", size, (0, 1))) for size in (64, 10**4, 10**6)]
+    seconds = [
+        Prices(device).call(CollectiveCall("g", "all_reduce", size, (0, 1))) for size in (64, 10**4, 10**6)
+    ]
     assert 0 < seconds[0] <= seconds[1] < seconds[2]
 
 
@@ -58,12 +60,12 @@ def test_one_rank_measures_no_calls_and_plans_none():
     with pytest.raises(
         ConfigError, match=r"has rates for \(none\), but is all_reduce; .* measure more ranks"
     ):
-        Prices(device, 2).call(Call("g", "all_reduce", 8, (0, 1)))
+        Prices(device, 2).call(CollectiveCall("g", "all_reduce", 8, (0, 1)))
 
 
 @pytest.mark.slow
 def test_a_line_names_a_thing_once(measured):
-    names = [what for what, _, _ in lines_of(measured.lines) if what]
+    names = [what for what, _, _ in without_repeats(measured.lines) if what]
     assert names == [
         *("product, float32", "product, bfloat16"),
         *(
@@ -96,4 +98,4 @@ def test_this_machine_is_measured_within_a_minute(tmp_path: Path):
     assert "all_reduce of 2" in run.stdout
     device = Device.load(path)
     assert device.inside_node.ranks == 2
-    assert Prices(device).call(Call("g", "reduce_scatter", 2**20, (0, 1))) > 0
+    assert Prices(device).call(CollectiveCall("g", "reduce_scatter", 2**20, (0, 1))) > 0

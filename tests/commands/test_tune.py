@@ -14,8 +14,8 @@ from megazero.config.resolve import parse_config
 from megazero.errors import ConfigError
 from megazero.plan.device import Device
 from megazero.plan.kept import KeptPlans
-from megazero.plan.layout import Layout, Savings, Slices, Stages
-from megazero.plan.measured import Measured
+from megazero.plan.layout import LayerSharding, Layout, PipelineSplit, Savings
+from megazero.plan.measured import StepMeasurement
 from megazero.plan.tuning import Planned, Search, best, explore
 
 GPT = (
@@ -33,7 +33,9 @@ def search(flags: str = "", ranks: int = 4, device: str = "a100-80g") -> Search:
 def layout(tensor: int = 1, stages: int = 1, virtual: int = 1, zero: int = 1, **rest) -> Layout:
     savings = Savings(zero, rest.pop("recompute", "none"))
     sequence, micro_batch = rest.pop("sequence", tensor > 1), rest.pop("micro_batch", 1)
-    return Layout(Slices(tensor, sequence), Stages(stages, virtual, **rest), savings, micro_batch)
+    return Layout(
+        LayerSharding(tensor, sequence), PipelineSplit(stages, virtual, **rest), savings, micro_batch
+    )
 
 
 def test_candidates_use_all_ranks_and_whole_micro_batches():
@@ -69,10 +71,12 @@ def test_ranks_share_long_sequences():
 def test_blocks_of_context_ranks_stay_where_their_number_does():
     flags = "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
     job = search(f"{flags} --tensor-model-parallel-size 1 --seq-length 16384")
-    same, other = (job.config(Layout(Slices(context=n), Stages(), Savings(), 1)).parallel for n in (4, 2))
+    same, other = (
+        job.config(Layout(LayerSharding(context=n), PipelineSplit(), Savings(), 1)).parallel for n in (4, 2)
+    )
     assert (same.hierarchical_context_parallel_sizes, same.cp_comm_type) == ((2, 2), ("a2a+p2p",))
     assert (other.hierarchical_context_parallel_sizes, other.cp_comm_type) == (None, ("p2p",))
-    assert str(Layout(Slices(context=2), Stages(), Savings(), 1)) == "C2, ZeRO 1, b 1"
+    assert str(Layout(LayerSharding(context=2), PipelineSplit(), Savings(), 1)) == "C2, ZeRO 1, b 1"
 
 
 def test_rules_judge_candidates():
@@ -96,8 +100,8 @@ def test_a_layout_replaces_the_given_one():
         layout(1, 2, 1, schedule="zb-h1"),
         layout(1, 2, 2, schedule="zb-v", recompute="full"),
         layout(zero=3, micro_batch=2),
-        Layout(Slices(2, True), Stages(), Savings(2, "none", True), 2),
-        Layout(Slices(1, context=2), Stages(2), Savings(), 1),
+        Layout(LayerSharding(2, True), PipelineSplit(), Savings(2, "none", True), 2),
+        Layout(LayerSharding(1, context=2), PipelineSplit(2), Savings(), 1),
     ],
     ids=str,
 )
@@ -129,10 +133,10 @@ def test_the_quickest_that_fit_are_best_or_those_that_lack_least():
 
 
 def test_layouts_like_a_given_one_change_little_and_fit():
-    first, second = islice(search("--train-iters 9").like(Layout.of(search().given)), 2)
+    first, second = islice(search("--train-iters 9").like(Layout.of(search().base)), 2)
     assert (first.fits, second.fits) == (True, True)
-    assert first.layout.distance(Layout.of(search().given)) == 1  # rows are shared, too
-    assert first.layout.slices == Slices(4, True)
+    assert first.layout.distance(Layout.of(search().base)) == 1  # rows are shared, too
+    assert first.layout.slices == LayerSharding(4, True)
 
 
 def test_what_holds_more_than_a_layout_that_does_not_fit_is_not_planned(monkeypatch):
@@ -160,7 +164,8 @@ def test_whole_gradients_stay_on_the_device_beside_an_optimizer_on_the_host():
     """The bound left them out, and layouts that cannot fit were planned one after the other."""
     job = search()
     whole, sliced = (
-        job._state(1000, Layout(Slices(), Stages(), Savings(zero, "none", True), 1), 4) for zero in (1, 2)
+        job._state(1000, Layout(LayerSharding(), PipelineSplit(), Savings(zero, "none", True), 1), 4)
+        for zero in (1, 2)
     )
     assert (whole, sliced) == (2000 + 4000, 2000)
 
@@ -178,7 +183,7 @@ def test_the_best_are_trained_and_compared(tmp_path, capsys):
 
 
 def test_a_slow_round_does_not_move_the_figure_and_is_shown():
-    assert Measured.of([1.0, 9.0, 1.25]) == Measured(1.25, 1.0, 9.0)
+    assert StepMeasurement.of([1.0, 9.0, 1.25]) == StepMeasurement(1.25, 1.0, 9.0)
 
 
 def test_more_ranks_than_the_machine_runs_are_not_measured(capsys):

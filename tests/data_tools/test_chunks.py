@@ -9,8 +9,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from data_tools.preprocessing import chunks
-from data_tools.preprocessing.chunks import Chunk, cut, parse, parse_carefully, split_lines
+from data_tools.preprocessing import parsing
+from data_tools.preprocessing.chunks import JsonlChunk, cut
+from data_tools.preprocessing.parsing import parse, parse_carefully, split_lines
 from megazero.errors import DataError
 from tests.tables import over_table
 
@@ -92,7 +93,7 @@ def test_a_line_that_is_too_long_is_a_chunk_of_its_own(
 def test_shrunken_file_is_noticed(tmp_path):
     (tmp_path / "f").write_bytes(b"abc\n")
     with pytest.raises(DataError, match="became shorter"):
-        Chunk(0, str(tmp_path / "f"), 0, 10).read()
+        JsonlChunk(0, str(tmp_path / "f"), 0, 10).read()
 
 
 def test_cut_gzip_file_is_named(tmp_path):
@@ -188,6 +189,6 @@ def test_good_lines_never_take_the_slow_road(monkeypatch):
     def refuse(*_):
         raise AssertionError("parsed line by line")
 
-    monkeypatch.setattr(chunks, "parse_carefully", refuse)
+    monkeypatch.setattr(parsing, "parse_carefully", refuse)
     parsed = parse([b'{"text": "\\ud83d\\ude00 a"}', '{"text": "é"}'.encode()], ["text"])
     assert parsed.columns[0].texts == ["\U0001f600 a", "é"]

@@ -4,8 +4,7 @@ import gzip
 
 import pytest
 
-from data_tools.preprocessing.chunks import Segment, cut
-from data_tools.preprocessing.partitions import divide, lines_before
+from data_tools.preprocessing.chunks import FileSegment, cut, divide, lines_before
 
 
 def test_parts_are_whole_lines_in_order_for_any_number_of_them(tmp_path):
@@ -29,15 +28,15 @@ def test_parts_are_of_about_equal_size(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"123456789\n" * 100)
     assert divide([str(path)], 3) == [
-        [Segment(str(path), 0, 340)],
-        [Segment(str(path), 340, 670)],
-        [Segment(str(path), 670, 1000)],
+        [FileSegment(str(path), 0, 340)],
+        [FileSegment(str(path), 340, 670)],
+        [FileSegment(str(path), 670, 1000)],
     ]
-    assert divide([str(path)], 1) == [[Segment(str(path), 0, 1000)]]
+    assert divide([str(path)], 1) == [[FileSegment(str(path), 0, 1000)]]
 
 
 @pytest.mark.parametrize(("start", "lines"), [(0, 0), (3, 1), (6, 3)])
 def test_lines_before_a_stretch_are_counted(tmp_path, start, lines):
     path = tmp_path / "a"
     path.write_bytes(b"12\n4\n\n78\n")
-    assert lines_before(Segment(str(path), start)) == lines
+    assert lines_before(FileSegment(str(path), start)) == lines

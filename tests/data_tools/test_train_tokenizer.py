@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_tools import train_tokenizer
-from data_tools.train_tokenizer import Heartbeat, main, texts
+from data_tools.train_tokenizer import TrainingProgress, main, texts
 from megazero.data import build_report
 from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import DataError
@@ -116,10 +116,10 @@ def test_unfit_wordpiece_flags_write_nothing(tmp_path, out, capsys):
 def test_a_long_training_says_how_far_it_is(monkeypatch, capsys):
     """It was silent for minutes."""
     monkeypatch.setattr(build_report, "_PATIENCE", 0.0)
-    monkeypatch.setattr(train_tokenizer, "_BEAT", 0.001)
-    heartbeat = Heartbeat()
-    with heartbeat.beating():
-        assert list(heartbeat.over(iter(["abc", "d"]))) == ["abc", "d"]
+    monkeypatch.setattr(train_tokenizer, "_INTERVAL", 0.001)
+    progress = TrainingProgress()
+    with progress.shown():
+        assert list(progress.counted(iter(["abc", "d"]))) == ["abc", "d"]
         time.sleep(0.1)
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1] == "training: 0.0 million characters read, merging, after 0 s"

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megazero.errors import ConfigError
-from megazero.plan.device import Curve, Device, known_devices
+from megazero.plan.device import Device, known_devices
+from megazero.plan.hardware import Curve
 from tests.tables import over_table
 
 DEVICES = ("a100-40g", "a100-80g", "b200", "cpu", "gb200", "h100", "h200", "v100-32g")

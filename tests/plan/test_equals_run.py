@@ -14,7 +14,7 @@ from megazero.config.tree.config import Config
 from megazero.mpu.context import thread_context
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.traffic import TrafficLog, count_traffic
-from megazero.plan.job import Job
+from megazero.plan.job import PlannedJob
 from megazero.plan.plan import Plan
 from megazero.train.step.timers import Timers
 from megazero.verify.record import verification_engine
@@ -37,7 +37,7 @@ AT_REST = ("weights", "masters", "moments", "gradients", "buffers")
 BUNDLES = 8
 
 
-def run(layout: Layout, job: Job) -> list[tuple[TrafficLog, dict, list[str]]]:
+def run(layout: Layout, job: PlannedJob) -> list[tuple[TrafficLog, dict, list[str]]]:
     """What each rank sent, held and did in the step, on the micro-batches that the plan is made with."""
     world = ThreadWorld(layout.world_size)
 
@@ -89,7 +89,7 @@ def few_micro_batches(layout: Layout) -> Config:
 def planned_and_run(layout: Layout):
     """For each stage: its plans for kernels of a GPU and of a CPU, and what its first rank did."""
     config, size = few_micro_batches(layout), layout.world_size
-    on_gpu, on_cpu = (Job(config, size, False, Progress(), device) for device in ("meta", "cpu"))
+    on_gpu, on_cpu = (PlannedJob(config, size, False, Progress(), device) for device in ("meta", "cpu"))
     ranks = run(layout, on_cpu)
     for paper, real in zip(Plan.of(on_gpu).stages, Plan.of(on_cpu).stages, strict=True):
         yield paper, real, ranks[on_cpu.line[paper.stage]]
@@ -139,7 +139,7 @@ def _repeats(layout):
     config = layout.config()
     batch = config.batch.model_copy(update={"global_batch_size": 24 * layout.micro_batch})
     config = config.model_copy(update={"batch": batch})
-    few, every = (Job(config, layout.pp, False, Progress()) for _ in range(2))
+    few, every = (PlannedJob(config, layout.pp, False, Progress()) for _ in range(2))
     vars(every)["traced_micro_batches"] = 24
     assert few.traced_micro_batches < 5
     for ours, theirs in zip(Plan.of(few).stages, Plan.of(every).stages, strict=True):

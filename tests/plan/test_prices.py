@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megazero.account.profilers.calls import Call
+from megazero.account.profilers.calls import CollectiveCall
 from megazero.errors import ConfigError
 from megazero.plan.device import Device, known_devices
 from megazero.plan.prices import Prices, interpolated
@@ -27,8 +27,8 @@ def matmul(m: int, n: int, k: int, batch: int = 1, dtype=torch.bfloat16) -> Kern
     return Kernel("mm", nbytes, 2 * m * n * k * batch, dtype, (m, n, k), batch)
 
 
-def call(operation: str, nbytes: int, *ranks: int) -> Call:
-    return Call("g", operation, nbytes, ranks)
+def call(operation: str, nbytes: int, *ranks: int) -> CollectiveCall:
+    return CollectiveCall("g", operation, nbytes, ranks)
 
 
 def rate(device: Device, *sizes: int) -> float:

@@ -9,15 +9,15 @@ from collections.abc import Mapping
 import pytest
 
 from megazero.account.memory import PeakOfOutputs
-from megazero.account.profilers.calls import Call
+from megazero.account.profilers.calls import CollectiveCall
 from megazero.config.resolve import parse_config
 from megazero.mpu.launch import Launch
 from megazero.pipeline.schedules import build_schedule
 from megazero.pipeline.simulate import Costs, simulate
 from megazero.plan.device import Device
-from megazero.plan.job import Job
+from megazero.plan.job import PlannedJob
 from megazero.plan.plan import Plan, stages_alike
-from megazero.plan.report import Report
+from megazero.plan.report import PlanReport
 from megazero.plan.times import StepTimes, duration_of
 from megazero.plan.training import Model
 from megazero.plan.work import Kernel, Wait
@@ -38,7 +38,7 @@ class Prices:
     def kernel(self, kernel: Kernel) -> float:
         return kernel.nbytes / 1e3
 
-    def call(self, call: Call) -> float:
+    def call(self, call: CollectiveCall) -> float:
         return 1.0
 
     def offloaded(self, place: str, kinds: Mapping[str, int]) -> float:
@@ -47,7 +47,7 @@ class Prices:
 
 def plan(flags: str, ranks: int = 1, batch: int = 8) -> Plan:
     words = f"{GPT} --global-batch-size {batch} {flags}".split()
-    return Plan.of(Job(parse_config(words, world_size=ranks).config, ranks, apart=True))
+    return Plan.of(PlannedJob(parse_config(words, world_size=ranks).config, ranks, apart=True))
 
 
 def held(plan: Plan, stage: int, kind: str) -> int:
@@ -117,7 +117,7 @@ def test_28_recomputing_a_layer_repeats_its_sums():
 
 def test_26_a_call_that_is_awaited_later_is_hidden_behind_kernels():
     kernel = Kernel("mm", 700)
-    calls = [Call("tp", "all_reduce", 8, (0, 1), later=later, number=1) for later in (False, True)]
+    calls = [CollectiveCall("tp", "all_reduce", 8, (0, 1), later=later, number=1) for later in (False, True)]
     now = duration_of([calls[0], kernel], Prices())
     later = duration_of([calls[1], kernel, Wait(1)], Prices())
     never = duration_of([calls[1], kernel], Prices())
@@ -163,15 +163,15 @@ def test_stages_of_routers_that_choose_otherwise_are_not_alike():
     """They hold as much and compute as much, but keep other activations."""
     flags = "--pipeline-model-parallel-size 4 --num-experts 4 --moe-router-topk 2 --moe-n-hash-layers 2"
     words = f"{GPT} --global-batch-size 8 {flags}".split()
-    job = Job(parse_config(words, world_size=4).config, 4, apart=True)
+    job = PlannedJob(parse_config(words, world_size=4).config, 4, apart=True)
     assert stages_alike(job) == [[0], [1], [2], [3]]
 
 
 def test_31_experts_are_taken_to_be_evenly_used_and_the_report_says_so():
     flags = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2"
-    report = Report(plan(flags, 2), Device.load("h100"), 8)
+    report = PlanReport(plan(flags, 2), Device.load("h100"), 8)
     assert any("spread evenly over experts" in line for line in report.warnings())
-    assert not any("experts" in line for line in Report(plan("", 2), Device.load("h100"), 8).warnings())
+    assert not any("experts" in line for line in PlanReport(plan("", 2), Device.load("h100"), 8).warnings())
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_19_loading_and_evaluating_take_no_more_than_training(tmp_path):
     planned, peaks = 0, []
     for more in ("2", f"2 --load {tmp_path}", f"3 --load {tmp_path}"):
         config = parse_config(f"{flags} {more}".split(), world_size=1).config
-        planned = Plan.of(Job(config, 1, apart=False, device="cpu")).fullest.device_bytes
+        planned = Plan.of(PlannedJob(config, 1, apart=False, device="cpu")).fullest.device_bytes
         with PeakOfOutputs() as outputs:
             pretrain(config, Launch())
         peaks.append(outputs.most)
@@ -204,7 +204,7 @@ def test_20_what_a_process_holds_grows_as_planned(more, most):
     for hidden in (256, 768):
         flags = f"{GPT} --hidden-size {hidden} --vocab-size 20000 --global-batch-size 2 --device cpu {more}"
         config = parse_config(flags.split(), world_size=1).config
-        stage = Plan.of(Job(config, 1, apart=False, device="cpu")).fullest
+        stage = Plan.of(PlannedJob(config, 1, apart=False, device="cpu")).fullest
         words = [
             sys.executable,
             "-c",

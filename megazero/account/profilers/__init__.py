@@ -1,5 +1,5 @@
-"""profilers: what a run's steps spend time, memory and communication on, as tables, pictures and traces.
+"""profilers: show where the time, memory and communication of steps go, as tables, pictures and traces.
 
-`build.py` chooses them by the settings; a run without any of them calls nothing here. Each is a
-`account.profiler.Profiler`. See docs/account.md.
+Each is an `account.profiler.Profiler`. `build.py` makes those that the settings ask for; a run without any
+calls nothing here. See docs/account.md.
 """

@@ -1,8 +1,9 @@
-"""Where the time of a step goes: phases without the waits in them, and the waits by what they were for.
+"""Break down the time of a step into phases and into waits for communication.
 
-The marks at the ends of actions and phases cut a step into pieces, of which the waits are taken out, so that
-all rows add up to the step. Nothing waits for the device: on CUDA marks are events, and the times are the
-device's. Communication that runs beside computation shows only as far as something waits for it.
+Marks at the ends of actions and phases divide a step into pieces. Waits are subtracted from the pieces that
+they lie in, so that all rows add up to the step. The host never waits for the device: on CUDA, marks are
+    events
+and times are the device's. Communication beside computation counts only while something waits for it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from types import MappingProxyType
 import torch
 
 from megazero.account.profiler import ProfiledRun, Profiler
-from megazero.account.profilers.breakdown_table import Spread, breakdown_table
-from megazero.account.profilers.calls import Call
-from megazero.account.profilers.clock import Clock, Point
+from megazero.account.profilers.breakdown_table import RankStatistics, breakdown_table
+from megazero.account.profilers.calls import CollectiveCall
+from megazero.account.profilers.clock import Clock, ClockPoint
 from megazero.account.profilers.group import OPERATIONS, Listener
 from megazero.config.tree.logging import LoggingConfig
 from megazero.mpu.context import ParallelContext
@@ -26,7 +27,7 @@ from megazero.pipeline.actions import Action, Op
 
 REST = "rest of the step"
 PHASES = ("data", "forward", "backward", "gathers", "reductions", "optimizer", REST)
-"""The phases of a step: `gathers` and `reductions` is the work to start them and to end them."""
+"""The phases of a step; `gathers` and `reductions` count the work of starting and ending them."""
 
 _OF_ACTION: Mapping[Op, str] = MappingProxyType(
     {
@@ -39,21 +40,21 @@ _OF_ACTION: Mapping[Op, str] = MappingProxyType(
         Op.REDUCE: "reductions",
     }
 )
-# What remains of a timer's phase after the last action in it.
+# The phase of the time between a timer's last action and its end.
 _OF_TIMER = MappingProxyType({"data": "data", "forward-backward": "reductions", "optimizer": "optimizer"})
 
-Wait = tuple[str, str]
-"""A wait: (group, operation)."""
+WaitKey = tuple[str, str]
+"""The row of waits for (group, operation)."""
 
-Piece = tuple[str | Wait, Point, Point, int]
-"""A stretch of a step: what it was, where it begins and ends; 1, or -1 for a wait within a phase."""
+Piece = tuple[str | WaitKey, ClockPoint, ClockPoint, int]
+"""(row, begin, end, sign) of a stretch of a step; the sign is 1 for a phase, -1 for a wait within a phase."""
 
-Times = Mapping[str | Wait, float]
+Times = Mapping[str | WaitKey, float]
 """Seconds by phase and by wait."""
 
 
 class Ledger(Listener):
-    """Splits the time between marks into the waits in it and the rest, which the mark at its end names.
+    """Divides a step into pieces: a mark ends a piece and names it; waits within it are pieces of their own.
 
     Args:
         clock: takes the marks.
@@ -61,7 +62,7 @@ class Ledger(Listener):
 
     def __init__(self, clock: Clock):
         self.clock = clock
-        self._last: Point = None
+        self._last: ClockPoint = None
         self._depth = 0
         self._pieces: list[Piece] = []
 
@@ -70,23 +71,23 @@ class Ledger(Listener):
         self._pieces, self._depth, self._last = [], 0, self.clock.now()
 
     def mark(self, name: str) -> None:
-        """Charge the time since the last mark, without the waits in it, to `name`."""
+        """Count the time since the last mark, without the waits in it, as `name`."""
         if self._last is not None:
             now = self.clock.now()
             self._pieces.append((name, self._last, now, 1))
             self._last = now
 
     def stop(self) -> list[Piece]:
-        """End the step; return its pieces."""
+        """End the step, and return its pieces."""
         self.mark(REST)
         self._last = None
         return self._pieces
 
-    def enters(self, call: Call, *, waits: bool) -> Point:
+    def enters(self, call: CollectiveCall, *, waits: bool) -> ClockPoint:
         self._depth += 1
         return None if self._last is None or self._depth > 1 else self.clock.now()
 
-    def leaves(self, call: Call, entered: Point, *, waits: bool) -> None:
+    def leaves(self, call: CollectiveCall, entered: ClockPoint, *, waits: bool) -> None:
         self._depth = max(0, self._depth - 1)
         if entered is not None and self._last is not None:
             self._pieces.append(((call.group, call.operation), entered, self.clock.now(), -1))
@@ -98,8 +99,8 @@ def phase_of(action: Action) -> str:
 
 
 def add_up(pieces: Sequence[Piece], clock: Clock) -> Times:
-    """Sum the seconds of each row; a wait comes before the mark of the phase that it is taken out of."""
-    times: Counter[str | Wait] = Counter()
+    """Sum the seconds of each row. A wait precedes the piece of its phase, from which it is subtracted."""
+    times: Counter[str | WaitKey] = Counter()
     waited = 0.0
     for name, begin, end, kind in pieces:
         seconds = clock.seconds(begin, end)
@@ -113,10 +114,10 @@ def add_up(pieces: Sequence[Piece], clock: Clock) -> Times:
 
 
 class Breakdown(Profiler, Listener):
-    """Prints a table of where the time went after every log interval.
+    """Prints a table of the times of phases and waits after every log interval.
 
     Args:
-        context: the ranks, whose groups are not observed.
+        context: the ranks' groups, without observers.
         settings: the level and the ranks of the table, and the interval.
         clock: takes the marks.
     """
@@ -126,10 +127,10 @@ class Breakdown(Profiler, Listener):
         self.settings = settings
         self.ledger = Ledger(clock)
         names = sorted(context.groups) if settings.breakdown_level > 1 else []
-        self.rows: list[str | Wait] = [*PHASES, *((name, o) for name in names for o in OPERATIONS)]
+        self.rows: list[str | WaitKey] = [*PHASES, *((name, o) for name in names for o in OPERATIONS)]
         if not names:
             self.rows.append(("", "all"))
-        self._sums: Counter[str | Wait] = Counter()
+        self._sums: Counter[str | WaitKey] = Counter()
         self._steps = 0
         self._pending: list[list[Piece]] = []
         self._say: Callable[[str], None] = print
@@ -144,10 +145,10 @@ class Breakdown(Profiler, Listener):
         if name in _OF_TIMER:
             self.ledger.mark(_OF_TIMER[name])
 
-    def enters(self, call: Call, *, waits: bool) -> Point:
+    def enters(self, call: CollectiveCall, *, waits: bool) -> ClockPoint:
         return self.ledger.enters(call, waits=waits)
 
-    def leaves(self, call: Call, entered: Point, *, waits: bool) -> None:
+    def leaves(self, call: CollectiveCall, entered: ClockPoint, *, waits: bool) -> None:
         self.ledger.leaves(call, entered, waits=waits)
 
     @contextmanager
@@ -160,7 +161,7 @@ class Breakdown(Profiler, Listener):
             self._report(iteration)
 
     def _settle(self) -> None:
-        """Add up the steps to whose end the device has come."""
+        """Add up the steps whose end the device has reached."""
         clock = self.ledger.clock
         while self._pending and clock.reached(self._pending[0][-1][2]):
             for name, seconds in add_up(self._pending.pop(0), clock).items():
@@ -171,17 +172,17 @@ class Breakdown(Profiler, Listener):
     def _report(self, iteration: int) -> None:
         """Print the means per step; every rank calls this.
 
-        Three reductions of as many numbers as there are rows, however many ranks: each rank's times are sent
-        only if the settings ask for all.
+        Ranks' times are gathered only if the settings ask for all ranks; else a few reductions of one number
+        per row suffice.
         """
         steps, group = max(1, self._steps), self.context.groups["host"]
         own = torch.tensor([self._sums[row] / steps for row in self.rows], dtype=torch.float64)
         own = torch.cat([own, own.sum().view(1)])
         if self.settings.timing_log_option == "all":
             everyone = torch.tensor(gather_values(group, own.tolist()), dtype=torch.float64)
-            spread = Spread.of_all(own, everyone)
+            spread = RankStatistics.of_all(own, everyone)
         else:
-            spread = Spread.over(own, group)
+            spread = RankStatistics.over(own, group)
         if self.context.rank == 0:
             first = iteration - self._steps + 1
             rows = [*self.rows, "whole step"]

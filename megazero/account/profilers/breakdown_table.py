@@ -1,4 +1,4 @@
-"""The table of where the time of steps went, over ranks."""
+"""The table of the times of phases and waits, over ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megazero.mpu.group import Group
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Numbers of this rank, and where they lie among those of others.
+class RankStatistics:
+    """The numbers of this rank, and the least and the greatest over all ranks.
 
     Attributes:
-        own: this rank's, float64 [rows].
-        least, most: over ranks, float64 [rows].
-        fastest, slowest: the ranks that have these, the first of equal ones.
-        everyone: float64 [ranks, rows]; None if they were not asked for.
+        own: this rank's numbers, float64 [rows].
+        least, most: the extremes over ranks, float64 [rows].
+        fastest, slowest: the first rank with each extreme, [rows].
+        everyone: all ranks' numbers, float64 [ranks, rows]; None unless asked for.
     """
 
     own: Tensor
@@ -31,14 +31,14 @@ class Spread:
     everyone: Tensor | None = None
 
     @classmethod
-    def of_all(cls, own: Tensor, everyone: Tensor) -> Spread:
-        """The spread of numbers that are all here."""
+    def of_all(cls, own: Tensor, everyone: Tensor) -> RankStatistics:
+        """The statistics of numbers that this rank has gathered."""
         least, most = everyone.min(0), everyone.max(0)
         return cls(own, least.values, most.values, least.indices.tolist(), most.indices.tolist(), everyone)
 
     @classmethod
-    def over(cls, own: Tensor, group: Group) -> Spread:
-        """The spread over a group's members, by two reductions whatever its size; every member calls this."""
+    def over(cls, own: Tensor, group: Group) -> RankStatistics:
+        """The statistics over a group, by two reductions; every member calls this."""
         ends = torch.cat([own, -own])
         group.all_reduce(ends, "max").wait()
         most, least = ends[: len(own)], -ends[len(own) :]
@@ -51,19 +51,19 @@ class Spread:
 
 def breakdown_table(
     rows: Sequence[str | tuple[str, str]],
-    spread: Spread,
+    spread: RankStatistics,
     iterations: tuple[int, int],
     settings: LoggingConfig,
     clock: str,
 ) -> list[str]:
-    """The table as lines of text, in ms per step.
+    """Format the table as lines of text, in ms per step.
 
     Args:
-        rows: phases, waits as (group, operation), and the whole step as the last one.
-        spread: their seconds.
-        iterations: the first and the last one.
+        rows: phases, waits as (group, operation), and last the whole step.
+        spread: the seconds of each row.
+        iterations: the first and the last iteration.
         settings: the ranks to show.
-        clock: the device whose time it is.
+        clock: whose clock it is, the host's or the device's.
     """
     heads = ["", "rank 0", "share"]
     if spread.everyone is not None:
@@ -78,7 +78,7 @@ def breakdown_table(
     whole = float(spread.own[-1]) or 1.0
     phases = [at for at, row in enumerate(rows[:-1]) if isinstance(row, str)]
     waits = [at for at, row in enumerate(rows) if isinstance(row, tuple) and float(spread.most[at]) > 0]
-    # The time of a phase that a rank of another stage alone has is not worth a row of zeros.
+    # A phase that no rank has spent time on gets no row.
     shown = [at for at in phases if float(spread.most[at]) > 0]
     for at in (*shown, *waits, len(rows) - 1):
         cells = [_name(rows[at]), _ms(spread.own[at]), f"{100 * float(spread.own[at]) / whole:.1f}%"]

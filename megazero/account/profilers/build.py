@@ -1,4 +1,4 @@
-"""The profilers that a run's settings ask for, as one."""
+"""Build the profilers that a run's settings ask for."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megazero.pipeline.actions import Action
 
 
 def profiler_of(config: Config, context: ParallelContext) -> Profiler:
-    """The profilers that the settings ask for, as one; without any, one that does nothing.
+    """Build the profilers that the settings ask for, as one; without any, one that does nothing.
 
     Args:
         config: the run's configuration.
-        context: the ranks. Profilers talk over its groups, and so do not see themselves.
+        context: the ranks' groups, without observers, so that profilers do not observe their own calls.
     """
-    # One that takes time after a step is around those that time it.
+    # A profiler that works after a step is outside of those that time the step.
     parts: list[Profiler] = []
     logging, profiling = config.logging, config.profiling
     folder = Folder(Path(profiling.profile_dir), profiling.chosen(context.rank))
@@ -53,10 +53,10 @@ def profiler_of(config: Config, context: ParallelContext) -> Profiler:
 
 
 class Profilers(Profiler):
-    """Several profilers as one; those that are `Listener` see the calls of groups.
+    """Several profilers as one; those that are `Listener` observe the calls of groups.
 
     Args:
-        parts: these, in the order in which their contexts are entered.
+        parts: the profilers, in the order in which their contexts are entered.
     """
 
     def __init__(self, parts: Sequence[Profiler]):

@@ -1,4 +1,4 @@
-"""Calls between the ranks of a group, and their rates by NVIDIA's nccl-tests (doc/PERFORMANCE.md there)."""
+"""Calls between the ranks of a group, with rates as in nccl-tests (doc/PERFORMANCE.md there)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """A call between the ranks of a group.
 
     Attributes:
         group: the group's name.
-        operation: the method of `Group`; ``send`` and ``recv`` for messages.
-        nbytes: bytes of its larger side: of a gather's output, of a reduce-scatter's input.
+        operation: the name of the method of `Group`; ``send`` or ``recv`` for a message.
+        nbytes: bytes of the larger of input and output.
         ranks: the members' world ranks, or the two of a message.
-        later: whether the caller goes on, and waits for the result later.
-        number: which call it is, from 0: of its group in a run, the same on all members but for messages; of
-            all calls of a planned step, in which messages that are exchanged at once share theirs.
+        later: whether the call is asynchronous, with a later wait for the result.
+        number: in a run, the number of the call in its group, from 0, the same on all members except for
+            messages; in a planned step, the number among all calls, the same for messages in one exchange.
     """
 
     group: str
@@ -29,28 +29,28 @@ class Call:
     number: int = 0
 
 
-# Operation -> the bytes that each link carries for a byte of the call, times n / (n - 1) for n members.
+# Operation -> bytes that each link carries per byte of the call, divided by (n - 1) / n for n members.
 _LINK_SHARE: Mapping[str, float] = MappingProxyType(
     {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 )
 
 
 def bus_factor(operation: str, members: int) -> float:
-    """Return the bytes that each link carries for each byte of a call's larger side.
+    """Return the bytes that each link carries per byte of the larger of input and output.
 
-    An all-reduce of n members sends each byte 2 (n - 1) / n times, the other collectives that cut the tensor
-    (n - 1) / n times; broadcasts and messages send it once.
+    An all-reduce of n members sends each byte 2 (n - 1) / n times; gathers, reduce-scatters and all-to-alls
+    (n - 1) / n times; broadcasts and messages once.
     """
     share = _LINK_SHARE.get(operation)
     return 1.0 if share is None else share * (members - 1) / members
 
 
 def rates(operation: str, nbytes: int, seconds: float, members: int) -> tuple[float, float]:
-    """Return bytes per second of a call: algorithm bandwidth, and bus bandwidth, which a link's rate bounds.
+    """Return (algorithm bandwidth, bus bandwidth) of a call in bytes per second; links bound the second.
 
     Args:
-        operation: the method of `Group`.
-        nbytes: the bytes of the larger side.
+        operation: the name of the method of `Group`.
+        nbytes: bytes of the larger of input and output.
         seconds: the time that the call took.
         members: the size of the group, not of the world.
     """

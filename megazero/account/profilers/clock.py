@@ -1,4 +1,4 @@
-"""Points in time of the host or of a device, taken without waiting for the device."""
+"""Clocks of the host and of a device, which are read without waiting for the device."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ from typing import Any, Protocol
 
 import torch
 
-Point = Any
-"""A point in time, as a clock takes it: seconds of the host, or an event of the device."""
+ClockPoint = Any
+"""A point in time of a clock: seconds of the host, or a CUDA event."""
 
 
 class Clock(Protocol):
     """Takes points in time.
 
     Attributes:
-        device: the device whose time it is, in words.
+        device: whose time it is, ``host`` or ``device``.
     """
 
     device: str
 
-    def now(self) -> Point:
-        """Return the point that the device has reached once all work queued so far is done."""
+    def now(self) -> ClockPoint:
+        """Return the point at which all work queued so far is done."""
 
-    def reached(self, point: Point) -> bool:
-        """Whether the device has come to a point."""
+    def reached(self, point: ClockPoint) -> bool:
+        """Whether the device has reached a point."""
 
-    def seconds(self, begin: Point, end: Point) -> float:
+    def seconds(self, begin: ClockPoint, end: ClockPoint) -> float:
         """Return the time between two points that have been reached."""
 
 
 class HostClock(Clock):
-    """The host's clock, for a device that computes while the host waits."""
+    """The host's clock, for devices whose work is synchronous, such as a CPU."""
 
     device = "host"
 
     def now(self) -> float:
         return time.perf_counter()
 
-    def reached(self, point: Point) -> bool:
+    def reached(self, point: ClockPoint) -> bool:
         return True
 
-    def seconds(self, begin: Point, end: Point) -> float:
+    def seconds(self, begin: ClockPoint, end: ClockPoint) -> float:
         return float(end - begin)
 
 
 class CudaClock(Clock):
-    """Events on the current stream: the host goes on, and asks for their times later."""
+    """Events on the current stream, whose times are read later."""
 
     device = "device"
 
@@ -63,5 +63,5 @@ class CudaClock(Clock):
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return the clock by which a rank's work on this device is timed."""
+    """Return the clock for work on a device."""
     return CudaClock() if device.type == "cuda" else HostClock()

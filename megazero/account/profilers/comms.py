@@ -1,4 +1,4 @@
-"""The comms logger: how often a rank communicates, how much, how long, and for whom it waits."""
+"""The comms logger: the number, bytes and times of a rank's calls, and the ranks that it waits for."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import contextmanager
 import torch
 
 from megazero.account.profiler import ProfiledRun, Profiler
-from megazero.account.profilers.calls import Call, rates
-from megazero.account.profilers.clock import Clock, Point
+from megazero.account.profilers.calls import CollectiveCall, rates
+from megazero.account.profilers.clock import Clock, ClockPoint
 from megazero.account.profilers.comms_table import (
-    Key,
-    Line,
-    Row,
+    CallKind,
+    CallTotals,
+    CommsLine,
     Waiting,
     comms_table,
     size_text,
@@ -28,20 +28,20 @@ from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
 
 MESSAGES = ("send", "recv")
-_SIZES = 64  # of an operation that are told apart
-_HIDDEN = 2e-5  # seconds: a shorter wait for a call found it complete
+_SIZES = 64  # distinct sizes of an operation; further ones are rounded up to powers of two
+_HIDDEN = 2e-5  # seconds; a shorter wait means that the call was already complete
 
 
 class CommsLog(Profiler, Listener):
-    """Times the calls of groups, and reports on them when the training is over.
+    """Times the calls of groups, and reports on them at the end of the training.
 
-    The host waits for nothing, so a call that runs beside computation has a time only if somebody came to
-    wait for it before it was complete; the others are counted as hidden. On CUDA the waits are the device's.
+    The logger never waits itself, so an asynchronous call has a time only if the run waits for it before it
+    is complete; other asynchronous calls are counted as hidden. On CUDA, waits are the device's.
 
     Args:
-        context: the ranks; the report is made over its groups, which are not observed.
-        settings: which operations to time, and whether to say each call.
-        folder: where the ranks that are chosen write their report.
+        context: the ranks' groups, without observers, over which the report is made.
+        settings: the operations to time, and whether to print each call.
+        folder: the folder for the reports of the chosen ranks.
         clock: times the calls.
     """
 
@@ -50,10 +50,10 @@ class CommsLog(Profiler, Listener):
         self.settings = settings
         self.folder = folder
         self.clock = clock
-        self.rows: dict[str, dict[Key, Row]] = {}
+        self.rows: dict[str, dict[CallKind, CallTotals]] = {}
         self._sizes: dict[tuple[str, str], set[int]] = {}
-        self._begun: dict[tuple[str, int], tuple[Point, Point]] = {}
-        self._pending: list[tuple[Call, Point, tuple[Point, ...]]] = []
+        self._begun: dict[tuple[str, int], tuple[ClockPoint, ClockPoint]] = {}
+        self._pending: list[tuple[CollectiveCall, ClockPoint, tuple[ClockPoint, ...]]] = []
         self._say: Callable[[str], None] = print
 
     def begin(self, run: ProfiledRun) -> None:
@@ -64,11 +64,11 @@ class CommsLog(Profiler, Listener):
         yield
         self.settle()
 
-    def enters(self, call: Call, *, waits: bool) -> Point:
+    def enters(self, call: CollectiveCall, *, waits: bool) -> ClockPoint:
         wanted = self.settings.comms_logger_ops
         return None if wanted and call.operation not in wanted else self.clock.now()
 
-    def leaves(self, call: Call, entered: Point, *, waits: bool) -> None:
+    def leaves(self, call: CollectiveCall, entered: ClockPoint, *, waits: bool) -> None:
         if entered is None:
             return
         now = self.clock.now()
@@ -81,7 +81,7 @@ class CommsLog(Profiler, Listener):
             self._pending.append((call, entered, (entered, now)))
 
     def settle(self) -> None:
-        """Count the calls whose times are known by now."""
+        """Count the calls whose end the device has reached."""
         left = []
         for item in self._pending:
             call, begin, points = item
@@ -90,7 +90,7 @@ class CommsLog(Profiler, Listener):
                 continue
             spans = [self.clock.seconds(*points[at : at + 2]) for at in range(0, len(points), 2)]
             hidden = len(spans) == 2 and spans[1] < _HIDDEN
-            # A message also waits for the other end to compute it, so its time says nothing of the link.
+            # A message also waits for the sender's computation, so its time is not that of the link.
             unknown = hidden or call.operation in MESSAGES
             took = None if unknown else self.clock.seconds(begin, points[-1])
             self._row(call).add(sum(spans), took, hidden=hidden)
@@ -99,19 +99,19 @@ class CommsLog(Profiler, Listener):
         self._pending = left
 
     def conclude(self) -> None:
-        """Compare the waits within each group, print the first rank's table and write those of the chosen."""
+        """Compare the waits within each group, print rank 0's table, and write the chosen ranks' reports."""
         if self.context.device.type == "cuda":
             torch.cuda.synchronize(self.context.device)
         self.settle()
-        lines: list[Line] = []
+        lines: list[CommsLine] = []
         waiting: list[Waiting] = []
-        # All ranks come to the groups in the order of their names, so none waits for one that waits for it.
+        # All ranks go through the groups in the order of their names, which avoids deadlocks.
         for name, group in sorted(self.context.groups.items()):
             if group.size > 1:
                 rows = self.rows.get(name, {})
-                waits, among = compare_waits(group, rows, self.context.device)
-                lines += [Line(name, group.size, key, rows[key], waits.get(key)) for key in sorted(rows)]
-                waiting += [] if among is None else [Waiting(name, *among)]
+                waits, extremes = compare_waits(group, rows, self.context.device)
+                lines += [CommsLine(name, group.size, key, rows[key], waits.get(key)) for key in sorted(rows)]
+                waiting += [] if extremes is None else [Waiting(name, *extremes)]
         for text in comms_table(lines, waiting):
             self._say(f"communication of rank 0 | {text}")
         report = {
@@ -121,25 +121,25 @@ class CommsLog(Profiler, Listener):
         }
         self.folder.write(f"comms_rank{self.context.rank}.json", json.dumps(report, indent=1).encode())
 
-    def _row(self, call: Call) -> Row:
+    def _row(self, call: CollectiveCall) -> CallTotals:
         sizes, nbytes = self._sizes.setdefault((call.group, call.operation), set()), call.nbytes
         if nbytes not in sizes and len(sizes) >= _SIZES:
             nbytes = 1 << max(0, nbytes - 1).bit_length()
         sizes.add(nbytes)
-        return self.rows.setdefault(call.group, {}).setdefault(Key(call.operation, nbytes), Row())
+        return self.rows.setdefault(call.group, {}).setdefault(CallKind(call.operation, nbytes), CallTotals())
 
 
 def compare_waits(
-    group: Group, rows: Mapping[Key, Row], device: torch.device
-) -> tuple[dict[Key, float], tuple[int, float, float] | None]:
-    """The seconds that this rank waited in a call for the last member, by row; every member calls this.
+    group: Group, rows: Mapping[CallKind, CallTotals], device: torch.device
+) -> tuple[dict[CallKind, float], tuple[int, float, float] | None]:
+    """Compute the mean seconds that this rank waited in a call for the last member; every member calls this.
 
-    A call of all members ends at once, so whoever is in it for the shortest time came last. It takes two
-    reductions and eight bytes from each member, whatever the group's size. Messages are left out, as they
-    have but two ends; and so is all, on all members alike, if these had different calls.
+    All members leave a call at the same time, so the member with the shortest time in it came last. Messages
+    are left out, because only two ranks take part. If the members had different calls, nothing is compared.
 
     Returns:
-        The seconds; and the world rank that is waited for with the least and the greatest mean wait, or None.
+        The seconds by row; and (the world rank that is waited for, the least mean wait, the greatest), or
+        None if nothing was compared.
     """
     shared = [(key, rows[key]) for key in sorted(rows) if key.operation not in MESSAGES and rows[key].samples]
     described = json.dumps([[*key, row.calls] for key, row in shared]).encode()
@@ -158,14 +158,14 @@ def compare_waits(
         waits[key] = trimmed_mean(beyond[at : at + len(row.samples)])
         at += len(row.samples)
     calls = sum(row.calls for _, row in shared)
-    mine = sum(waits[key] * row.calls for key, row in shared) / calls
+    mean = sum(waits[key] * row.calls for key, row in shared) / calls
     everyone = torch.empty(group.size, dtype=torch.float64, device=device)
-    group.all_gather(everyone, torch.tensor([mine], dtype=torch.float64, device=device)).wait()
+    group.all_gather(everyone, torch.tensor([mean], dtype=torch.float64, device=device)).wait()
     means = everyone.tolist()
     return waits, (group.ranks[means.index(min(means))], min(means), max(means))
 
 
-def _said(call: Call, took: float | None, members: int) -> str:
+def _said(call: CollectiveCall, took: float | None, members: int) -> str:
     what = f"call | {call.group} {call.operation} of {size_text(call.nbytes)}, {members} ranks"
     if took is None:
         return what

@@ -1,4 +1,4 @@
-"""The comms logger's rows: calls of one operation and size, as text and as JSON."""
+"""The comms logger's table: a row for the calls of one group, operation and size."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import NamedTuple
 
 from megazero.account.profilers.calls import rates
 
-_SAMPLES = 4096  # of a row, at most
-_UNEVEN = 0.25  # of the longest wait, by which the shortest is shorter where a rank comes last
-_TRIMMED = 0.1  # of a row's calls are left out of its means at either end: the first ones connect
+_SAMPLES = 4096  # the most samples of a row
+_UNEVEN = 0.25  # if the shortest wait is shorter than the longest by this share, a rank is reported as late
+_TRIMMED = 0.1  # the share of samples left out at either end of a mean, because first calls connect
 
 
-class Key(NamedTuple):
-    """Facts that the calls of a row share; `nbytes` is 2^k for calls of above half as much, up to it."""
+class CallKind(NamedTuple):
+    """The operation and size of calls; a rounded size 2^k stands for sizes above 2^(k-1), up to 2^k."""
 
     operation: str
     nbytes: int
 
 
 @dataclass
-class Row:
+class CallTotals:
     """The calls of one operation and size.
 
     Attributes:
-        calls: how many there were.
-        hidden: those of them that were complete when they were waited for.
-        exposed: seconds that the host or the device waited in them.
-        samples: (waited, took) in seconds of some of them, evenly spread; the second is None for messages and
-            for hidden ones.
+        calls: the number of calls.
+        hidden: the number of calls that were complete when the run waited for them.
+        exposed: seconds that the host or the device waited in all calls.
+        samples: (seconds waited, seconds taken) of evenly spaced calls; the second is None for messages and
+            hidden calls.
     """
 
     calls: int = 0
@@ -40,7 +40,7 @@ class Row:
     _stride: int = 1
 
     def add(self, waited: float, took: float | None, *, hidden: bool = False) -> None:
-        """Count a call. Samples are chosen by the number of calls alone, so members choose alike."""
+        """Count a call. Samples depend only on the number of calls, so all members sample the same calls."""
         if self.calls % self._stride == 0:
             self.samples.append((waited, took))
             if len(self.samples) == _SAMPLES:
@@ -51,31 +51,30 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A row as it is reported.
+class CommsLine:
+    """A row of the table.
 
     Attributes:
         group, members: the group's name and size.
         key, row: the calls.
-        waited: the seconds of a call that this rank waited for the last member to come; None if that is not
-            known.
+        waited: mean seconds of a call for which this rank waited for the last member; None if unknown.
     """
 
     group: str
     members: int
-    key: Key
-    row: Row
+    key: CallKind
+    row: CallTotals
     waited: float | None = None
 
     @property
     def seconds(self) -> float | None:
-        """The mean time of a call, hidden ones left out; None if all were, and for messages."""
+        """The mean time of the calls that were not hidden; None without any, and for messages."""
         took = [took for _, took in self.row.samples if took is not None]
         return trimmed_mean(took) if took else None
 
     @property
     def rates(self) -> tuple[float, float] | None:
-        """Algorithm and bus bandwidth in bytes per second, once all members were there."""
+        """(algorithm, bus) bandwidth in bytes per second, counted from the arrival of the last member."""
         seconds = self.seconds
         if seconds is None or self.key.operation == "barrier":
             return None
@@ -98,8 +97,8 @@ class Waiting:
 
     Attributes:
         group: the group's name.
-        last: the world rank that waited least: the others wait for it.
-        least, most: seconds that it waited, and that the rank waited that did so longest.
+        last: the world rank that waited least, so that the others wait for it.
+        least, most: the mean seconds that rank `last` waited, and that the longest-waiting rank did.
     """
 
     group: str
@@ -108,8 +107,8 @@ class Waiting:
     most: float
 
 
-def comms_table(lines: Iterable[Line], waiting: Iterable[Waiting]) -> list[str]:
-    """The report as lines of text."""
+def comms_table(lines: Iterable[CommsLine], waiting: Iterable[Waiting]) -> list[str]:
+    """Format the report as lines of text."""
     heads = ("group", "operation", "size", "calls", "hidden", "exposed ms", "mean ms", "waited ms")
     widths = (16, 15, 11, 8, 8, 12, 10, 10)
     text = [_joined((*heads, "alg GB/s", "bus GB/s"), (*widths, 10, 10))]
@@ -136,7 +135,7 @@ def comms_table(lines: Iterable[Line], waiting: Iterable[Waiting]) -> list[str]:
 
 
 def size_text(nbytes: int) -> str:
-    """``1.5 MiB``."""
+    """Bytes with a unit: ``1.5 MiB``."""
     power = max(0, min((nbytes.bit_length() - 1) // 10, 4))
     return f"{nbytes / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 

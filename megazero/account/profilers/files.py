@@ -1,4 +1,4 @@
-"""The folder that profilers write to. What cannot be written costs a warning, not the training."""
+"""The folder that profilers write to; a failed write gives a warning and does not end the run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 
 class Folder:
-    """Writes whole files, or none.
+    """Writes files atomically.
 
     Args:
         path: the folder, which is made when the first file is written.
         writes: whether this rank writes at all.
-        warn: takes a warning; by default it is printed to standard error.
+        warn: takes a warning; by default, print it to standard error.
 
     Attributes:
-        written: bytes of the files so far.
-        fails: whether a file could not be written; then no more are.
+        written: bytes written so far.
+        fails: whether a file could not be written, after which no more are.
     """
 
     def __init__(self, path: Path, writes: bool, warn: Callable[[str], None] | None = None):
@@ -30,13 +30,13 @@ class Folder:
         self._warn = warn or (lambda text: print(text, file=sys.stderr, flush=True))
 
     def write(self, name: str, content: bytes) -> Path | None:
-        """Write a file of this name; returns its path, or None if it was not written."""
+        """Write a file; returns its path, or None if it was not written."""
         return self.make(name, lambda path: path.write_bytes(content))
 
     def make(self, name: str, write: Callable[[Path], object]) -> Path | None:
-        """Let `write` make a file, which becomes visible under `name` when it is whole.
+        """Let `write` make a file, which gets its `name` when it is whole; returns its path, or None.
 
-        `write` raises OSError if it cannot.
+        `write` raises OSError if it cannot write.
         """
         if not self.writes or self.fails:
             return None

@@ -1,4 +1,4 @@
-"""Groups whose calls are shown to listeners: when the host enters and leaves each, and each wait for one."""
+"""Groups whose calls listeners observe: when the host enters and leaves each call and each wait."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from megazero.account.profilers.calls import Call
+from megazero.account.profilers.calls import CollectiveCall
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import DONE, Group, Transfer, Work
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
@@ -22,26 +22,26 @@ OPERATIONS = (
     "recv",
     "barrier",
 )
-"""The operations that listeners are shown; all messages of a batch are entered before the first is left."""
+"""The operations that listeners observe; of messages in one exchange, all are entered before any is left."""
 
 
 class Listener:
-    """Is shown the calls of groups. What `enters` returns is given back to `leaves`."""
+    """Observes the calls of groups. `leaves` gets what `enters` returned."""
 
-    def enters(self, call: Call, *, waits: bool) -> Any:
-        """The host begins a call, or, if `waits`, a wait for one that it began before."""
+    def enters(self, call: CollectiveCall, *, waits: bool) -> Any:
+        """Called when the host begins a call, or, if `waits`, begins to wait for an earlier one."""
 
-    def leaves(self, call: Call, entered: Any, *, waits: bool) -> None:
-        """The host goes on. Over NCCL, what it queues from now on comes after the call."""
+    def leaves(self, call: CollectiveCall, entered: Any, *, waits: bool) -> None:
+        """Called when the host goes on. Over NCCL, work that it queues from now on runs after the call."""
 
 
 class ObservedGroup(WrappingGroup):
-    """A group whose calls are shown to listeners.
+    """A group whose calls listeners observe.
 
     Args:
         inner: carries out the calls.
-        listeners: are shown them, in this order.
-        name: the name by which they know the group.
+        listeners: the listeners, in the order of their calls.
+        name: the group's name for the listeners.
     """
 
     def __init__(self, inner: Group, listeners: Sequence[Listener], name: str):
@@ -75,24 +75,24 @@ class ObservedGroup(WrappingGroup):
         self.inner.barrier()
         self._left(call, entered, waits=False)
 
-    def _call(self, operation: str, nbytes: int, *, later: bool) -> Call:
-        return Call(self.name, operation, nbytes, self.ranks, later, next(self._numbers))
+    def _call(self, operation: str, nbytes: int, *, later: bool) -> CollectiveCall:
+        return CollectiveCall(self.name, operation, nbytes, self.ranks, later, next(self._numbers))
 
-    def _left(self, call: Call, entered: Sequence[Any], *, waits: bool) -> None:
+    def _left(self, call: CollectiveCall, entered: Sequence[Any], *, waits: bool) -> None:
         for listener, token in zip(self.listeners, entered, strict=True):
             listener.leaves(call, token, waits=waits)
 
 
 class ObservedWork(Work):
-    """A call in progress, the first wait for which is shown.
+    """An asynchronous call, whose first wait listeners observe.
 
     Args:
         call: the call.
-        work: its work.
-        group: knows the listeners.
+        work: the inner group's handle of the call.
+        group: has the listeners.
     """
 
-    def __init__(self, call: Call, work: Work, group: ObservedGroup):
+    def __init__(self, call: CollectiveCall, work: Work, group: ObservedGroup):
         self._call = call
         self._work = work
         self._group: ObservedGroup | None = group
@@ -109,7 +109,7 @@ class ObservedWork(Work):
 
 
 def observed(context: ParallelContext, listeners: Sequence[Listener]) -> ParallelContext:
-    """The same context with every communicator of more than one rank observed, under each of its names."""
+    """The context with every group of more than one rank wrapped for the listeners."""
     groups = {
         name: group if group.size == 1 else ObservedGroup(group, listeners, name)
         for name, group in context.groups.items()

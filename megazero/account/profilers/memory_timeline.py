@@ -1,4 +1,4 @@
-"""Memory over one step, by what it holds: from the outputs of operators, or from CUDA's allocator."""
+"""Record memory over one step by kind, from the outputs of operators or from CUDA's allocator."""
 
 from __future__ import annotations
 
@@ -19,114 +19,110 @@ import torch
 from megazero.account.memory import PeakOfOutputs
 from megazero.account.profiler import ProfiledRun, Profiler
 from megazero.account.profilers.files import Folder
-from megazero.account.profilers.timeline import Timeline, timeline_figure
+from megazero.account.profilers.timeline import MemoryHistory, timeline_figure
 from megazero.mpu.context import ParallelContext
 from megazero.pictures import new_figure
 from megazero.pipeline.actions import Action
 
 _PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
-_BUFFER_ROOMS = ("zero", "optim")  # which gather, reduce and update
+_BUFFER_PACKAGES = ("zero", "optim")  # they gather, reduce and update
 _UPDATE = "update"
-_HISTORY = 1_000_000  # entries of CUDA's allocator that are kept, as torchtitan does
+_HISTORY = 1_000_000  # entries of CUDA's allocator to record, as in torchtitan
 
 
 class OutputTimeline(PeakOfOutputs):
-    """Adds a point to a timeline whenever an operator makes a storage, and when one goes.
+    """Adds a point to a timeline whenever an operator makes a storage, or one is freed.
 
     Args:
         timeline: gets the points.
-        rest: the bytes that are there throughout, by kind.
-        gathered: gives the bytes of gathered weights, which no operator makes.
+        rest: the bytes of the store by kind, which stay over the step.
+        gathered: returns the bytes of gathered weights, which no operator makes.
     """
 
-    def __init__(self, timeline: Timeline, rest: Mapping[str, int], gathered: Callable[[], int]):
+    def __init__(self, timeline: MemoryHistory, rest: Mapping[str, int], gathered: Callable[[], int]):
         super().__init__()
         self.timeline = timeline
         self.rest = rest
         self.gathered = gathered
         self.ends = False
         self._began = time.perf_counter()
-        self._held: Counter[str] = Counter()
+        self._made: Counter[str] = Counter()
 
     def made(self, size: int) -> str:
         kind = kind_of_frame(sys._getframe(1))
-        self._held[kind] += size
+        self._made[kind] += size
         self._note()
         return kind
 
     def freed(self, size: int, made: object) -> None:
-        self._held[str(made)] -= size
+        self._made[str(made)] -= size
         if not self.ends:
             self._note()
 
     def _note(self) -> None:
-        held = Counter(self.rest)
-        held.update(self._held)
-        held["buffers"] += self.gathered()
-        self.timeline.add(time.perf_counter() - self._began, held)
+        alive = Counter(self.rest)
+        alive.update(self._made)
+        alive["buffers"] += self.gathered()
+        self.timeline.add(time.perf_counter() - self._began, alive)
 
 
 def kind_of_frame(frame: FrameType | None) -> str:
-    """The kind of memory that is made by the innermost function of the package that is not a profiler."""
+    """The kind of memory that a frame allocates, by its innermost file of megazero outside `account`."""
     while frame is not None:
-        room = _room(frame.f_code.co_filename)
-        if room is not None:
-            return "buffers" if room in _BUFFER_ROOMS else "activations"
+        package = _package_of(frame.f_code.co_filename)
+        if package is not None:
+            return "buffers" if package in _BUFFER_PACKAGES else "activations"
         frame = frame.f_back
     return "activations"
 
 
-def _room(file: str) -> str | None:
-    """The room of the package that a file is in; None outside, and for what measures memory."""
+def _package_of(file: str) -> str | None:
+    """The subpackage of megazero that a file is in; None for files outside, and for `account`."""
     inside = file.removeprefix(_PACKAGE)
-    room = inside.partition(os.sep)[0]
-    return None if inside == file or room == "account" else room
+    package = inside.partition(os.sep)[0]
+    return None if inside == file or package == "account" else package
 
 
 def timeline_of_history(
     entries: Sequence[Mapping[str, Any]], rest: Mapping[str, int], allocated: int
-) -> Timeline:
-    """The timeline of a step from the history of CUDA's allocator.
+) -> MemoryHistory:
+    """Make the timeline of a step from the history of CUDA's allocator.
 
-    Memory that was there before and is none of what the store holds, such as a library's workspace, is of
-    the kind "other".
+    Memory that existed before the step and is not the store's, such as a library's workspace, is of the kind
+    "other".
 
     Args:
         entries: the allocator's ``device_traces`` of this device since the step began.
-        rest: the bytes that the store holds, by kind.
-        allocated: the bytes that were allocated when the step began.
+        rest: the bytes of the store by kind.
+        allocated: the bytes allocated when the step began.
     """
-    timeline, held = Timeline(), Counter(rest)
-    held["other"] = allocated - sum(rest.values())
+    timeline, alive = MemoryHistory(), Counter(rest)
+    alive["other"] = allocated - sum(rest.values())
     sizes: dict[int, tuple[str, int]] = {}
     began = entries[0]["time_us"] if entries else 0
-    timeline.add(0.0, held)
+    timeline.add(0.0, alive)
     for entry in entries:
         if entry["action"] == "alloc":
-            kind = _kind_of_frames(entry.get("frames", ()))
+            packages = (_package_of(str(frame["filename"])) for frame in entry.get("frames", ()))
+            innermost = next((package for package in packages if package is not None), None)
+            kind = "buffers" if innermost in _BUFFER_PACKAGES else "activations"
             sizes[entry["addr"]] = kind, entry["size"]
-            held[kind] += entry["size"]
+            alive[kind] += entry["size"]
         elif entry["action"] == "free_completed":
             kind, size = sizes.pop(entry["addr"], ("other", entry["size"]))
-            held[kind] -= size
+            alive[kind] -= size
         else:
             continue
-        timeline.add((entry["time_us"] - began) / 1e6, held)
+        timeline.add((entry["time_us"] - began) / 1e6, alive)
     return timeline
 
 
-def _kind_of_frames(frames: Sequence[Mapping[str, Any]]) -> str:
-    """As `kind_of_frame`, for the innermost frame first."""
-    rooms = (room for frame in frames if (room := _room(str(frame["filename"]))) is not None)
-    return "buffers" if next(rooms, None) in _BUFFER_ROOMS else "activations"
-
-
 class MemoryTimeline(Profiler):
-    """Records the memory of one step, and writes it as a picture and as Chrome's counters.
+    """Records the memory of one step, and writes it as a picture and as counters of a Chrome trace.
 
     Args:
         step: the iteration.
-        folder: where the ranks that are chosen write.
+        folder: the folder for the files of the chosen ranks.
         context: the ranks.
 
     Raises:
@@ -135,11 +131,11 @@ class MemoryTimeline(Profiler):
 
     def __init__(self, step: int, folder: Folder, context: ParallelContext):
         if folder.writes:
-            new_figure(1, 1)  # before the training, not in the midst of it
+            new_figure(1, 1)  # raises now, and not during the training, if matplotlib is missing
         self.step = step
         self.folder = folder
         self.context = context
-        self._timeline: Timeline | None = None
+        self._timeline: MemoryHistory | None = None
         self._began = 0.0
         self._say: Callable[[str], None] = print
 
@@ -151,7 +147,7 @@ class MemoryTimeline(Profiler):
         if iteration != self.step or not self.folder.writes:
             yield
             return
-        self._timeline = timeline = Timeline()
+        self._timeline = timeline = MemoryHistory()
         self._began = time.perf_counter()
         rest, persistent = self._store.sizes().get("device", {}), self._gathered()
         if self.context.device.type == "cuda":
@@ -184,7 +180,7 @@ class MemoryTimeline(Profiler):
         return sum(bucket.full.untyped_storage().nbytes() for bucket in sharded)
 
     @contextmanager
-    def _allocator(self, timeline: Timeline, rest: Mapping[str, int]) -> Iterator[None]:
+    def _allocator(self, timeline: MemoryHistory, rest: Mapping[str, int]) -> Iterator[None]:
         device = self.context.device
         torch.cuda.synchronize(device)
         allocated = torch.cuda.memory_allocated(device)
@@ -196,9 +192,9 @@ class MemoryTimeline(Profiler):
         finally:
             torch.cuda.memory._record_memory_history(None)
         recorded = timeline_of_history(traces[torch.cuda.current_device()], rest, allocated)
-        timeline.times, timeline.held = recorded.times, recorded.held
+        timeline.times, timeline.alive = recorded.times, recorded.alive
 
-    def _write(self, timeline: Timeline) -> None:
+    def _write(self, timeline: MemoryHistory) -> None:
         if not timeline.times:
             return
         rank, name = self.context.rank, f"memory_step{self.step}_rank{self.context.rank}"
@@ -208,24 +204,24 @@ class MemoryTimeline(Profiler):
         figure = timeline_figure(timeline, title)
         path = self.folder.make(f"{name}.svg", lambda path: figure.savefig(path, dpi=120, format="svg"))
         at = timeline.peak()
-        held = timeline.held[at]
-        parts = ", ".join(f"{kind} {held[kind] / 2**20:.1f}" for kind in timeline.kinds if held[kind])
+        alive = timeline.alive[at]
+        parts = ", ".join(f"{kind} {alive[kind] / 2**20:.1f}" for kind in timeline.kinds if alive[kind])
         when = timeline.times[at]
         self._say(
-            f"memory: at most {sum(held.values()) / 2**20:.1f} MiB in iteration {self.step}, "
+            f"memory: at most {sum(alive.values()) / 2**20:.1f} MiB in iteration {self.step}, "
             f"{1e3 * when:.1f} ms after its beginning, in {timeline.doing(when)}: {parts} MiB"
             + ("" if path is None else f"; wrote {path}")
         )
 
 
 class AllocatorHistory(Profiler):
-    """Keeps the history of CUDA's allocator, and writes it at log intervals and if memory runs out.
+    """Records the history of CUDA's allocator, and writes it at intervals and if memory runs out.
 
     https://pytorch.org/memory_viz shows such a file.
 
     Args:
-        path: its name; the rank is added.
-        interval: iterations between two times that it is written.
+        path: the file's path; the rank is added to its name.
+        interval: iterations from one write to the next.
         context: the ranks.
     """
 

@@ -1,4 +1,4 @@
-"""One trace of several ranks, whose clocks are aligned by the ends of calls that they made together."""
+"""Merge the traces of ranks, with clocks aligned by the ends of the ranks' common calls."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from megazero.errors import DataError
 
 _NAME = re.compile(r"rank(\d+)\.json(\.gz)?")
 _LABEL = re.compile(r"[\w]+@\d+ (all_reduce|all_gather|reduce_scatter|all_to_all|barrier) #\d+")
-_SAME_CLOCK = 20_000.0  # microseconds: no further apart do ranks of one host leave a call
-_BESIDE = 10_000_000  # between the numbers of two ranks' processes
+_SAME_CLOCK = 20_000.0  # microseconds; ranks of one host leave a call within this time
+_PID_STRIDE = 10_000_000  # between the process numbers of two ranks
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """A rank's clock against the first rank's.
+    """The offset of a rank's clock from the first rank's.
 
     Attributes:
         rank: the rank.
-        ahead: microseconds that its clock is ahead.
-        calls: the calls that say so; 0 if no chain of shared calls leads to the first rank.
-        scatter: the median distance, in microseconds, of single calls from that.
+        ahead: the offset in microseconds.
+        calls: the number of common calls that it follows from; 0 if no chain of them leads to the first rank.
+        scatter: the median deviation of single calls from the offset, in microseconds.
     """
 
     rank: int
@@ -39,12 +39,13 @@ class Alignment:
 def merge_traces(folder: Path, output: Path) -> list[Alignment]:
     """Merge the traces of one step into one file that chrome://tracing and Perfetto open.
 
-    All members leave a call together, as none can before the last has come. The clock of each rank is set so
-    that these ends agree: by their median over calls, from rank to rank along groups that they share.
+    All members leave a call at the same time, because none can leave before the last arrives. So the offset
+    of two clocks is the median difference of the ends of common calls; ranks without common calls are aligned
+    through other ranks.
 
     Args:
-        folder: holds a file `rank<N>.json.gz`, or without `.gz`, for each rank.
-        output: the file, compressed if its name ends in `.gz`.
+        folder: has a file `rank<N>.json.gz` or `rank<N>.json` for each rank.
+        output: the file to write, compressed if its name ends in `.gz`.
 
     Raises:
         DataError: there is no trace, or one cannot be read.
@@ -71,10 +72,10 @@ def merge_traces(folder: Path, output: Path) -> list[Alignment]:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """The content of a trace.
+    """Read a trace.
 
     Raises:
-        DataError: it is not a whole trace.
+        DataError: the file is not a whole trace.
     """
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
@@ -90,7 +91,7 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class EndsOfCalls:
-    """The ends of the calls of one rank that members leave together.
+    """The ends of one rank's calls.
 
     Attributes:
         host: the rank's host.
@@ -102,10 +103,10 @@ class EndsOfCalls:
 
     @classmethod
     def of(cls, trace: Mapping[str, Any]) -> EndsOfCalls:
-        """The calls in a trace.
+        """Find the calls in a trace.
 
-        These are the ranges that `TraceWindow` names, or NCCL's kernels if there are any: on a device calls
-        end when these do. Kernels are counted by operation and group.
+        They are NCCL's kernels if there are any, because calls on a device end with them; they are named by
+        operation, group and number. Else they are the ranges that `TraceWindow` names.
         """
         return cls(str(trace.get("host_name")), _ends(trace))
 
@@ -132,9 +133,9 @@ def _ends(trace: Mapping[str, Any]) -> dict[str, float]:
 
 
 def align(ends: Mapping[int, EndsOfCalls]) -> list[Alignment]:
-    """Each rank's clock against the first one's, from the ends of calls by their names.
+    """Compute the offset of each rank's clock from the first rank's.
 
-    Ranks of one host have one clock, unless calls say that two hosts have the same name.
+    Ranks of one host have the same clock, unless a large offset shows that two hosts have the same name.
     """
     first, *others = sorted(ends)
     known = {first: Alignment(first, 0.0, len(ends[first].at), 0.0)}
@@ -157,7 +158,7 @@ def align(ends: Mapping[int, EndsOfCalls]) -> list[Alignment]:
 
 
 def alignment_lines(alignments: Sequence[Alignment]) -> list[str]:
-    """A line for each rank."""
+    """Format a line for each rank."""
     return [
         f"rank {one.rank}: clock {one.ahead / 1e3:+.3f} ms against rank {alignments[0].rank}'s, by "
         f"{one.calls} calls that scatter by {one.scatter / 1e3:.3f} ms"
@@ -168,16 +169,16 @@ def alignment_lines(alignments: Sequence[Alignment]) -> list[str]:
 
 
 def _moved(events: Iterable[dict[str, Any]], rank: int, shift: float) -> Iterator[dict[str, Any]]:
-    """The events with processes of their own, named after the rank, and by the common clock."""
+    """Yield the events with process numbers and names of their own for the rank, on the common clock."""
     processes: dict[Any, int] = {}
     for event in events:
         pid = event.get("pid")
-        number = processes.setdefault(pid, rank * _BESIDE + len(processes))
+        number = processes.setdefault(pid, rank * _PID_STRIDE + len(processes))
         moved = {**event, "pid": number}
         if "ts" in event:
             moved["ts"] = float(event["ts"]) + shift
         if event.get("ph") in ("s", "t", "f"):  # arrows from call to kernel, numbered in each process
-            moved["id"] = rank * _BESIDE + int(event.get("id", 0))
+            moved["id"] = rank * _PID_STRIDE + int(event.get("id", 0))
         if event.get("name") == "process_name":
             moved["args"] = {"name": f"rank {rank}: {event.get('args', {}).get('name', pid)}"}
         elif event.get("name") == "process_sort_index":
@@ -186,5 +187,5 @@ def _moved(events: Iterable[dict[str, Any]], rank: int, shift: float) -> Iterato
 
 
 def _base(trace: Mapping[str, Any]) -> float:
-    """The microseconds that times in a trace count from."""
+    """The origin of a trace's times, in microseconds."""
     return float(trace.get("baseTimeNanoseconds", 0)) / 1e3

@@ -1,4 +1,4 @@
-"""Traces by torch's profiler: one Chrome trace per step and rank, in which calls of groups have names."""
+"""Record traces by torch's profiler: a Chrome trace per step and rank, in which calls of groups are named."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megazero.account.profiler import ProfiledRun, Profiler
-from megazero.account.profilers.calls import Call
+from megazero.account.profilers.calls import CollectiveCall
 from megazero.account.profilers.files import Folder
 from megazero.account.profilers.group import Listener
 from megazero.config.tree.profiling import ProfilingConfig
 
 
 class TraceWindow(Profiler, Listener):
-    """Traces the steps of a window, until the files are as large as they may be.
+    """Traces the steps of a window, until the files reach their largest size.
 
-    Calls in which all members wait for each other are ranges named by `label`, by which `merge_traces` aligns
-    the clocks of ranks.
+    Calls are ranges named by `label`, by which `merge_traces` aligns the ranks' clocks.
 
     Args:
-        settings: the window, its bound and what traces hold.
-        folder: where the ranks that are chosen write.
+        settings: the window, the largest size, and what traces record.
+        folder: the folder for the traces of the chosen ranks.
         rank: this rank.
-        device: what is traced besides the host.
+        device: the device to trace besides the host.
     """
 
     def __init__(self, settings: ProfilingConfig, folder: Folder, rank: int, device: torch.device):
@@ -48,14 +47,14 @@ class TraceWindow(Profiler, Listener):
     def begin(self, run: ProfiledRun) -> None:
         self._say = run.say
 
-    def enters(self, call: Call, *, waits: bool) -> Any:
+    def enters(self, call: CollectiveCall, *, waits: bool) -> Any:
         if not self._tracing:
             return None
         named = record_function(f"wait for {label(call)}" if waits or call.later else label(call))
         named.__enter__()
         return named
 
-    def leaves(self, call: Call, entered: Any, *, waits: bool) -> None:
+    def leaves(self, call: CollectiveCall, entered: Any, *, waits: bool) -> None:
         if entered is not None:
             entered.__exit__(None, None, None)
 
@@ -66,7 +65,7 @@ class TraceWindow(Profiler, Listener):
             yield
             return
         if iteration == first:
-            with self._profile():  # whose start-up belongs to no step
+            with self._profile():  # the profiler's start-up takes time, and belongs to no step
                 pass
         with self._profile() as profiler:
             self._tracing = True
@@ -93,23 +92,23 @@ class TraceWindow(Profiler, Listener):
         )
 
 
-def label(call: Call) -> str:
-    """The name of a call's range; the same on all members, and on no others."""
+def label(call: CollectiveCall) -> str:
+    """The name of a call's range: the same on all members, and different from all other calls."""
     return f"{call.group}@{call.ranks[0]} {call.operation} #{call.number}"
 
 
 def write_trace(profiler: profile, path: Path) -> None:
-    """Write a trace, compressed.
+    """Write a compressed trace.
 
     Raises:
-        OSError: there is no room.
+        OSError: the disk is full.
     """
     plain = path.with_name(path.name + ".plain")
     try:
         profiler.export_chrome_trace(str(plain))
         with plain.open("rb") as file:
             file.seek(-min(64, plain.stat().st_size), os.SEEK_END)
-            if not file.read().rstrip().endswith(b"}"):  # torch does not say that it could not write the rest
+            if not file.read().rstrip().endswith(b"}"):  # torch does not report an incomplete write
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(plain))
             file.seek(0)
             with gzip.open(path, "wb", compresslevel=5) as packed:

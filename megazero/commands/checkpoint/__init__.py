@@ -1,7 +1,7 @@
 """The command `megazero checkpoint`: inspect, check, compare, rewrite and remove checkpoints.
 
-Each verb is a module with `add_verb`, which describes its flags, and `run`, which takes them and returns the
-exit status. The verbs for foreign formats have flags of their own, and are imported when they run.
+Each verb is a module with `add_verb`, which declares its flags, and `run`, which takes the parsed flags and
+returns the exit status. The verbs of foreign formats parse their own flags, and are imported when they run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from megazero.commands.checkpoint import convert, diff, extend_positions, inspect, prune, verify
-from megazero.commands.show import printable
+from megazero.commands.show import one_line
 from megazero.errors import MegazeroError
 
 _OTHERS = (
@@ -29,7 +29,7 @@ _OTHERS = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All verbs and their flags; for those in `_OTHERS`, only the line of help."""
+    """Build a parser of all verbs and their flags; verbs of `_OTHERS` have a line of help alone."""
     parser = argparse.ArgumentParser(
         prog="megazero checkpoint",
         description="Inspect, check, compare, rewrite and remove checkpoints.",
@@ -55,12 +55,12 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         return status
     except MegazeroError as error:
-        print(f"error: {printable(error)}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return max(int(flags.trouble), error.exit_code)
     except BrokenPipeError:
-        # The reader has seen enough; what is still buffered must not be written at exit.
+        # The reader has gone; the buffered rest must not be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:  # such as a checkpoint that its run removes at this very moment
-        print(f"error: {printable(error)}", file=sys.stderr)
+    except OSError as error:  # such as a checkpoint that its run removes in the meantime
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return int(flags.trouble)

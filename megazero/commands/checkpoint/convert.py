@@ -1,27 +1,24 @@
-"""`megazero checkpoint convert`: rewrites a checkpoint as whole tensors in few files."""
+"""`megazero checkpoint convert`: rewrite a checkpoint as whole tensors in few files."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import iteration_folder
 from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.part import WEIGHT, Key
 from megazero.checkpoint.reader import CheckpointReader
-from megazero.checkpoint.tensor_file import Later, narrowed
+from megazero.checkpoint.tensor_file import narrowed
 from megazero.checkpoint.writer import NAMES, write_checkpoint
 from megazero.commands.checkpoint.hf import parse_size
-from megazero.commands.checkpoint.stream import whole_tensors
+from megazero.commands.checkpoint.stream import changed_tensors
 from megazero.commands.outputs import output_folder
-from megazero.commands.show import printable, size_text
+from megazero.commands.show import one_line, size_text
 from megazero.errors import CheckpointError
 from megazero.formats.megatron.export import ExportOptions, export_megatron
 from megazero.version import VERSION
@@ -66,13 +63,13 @@ def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The form that the result should have.
+class ConvertOptions:
+    """The form of the converted checkpoint.
 
     Attributes:
-        dtype: the type of the weights; None leaves it as stored.
-        weights_only: leave out optimizer and random state.
-        shard_bytes: the most tensor bytes per file, unless one tensor has more.
+        dtype: dtype of the weights; None leaves it as stored.
+        weights_only: whether to leave out optimizer and random state.
+        shard_bytes: the most tensor bytes per file; a larger tensor gets a file of its own.
     """
 
     dtype: torch.dtype | None = None
@@ -87,29 +84,31 @@ def run(flags: argparse.Namespace) -> int:
         most = parse_size(flags.max_shard_size)
         options = ExportOptions(dtype or torch.float32, not flags.weights_only, most)
         exported = export_megatron(CheckpointReader(one_checkpoint(Path(flags.source))), flags.out, options)
-        print(f"wrote  {printable(exported.folder)}: {exported.tensors} tensors, {size_text(exported.size)}")
+        print(f"wrote  {one_line(exported.folder)}: {exported.tensors} tensors, {size_text(exported.size)}")
         print(
-            f"load it with Megatron-LM's --load {printable(exported.folder.parent)} --ckpt-format torch_dist"
+            f"load it with Megatron-LM's --load {one_line(exported.folder.parent)} --ckpt-format torch_dist"
         )
         return 0
-    choice = Choice(dtype, flags.weights_only, parse_size(flags.max_shard_size))
+    choice = ConvertOptions(dtype, flags.weights_only, parse_size(flags.max_shard_size))
     with CheckpointReader(one_checkpoint(Path(flags.source))) as reader:
         written = CheckpointReader(convert(reader, flags.out, choice))
-    print(f"read   {printable(reader.folder)}")
+    print(f"read   {one_line(reader.folder)}")
     size = sum(entry.size for entry in written.directory.files().values())
     files = sum(name.endswith(".safetensors") for name in written.directory.files())
     tensors = f"{len(written.shapes)} tensors in {files} file{'s' * (files != 1)}"
-    print(f"wrote  {printable(written.folder)}: {tensors}, {size_text(size)}")
+    print(f"wrote  {one_line(written.folder)}: {tensors}, {size_text(size)}")
     return 0
 
 
-def convert(reader: CheckpointReader, directory: Path, choice: Choice, disk: Disk | None = None) -> Path:
-    """Write the checkpoint to a new folder.
+def convert(
+    reader: CheckpointReader, directory: Path, choice: ConvertOptions, disk: Disk | None = None
+) -> Path:
+    """Write the checkpoint to a new folder of `directory`, and return that folder.
 
     Raises:
         CheckpointError: `directory` has this iteration already or cannot be written, or a weight is too large
             for the dtype.
-        DamagedCheckpointError: the original is not as it was written.
+        DamagedCheckpointError: the original is damaged.
     """
     iteration = reader.manifest.iteration
     if iteration_folder(directory, iteration).exists():
@@ -125,22 +124,14 @@ def convert(reader: CheckpointReader, directory: Path, choice: Choice, disk: Dis
     if choice.weights_only:
         facts |= {"scaler": None, "updates": None}
     keys = [key for key in reader.shapes if key.kind == WEIGHT or not choice.weights_only]
-    # In the order in which files are written, so that each tensor arrives when its turn comes.
+    # The files hold weights first, and tensors are read in the order in which they are written.
     keys.sort(key=lambda key: key.kind != WEIGHT)
-    tensors = _laters(reader, keys, choice)
-    return write_checkpoint(directory, iteration, tensors, facts, disk=disk, shard_bytes=choice.shard_bytes)
 
-
-def _laters(reader: CheckpointReader, keys: list[Key], choice: Choice) -> Iterator[tuple[Key, Later]]:
-    stream = whole_tensors(reader, keys)
-    for key in keys:
+    def form(key: Key) -> tuple[torch.dtype, tuple[int, ...]]:
         dtype = reader.dtype(key)
-        if key.kind == WEIGHT and choice.dtype is not None and dtype.is_floating_point:
+        if choice.dtype is not None and key.kind == WEIGHT and dtype.is_floating_point:
             dtype = choice.dtype
-        yield key, Later(dtype, reader.shapes[key], partial(_next, stream, key, dtype))
+        return dtype, reader.shapes[key]
 
-
-def _next(stream: Iterator[tuple[Key, Tensor]], expected: Key, dtype: torch.dtype) -> Tensor:
-    key, tensor = next(stream)
-    assert key == expected, f"{key} came, {expected} is due"
-    return narrowed(key, tensor, dtype)
+    tensors = changed_tensors(reader, keys, form, lambda key, tensor: narrowed(key, tensor, form(key)[0]))
+    return write_checkpoint(directory, iteration, tensors, facts, disk=disk, shard_bytes=choice.shard_bytes)

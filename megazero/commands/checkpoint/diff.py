@@ -1,4 +1,4 @@
-"""`megazero checkpoint diff`: are two checkpoints the same training state, whatever layouts wrote them?"""
+"""`megazero checkpoint diff`: compare the training states of two checkpoints, whatever their layouts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from megazero.checkpoint.reader import CheckpointReader
 from megazero.commands.checkpoint.stats import Distance, distance
 from megazero.commands.checkpoint.stream import whole_tensors
 from megazero.commands.checkpoint.summary import pick
-from megazero.commands.show import print_facts, print_table, printable
+from megazero.commands.show import one_line, print_facts, print_table
 from megazero.errors import ConfigError
 
-# Kind of the logical tensors with a row of random state per rank; their shape depends on the number of ranks.
 _COUNTERS = ("state", "updates", "scaler", "stream_seed", "vocab_size")
-# Losses and norms of the latest updates are among the counters, but differ by rounding between layouts.
+# Losses and norms of the latest updates; they lie among the counters, but differ by rounding between layouts.
 _ESTIMATES = "state.recent"
 _ABSENT = "-"
 
@@ -51,8 +50,8 @@ def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 @dataclass(frozen=True)
-class Difference:
-    """A tensor that is in both checkpoints but not equal bit for bit."""
+class TensorDifference:
+    """A tensor that both checkpoints have, but not with the same bits."""
 
     key: Key
     dtypes: tuple[str, str]
@@ -64,13 +63,13 @@ class Comparison:
     """The tensors of two checkpoints.
 
     Attributes:
-        alike: how many are equal bit for bit.
-        apart: those that are not, the farthest apart first.
-        unequal: what cannot be compared, in words: missing tensors, different shapes.
+        alike: the number of tensors that are equal bit for bit.
+        apart: the others, by falling relative distance.
+        unequal: a sentence for each tensor that is missing in one, or has two shapes.
     """
 
     alike: int
-    apart: tuple[Difference, ...]
+    apart: tuple[TensorDifference, ...]
     unequal: tuple[str, ...]
 
 
@@ -90,7 +89,8 @@ def run(flags: argparse.Namespace) -> int:
     _show("counter", counters)
     with a, b:
         comparison = compare(a, b)
-    beyond = [tensor for tensor in comparison.apart if not _within(tensor, flags.tolerance)]
+    tolerance = -1.0 if flags.tolerance is None else flags.tolerance  # without one, any difference counts
+    beyond = [tensor for tensor in comparison.apart if tensor.distance.relative > tolerance]
     _show_tensors(comparison, flags.top)
     if counters or comparison.unequal or beyond:
         print("different")
@@ -103,7 +103,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def differences(a: Any, b: Any) -> list[tuple[str, Any, Any]]:
-    """(name, value in a, value in b) for all entries of two JSON objects that differ, two levels deep."""
+    """Compare two JSON objects, two levels deep; returns (name, value in a, value in b) of what differs."""
     flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
     return [
         (name, flat_a.get(name, _ABSENT), flat_b.get(name, _ABSENT))
@@ -113,7 +113,7 @@ def differences(a: Any, b: Any) -> list[tuple[str, Any, Any]]:
 
 
 def compare(a: CheckpointReader, b: CheckpointReader) -> Comparison:
-    """Compare all tensors, a pair at a time."""
+    """Compare all tensors of two checkpoints, reading them in bounded memory."""
     unequal = [f"{key} is only in A" for key in a.shapes if key not in b.shapes and key.kind != RANDOM]
     unequal += [f"{key} is only in B" for key in b.shapes if key not in a.shapes and key.kind != RANDOM]
     common = []
@@ -126,7 +126,7 @@ def compare(a: CheckpointReader, b: CheckpointReader) -> Comparison:
     for (key, x), (_, y) in zip(whole_tensors(a, common), whole_tensors(b, common), strict=True):
         between = distance(x, y)
         if not between.equal_bits:
-            apart.append(Difference(key, (_dtype_name(x), _dtype_name(y)), between))
+            apart.append(TensorDifference(key, (_dtype_name(x), _dtype_name(y)), between))
     apart.sort(key=lambda difference: (-difference.distance.relative, str(difference.key)))
     return Comparison(len(common) - len(apart), tuple(apart), tuple(unequal))
 
@@ -147,10 +147,6 @@ def _counters(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: facts[name] for name in _COUNTERS if facts.get(name) is not None}
 
 
-def _within(difference: Difference, tolerance: float | None) -> bool:
-    return tolerance is not None and difference.distance.relative <= tolerance
-
-
 def _show(what: str, rows: list[tuple[str, Any, Any]]) -> None:
     if rows:
         print()
@@ -160,7 +156,7 @@ def _show(what: str, rows: list[tuple[str, Any, Any]]) -> None:
 def _show_tensors(tensors: Comparison, top: int) -> None:
     print()
     for words in tensors.unequal[:top]:
-        print(printable(words))
+        print(one_line(words))
     if len(tensors.unequal) > top:
         print(f"and {len(tensors.unequal) - top} more of this kind")
     if tensors.apart[:top]:

@@ -1,10 +1,8 @@
-"""`megazero checkpoint extend-positions`: a model with more learned positions, from one with fewer."""
+"""`megazero checkpoint extend-positions`: write a model's weights with more learned positions."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,12 +11,10 @@ from torch import Tensor
 from megazero.checkpoint.folder import saved_iterations
 from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.part import WEIGHT, Key
-from megazero.checkpoint.reader import CheckpointReader
-from megazero.checkpoint.tensor_file import Later
 from megazero.checkpoint.writer import write_checkpoint
-from megazero.commands.checkpoint.stream import whole_tensors
+from megazero.commands.checkpoint.stream import changed_tensors
 from megazero.commands.outputs import output_folder
-from megazero.commands.show import printable
+from megazero.commands.show import one_line
 from megazero.errors import CheckpointError, ConfigError
 from megazero.formats.hf.convert import KIND
 from megazero.train.resume.saved import Checkpoint
@@ -54,10 +50,10 @@ def run(flags: argparse.Namespace) -> int:
     reader = Checkpoint(folder)
     with reader:
         written = extend_positions(reader, flags.out, flags.max_position_embeddings)
-    print(f"read   {printable(folder)}")
-    print(f"wrote  {printable(written)}: {flags.max_position_embeddings} positions")
+    print(f"read   {one_line(folder)}")
+    print(f"wrote  {one_line(written)}: {flags.max_position_embeddings} positions")
     print(
-        f"train it further with `pretrain_gpt.py --load {printable(written.parent)} --finetune` and the "
+        f"train it further with `pretrain_gpt.py --load {one_line(written.parent)} --finetune` and the "
         "flags of data, optimizer and length, such as a longer `pretrain_gpt.py --seq-length`"
     )
     return 0
@@ -66,13 +62,12 @@ def run(flags: argparse.Namespace) -> int:
 def extend_positions(reader: Checkpoint, out: Path, positions: int) -> Path:
     """Write the weights with `positions` learned positions as checkpoint 0 in `out`; returns its folder.
 
-    Position i gets the row of position i mod the number there was (Beltagy et al. 2020), so that each stretch
-    of the old length begins as what was trained.
+    Of a model with n positions, position i gets the row of position i mod n (Beltagy et al. 2020).
 
     Raises:
         CheckpointError: the model has no learned positions, or `out` holds checkpoints or cannot be written.
-        ConfigError: it has as many positions.
-        DamagedCheckpointError: the original is not as it was written.
+        ConfigError: the model has `positions` positions or more.
+        DamagedCheckpointError: the original is damaged.
     """
     if saved_iterations(out):
         raise CheckpointError(f"`{out}` must hold no checkpoints, but holds some; name another folder")
@@ -95,21 +90,13 @@ def extend_positions(reader: Checkpoint, out: Path, positions: int) -> Path:
         **{name: dict(saved.sections[name]) for name in ("tokenizer", "finetune") if name in saved.sections},
         "model": {**saved.sections["model"], "max_position_embeddings": positions},
     }
-    return write_checkpoint(out, 0, _laters(reader, positions), facts)
 
-
-def _laters(reader: CheckpointReader, positions: int) -> Iterator[tuple[Key, Later]]:
-    keys = [key for key in reader.shapes if key.kind == WEIGHT]
-    stream = whole_tensors(reader, keys)
-    for key in keys:
+    def form(key: Key) -> tuple[torch.dtype, tuple[int, ...]]:
         shape = reader.shapes[key]
-        shape = (positions, *shape[1:]) if key == _POSITIONS else shape
-        yield key, Later(reader.dtype(key), shape, partial(_next, stream, key, positions))
+        return reader.dtype(key), (positions, *shape[1:]) if key == _POSITIONS else shape
 
+    def repeated(key: Key, tensor: Tensor) -> Tensor:
+        return tensor[torch.arange(positions) % len(tensor)] if key == _POSITIONS else tensor
 
-def _next(stream: Iterator[tuple[Key, Tensor]], expected: Key, positions: int) -> Tensor:
-    key, tensor = next(stream)
-    assert key == expected, f"{key} came, {expected} is due"
-    if key != _POSITIONS:
-        return tensor
-    return tensor[torch.arange(positions) % len(tensor)]
+    keys = [key for key in reader.shapes if key.kind == WEIGHT]
+    return write_checkpoint(out, 0, changed_tensors(reader, keys, form, repeated), facts)

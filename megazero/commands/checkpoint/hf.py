@@ -26,7 +26,7 @@ _SHORT_DTYPES = (("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16"))
 
 
 def to_hf_parser() -> argparse.ArgumentParser:
-    """The flags of `to-hf`."""
+    """Build a parser of the flags of `to-hf`."""
     parser = argparse.ArgumentParser(
         prog="megazero checkpoint to-hf",
         description="Write a checkpoint as a folder that transformers loads.",
@@ -60,7 +60,7 @@ def to_hf_parser() -> argparse.ArgumentParser:
 
 
 def from_hf_parser() -> argparse.ArgumentParser:
-    """The flags of `from-hf`."""
+    """Build a parser of the flags of `from-hf`."""
     parser = argparse.ArgumentParser(
         prog="megazero checkpoint from-hf",
         description="Write the weights of a local Hugging Face model such as Llama or BERT as a checkpoint.",
@@ -83,10 +83,10 @@ def main_from_hf(argv: Sequence[str]) -> int:
 
 
 def parse_size(text: str) -> int:
-    """``5GB`` -> 5000000000; units are those of transformers (KB, MB, GB; KiB, MiB, GiB; without one, bytes).
+    """Parse a size, such as ``5GB``, to bytes; units are those of transformers: KB, MB, GB, KiB, MiB, GiB.
 
     Raises:
-        ConfigError: it is not a size.
+        ConfigError: `text` is not a size.
     """
     match = re.fullmatch(r"([0-9]{1,15})\s*([A-Za-z]*)", text.strip())
     units = {name.lower(): size for name, size in _UNITS} | {"": 1, "b": 1}
@@ -96,7 +96,7 @@ def parse_size(text: str) -> int:
 
 
 def describe_export(exported: Exported, remark: str | None) -> str:
-    """Describe what was written, as a table, and how to load it."""
+    """Describe the files that were written, and how to load them."""
     rows = [(name, f"{size:,}") for name, size in exported.files]
     width, digits = (max(len(row[column]) for row in rows) for column in (0, 1))
     lines = [f"  {name:<{width}}  {size:>{digits}} bytes" for name, size in rows]
@@ -117,7 +117,7 @@ def describe_export(exported: Exported, remark: str | None) -> str:
 
 
 def describe_import(imported: Imported) -> str:
-    """Describe what was written, and how to go on from it."""
+    """Describe the checkpoint that was written, and how to train it further."""
     description, folder = imported.description, imported.folder.parent
     further = f"train it further with `pretrain_gpt.py --load {folder} --finetune` and the flags of data"
     if description.model.num_classes is not None:
@@ -157,9 +157,9 @@ def _tokenizer(flags: argparse.Namespace) -> TokenizerConfig | None:
     """The tokenizer that the flags ask for; None leaves the run's."""
     fields = {"vocab_file": flags.vocab_file, "merge_file": flags.merge_file}
     fields |= {"tokenizer_model": flags.tokenizer_model}
-    given = [f"--{name.replace('_', '-')}" for name, value in fields.items() if value is not None]
-    if flags.tokenizer_type is None and given:
-        raise ConfigError(f"`--tokenizer-type` must be given with {' and '.join(given)}, but is not; add it")
+    files = [f"--{name.replace('_', '-')}" for name, value in fields.items() if value is not None]
+    if flags.tokenizer_type is None and files:
+        raise ConfigError(f"`--tokenizer-type` must be given with {' and '.join(files)}, but is not; add it")
     if flags.no_tokenizer:
         if flags.tokenizer_type is not None:
             raise ConfigError(

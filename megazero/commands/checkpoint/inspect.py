@@ -1,21 +1,18 @@
-"""`megazero checkpoint inspect`: shows what a run's folder holds, or one checkpoint."""
+"""`megazero checkpoint inspect`: show the content of a run's folder, or of one checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from megazero.checkpoint.locate import is_checkpoint, one_checkpoint
 from megazero.checkpoint.manifest import Logical
-from megazero.checkpoint.part import Key
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.commands.checkpoint.stats import Stats, stats_of
 from megazero.commands.checkpoint.stream import whole_tensors
@@ -28,7 +25,7 @@ from megazero.commands.checkpoint.summary import (
     pick,
     totals_by_kind,
 )
-from megazero.commands.show import count_text, print_facts, print_table, printable, size_text
+from megazero.commands.show import count_text, one_line, print_facts, print_table, size_text
 
 _STATS = ("min", "max", "mean", "rms", "nan")
 
@@ -62,7 +59,7 @@ def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Print what was asked for."""
+    """Print what the flags ask for."""
     path = Path(flags.path)
     pattern = flags.tensors or ("*" if flags.stats else None)
     if pattern is None and not flags.files and not is_checkpoint(path):
@@ -70,12 +67,13 @@ def run(flags: argparse.Namespace) -> int:
     reader = CheckpointReader(one_checkpoint(path))
     chosen = [] if pattern is None else _chosen(reader, pattern)
     with reader:
-        stats = {key: stats_of(tensor) for key, tensor in _read(reader, chosen)} if flags.stats else {}
+        keys = [tensor.key for tensor in chosen]
+        stats = {key: stats_of(x) for key, x in whole_tensors(reader, keys)} if flags.stats else {}
     if flags.json:
         description = describe_checkpoint(reader)
         if pattern is not None:
             description["tensors"] = [
-                tensor.model_dump() | ({"stats": _plain(asdict(stats[tensor.key]))} if stats else {})
+                tensor.model_dump() | ({"stats": _as_json(stats[tensor.key])} if stats else {})
                 for tensor in chosen
             ]
         print(json.dumps(description))
@@ -97,13 +95,9 @@ def _chosen(reader: CheckpointReader, pattern: str) -> list[Logical]:
     ]
 
 
-def _read(reader: CheckpointReader, tensors: list[Logical]) -> Iterator[tuple[Key, Tensor]]:
-    return whole_tensors(reader, (tensor.key for tensor in tensors))
-
-
-def _plain(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has neither infinities nor NaN."""
-    return {name: value if math.isfinite(value) else str(value) for name, value in stats.items()}
+def _as_json(stats: Stats) -> dict[str, float | str]:
+    """The statistics as JSON, in which infinities and NaN are strings."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in asdict(stats).items()}
 
 
 def _show_run(summary: RunSummary, as_json: bool) -> int:
@@ -128,9 +122,9 @@ def _show_run(summary: RunSummary, as_json: bool) -> int:
         print_table(("checkpoint", "saved", "by", "whole", "size", "samples", "tokens"), rows, left=4)
     for checkpoint in checkpoints:
         if checkpoint.trouble:
-            print(f"not whole  {printable(checkpoint.trouble)}")
+            print(f"not whole  {one_line(checkpoint.trouble)}")
     if summary.trouble:
-        print(f"warning    {printable(summary.trouble)}")
+        print(f"warning    {one_line(summary.trouble)}")
     for name, size in summary.leftovers:
         print(f"left over  {name}, {size_text(size)}: of a save under way, or of one that was killed")
     return int(broken)
@@ -155,7 +149,7 @@ def _show_checkpoint(reader: CheckpointReader) -> None:
 
 
 def _origin(reader: CheckpointReader) -> list[tuple[str, str]]:
-    """Rows (name, value) that say which program saved it, when, and how far training had come."""
+    """Rows (name, value): which program saved the checkpoint, when, and after which steps."""
     facts = reader.facts
     counters = [("samples", "consumed_samples"), ("tokens", "consumed_tokens"), ("skipped", "skipped")]
     progress = [f"{count_text(pick(facts, 'state', key))} {word}" for word, key in counters]

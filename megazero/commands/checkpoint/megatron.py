@@ -1,4 +1,4 @@
-"""The command `megazero checkpoint import-megatron`."""
+"""The command `megazero checkpoint import-megatron`: make a checkpoint from one of Megatron's."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _run(flags: argparse.Namespace) -> None:
 
 
 def report(reader: MegatronReader, folder: Path) -> str:
-    """Describe what was read and written, and how to train on it."""
+    """Describe what was read and written, and how to train it further."""
     shapes = {key.name: shape for key, shape in reader.shapes.items() if key.kind == WEIGHT}
     elements = sum(Box.whole(shape).numel for shape in shapes.values())
     goes_on = reader.options.with_optimizer
@@ -123,9 +123,9 @@ def report(reader: MegatronReader, folder: Path) -> str:
 
 
 def _tokenizer(flags: argparse.Namespace) -> TokenizerConfig | None:
-    given = {name: getattr(flags, name) for name in _TOKENIZER_FLAGS}
+    values = {name: getattr(flags, name) for name in _TOKENIZER_FLAGS}
     try:
-        return TokenizerConfig(**given).located() if any(given.values()) else None
+        return TokenizerConfig(**values).located() if any(values.values()) else None
     except ValidationError as error:
         raise ConfigError([f"`{fault['loc'][0]}`: {fault['msg']}" for fault in error.errors()]) from error
 

@@ -1,4 +1,4 @@
-"""`megazero checkpoint prune`: free the space of old checkpoints and of killed saves."""
+"""`megazero checkpoint prune`: remove old checkpoints and the remains of killed saves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megazero.checkpoint.folder import (
 from megazero.checkpoint.locate import bytes_in, is_checkpoint, no_checkpoint
 from megazero.checkpoint.lock import WriterLock
 from megazero.checkpoint.reader import CheckpointReader, Verify
-from megazero.commands.show import printable, size_text
+from megazero.commands.show import one_line, size_text
 from megazero.errors import CheckpointError, ConfigError
 
 
@@ -47,7 +47,7 @@ class PrunePlan:
     """The files and folders to remove.
 
     Attributes:
-        leftovers: those that killed saves left.
+        leftovers: remains of killed saves.
         iterations: the iterations of the checkpoints to remove, oldest first.
     """
 
@@ -56,7 +56,7 @@ class PrunePlan:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Remove them, and print a line for each."""
+    """Remove what `plan` chooses, and print a line for each file or folder."""
     directory = Path(flags.path)
     for name in ("keep_last", "keep_every"):
         if (value := getattr(flags, name)) is not None and value < 1:
@@ -80,7 +80,9 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def prune(directory: Path, retention: Retention, disk: Disk | None) -> int:
-    """Carry out the plan, holding the folder's lock; without a disk, only print it. Returns the bytes freed.
+    """Remove what `plan` chooses, or only print it if `disk` is None; returns the bytes freed.
+
+    The caller holds the folder's lock.
 
     Raises:
         CheckpointError: as for `plan`.
@@ -106,7 +108,7 @@ def prune(directory: Path, retention: Retention, disk: Disk | None) -> int:
 
 
 def plan(directory: Path, retention: Retention) -> PrunePlan:
-    """Choose what to remove. A checkpoint that is yet to be restored stays, besides those that are kept.
+    """Choose what to remove. The newest whole checkpoint always stays.
 
     Raises:
         CheckpointError: there is no checkpoint, or some would be removed although none is whole.
@@ -137,4 +139,4 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _say(what: str, path: Path, size: int | None = None) -> None:
-    print(f"{what:<9} {printable(path)}" + ("" if size is None else f"  {size_text(size)}"))
+    print(f"{what:<9} {one_line(path)}" + ("" if size is None else f"  {size_text(size)}"))

@@ -1,4 +1,4 @@
-"""Statistics of a tensor's elements, and how far apart two tensors are."""
+"""Statistics of a tensor's elements, and the distance between two tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megazero.commands.checkpoint.stream import in_float64
 
 @dataclass(frozen=True)
 class Stats:
-    """Statistics of all elements that are not NaN, in float64; NaN if there are none.
+    """Statistics of a tensor's elements, in float64.
 
     Attributes:
-        min, max, mean, rms: of these elements; rms is the root mean square.
-        nan: how many elements are NaN.
+        min, max, mean, rms: of the elements that are not NaN, or NaN if all are; rms is the root mean square.
+        nan: the number of elements that are NaN.
     """
 
     min: float
@@ -28,7 +28,7 @@ class Stats:
 
 
 def stats_of(tensor: Tensor) -> Stats:
-    """The statistics of one tensor, of any dtype that converts to float64."""
+    """Compute the statistics of a tensor of any dtype that converts to float64."""
     low, high, total, squares, nan, count = math.inf, -math.inf, 0.0, 0.0, 0, 0
     for part in in_float64(tensor):
         numbers = part[~part.isnan()]
@@ -48,9 +48,9 @@ class Distance:
     """The distance between two tensors of one shape.
 
     Attributes:
-        equal_bits: whether they have the same dtype and the same bytes.
-        largest: the largest difference of two elements; infinite if only one of them is NaN.
-        scale: the largest finite magnitude in either.
+        equal_bits: whether the tensors have the same dtype and the same bytes.
+        largest: the largest difference of two elements; infinite if one of two elements is NaN.
+        scale: the largest finite magnitude in either tensor.
     """
 
     equal_bits: bool

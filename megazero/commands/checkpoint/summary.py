@@ -1,4 +1,4 @@
-"""The contents of a checkpoint in brief, as plain values for tables and JSON."""
+"""Summaries of checkpoints and of runs' folders, as plain values for tables and JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megazero.errors import CheckpointError, DamagedCheckpointError
 
 
 def pick(facts: Any, *path: str) -> Any:
-    """A value deep in the facts, or None: they may come from another version of the code, or a converter."""
+    """Look up a nested value; None if it is missing: other versions and converters write other facts."""
     for step in path:
         if not isinstance(facts, Mapping):
             return None
@@ -70,17 +70,17 @@ def layout_of(facts: Mapping[str, Any]) -> SavedLayout | None:
 
 @dataclass(frozen=True)
 class Summary:
-    """One checkpoint of a run, as far as its descriptions and the sizes of its files tell.
+    """One checkpoint of a run, by its manifest and the sizes of its files.
 
     Attributes:
-        name: the name of its folder.
+        name: the folder's name.
         iteration: the iteration after which it was saved.
-        latest: whether the run's file names it.
-        saved: when it was saved, in UTC.
-        bytes: the size of all its files.
-        samples, tokens: how many had been trained on.
+        latest: whether the run's file of the latest checkpoint names this one.
+        bytes: the size of all files.
+        saved: the time of saving, in UTC.
+        samples, tokens: the numbers trained on before.
         layout: the layout that wrote it.
-        trouble: why it is not whole; None if it is.
+        trouble: why the checkpoint is not whole; None if it is.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Summary:
 
 
 def summarize(directory: Path, iteration: int, latest: int | None) -> Summary:
-    """Summarize one checkpoint, for a line of a run's list."""
+    """Summarize one checkpoint of a run; `latest` is the iteration that the run's file names."""
     folder = iteration_folder(directory, iteration)
     size = bytes_in(folder)
     try:
@@ -121,8 +121,8 @@ class RunSummary:
     Attributes:
         directory: the folder.
         checkpoints: its checkpoints, oldest first.
-        leftovers: hidden names, and their sizes in bytes.
-        trouble: what is wrong with the file that names the latest; None if nothing.
+        leftovers: (hidden name, bytes) of the remains of saves.
+        trouble: what is wrong with the file that names the latest checkpoint; None if nothing.
     """
 
     directory: str
@@ -147,7 +147,9 @@ def describe_run(directory: Path) -> RunSummary:
 
 
 def latest_or_trouble(directory: Path) -> tuple[int | None, str | None]:
-    """The iteration that a run's file names, and what is wrong with that file; None for what there is not.
+    """Read which iteration a run's file names as the latest; returns it and what is wrong with the file.
+
+    Either is None if there is none.
 
     Raises:
         CheckpointError: the folder is Megatron's.
@@ -166,13 +168,12 @@ def latest_or_trouble(directory: Path) -> tuple[int | None, str | None]:
 
 @dataclass(frozen=True)
 class KindTotal:
-    """All tensors of one kind and dtype.
+    """Totals over all tensors of one kind and dtype.
 
     Attributes:
         kind: the kind, such as ``weight`` or ``exp_avg``.
         dtype: the dtype, as safetensors names it.
-        tensors, pieces: how many there are.
-        elements, bytes: the total over all of them.
+        tensors, pieces, elements, bytes: the totals.
     """
 
     kind: str
@@ -184,7 +185,7 @@ class KindTotal:
 
 
 def totals_by_kind(reader: CheckpointReader) -> list[KindTotal]:
-    """The totals: weights first, then by name."""
+    """The totals of each kind and dtype: weights first, the others by name."""
     groups: dict[tuple[str, str], list[Logical]] = defaultdict(list)
     for tensor in reader.directory.whole().tensors:
         groups[tensor.kind, tensor.dtype].append(tensor)
@@ -198,12 +199,12 @@ def totals_by_kind(reader: CheckpointReader) -> list[KindTotal]:
 
 
 def elements_of(tensor: Logical) -> int:
-    """The elements of a whole logical tensor, which its pieces cover exactly once."""
+    """The number of elements of a logical tensor, which its pieces cover exactly once."""
     return sum(piece.box.numel for piece in tensor.pieces)
 
 
 def file_rows(reader: CheckpointReader) -> list[dict[str, Any]]:
-    """The files of a checkpoint except its manifest: name, bytes, hashed blocks, pieces."""
+    """A row for each file but the manifest: name, bytes, number of hashed blocks, number of pieces."""
     pieces: dict[str, int] = defaultdict(int)
     for tensor in reader.directory.whole().tensors:
         for piece in tensor.pieces:

@@ -1,4 +1,4 @@
-"""`megazero checkpoint verify`: is every byte still what was written?"""
+"""`megazero checkpoint verify`: check that every byte is as it was written."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from megazero.checkpoint.lock import saved_elsewhere
 from megazero.checkpoint.manifest import MANIFEST, read_manifest
 from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.commands.checkpoint.summary import latest_or_trouble
-from megazero.commands.show import printable, size_text
+from megazero.commands.show import one_line, size_text
 from megazero.errors import CheckpointError, DamagedCheckpointError
 
-# Blocks that are read together are hashed by several threads.
-_AT_ONCE = 8 * BLOCK
-_MOST_PARTS = 100  # damaged ones that are named; there may be a million by what the manifest says
+_READ_BYTES = 8 * BLOCK  # blocks of one read are hashed by several threads
+_MOST_PARTS = 100  # damaged parts that are named; a damaged manifest may claim a million
 
 
 def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,14 +39,14 @@ def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CheckResult:
     """The result of checking one checkpoint.
 
     Attributes:
-        bytes: the size of the files that were looked at.
-        files: how many files these are.
-        damage: each damage in words, with the file that it is in; empty if the checkpoint is whole.
-        warnings: what is odd about it, in words.
+        bytes: the size of the checked files.
+        files: the number of checked files.
+        damage: a sentence for each damage, with the file's name; empty if the checkpoint is whole.
+        warnings: a sentence for each oddity.
     """
 
     bytes: int
@@ -57,7 +56,7 @@ class Verdict:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Check, and print a line per checkpoint and per damaged place."""
+    """Check, and print a line per checkpoint and per damage."""
     path = Path(flags.path)
     began = time.perf_counter()
     total = bad = 0
@@ -68,12 +67,12 @@ def run(flags: argparse.Namespace) -> int:
         bad += bool(verdict.damage)
         word = "damaged" if verdict.damage else "whole"
         print(
-            f"{word:<8} {printable(folder)}  {size_text(verdict.bytes)} in {verdict.files} files", flush=True
+            f"{word:<8} {one_line(folder)}  {size_text(verdict.bytes)} in {verdict.files} files", flush=True
         )
         for words in verdict.damage:
-            print(f"  {printable(words)}")
+            print(f"  {one_line(words)}")
         for words in verdict.warnings:
-            print(f"  warning: {printable(words)}")
+            print(f"  warning: {one_line(words)}")
     lost = None if is_checkpoint(path) else _check_run(path)
     seconds = max(time.perf_counter() - began, 1e-9)
     how = "sizes of" if flags.size_only else "all bytes of"
@@ -82,12 +81,12 @@ def run(flags: argparse.Namespace) -> int:
     return int(bad > 0 or lost is not None)
 
 
-def check(folder: Path, *, size_only: bool = False) -> Verdict:
-    """Look at one checkpoint."""
+def check(folder: Path, *, size_only: bool = False) -> CheckResult:
+    """Check one checkpoint, by all bytes or by the sizes of its files alone."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
-        return Verdict(0, 0, (str(error),))
+        return CheckResult(0, 0, (str(error),))
     damage: list[str] = []
     files, parts = dict(manifest.files), {}
     for number in range(manifest.parts):
@@ -110,11 +109,11 @@ def check(folder: Path, *, size_only: bool = False) -> Verdict:
         saved_into = CheckpointReader(folder, verify=Verify.SIZE).saved_into
         warnings += filter(None, [saved_elsewhere(folder, saved_into)])
     size = sum(entry.size for entry in files.values()) + sum(parts.values())
-    return Verdict(size, len(files) + len(parts), tuple(damage), tuple(warnings))
+    return CheckResult(size, len(files) + len(parts), tuple(damage), tuple(warnings))
 
 
 def _damage(path: Path, record: FileRecord, size_only: bool) -> Iterator[str]:
-    """A clause for each place where a file is not as recorded, with neighboring blocks in one."""
+    """Yield a sentence for each run of neighboring blocks that differ from the record."""
     try:
         file = BlockFile(path, record)
     except DamagedCheckpointError as error:
@@ -137,11 +136,11 @@ def _damage(path: Path, record: FileRecord, size_only: bool) -> Iterator[str]:
 
 
 def _bad_blocks(file: BlockFile) -> Iterator[int]:
-    buffer = memoryview(bytearray(min(_AT_ONCE, file.size)))
-    for start in range(0, file.size, _AT_ONCE):
+    buffer = memoryview(bytearray(min(_READ_BYTES, file.size)))
+    for start in range(0, file.size, _READ_BYTES):
         if _reads(file, buffer[: file.size - start], start):
             continue
-        for begin in range(start, min(start + _AT_ONCE, file.size), BLOCK):
+        for begin in range(start, min(start + _READ_BYTES, file.size), BLOCK):
             if not _reads(file, buffer[: min(BLOCK, file.size - begin)], begin):
                 yield begin // BLOCK
 
@@ -155,10 +154,10 @@ def _reads(file: BlockFile, memory: memoryview, start: int) -> bool:
 
 
 def _misfits(folder: Path, files: Iterable[str]) -> Iterator[str]:
-    """A clause for what does not fit together although each file is as it was written."""
+    """Yield a sentence if the index and the files do not fit together, although each is as it was written."""
     try:
         reader = CheckpointReader(folder, verify=Verify.SIZE)
-        reader.directory.whole()  # looks at all pieces together
+        reader.directory.whole()  # raises if pieces overlap or are missing
         for name in files:
             if name.endswith(".safetensors"):
                 reader.open(name).close()
@@ -167,10 +166,10 @@ def _misfits(folder: Path, files: Iterable[str]) -> Iterator[str]:
 
 
 def _check_run(directory: Path) -> str | None:
-    """Look at what a run's folder holds besides checkpoints; returns what is wrong with its latest."""
+    """Report leftovers in a run's folder; returns what is wrong with the file that names the latest."""
     lost = latest_or_trouble(directory)[1]
     if lost is not None:
-        print(f"damaged  {printable(lost)}")
+        print(f"damaged  {one_line(lost)}")
     for leftover in leftovers(directory):
-        print(f"warning  {printable(leftover.path)} is of a save under way, or of one that was killed")
+        print(f"warning  {one_line(leftover.path)} is of a save under way, or of one that was killed")
     return lost

@@ -81,7 +81,7 @@ def _report(flags: argparse.Namespace) -> None:
 
 
 def _page(path: Path) -> tuple[str, str]:
-    """The text before and after the table's place in a page. Raises ConfigError if the page has no place."""
+    """The text of a page before and after its table. Raises ConfigError if the table's marks are missing."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     if BEGIN not in text or END not in text:
         raise ConfigError(f"`--update` must be a page with the lines `{BEGIN}` and `{END}`, but is {path}.")

@@ -1,4 +1,4 @@
-"""The kernels' registers, as the compiler for GPUs reports them, and the share of a device that they fill."""
+"""The registers of compiled kernels, as ptxas reports them, and the occupancy that follows."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _ENTRY = re.compile(
     r"(?P<spilled>\d+) bytes spill stores.*?Used (?P<registers>\d+) registers",
     re.DOTALL,
 )
-# Registers, warps and blocks of a multiprocessor: alike on all; shared memory (KiB) is not.
+# Registers, warps and blocks of a multiprocessor, the same on all these architectures.
 _REGISTERS, _WARPS, _BLOCKS = 65536, 64, 32
-_REGISTER_UNIT = 256  # registers are given to warps by this many
-_SHARED_KIB = MappingProxyType({"sm_80": 164, "sm_90": 228, "sm_100": 228})
+_REGISTER_UNIT = 256  # a warp's registers are allocated in multiples of this
+_SHARED_KIB: Mapping[str, int] = MappingProxyType({"sm_80": 164, "sm_90": 228, "sm_100": 228})
 _RESERVED_SHARED = 1024  # bytes of each block
 
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """The needs of one kernel on one architecture; the most that any instance of its template needs.
+    """A kernel compiled for one architecture; the figures are maxima over its template's instances.
 
     Attributes:
         registers: registers of a thread.
@@ -36,7 +36,7 @@ class CompiledKernel:
 
 
 def read_compiled(log: str) -> dict[tuple[str, str], CompiledKernel]:
-    """Read the output of `ptxas -v` in the build's log: (kernel, architecture) -> its registers."""
+    """Read the output of `ptxas -v` in a build's log, by (kernel, architecture)."""
     kernels: dict[tuple[str, str], CompiledKernel] = {}
     for entry in _ENTRY.finditer(log):
         key = (_kernel_name(entry["name"]), entry["arch"])
@@ -50,7 +50,7 @@ def read_compiled(log: str) -> dict[tuple[str, str], CompiledKernel]:
 
 
 def _kernel_name(mangled: str) -> str:
-    """The last name in a symbol such as `_ZN8megazero4nameI...`, where each name follows its length."""
+    """The last name in a mangled symbol, `_ZN8megazero4nameI...`, where each name follows its length."""
     names, rest = [], mangled.removeprefix("_ZN").removeprefix("_Z")
     while (length := re.match(r"\d+", rest)) is not None:
         begin, size = length.end(), int(length[0])
@@ -60,14 +60,13 @@ def _kernel_name(mangled: str) -> str:
 
 
 def occupancy(architecture: str, registers: int, threads: int, shared_bytes: int) -> float:
-    """The share of a multiprocessor's warps that blocks of this shape can fill: 0 to 1."""
+    """The share of a multiprocessor's warps, 0 to 1, that blocks of this shape can fill."""
     warps = math.ceil(threads / 32)
     per_warp = math.ceil(registers * 32 / _REGISTER_UNIT) * _REGISTER_UNIT
-    shared: Mapping[str, int] = _SHARED_KIB
     blocks = min(
         _BLOCKS,
         _WARPS // warps,
         _REGISTERS // (per_warp * warps),
-        shared[architecture] * 1024 // (shared_bytes + _RESERVED_SHARED),
+        _SHARED_KIB[architecture] * 1024 // (shared_bytes + _RESERVED_SHARED),
     )
     return blocks * warps / _WARPS

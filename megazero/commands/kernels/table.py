@@ -1,25 +1,28 @@
-"""The table of kernels: operators' large examples run on the CPU, beside what the compiler for GPUs says."""
+"""The table of kernels: what operators' large examples do on the CPU, and what nvcc says of the kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megazero.commands.kernels.compiled import CompiledKernel, occupancy, read_compiled
-from megazero.commands.kernels.updates import update_examples
 from megazero.kernels.build import ARCHITECTURES, build, cuda_recipe, on_cpu_recipe
 from megazero.kernels.library import KernelLibrary
 from megazero.kernels.on_cpu import KernelCounts, WatchedLibrary
 from megazero.ops import operators
 from megazero.ops.dispatch import Operator
-from megazero.ops.example import Example
-from megazero.ops.update import UPDATE
+from megazero.ops.example import Example, Traffic
+from megazero.ops.update import UPDATE, StepFacts, UpdateCall
+from megazero.optim.elementwise import ELEMENTWISE, Elementwise
+
+COUNT = 3 << 14
+_BF16 = MappingProxyType({"bf16": torch.bfloat16})
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,10 @@ class KernelRow:
     Attributes:
         kernel: the kernel's name.
         case: the label of the operator's example, with the inputs' dtype.
-        counts: the bytes, sectors and conflicts of the kernel.
-        must_move: the bytes that the kernel must move, None if the case does not say.
-        scattered: the reason why its sectors are not ideal; empty if they must be.
-        compiled: the needs of the kernel by architecture; empty without nvcc.
+        counts: counts of what the kernel did on the CPU.
+        must_move: the bytes that the kernel must move; None if the example does not say.
+        scattered: why the kernel may touch more sectors than its bytes fit in; empty if it may not.
+        compiled: the compiled kernel by architecture; empty without nvcc.
     """
 
     kernel: str
@@ -44,12 +47,12 @@ class KernelRow:
 
     @property
     def bytes_ratio(self) -> float | None:
-        """Bytes moved per byte that must move."""
+        """Bytes moved, as a multiple of the bytes that must move."""
         return self.counts.memory.bytes_moved / self.must_move if self.must_move else None
 
     @property
     def sectors_ratio(self) -> float:
-        """32-byte sectors touched per sector that its bytes fit in."""
+        """32-byte sectors touched, as a multiple of the fewest that the same bytes fit in."""
         return self.counts.memory.sectors / max(self.counts.memory.ideal_sectors, 1)
 
     def occupancy(self, architecture: str) -> float:
@@ -58,7 +61,7 @@ class KernelRow:
         return occupancy(architecture, registers, self.counts.threads_per_block, self.counts.shared_bytes)
 
     def problems(self) -> list[str]:
-        """The bounds on every kernel that this one breaks in its case: a sentence each."""
+        """A sentence for each bound that the kernel breaks in this case."""
         counts, where = self.counts, f"`{self.kernel}` in {self.case}"
         sentences = []
         if counts.mistakes.total:
@@ -77,7 +80,7 @@ class KernelRow:
         return sentences
 
     def as_json(self) -> dict[str, object]:
-        """The whole row as a JSON object."""
+        """The row as a JSON object."""
         return {
             "kernel": self.kernel,
             "case": self.case,
@@ -94,17 +97,20 @@ class KernelRow:
 
 
 def kernel_rows(examples: Iterable[tuple[Operator[Any], Example]], compiled_by_nvcc: bool) -> list[KernelRow]:
-    """Run the examples that say what their kernels must move, and return the rows of these, in order.
+    """Run `measured_operators` on the CPU; returns a row for each kernel, example and dtype.
 
-    The library for the CPU, and with `compiled_by_nvcc` the one for GPUs, is built if it is not there yet.
-    Raises BuildError if one cannot be built.
+    Builds the library for the CPU, and with `compiled_by_nvcc` the one for GPUs, unless they exist. Raises
+    BuildError if one cannot be built.
     """
     library = WatchedLibrary(build(on_cpu_recipe()))
-    compiled = read_compiled(_cuda_log()) if compiled_by_nvcc else {}
+    compiled = {}
+    if compiled_by_nvcc:
+        log = build(cuda_recipe()).with_suffix(".log")
+        compiled = read_compiled(log.read_text(encoding="utf-8"))
     rows = []
     for operator, example in examples:
         traffic = example.traffic
-        assert traffic is not None, "an example without it does not say what its kernels must move"
+        assert traffic is not None, "measured_operators leaves out examples without traffic"
         for name, dtype in traffic.dtypes.items():
             library.reset()
             run_by_kernels(operator, example, dtype, library)
@@ -124,16 +130,34 @@ def kernel_rows(examples: Iterable[tuple[Operator[Any], Example]], compiled_by_n
 
 
 def measured_operators() -> list[tuple[Operator[Any], Example]]:
-    """Each operator with those of its examples that say what the kernels must move."""
+    """Pairs of an operator and an example that says what bytes its kernels must move."""
     pairs = [(operator, example) for operator in operators() for example in operator.examples()]
     pairs += [(UPDATE, example) for example in update_examples()]
     return [(operator, example) for operator, example in pairs if example.traffic is not None]
 
 
+def update_examples() -> Iterator[Example]:
+    """A step of each elementwise optimizer, which reads or writes all of its tensors once."""
+    for rule in ELEMENTWISE.values():
+        yield _example(rule())
+
+
+def _example(rule: Elementwise) -> Example:
+    kinds = len(rule.state_names)
+    moved = {f"{rule.name}_update": (8 * (1 + kinds) + 2 + 2) * COUNT}
+
+    def call(f: Callable[[UpdateCall], None]) -> None:
+        master, *state = (torch.rand(COUNT) for _ in range(1 + kinds))
+        grad, weights = (torch.rand(COUNT).bfloat16() for _ in range(2))
+        f(UpdateCall(rule, StepFacts(1, 1e-3, 0.1), [master], [grad], [state], [weights]))
+
+    return Example(rule.name, (), call, traffic=Traffic(lambda dtype: moved, _BF16))
+
+
 def run_by_kernels(
     operator: Operator[Any], example: Example, dtype: torch.dtype, library: KernelLibrary
 ) -> None:
-    """Make the example's call by the operator's CUDA kernels from a library, forward and backward."""
+    """Run an example, forward and backward, by the operator's CUDA kernels in a library."""
     row = next(row for row in operator.implementations if row.name == "cuda")
     inputs = [
         torch.randn(shape).to(dtype).requires_grad_(operator.differentiable) for shape in example.shapes
@@ -144,12 +168,8 @@ def run_by_kernels(
         torch.autograd.backward(outs, [torch.randn_like(out) for out in outs])
 
 
-def _cuda_log() -> str:
-    return Path(build(cuda_recipe())).with_suffix(".log").read_text(encoding="utf-8")
-
-
 def markdown(rows: Iterable[KernelRow]) -> str:
-    """The rows as a Markdown table, with notes below it."""
+    """Format the rows as a Markdown table, with notes below it."""
     numbers = " / ".join(name.removeprefix("sm_") for name in ARCHITECTURES)
     lines = [
         "| kernel | case | bytes / must | sectors / ideal | conflicts | threads | shared B "

@@ -1,4 +1,4 @@
-"""The command `megazero memory-report`: what the memory of each rank holds, measured or planned."""
+"""The command `megazero memory-report`: show what each rank's memory holds, measured or planned."""
 
 from __future__ import annotations
 
@@ -77,28 +77,28 @@ def _report(flags: argparse.Namespace, training: Sequence[str] | None) -> None:
 
 
 def first_step(config: Config, ranks: int) -> Plan:
-    """Plan the first step of a training on so many ranks.
+    """Plan the first step of a training on `ranks` ranks.
 
     Raises:
-        ConfigError: the model cannot be built on so many ranks.
+        ConfigError: the model cannot be built on that many ranks.
     """
-    from megazero.plan.job import Job, is_apart
+    from megazero.plan.job import PlannedJob, is_apart
     from megazero.plan.plan import Plan
 
-    return Plan.of(Job(config, ranks, is_apart(config), Progress()))
+    return Plan.of(PlannedJob(config, ranks, is_apart(config), Progress()))
 
 
 def planned_memory(plan: Plan) -> list[RankMemory]:
-    """The memory of the ranks of each stage in a planned step.
+    """The memory of each stage's ranks in a planned step.
 
-    Sizes between steps are exact, unless experts are spread unevenly. Activations are what kernels make for
-    their results and for backward.
+    Sizes between steps are exact, unless layers with experts are spread unevenly. Activations are the results
+    of kernels, and what they keep for backward.
     """
     return [RankMemory(tuple(plan.job.ranks_of(stage.stage)), stage.memory) for stage in plan.stages]
 
 
 def peak_in_words(plan: Plan) -> str:
-    """A line about the most that activations take on a rank, and the action during which they do."""
+    """Say how much activations take at most, on which stage, and during which action."""
     job, stage = plan.job, max(plan.stages, key=lambda stage: stage.peak.nbytes)
     tokens = job.config.batch.micro_batch_size * job.step.rows * job.step.sequence_length // job.grid.cp
     return (
@@ -119,8 +119,8 @@ def _check(flags: argparse.Namespace, training: Sequence[str] | None) -> None:
             "out one of the two"
         )
     if (training is None) != (flags.nproc is None):
-        given = "is left out" if flags.nproc is None else f"is {flags.nproc}"
+        state = "is left out" if flags.nproc is None else f"is {flags.nproc}"
         raise ConfigError(
-            f"`--nproc` must be given with flags of a training after `--`, and only then, but {given}; "
+            f"`--nproc` must be given with flags of a training after `--`, and only then, but {state}; "
             "correct it"
         )

@@ -1,4 +1,4 @@
-"""The contents of memory as a picture: a stacked bar per rank and place."""
+"""The memory of ranks as a picture: a stacked bar per rank and place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _TITLES = MappingProxyType({"device": "device", "cpu": "host", "nvme": "disk"})
-_LABELLED = 0.06  # of the longest bar: what is shorter has no room for a number
+_LABELLED = 0.06  # of the longest bar; shorter parts have no room for a number
 
 
 def draw_memory(memories: Sequence[RankMemory], path: Path) -> None:
@@ -44,7 +44,7 @@ def memory_figure(memories: Sequence[RankMemory]) -> Figure:
         _draw_place(panel, memories, place, longest, scale)
         panel.set_title(_TITLES[place], loc="left", fontsize=10, fontweight="bold")
     panels[-1].set_xlabel(unit)
-    present = [k for k in KINDS if any(k in held for memory in memories for held in memory.places.values())]
+    present = [k for k in KINDS if any(k in kinds for memory in memories for kinds in memory.places.values())]
     boxes = [panels[0].barh([0], [0], color=COLOURS[kind]) for kind in present]
     figure.legend(boxes, present, loc="outside upper center", ncols=len(present), frameon=False)
     return figure

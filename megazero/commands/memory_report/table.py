@@ -1,4 +1,4 @@
-"""The contents of memory by rank, place and kind: read from a file of metrics, as a table and in words."""
+"""The memory of ranks by place and kind: read from a file of metrics, and shown as a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megazero.errors import DataError
 from megazero.plan.words import runs, shown
 
 KEY = "memory"
-"""The key of a step's metrics that holds the contents of memory: place -> kind -> bytes, per rank."""
+"""The key of a step's metrics with the memory of each rank, place -> kind -> bytes."""
 
 PLACES = ("device", "cpu", "nvme")
 COLUMNS = ("rank", "where", *KINDS, "sum")
@@ -21,11 +21,11 @@ COLUMNS = ("rank", "where", *KINDS, "sum")
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The contents of the memory of one rank, or of each of several alike.
+    """The memory of one rank, or of several ranks that hold the same.
 
     Attributes:
-        ranks: numbers of the ranks.
-        places: bytes by place and kind.
+        ranks: the ranks.
+        places: the bytes of each, by place and kind.
     """
 
     ranks: tuple[int, ...]
@@ -33,7 +33,7 @@ class RankMemory:
 
     @property
     def name(self) -> str:
-        """The ranks' numbers, runs of them as ``0-3``."""
+        """The ranks as text, with neighbours as ``0-3``."""
         return runs(self.ranks)
 
     def total(self, place: str) -> int:
@@ -72,7 +72,7 @@ def _measured(record: Mapping[str, Any]) -> list[dict[str, dict[str, int]]] | No
 
 
 def merge_alike(memories: Sequence[RankMemory]) -> list[RankMemory]:
-    """Merge the memories of ranks that hold the same into one entry."""
+    """Merge the entries of ranks that hold the same."""
     merged: dict[str, RankMemory] = {}
     for memory in memories:
         key = repr([(p, sorted(k.items())) for p, k in sorted(memory.places.items())])
@@ -82,7 +82,7 @@ def merge_alike(memories: Sequence[RankMemory]) -> list[RankMemory]:
 
 
 def rows(memories: Sequence[RankMemory]) -> list[tuple[str, ...]]:
-    """The table with a row per rank and place, of the cells that `COLUMNS` names."""
+    """The cells of a table with a row per rank and place, and the columns of `COLUMNS`."""
     table = []
     for memory in memories:
         for number, place in enumerate(place for place in PLACES if memory.places.get(place)):

@@ -1,4 +1,4 @@
-"""The command `megazero moe-report`: how evenly a mixture of experts uses its experts."""
+"""The command `megazero moe-report`: show how evenly a mixture of experts uses its experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megazero.commands.moe_report.balance import COLUMNS, rows, verdict
-from megazero.commands.moe_report.loads import LoadRecord, read_loads, together
+from megazero.commands.moe_report.loads import LoadRecord, read_loads, summed
 from megazero.commands.moe_report.picture import draw, idlest_layer
 from megazero.commands.outputs import output_picture
 from megazero.errors import ConfigError, exit_status
@@ -57,7 +57,7 @@ def _report(flags: argparse.Namespace) -> None:
     _check(flags)
     records = read_loads(flags.where)
     latest = records[-flags.last :]
-    shown = together(latest)
+    shown = summed(latest)
     layer = _layer(flags.layer, shown)
     print(f"{_span(latest)}; a half bar is an even share, · is dead")
     print_table(COLUMNS, rows(shown, flags.threshold), left=2)

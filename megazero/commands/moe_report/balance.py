@@ -1,11 +1,11 @@
-"""The balance of experts in words: the busiest, the idlest and the dead ones of each layer."""
+"""The balance of experts as a table: the busiest, the idlest and the dead experts of each layer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megazero.commands.moe_report.loads import LayerLoad, LoadRecord
+from megazero.plan.words import runs
 
 _BARS = "▁▂▃▄▅▆▇█"
 _DEAD = "·"
@@ -14,7 +14,7 @@ COLUMNS = ("layer", "load of each expert", "experts", "busiest", "idlest", "dead
 
 @dataclass(frozen=True)
 class DeadExpert:
-    """An expert whose share is below the threshold."""
+    """An expert whose share of the tokens is below the threshold."""
 
     layer: int
     expert: int
@@ -22,7 +22,7 @@ class DeadExpert:
 
 
 def dead_experts(record: LoadRecord, threshold: float) -> list[DeadExpert]:
-    """The experts that get less than `threshold` of an even share, by layer and number."""
+    """The experts that get less than `threshold` times an even share, by layer and number."""
     return [
         DeadExpert(load.layer, expert, share)
         for load in record.layers
@@ -32,7 +32,7 @@ def dead_experts(record: LoadRecord, threshold: float) -> list[DeadExpert]:
 
 
 def bars(load: LayerLoad, threshold: float) -> str:
-    """A character per expert: half a bar is an even share, a whole bar twice that or more, a dot is dead."""
+    """A character per expert: half a bar is an even share, a full one twice that or more, a dot is dead."""
     highest = len(_BARS) - 1
     return "".join(
         _DEAD if share < threshold else _BARS[min(highest, int(share / 2 * highest + 0.5))]
@@ -41,7 +41,7 @@ def bars(load: LayerLoad, threshold: float) -> str:
 
 
 def rows(record: LoadRecord, threshold: float) -> list[tuple[object, ...]]:
-    """The table with a row per layer, of the cells that `COLUMNS` names."""
+    """The cells of a table with a row per layer, and the columns of `COLUMNS`."""
     dead = dead_experts(record, threshold)
     table: list[tuple[object, ...]] = []
     for load in record.layers:
@@ -61,24 +61,13 @@ def rows(record: LoadRecord, threshold: float) -> list[tuple[object, ...]]:
 
 
 def verdict(record: LoadRecord, threshold: float) -> str:
-    """The number of dead experts, and a line for each layer that has some, with their numbers."""
+    """Say how many experts are dead, with a line for each layer that has dead experts."""
     dead, count = dead_experts(record, threshold), sum(len(load.tokens) for load in record.layers)
     if not dead:
         return f"none of the {count} experts gets less than {threshold:g} of an even share"
     by_layer: dict[int, list[int]] = {}
     for expert in dead:
         by_layer.setdefault(expert.layer, []).append(expert.expert)
-    named = (f"  layers.{layer}.mlp.experts {spans(numbers)}" for layer, numbers in by_layer.items())
+    named = (f"  layers.{layer}.mlp.experts {runs(numbers)}" for layer, numbers in by_layer.items())
     head = f"{len(dead)} of the {count} experts get less than {threshold:g} of an even share:"
     return "\n".join([head, *named])
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """Ascending numbers as text, with each run of neighbours as its two ends: ``0, 2-5, 9``."""
-    ends: list[list[int]] = []
-    for number in numbers:
-        if ends and ends[-1][-1] == number - 1:
-            ends[-1] = [ends[-1][0], number]
-        else:
-            ends.append([number])
-    return ", ".join("-".join(map(str, run)) for run in ends)

@@ -1,9 +1,9 @@
-"""The number of tokens that each expert got: from a file of metrics, or from a checkpoint."""
+"""Read how many tokens each expert got, from a file of metrics or a checkpoint."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from megazero.commands.metrics_file import read_metrics
 from megazero.errors import DataError
 
 KEY = "tokens_per_expert"
-"""The key of a step's metrics that holds its loads: one ``{"layer": i, "tokens": [...]}`` per MoE layer."""
+"""The key of a step's metrics with a list of ``{"layer": i, "tokens": [...]}``, one per MoE layer."""
 
 _SAVED = re.compile(r"layers\.(\d+)\.mlp\.router\.load")
 
@@ -22,8 +22,8 @@ class LayerLoad:
     """The tokens that each expert of one layer got.
 
     Attributes:
-        layer: number of the layer, from 0.
-        tokens: a count per expert, dropped tokens included; at least one is above 0.
+        layer: the layer's number, from 0.
+        tokens: a count per expert, dropped tokens included; at least one count is above 0.
     """
 
     layer: int
@@ -31,44 +31,40 @@ class LayerLoad:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The count of each expert as a multiple of an even share; the mean is 1."""
+        """The count of each expert as a multiple of the mean."""
         even = sum(self.tokens) / len(self.tokens)
         return tuple(count / even for count in self.tokens)
 
 
 @dataclass(frozen=True)
 class LoadRecord:
-    """The loads of all MoE layers, from the first to the last, in one or several steps up to `iteration`."""
+    """The loads of all MoE layers, in order, summed over one or several steps up to `iteration`."""
 
     iteration: int
     layers: tuple[LayerLoad, ...]
 
 
 def read_loads(where: Path) -> tuple[LoadRecord, ...]:
-    """Read all loads that a file of metrics holds, in order, or the one that a checkpoint holds.
+    """Read a record for each step in a file of metrics that has loads, or the one of a checkpoint.
 
     Args:
-        where: a file of JSON lines as `--metrics-jsonl` writes them, a checkpoint's folder, or a run's, of
-            which the newest whole checkpoint is read.
+        where: a file of `--metrics-jsonl`, a checkpoint's folder, or a run's folder, of which the newest
+            whole checkpoint is read.
 
     Raises:
         DataError: `where` is neither, or holds no loads.
         CheckpointError: `where` is the folder of something else, or of a damaged checkpoint.
     """
-    if where.is_dir():
-        return (_of_checkpoint(where),)
-    return _of_metrics(where)
+    return (_of_checkpoint(where),) if where.is_dir() else _of_metrics(where)
 
 
-def together(records: Sequence[LoadRecord]) -> LoadRecord:
-    """The loads of several records of the same layers, added up."""
-    layers = zip(*(record.layers for record in records), strict=True)
-    summed = (LayerLoad(loads[0].layer, _sum(load.tokens for load in loads)) for loads in layers)
-    return LoadRecord(records[-1].iteration, tuple(summed))
-
-
-def _sum(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
-    return tuple(map(sum, zip(*rows, strict=True)))
+def summed(records: Sequence[LoadRecord]) -> LoadRecord:
+    """Add up the loads of records of the same layers."""
+    layers = []
+    for loads in zip(*(record.layers for record in records), strict=True):
+        tokens = tuple(map(sum, zip(*(load.tokens for load in loads), strict=True)))
+        layers.append(LayerLoad(loads[0].layer, tokens))
+    return LoadRecord(records[-1].iteration, tuple(layers))
 
 
 def _of_metrics(where: Path) -> tuple[LoadRecord, ...]:
@@ -88,15 +84,12 @@ def _of_metrics(where: Path) -> tuple[LoadRecord, ...]:
 
 
 def _record(step: dict[str, Any]) -> LoadRecord:
-    return LoadRecord(int(step["iteration"]), _layers(step.get(KEY) or ()))
-
-
-def _layers(entries: Any) -> tuple[LayerLoad, ...]:
-    """Read a list of loads. Raises ValueError, KeyError or TypeError if `entries` is not one."""
+    """Convert a step; raises ValueError, KeyError or TypeError if it has no iteration or wrong loads."""
+    entries = step.get(KEY) or ()
     loads = [LayerLoad(int(entry["layer"]), tuple(map(float, entry["tokens"]))) for entry in entries]
     if any(not load.tokens or not min(load.tokens) >= 0 for load in loads):
         raise ValueError("counts must not be negative")
-    return tuple(sorted(loads, key=lambda load: load.layer))
+    return LoadRecord(int(step["iteration"]), tuple(sorted(loads, key=lambda load: load.layer)))
 
 
 def _of_checkpoint(where: Path) -> LoadRecord:

@@ -1,4 +1,4 @@
-"""The load of experts as a picture: a heat map of layers and experts, and of one layer over time."""
+"""The loads of experts as a picture: heat maps of layers and experts, and of one layer over time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INCHES_PER_ROW = 0.3
 
 
 def idlest_layer(record: LoadRecord) -> int:
-    """The number of the layer with the expert of the smallest share."""
+    """The number of the layer that has the expert with the smallest share."""
     return min(record.layers, key=lambda load: min(load.shares)).layer
 
 
@@ -43,7 +43,7 @@ def draw(records: Sequence[LoadRecord], shown: LoadRecord, layer: int, threshold
 
 
 def figure_of(records: Sequence[LoadRecord], shown: LoadRecord, layer: int, threshold: float) -> Figure:
-    """The picture that `draw` writes; arguments and errors as there."""
+    """The picture that `draw` writes; its arguments and errors are those of `draw`."""
     widest = max(len(load.tokens) for load in shown.layers)
     rows = max(len(shown.layers), widest if len(records) > 1 else 0)
     panels = 2 if len(records) > 1 else 1
@@ -90,5 +90,5 @@ def _heat_map(axes: Axes, columns: Sequence[int], grid: Sequence[Sequence[float]
 
 
 def _colours(load: LayerLoad) -> list[float]:
-    """The logarithm to base 2 of each share, limited to the range of the colours."""
+    """log2 of each share, limited to the range of the colours."""
     return [max(-_FURTHEST, math.log2(share)) if share > 0 else -_FURTHEST for share in load.shares]

@@ -1,4 +1,4 @@
-"""The command `megazero plan`: shows what a launch would do, without launching it."""
+"""The command `megazero plan`: show what a launch would do, without launching it."""
 
 from __future__ import annotations
 
@@ -77,9 +77,7 @@ def main(argv: Sequence[str]) -> int:
     if not own or own[0] not in SUBJECTS:
         from megazero.commands.plan.job import plan_job
 
-        statuses: list[int] = []
-        status = exit_status(lambda: statuses.append(plan_job(own, training)))
-        return status or statuses[0]
+        return exit_status(lambda: plan_job(own, training))
     flags = build_parser().parse_args(own)
     plan = _plan_schedule if flags.subject == "schedule" else _plan_communicators
     return exit_status(lambda: plan(flags, training))
@@ -123,17 +121,17 @@ def _plan_schedule(flags: argparse.Namespace, training: Sequence[str] | None) ->
 
 
 def _check_sizes(flags: argparse.Namespace, configured: bool) -> None:
-    """Check that the sizes are given either by flags or by a training."""
+    """Refuse flags unless sizes come either from them or from a training, and not from both."""
     needed, excluded = ["kind", "stages", "microbatches"], ["nproc"]
     if configured:
         needed, excluded = excluded, [*needed, "virtual", "group"]
     where = f"{'with' if configured else 'without'} flags of a training after `--`"
-    given = {name: getattr(flags, name) for name in (*needed, *excluded)}
-    violations = [f"`--{name}` must be given {where}; add it" for name in needed if given[name] is None]
+    values = {name: getattr(flags, name) for name in (*needed, *excluded)}
+    violations = [f"`--{name}` must be given {where}; add it" for name in needed if values[name] is None]
     violations += [
-        f"`--{name}` must be left out {where}, but is {given[name]}; leave it out"
+        f"`--{name}` must be left out {where}, but is {values[name]}; leave it out"
         for name in excluded
-        if given[name] is not None
+        if values[name] is not None
     ]
     if not configured and flags.group is not None and flags.kind not in (None, "interleaved"):
         violations.append(f"`--group` must be left out with `--kind {flags.kind}`; it is for interleaved")
@@ -161,7 +159,7 @@ def _costs(flags: argparse.Namespace) -> Costs:
 
 
 def report(timeline: Timeline) -> str:
-    """The timeline as text: the grid, then makespan, bubble, and peak activations per stage."""
+    """Format a timeline: the grid, then makespan, bubble, and peak activations per stage."""
     schedule = timeline.schedule
     unit = "micro-batches" if schedule.chunks_per_stage == 1 else "chunks of micro-batches"
     return "\n".join(

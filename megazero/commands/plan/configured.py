@@ -1,4 +1,4 @@
-"""The pipeline of a configuration on paper: its schedule, and the share of the FLOPs of each chunk."""
+"""The pipeline of a configuration: its schedule, and each chunk's share of the FLOPs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
 
 @dataclass(frozen=True)
 class PlannedPipeline:
-    """The work of the pipeline stages of a configured training.
+    """The pipeline of a configured training.
 
     Attributes:
-        schedule: the schedule of a step at the end of a batch ramp.
+        schedule: the schedule of a step at the final batch size.
         parts: the parts of the model in each chunk, in order.
-        loads: FLOPs of each chunk as multiples of the mean stage's. Layers with experts count the
-            experts that a token goes to.
+        loads: FLOPs of each chunk as multiples of the mean stage's; of a layer's experts, those that a token
+            goes to count.
     """
 
     schedule: Schedule
@@ -56,7 +56,7 @@ class PlannedPipeline:
         return cls(schedule, tuple(assigned), tuple(cost / stage for cost in costs))
 
     def costs(self, of_a_stage: Costs) -> Costs:
-        """The times of each chunk, where `of_a_stage` has the times of a mean stage, each a number."""
+        """Scale the times of a mean stage, which are numbers, to the times of each chunk."""
         forward, backward, input_, weight = (
             tuple(getattr(of_a_stage, name) * load for load in self.loads)
             for name in ("forward", "backward", "input", "weight")
@@ -69,13 +69,13 @@ class PlannedPipeline:
         for chunk, (stage, parts, load) in enumerate(
             zip(self.schedule.stage_of, self.parts, self.loads, strict=True)
         ):
-            held = ", ".join(_names(parts))
-            lines.append(f"chunk {chunk} on stage {stage}: {held}; {load:.2f} of a mean stage")
+            names = ", ".join(_names(parts))
+            lines.append(f"chunk {chunk} on stage {stage}: {names}; {load:.2f} of a mean stage")
         return "\n".join(lines)
 
 
 def _names(parts: tuple[Part, ...]) -> Iterator[str]:
-    """The parts in words, neighbouring layers together."""
+    """Name the parts, with neighbouring layers as ``layers 0 to 3``."""
     for layers, run in groupby(parts, lambda part: isinstance(part, int)):
         first, *rest = run
         if not layers:
@@ -85,7 +85,7 @@ def _names(parts: tuple[Part, ...]) -> Iterator[str]:
 
 
 def _vocabulary(config: Config) -> Vocabulary:
-    """The vocabulary of `--vocab-size`, which needs no files, or else the tokenizer's."""
+    """The vocabulary of `--vocab-size`, which needs no tokenizer's files, or else the tokenizer's."""
     if config.model.vocab_size is not None:
         config = config.model_copy(update={"tokenizer": TokenizerConfig()})
     return build_vocabulary(config)

@@ -1,4 +1,4 @@
-"""`megazero plan` of a whole training: memory, traffic, time, pictures, and whether it fits."""
+"""`megazero plan CONFIG`: plan a whole training: memory, traffic, time, and whether it fits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megazero.pipeline.render import chrome_trace, draw
 from megazero.pipeline.simulate import Timeline
 from megazero.plan.device import Device, known_devices
 from megazero.plan.layout import Layout
-from megazero.plan.report import COLUMNS, Report, report_on
+from megazero.plan.report import COLUMNS, PlanReport, report_on
 from megazero.plan.stage import UPDATE, StagePlan
 from megazero.plan.tuning import Search
 from megazero.plan.words import shown, time_text
@@ -34,7 +34,7 @@ _LIKE = 3
 
 
 def build_job_parser() -> argparse.ArgumentParser:
-    """Build a parser of the flags of a plan of a whole training."""
+    """Build a parser of the flags for planning a whole training."""
     parser = argparse.ArgumentParser(
         prog="megazero plan",
         description="Plan a training on paper: whether it fits, what moves, how long a step takes. Nothing "
@@ -87,8 +87,8 @@ def plan_job(own: Sequence[str], training: Sequence[str] | None) -> int:
 
 
 def _show_like(search: Search) -> None:
-    """Print the layouts that fit and are most like the given one."""
-    nearest = list(islice(search.like(Layout.of(search.given)), _LIKE))
+    """Print the layouts that fit and differ least from the given one."""
+    nearest = list(islice(search.like(Layout.of(search.base)), _LIKE))
     if not nearest:
         print("no layout like this one fits; `megazero tune` looks at all of them")
         return
@@ -98,7 +98,7 @@ def _show_like(search: Search) -> None:
         print(f"  {planned.layout}: {memory}, {seconds} a step")
 
 
-def show(report: Report) -> None:
+def show(report: PlanReport) -> None:
     """Print a report."""
     from megazero.commands.show import print_facts, print_table
 
@@ -114,8 +114,8 @@ def show(report: Report) -> None:
         print(f"warning: {warning}")
 
 
-def write(report: Report, folder: Path) -> None:
-    """Write a report's files into a folder, which is made if need be.
+def write(report: PlanReport, folder: Path) -> None:
+    """Write a report's files into a folder, which is made if it does not exist.
 
     Raises:
         ConfigError: matplotlib is not installed, or a file cannot be written.
@@ -140,7 +140,7 @@ def write(report: Report, folder: Path) -> None:
 
 
 def memory_figure(stages: Sequence[StagePlan], timeline: Timeline, room: int) -> Figure:
-    """Draw the bytes on the devices of some stages over a step, and a line for the room that there is."""
+    """Draw the bytes on the devices of `stages` over a step, and a line at `room`, the bytes available."""
     figure = new_figure(11, 4.5)
     axes = figure.add_subplot()
     for stage in stages:
@@ -159,7 +159,7 @@ def memory_figure(stages: Sequence[StagePlan], timeline: Timeline, room: int) ->
 
 
 def _curve(stage: StagePlan, timeline: Timeline) -> tuple[list[float], list[int]]:
-    """Moments of a step in seconds, and the bytes on the device then."""
+    """Points of a step in seconds, and the bytes on the device at each."""
     spans = {str(span.action): span for span in timeline.spans[stage.stage]}
     times, sizes = [0.0], [stage.resting]
     for name, most, left in stage.timeline:

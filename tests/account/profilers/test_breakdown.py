@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megazero.account.profilers.breakdown import Breakdown, Ledger, add_up
-from megazero.account.profilers.breakdown_table import Spread, breakdown_table
-from megazero.account.profilers.calls import Call
+from megazero.account.profilers.breakdown_table import RankStatistics, breakdown_table
+from megazero.account.profilers.calls import CollectiveCall
 from megazero.account.profilers.clock import CudaClock
 from megazero.config.tree.logging import LoggingConfig
 from megazero.mpu.thread_group import ThreadWorld
@@ -16,7 +16,7 @@ from tests.account.profilers.runs import train
 
 
 def wait(ledger: Ledger, clock: SetClock, seconds: float, operation: str = "all_reduce") -> None:
-    call = Call("tp", operation, 8, (0, 1))
+    call = CollectiveCall("tp", operation, 8, (0, 1))
     entered = ledger.enters(call, waits=False)
     clock.time += seconds
     ledger.leaves(call, entered, waits=False)
@@ -55,7 +55,8 @@ def test_messages_of_a_batch_are_one_wait() -> None:
     ledger = Ledger(clock)
     ledger.start()
     calls = [
-        Call("pp", kind, 8, (0, 1), later=True, number=number) for number, kind in enumerate(("send", "recv"))
+        CollectiveCall("pp", kind, 8, (0, 1), later=True, number=number)
+        for number, kind in enumerate(("send", "recv"))
     ]
     entered = [ledger.enters(call, waits=False) for call in calls]
     clock.time += 2.0
@@ -69,7 +70,7 @@ def test_spread_over_ranks_takes_two_reductions() -> None:
     own = [[1.0, 5.0, 2.0], [3.0, 5.0, 1.0], [2.0, 4.0, 2.0]]
 
     def work(rank: int):
-        spread = Spread.over(
+        spread = RankStatistics.over(
             torch.tensor(own[rank], dtype=torch.float64), world.group("host", rank, (0, 1, 2))
         )
         return spread.least.tolist(), spread.most.tolist(), spread.fastest, spread.slowest
@@ -77,7 +78,7 @@ def test_spread_over_ranks_takes_two_reductions() -> None:
     together = ([1.0, 4.0, 1.0], [3.0, 5.0, 2.0], [0, 2, 1], [1, 0, 0])
     assert world.run(work) == [together] * 3
     everyone = torch.tensor(own, dtype=torch.float64)
-    spread = Spread.of_all(everyone[0], everyone)
+    spread = RankStatistics.of_all(everyone[0], everyone)
     assert (spread.least.tolist(), spread.most.tolist(), spread.fastest, spread.slowest) == together
 
 
@@ -94,9 +95,9 @@ EVERYONE = torch.tensor([[0.01, 0.02, 0.008, 0.0, 0.04], [0.011, 0.018, 0.01, 0.
     ],
 )
 def test_the_table(option: str, heads: str, forward: str) -> None:
-    spread = Spread.of_all(EVERYONE[0], EVERYONE)
+    spread = RankStatistics.of_all(EVERYONE[0], EVERYONE)
     if option != "all":
-        spread = Spread(spread.own, spread.least, spread.most, spread.fastest, spread.slowest)
+        spread = RankStatistics(spread.own, spread.least, spread.most, spread.fastest, spread.slowest)
     lines = breakdown_table(ROWS, spread, (1, 10), LoggingConfig(timing_log_option=option), "host")
     cells = ["|".join(part.strip() for part in line.split("  ") if part.strip()) for line in lines]
     assert cells[:3] == [

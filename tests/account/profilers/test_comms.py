@@ -8,10 +8,17 @@ import time
 import pytest
 import torch
 
-from megazero.account.profilers.calls import Call, rates
+from megazero.account.profilers.calls import CollectiveCall, rates
 from megazero.account.profilers.clock import HostClock
 from megazero.account.profilers.comms import CommsLog, compare_waits
-from megazero.account.profilers.comms_table import Key, Line, Row, Waiting, comms_table, size_text
+from megazero.account.profilers.comms_table import (
+    CallKind,
+    CallTotals,
+    CommsLine,
+    Waiting,
+    comms_table,
+    size_text,
+)
 from megazero.account.profilers.files import Folder
 from megazero.account.profilers.group import observed
 from megazero.config.tree.logging import LoggingConfig
@@ -62,8 +69,10 @@ def log_of(clock=None, context=None, folder=None, **settings) -> CommsLog:
     return CommsLog(context, logging, folder or Folder("nowhere", writes=False), clock or SetClock())
 
 
-def call(number: int = 0, *, later: bool = False, nbytes: int = 400, operation: str = "all_reduce") -> Call:
-    return Call("tp", operation, nbytes, (0, 1), later, number)
+def call(
+    number: int = 0, *, later: bool = False, nbytes: int = 400, operation: str = "all_reduce"
+) -> CollectiveCall:
+    return CollectiveCall("tp", operation, nbytes, (0, 1), later, number)
 
 
 def test_a_call_that_ended_before_it_was_waited_for_has_no_time() -> None:
@@ -94,7 +103,7 @@ def test_times_are_asked_for_once_the_device_has_reached_them() -> None:
     assert log.rows == {}
     clock.done = 2.0
     log.settle()
-    assert log.rows["tp"][Key("all_reduce", 400)].samples == [(2.0, 2.0)]
+    assert log.rows["tp"][CallKind("all_reduce", 400)].samples == [(2.0, 2.0)]
 
 
 def test_only_the_operations_asked_for() -> None:
@@ -104,11 +113,11 @@ def test_only_the_operations_asked_for() -> None:
         call(operation="all_gather"), log.enters(call(operation="all_gather"), waits=False), waits=False
     )
     log.settle()
-    assert list(log.rows["tp"]) == [Key("all_gather", 400)]
+    assert list(log.rows["tp"]) == [CallKind("all_gather", 400)]
 
 
 def test_memory_is_bounded_however_many_calls_and_sizes() -> None:
-    row = Row()
+    row = CallTotals()
     for number in range(100_000):
         row.add(float(number), None)
     assert row.calls == 100_000
@@ -154,7 +163,7 @@ def test_members_with_different_calls_compare_nothing_and_nobody_hangs() -> None
     world = ThreadWorld(2, timeout=20)
 
     def work(rank: int):
-        rows = {Key("all_gather" if rank else "all_reduce", 8): Row(1, 0, 0.5, [(0.5, 0.5)])}
+        rows = {CallKind("all_gather" if rank else "all_reduce", 8): CallTotals(1, 0, 0.5, [(0.5, 0.5)])}
         return compare_waits(world.group("pp", rank, (0, 1)), rows, CPU)
 
     assert world.run(work) == [({}, None)] * 2
@@ -175,8 +184,10 @@ def test_stages_with_different_calls_are_summed_up(tmp_path) -> None:
 
 def test_the_table() -> None:
     lines = [
-        Line("tp", 4, Key("all_reduce", 1 << 20), Row(80, 0, 0.24, [(0.003, 0.003)] * 3), 0.001),
-        Line("replica", 2, Key("all_gather", 3 << 19), Row(4, 4, 0.0, [(0.0, None)] * 4)),
+        CommsLine(
+            "tp", 4, CallKind("all_reduce", 1 << 20), CallTotals(80, 0, 0.24, [(0.003, 0.003)] * 3), 0.001
+        ),
+        CommsLine("replica", 2, CallKind("all_gather", 3 << 19), CallTotals(4, 4, 0.0, [(0.0, None)] * 4)),
     ]
     head, *rows, last = comms_table(
         lines, [Waiting("tp", 3, 0.0001, 0.0015), Waiting("replica", 0, 1.0, 1.1)]

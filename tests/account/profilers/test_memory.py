@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megazero.account.profilers.memory_timeline import OutputTimeline, kind_of_frame, timeline_of_history
-from megazero.account.profilers.timeline import Timeline, timeline_figure
+from megazero.account.profilers.timeline import MemoryHistory, timeline_figure
 from megazero.errors import ConfigError
 from tests.account.profilers.runs import train
 from tests.tables import over_table
@@ -19,7 +19,7 @@ PACKAGE = Path(kind_of_frame.__code__.co_filename).parents[2]
 
 
 def test_storages_come_and_go() -> None:
-    timeline = Timeline()
+    timeline = MemoryHistory()
     with OutputTimeline(timeline, {"weights": 1000}, lambda: 0) as outputs:
         a = torch.ones(25)
         b = a + 1
@@ -27,7 +27,7 @@ def test_storages_come_and_go() -> None:
         c = b.view(5, 5)  # no storage of its own
         del b, c
     outputs.ends = True
-    totals = [sum(held.values()) for held in timeline.held]
+    totals = [sum(held.values()) for held in timeline.alive]
     assert totals == [1100, 1200, 1100, 1000]
     assert timeline.peak() == 1
     assert timeline.times == sorted(timeline.times)
@@ -105,14 +105,14 @@ def test_the_history_of_cudas_allocator() -> None:
     ]
     timeline = timeline_of_history(entries, {"weights": 4000}, 4300)
     assert timeline.times == pytest.approx([0.0, 0.0001, 0.0002, 0.0004, 0.0005])
-    assert timeline.held[2] == {"weights": 4000, "other": 300, "activations": 512, "buffers": 1024}
-    assert timeline.held[-1] == {"weights": 4000, "other": 200, "activations": 0, "buffers": 1024}
+    assert timeline.alive[2] == {"weights": 4000, "other": 300, "activations": 512, "buffers": 1024}
+    assert timeline.alive[-1] == {"weights": 4000, "other": 200, "activations": 0, "buffers": 1024}
     assert timeline.peak() == 2
     assert timeline.kinds == ["weights", "buffers", "activations", "other"]
 
 
 def test_the_picture_has_a_layer_for_each_kind_and_names_the_peak() -> None:
-    timeline = Timeline(
+    timeline = MemoryHistory(
         actions=[(0.0, 0.5, "forward of micro-batch 0"), (0.5, 1.0, "backward of micro-batch 0")]
     )
     for at in range(4000):

@@ -13,7 +13,7 @@ from megazero.checkpoint.folder import latest_iteration
 from megazero.checkpoint.part import Key
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.commands.checkpoint import main
-from megazero.commands.checkpoint.convert import Choice, convert
+from megazero.commands.checkpoint.convert import ConvertOptions, convert
 from megazero.config.resolve import parse_config
 from megazero.errors import CheckpointError
 from megazero.mpu.launch import Launch
@@ -121,5 +121,5 @@ def test_damage_is_not_carried_over(tmp_path, capsys):
 def test_a_full_disk_leaves_nothing(run, tmp_path):
     reader = CheckpointReader(run / "iter_0000004")
     with pytest.raises(CheckpointError, match="must be written"):
-        convert(reader, tmp_path / "b", Choice(), FaultyDisk(Full(100_000)))
+        convert(reader, tmp_path / "b", ConvertOptions(), FaultyDisk(Full(100_000)))
     assert os.listdir(tmp_path / "b") == [".lock"]

@@ -12,7 +12,7 @@ import torch
 from megazero.checkpoint.part import Key
 from megazero.commands.checkpoint import main
 from megazero.commands.checkpoint.stats import Distance, Stats, distance, stats_of
-from megazero.commands.show import printable, size_text
+from megazero.commands.show import one_line, size_text
 from tests.commands.checkpoint.samples import describe_anew, save
 from tests.tables import over_table
 
@@ -197,4 +197,4 @@ def test_sizes(count, text):
 
 
 def test_printable_keeps_letters():
-    assert printable("größe \ud800\t") == r"größe \ud800\t"
+    assert one_line("größe \ud800\t") == r"größe \ud800\t"

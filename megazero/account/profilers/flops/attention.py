@@ -1,4 +1,4 @@
-"""Attention counted by its shapes, for kernels that are no operators of torch."""
+"""Count the FLOPs of attention by its shapes, for kernels that are not operators of torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megazero.layers.latent import LatentAttention
 from megazero.layers.linear import ColumnParallelLinear
 
 TOLERANCE = 0.01
-"""The share of a count by which another count may be off."""
+"""The relative difference up to which two counts are equal."""
 
 
 class AttentionShapes:
-    """Counts attention by its shapes, beside the counter that sees only torch's own kernels.
+    """Counts attention by its shapes, because `OperatorCounter` sees only torch's operators.
 
     Args:
-        sharers: the ranks that share a sequence; each does its part of all pairs.
+        sharers: the context-parallel ranks, each of which computes its share of all pairs.
     """
 
     def __init__(self, sharers: int):
@@ -33,7 +33,7 @@ class AttentionShapes:
         self._macs: dict[nn.Module, int] = {}
 
     def see(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Take note of the shapes of an attention, whose projection has the rows it sees: [s, b, ...]."""
+        """Count an attention after its forward; its projection's output [s, b, ...] has the token count."""
         if isinstance(module, ColumnParallelLinear):
             self._rows[module] = output.shape[:2]
         if not self.counts or not isinstance(module, (SelfAttention, LatentAttention)):
@@ -47,17 +47,17 @@ class AttentionShapes:
             heads, width = projection.local_shape
             channels = heads * (width + module.spec.value_dim)
         inputs, (rows, samples) = args[1], self._rows[projection]
-        assert isinstance(inputs, LayerInputs), "a layer passes its inputs on"
+        assert isinstance(inputs, LayerInputs), "a layer passes LayerInputs to its attention"
         queries = rows if inputs.wanted is None else inputs.wanted.shape[0]
         pairs = queries * rows * self.sharers * samples
         self._macs[module] = self._macs.get(module, 0) + pairs * channels
 
     def stop(self) -> None:
-        """Count no further step."""
+        """Stop counting."""
         self.counts = False
 
     def complete(self, model: nn.Module, profiles: Mapping[nn.Module, ModuleProfile]) -> set[nn.Module]:
-        """Add what the counter did not see to profiles; returns the modules whose figures that changed."""
+        """Add attention that the counter did not see to profiles; returns the modules that changed."""
         marked: set[nn.Module] = set()
         names = dict(model.named_modules())
         for name, module in names.items():

@@ -1,8 +1,7 @@
-"""Counts what the forward passes of modules compute and how long they take.
+"""Count the FLOPs and the time of modules' forward passes.
 
-FLOPs are those of the operators that run, by torch's formulas: products of matrices, convolutions and
-attention as two FLOPs per multiplication and addition, to which activations and norms are added. Backward is
-not counted.
+FLOPs are counted by torch's formulas from the operators that run: matrix products, convolutions and attention
+take two FLOPs per multiply-add; activations and norms are added. Backward is not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 from torch.utils.hooks import RemovableHandle
 
-from megazero.account.profilers.clock import Clock, Point
+from megazero.account.profilers.clock import Clock, ClockPoint
 
 Shape = Sequence[int]
 _ATEN = torch.ops.aten
@@ -65,7 +64,7 @@ PRODUCTS: Mapping[Any, Callable[..., int]] = MappingProxyType(
         _ATEN.mv: _by_vector,
     }
 )
-"""Formulas by shapes that torch's registry lacks: attention on a CPU, and products with a vector."""
+"""Formulas that torch's registry lacks: attention on a CPU, and products with a vector."""
 
 _OF_PRODUCTS: Mapping[Any, Callable[..., int]] = MappingProxyType(
     {**{product: shape_wrapper(count) for product, count in PRODUCTS.items()}, **flop_registry}
@@ -73,11 +72,11 @@ _OF_PRODUCTS: Mapping[Any, Callable[..., int]] = MappingProxyType(
 
 
 class OperatorCounter(TorchDispatchMode):
-    """A mode that counts the FLOPs of this thread's operators.
+    """A dispatch mode that counts the FLOPs of this thread's operators.
 
     Attributes:
-        flops: all of them so far.
-        products: those of products of matrices, convolutions and attention.
+        flops: all FLOPs so far.
+        products: FLOPs of matrix products, convolutions and attention so far.
     """
 
     def __init__(self) -> None:
@@ -93,7 +92,7 @@ class OperatorCounter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # otherwise torch imports its compiler, which takes seconds, and nothing compiles
+        return False  # True would make torch import its compiler, which takes seconds and is not used
 
     def __torch_dispatch__(
         self,
@@ -122,7 +121,7 @@ class OperatorCounter(TorchDispatchMode):
 
 @dataclass
 class ModuleProfile:
-    """A module's forward passes: their FLOPs, multiply-accumulate operations, seconds and number."""
+    """A module's parameters, and its forward passes: FLOPs, multiply-adds, seconds and number of calls."""
 
     flops: int = 0
     macs: int = 0
@@ -132,11 +131,11 @@ class ModuleProfile:
 
 
 class ModuleCounter:
-    """Hooks that add up what modules do in their forwards, those that a backward makes again left out.
+    """Adds up the forward passes of modules by hooks, without those that backward recomputes.
 
     Args:
-        profiles: where to add, by module.
-        clock: times them.
+        profiles: the profile of each module, to which its forward passes are added.
+        clock: times the forward passes.
         seen: called after each forward with the module, its inputs and its output.
     """
 
@@ -151,11 +150,11 @@ class ModuleCounter:
         self.operators: OperatorCounter | None = None
         self._seen = seen
         self._handles: list[RemovableHandle] = []
-        self._begun: list[tuple[int, int, Point]] = []
-        self._spans: list[tuple[nn.Module, Point, Point]] = []
+        self._begun: list[tuple[int, int, ClockPoint]] = []
+        self._spans: list[tuple[nn.Module, ClockPoint, ClockPoint]] = []
 
     def start(self, *, counts: bool) -> None:
-        """Add hooks; with `counts`, FLOPs are counted too, which makes all that runs slower."""
+        """Add hooks; with `counts`, count FLOPs too, which slows down every operator."""
         self.operators = OperatorCounter() if counts else None
         for module in self.profiles:
             self._handles.append(module.register_forward_pre_hook(self._before))
@@ -164,7 +163,7 @@ class ModuleCounter:
             self.operators.__enter__()
 
     def stop(self) -> None:
-        """Take the hooks away; nothing of this remains at the modules."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -174,12 +173,12 @@ class ModuleCounter:
             self.operators = None
 
     def settle(self) -> None:
-        """Add the times of forwards to the profiles, once the device has come to their ends."""
+        """Add the times of forward passes to the profiles; the device must have reached their ends."""
         for module, begin, end in self._spans:
             self.profiles[module].duration += self.clock.seconds(begin, end)
         self._spans.clear()
 
-    def _now(self) -> tuple[int, int, Point]:
+    def _now(self) -> tuple[int, int, ClockPoint]:
         counted = (0, 0) if self.operators is None else (self.operators.flops, self.operators.products)
         return (*counted, self.clock.now())
 
@@ -201,14 +200,14 @@ class ModuleCounter:
 
 
 def elements(param: Tensor) -> int:
-    """The number of a parameter's elements; of the whole one if ZeRO keeps it in slices."""
+    """The number of a parameter's elements, of the whole parameter if DeepSpeed's interface shards it."""
     return int(getattr(param, "ds_numel", param.numel()))
 
 
 def profiles_of(
     model: nn.Module, ignored: Iterable[type] = (), numel: Callable[[nn.Parameter], int] = elements
 ) -> dict[nn.Module, ModuleProfile]:
-    """An empty profile of each module of a model, with its parameters, but for modules of these types."""
+    """Make a profile with the parameter count of each module of a model, except of the types `ignored`."""
     kinds = tuple(ignored)
     return {
         module: ModuleProfile(params=sum(map(numel, module.parameters())))
@@ -218,7 +217,7 @@ def profiles_of(
 
 
 def fill_containers(module: nn.Module, profiles: Mapping[nn.Module, ModuleProfile]) -> None:
-    """Give modules that are never called, such as lists of layers, the sums of what is in them."""
+    """Give modules that are never called, such as lists of layers, the sums of their children."""
     for child in module.children():
         fill_containers(child, profiles)
     own = profiles.get(module)

@@ -1,4 +1,4 @@
-"""The FLOPs of one step of a run by module, with the times of the step after it, over all pipeline stages."""
+"""Profile the FLOPs of one step of a run by module, with the times of the next step, over all stages."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from megazero.mpu.messages import gather_values
 from megazero.mpu.param_spec import spec_of
 from megazero.pipeline.actions import Action, Op
 
-_DROPPED = 0.3  # the tolerance where experts drop tokens
+_DROPPED = 0.3  # the tolerance of counts with experts, which may drop tokens
 
 
 class FlopsProfile(Profiler):
-    """Counts the FLOPs of one step and times the next, as counting slows a step; after that it is off.
+    """Counts the FLOPs of one step, and times the next step, because counting slows a step down.
 
     Args:
         config: the run's configuration.
-        context: the ranks, whose groups are not observed.
+        context: the ranks' groups, without observers.
     """
 
     def __init__(self, config: Config, context: ParallelContext):
@@ -76,7 +76,7 @@ class FlopsProfile(Profiler):
             yield
             return
         counts = iteration == self.step
-        if not counts:  # of the step that was counted, times mean nothing
+        if not counts:  # forget the times of the counted step, which were slow
             for profile in self._profiles.values():
                 profile.duration = 0.0
         self._counter.start(counts=counts)
@@ -103,7 +103,7 @@ class FlopsProfile(Profiler):
             self._ledger.mark("optimizer")
 
     def conclude(self) -> None:
-        """Report after all if the training ended with the step that was counted."""
+        """Report now if the training ended with the counted step."""
         if self._times:
             self._report(counted_slowly=True)
 
@@ -111,7 +111,7 @@ class FlopsProfile(Profiler):
         return prod(spec_of(param).local_shape(self.context.place))
 
     def _report(self, *, counted_slowly: bool = False) -> None:
-        """Print what all stages of the first rank's pipeline counted; every rank calls this."""
+        """Print the profiles of all stages of rank 0's pipeline; every rank calls this."""
         own = self._rows()
         stages = gather_values(self.context.pp, [row.as_json() for row in own], self.context.device)
         model = self._of_model(own)
@@ -123,7 +123,7 @@ class FlopsProfile(Profiler):
         self._counter, self._times, self._profiles, self._models = None, {}, {}, {}
 
     def _rows(self) -> list[ModuleRow]:
-        """A row for this rank's part of the model, and one for each of its modules by their global names."""
+        """A row for this rank's part of the model, and one for each module by its global name."""
         rows = []
         for number, model in self._models.items():
             prefix = f"chunk{number}." if len(self._models) > 1 else ""
@@ -144,7 +144,7 @@ class FlopsProfile(Profiler):
         return [ModuleRow("", "/".join(sorted(kinds)), total, any(row.marked for row in rows)), *rows]
 
     def _of_model(self, own: Sequence[ModuleRow]) -> tuple[float, float]:
-        """FLOPs of all ranks for the step, and parameters of the model; every rank calls this."""
+        """(FLOPs of all ranks in the step, parameters of the model); every rank calls this."""
         params = 0.0
         for model in self._models.values():
             for param in model.parameters():
@@ -208,7 +208,7 @@ class FlopsProfile(Profiler):
         return [f"  {name + ':':<32}{value}" for name, value in rows.items()]
 
     def _against_formula(self, counted: float) -> list[str]:
-        """A line about FLOPs by the formulas of `account/flops.py`, where each step has the same shape."""
+        """A line that compares with the formulas of `account/flops.py`; none if steps differ in shape."""
         config, formula = self.config, self._by_formula
         varies = config.curriculum.seqlen_schedule != "none" or config.skipping != type(config.skipping)()
         if formula is None or varies:
@@ -218,7 +218,7 @@ class FlopsProfile(Profiler):
         tokens = config.batch.micro_batch_size * length * batches * self.context.data.size
         expected = formula(length, NOTHING_SKIPPED) / 3.0 * tokens
         line = f"by formula, without masked scores: {number_to_string(expected)} fwd flops of model"
-        # Tokens that no expert has room for are in the formula.
+        # The formula counts dropped tokens too.
         tolerance = _DROPPED if config.model.num_experts else TOLERANCE
         if counted < (1.0 - tolerance) * expected:
             line += (
@@ -239,7 +239,7 @@ class FlopsProfile(Profiler):
 
 
 def _global_name(name: str, model: nn.Module) -> str:
-    """A module's name with the number that its layer has in the whole model."""
+    """A module's name with its layer's number in the whole model."""
     parts = name.split(".")
     if parts[0] == "layers" and len(parts) > 1:
         parts[1] = str(model.get_submodule(".".join(parts[:2])).layer)

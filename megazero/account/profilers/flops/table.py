@@ -1,4 +1,4 @@
-"""Tables of what modules compute: the largest types at each depth, and every module with its shares."""
+"""Tables of modules' profiles: the largest types at each depth, and every module with its shares."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _COLUMNS: Mapping[str, Callable[[float], str]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """A module of the tables.
+    """A module in the tables.
 
     Attributes:
-        name: its dotted name; empty for the model itself.
-        kind: the name of its class.
-        profile: its figures.
-        marked: whether some of them come from its shapes, because the counter cannot see its kernel.
+        name: the dotted name; empty for the model itself.
+        kind: the class's name.
+        profile: the module's figures.
+        marked: whether figures come from shapes, because the counter cannot see the module's kernel.
     """
 
     name: str
@@ -40,7 +40,7 @@ class ModuleRow:
 
     @property
     def depth(self) -> int:
-        """The number of modules that it is inside of."""
+        """The number of modules that contain this one."""
         return self.name.count(".") + bool(self.name)
 
     def as_json(self) -> list[Any]:
@@ -49,7 +49,7 @@ class ModuleRow:
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> ModuleRow:
-        """Read what `as_json` gave."""
+        """Parse the list that `as_json` returned."""
         name, kind, profile, marked = values
         return cls(name, kind, ModuleProfile(**profile), marked)
 
@@ -64,7 +64,7 @@ def rows_of(model: nn.Module, profiles: Mapping[nn.Module, ModuleProfile]) -> li
 
 
 def largest_types(rows: Sequence[ModuleRow], module_depth: int = -1, top_modules: int = 1) -> list[str]:
-    """The types of modules with the most parameters, work and time at each depth, down to `module_depth`."""
+    """List the types of modules with the most parameters, MACs and time at each depth."""
     depths: dict[int, dict[str, ModuleProfile]] = {}
     for row in rows:
         total = depths.setdefault(row.depth, {}).setdefault(row.kind, ModuleProfile())
@@ -85,7 +85,7 @@ def largest_types(rows: Sequence[ModuleRow], module_depth: int = -1, top_modules
 
 
 def module_tree(rows: Sequence[ModuleRow], total: ModuleProfile, module_depth: int = -1) -> list[str]:
-    """A line for each module down to `module_depth`: its figures, and their shares of `total`."""
+    """Format a line for each module down to `module_depth`: its figures, and their shares of `total`."""
     lines = ["each module: parameters, MACs, time, FLOPS"]
     for row in rows:
         if module_depth != -1 and row.depth > module_depth:

@@ -1,4 +1,4 @@
-"""Numbers of FLOPs, parameters and seconds with units, as DeepSpeed's reports write them."""
+"""Format FLOPs, parameters and seconds with units, as DeepSpeed's reports do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def macs_to_string(macs: float, units: str | None = None, precision: int = 2) ->
 
 
 def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    """FLOPs a second: ``1.5 KFLOPS``."""
+    """FLOPs per second: ``1.5 KFLOPS``."""
     return f"{number_to_string(flops, units, precision)}FLOPS"
 
 
