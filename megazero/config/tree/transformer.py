@@ -164,7 +164,7 @@ class TransformerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _gelu_without_bias(cls, data: Any) -> Any:
-        """Without biases, default to exact GELU: Megatron's tanh form is the one that is fused with a bias."""
+        """Without biases, default to exact GELU: Megatron fuses the tanh form with a bias, and no other."""
         if isinstance(data, dict) and data.get("add_bias_linear") is False:
             return {"activation": "gelu_exact", **data}
         return data
