@@ -28,12 +28,8 @@ class EqualCopies(Concern):
     """Compares copies before a checkpoint, at the end, and at an interval.
 
     Args:
-        config: the interval, and the action if copies differ.
-        engine: has this rank's copies.
-        log: receives the incidents.
         restore: goes back to a checkpoint; None if nothing is saved.
         wait_for_copies: waits until background saving has copied the state, which a repair changes.
-        timers: measures the time.
     """
 
     def __init__(

@@ -39,9 +39,6 @@ def load_state(
     """Load a checkpoint into an engine; every rank calls this.
 
     Args:
-        config: the run's configuration, which says what to load.
-        engine: the engine.
-        checkpoint: the checkpoint.
         run: the checkpoint's facts about its run; None loads only the model.
         begins_experts: whether experts are copies of the checkpoint's dense MLPs.
 

@@ -145,9 +145,7 @@ class Checkpoint(CheckpointReader):
         """Open a checkpoint on all ranks; every rank calls this.
 
         Args:
-            folder: the checkpoint.
             verify: a value of `Verify`.
-            context: all ranks.
             states: contents of `state.json` that have been read, as in `Candidates`.
 
         Raises:

@@ -76,7 +76,6 @@ def take_weights(
 
     Args:
         engine: a new engine with initial weights.
-        context: all ranks.
         path: the source's name in messages.
         opener: opens the source.
         own: name prefixes of weights that may be missing; these keep their initial values.
