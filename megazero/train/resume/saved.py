@@ -113,11 +113,11 @@ def model_said(
         raise CheckpointError(
             f"`{folder}` must say which model it holds, but does not (kind {facts.kind!r}); convert it again"
         )
-    given = {name: section for name, section in sections.items() if section is not None}
-    tokenizer = given.get("tokenizer", {})
+    present = {name: section for name, section in sections.items() if section is not None}
+    tokenizer = present.get("tokenizer", {})
     if facts.kind == PRETRAINING and "BertWordPiece" in str(tokenizer.get("tokenizer_type")):
-        given["tokenizer"] = {"wordpiece_first": "eos", **tokenizer}  # the default of versions without it
-    return SavedModel(facts.vocab_size, given, folder / STATE, shapes)
+        present["tokenizer"] = {"wordpiece_first": "eos", **tokenizer}  # the default of versions without it
+    return SavedModel(facts.vocab_size, present, folder / STATE, shapes)
 
 
 def candidates_of(directory: str | Path, step: int | None, context: ParallelContext) -> Candidates:
