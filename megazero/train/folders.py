@@ -53,7 +53,7 @@ def _checkpoint(path: str, step: int | None, given: Mapping[str, Any]) -> Stated
     from megazero.checkpoint.folder import Candidates, candidates
     from megazero.checkpoint.locate import is_checkpoint
     from megazero.train.resume.facts import PRETRAINING
-    from megazero.train.resume.saved import model_said
+    from megazero.train.resume.saved import read_saved_model
 
     whole = Path(path)
     single = step is None and whole.is_dir() and is_checkpoint(whole)
@@ -61,7 +61,7 @@ def _checkpoint(path: str, step: int | None, given: Mapping[str, Any]) -> Stated
     for folder in listed.folders:
         try:
             facts = listed.facts(folder)
-            saved = model_said(facts, folder)
+            saved = read_saved_model(facts, folder)
         except DamagedCheckpointError:
             continue  # the run will skip it, too, and report it
         continues = facts.get("kind") == PRETRAINING and not given.get("checkpoint.finetune")

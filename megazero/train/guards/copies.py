@@ -48,7 +48,7 @@ class EqualCopies(Concern):
         self.wait_for_copies = wait_for_copies
         self.timers = timers
         self._check = CopyCheck(engine.optimizer, engine.context)
-        self._returns = 0  # to checkpoints, since copies last were equal
+        self._returns = 0  # number of rollbacks since copies were last equal
 
     def after(self, now: StepContext) -> Verdict:
         interval = self.config.check_weights_interval

@@ -97,7 +97,7 @@ class SavedModel:
             ) from None
 
 
-def model_said(
+def read_saved_model(
     content: Mapping[str, Any], folder: Path, shapes: Mapping[Key, tuple[int, ...]] | None = None
 ) -> SavedModel:
     """Read the description of the model from the content of a checkpoint's `state.json`.
@@ -181,7 +181,7 @@ class Checkpoint(CheckpointReader):
             DamagedCheckpointError: a fact has the wrong type.
             CheckpointError: it does not describe the model.
         """
-        return model_said(self.facts, self.folder, self.shapes)
+        return read_saved_model(self.facts, self.folder, self.shapes)
 
     @cached_property
     def run(self) -> RunFacts | None:
