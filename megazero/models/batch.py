@@ -183,8 +183,6 @@ class TextCollate:
     positions that count from 0.
 
     Attributes:
-        vocab_size: size of the vocabulary.
-        device: the device of the tensors.
         with_positions: whether to keep the positions, because they do not count from 0.
         seed: seed of the dropout streams; None for evaluation, which drops nothing.
         columns: the columns of this rank.

@@ -127,8 +127,6 @@ class BertCollate:
     """Turns the arrays of a `BERTDataset` into a `BertBatch`, trimming columns that hold only padding.
 
     Attributes:
-        vocab_size: size of the vocabulary.
-        device: the device of the tensors.
         multiple: the number of columns is a multiple of this.
         packed: whether samples share rows.
         seed: seed of the dropout streams; None for evaluation, which drops nothing.

@@ -64,8 +64,6 @@ class ClassifierCollate:
     """Turns the arrays of labelled samples into a `LabelledBatch`, without columns that hold only padding.
 
     Attributes:
-        vocab_size: size of the vocabulary.
-        device: the device of the tensors.
         causal: whether attention is causal; then the last token of a row is pooled, otherwise the first.
         marked: whether padding needs document ids: for bidirectional attention, and for experts.
         multiple: the number of columns is a multiple of this.

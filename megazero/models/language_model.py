@@ -1,4 +1,4 @@
-"""What inference needs of models: losses of samples and positions, and generation."""
+"""The interfaces of models for inference: losses of samples and positions, and generation."""
 
 from __future__ import annotations
 

@@ -34,9 +34,6 @@ class Trunk(StagedChunk[M_contra]):
     """Embedding, layers and a family's head, or a contiguous part of them.
 
     A family defines its `ties`, its loss terms (`own_terms`) and its head (`build_head`).
-
-    Args:
-        held: the part of the model to build.
     """
 
     def __init__(self, held: Slice):
@@ -95,7 +92,6 @@ class Trunk(StagedChunk[M_contra]):
         """Run this chunk's layers; return hidden states [s, b, h] (s/tp under sequence parallelism) and sums.
 
         Args:
-            batch: the micro-batch.
             hidden: hidden states of the previous chunk; None if this chunk has the embedding.
             core: replaces the layers' attention core in this pass.
             deferred: the list to which backward appends weight gradients; None if it computes them.

@@ -31,10 +31,7 @@ def capacities(spec: RouterSpec, lengths: Tensor, experts: int, factor: float) -
     """An expert's capacity for each sequence, int64 [b]: ceil(length k / E factor), or `capacity.least`.
 
     Args:
-        spec: the routers.
         lengths: int64 [b], tokens of each sequence.
-        experts: E.
-        factor: the capacity factor.
     """
     room = (lengths.double() * (spec.topk * factor / experts) - _ROUNDING).ceil()
     return room.long().clamp_min(spec.capacity.least)

@@ -95,10 +95,7 @@ class Experts(nn.Module):
     Weights are stacked: up [E, f, h], or [E, 2, f, h] (gate, then value) if gated, and down [E, h, f].
 
     Args:
-        layer: number of the layer.
         experts: E.
-        spec: one expert.
-        placement: ranks, dtype and device.
         again: whether backward recomputes the activations.
     """
 
@@ -146,7 +143,6 @@ class Experts(nn.Module):
 
         Args:
             rows: the rows of this rank's experts, sorted by expert.
-            groups: number of rows of each expert.
             deferred: the list to which backward appends weight gradients; None if it computes them.
         """
         inner = _linear(rows, self.up, self.up_bias, groups, deferred)

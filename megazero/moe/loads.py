@@ -23,7 +23,6 @@ class RouterLoads:
 
     Args:
         routers: the routers of this stage, in order of layer.
-        context: this rank's groups and device.
         experts: whether any stage of the model has experts.
     """
 

@@ -70,9 +70,6 @@ def router_terms(
     the logits (ST-MoE, Zoph et al. 2022).
 
     Args:
-        spec: the model's routers.
-        choice: the router's decision for this rank's share.
-        tokens: this rank's share of the tokens.
         kept: bool [n, k], the choices within capacity; None for all.
         load: float32 [E], f.
         layers: number of layers with a router; figures that are only reported are means over them.

@@ -36,9 +36,6 @@ class MoEMLP(nn.Module):
     out = w0 experts + w1 mlp.
 
     Args:
-        layer: number of the layer.
-        spec: the routed experts, and the shared or dense MLP.
-        placement: ranks, dtype and device.
         recompute: what backward recomputes; its tiles apply to the shared or dense MLP, not to experts.
         ids: size of the vocabulary, for hashed routers.
     """

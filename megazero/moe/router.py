@@ -75,9 +75,7 @@ class Router(nn.Module):
     that pass the gradient on to the logits (Megatron-LM's, for benchmarks).
 
     Args:
-        layer: number of the layer.
         weight: [E, h].
-        spec: how experts are chosen and weighed.
         logit_bias: [E], added to the logits; or None.
     """
 

@@ -20,7 +20,6 @@ def assignment(logits: Tensor, tokens: Tokens) -> Tensor:
 
     Args:
         logits: float32 [n, E].
-        tokens: this rank's share of the tokens.
     """
     order = tokens.whole(tokens.number).argsort(stable=True)
     whole = tokens.whole(logits)[order]

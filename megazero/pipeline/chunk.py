@@ -62,7 +62,6 @@ class Chunk(Protocol[B_contra]):
         """Compute the chunk for a micro-batch.
 
         Args:
-            batch: the micro-batch.
             hidden: hidden states of the previous chunk; None for the first.
             deferred: the list to which backward appends the computation of weight gradients instead of
                 running it; None if backward computes them itself.
@@ -89,7 +88,6 @@ class Sharding(Protocol):
         """Announce that gradients from now on are this chunk's.
 
         Args:
-            chunk: the chunk.
             reduce: whether this backward completes sums; each bucket is then reduced once it is complete.
             ends: whether this is the micro-batch's last backward through the chunk.
         """

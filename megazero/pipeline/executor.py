@@ -47,7 +47,6 @@ class Evaluator(Generic[B]):
     Args:
         chunks: number along the model -> chunk, for the chunks of this stage.
         pp: the ranks of the pipeline; the group rank is the stage.
-        device: the chunks' device.
         gathering: gathers sharded parameters; None if no parameter is sharded.
         observer: called with every action and its seconds, without the time spent waiting for other stages.
     """

@@ -53,7 +53,7 @@ def _checkpoint(path: str, step: int | None, given: Mapping[str, Any]) -> Stated
     from megazero.checkpoint.folder import Candidates, candidates
     from megazero.checkpoint.locate import is_checkpoint
     from megazero.train.resume.facts import PRETRAINING
-    from megazero.train.resume.saved import model_said
+    from megazero.train.resume.saved import read_saved_model
 
     whole = Path(path)
     single = step is None and whole.is_dir() and is_checkpoint(whole)
@@ -61,7 +61,7 @@ def _checkpoint(path: str, step: int | None, given: Mapping[str, Any]) -> Stated
     for folder in listed.folders:
         try:
             facts = listed.facts(folder)
-            saved = model_said(facts, folder)
+            saved = read_saved_model(facts, folder)
         except DamagedCheckpointError:
             continue  # the run will skip it, too, and report it
         continues = facts.get("kind") == PRETRAINING and not given.get("checkpoint.finetune")
@@ -82,7 +82,7 @@ def _described_by(saved: SavedModel, given: Mapping[str, Any], *, anew: bool) ->
         model,
         saved.tokenizer(),
         frozenset({"max_position_embeddings"} if extends else ()),
-        lambda ours: unlike(saved, dense_model(ours) if begins else ours, free),
+        lambda wanted: unlike(saved, dense_model(wanted) if begins else wanted, free),
     )
 
 
@@ -94,22 +94,22 @@ def _hugging_face(path: str, given: Mapping[str, Any]) -> Stated:
     from megazero.formats.hf.reader import HFReader
     from megazero.formats.hf.tokenizer_files import tokenizer_settings
 
-    theirs = Description.read(Path(path))
-    if theirs.architecture.seen is not as_told:
+    description = Description.read(Path(path))
+    if description.architecture.seen is not as_told:
         with HFReader(path) as reader:
-            theirs = reader.description
+            description = reader.description
     begins = bool(given.get("checkpoint.moe_use_upcycling"))
 
-    def differences(ours: ModelConfig) -> list[tuple[str, Any, Any]]:
-        rows = unlike(theirs.model, dense_model(ours) if begins else ours, SPARSE_FIELDS)
-        if ours.vocab_size is not None and ours.vocab_size != theirs.vocab_size:
-            rows.append(("vocab_size", theirs.vocab_size, ours.vocab_size))
+    def differences(wanted: ModelConfig) -> list[tuple[str, Any, Any]]:
+        rows = unlike(description.model, dense_model(wanted) if begins else wanted, SPARSE_FIELDS)
+        if wanted.vocab_size is not None and wanted.vocab_size != description.vocab_size:
+            rows.append(("vocab_size", description.vocab_size, wanted.vocab_size))
         return rows
 
     return Stated(
         str(Path(path) / CONFIG),
-        theirs.model.model_copy(update={"vocab_size": theirs.vocab_size}),
-        TokenizerConfig(**tokenizer_settings(Path(path), theirs.vocab_size)),
+        description.model.model_copy(update={"vocab_size": description.vocab_size}),
+        TokenizerConfig(**tokenizer_settings(Path(path), description.vocab_size)),
         frozenset({"seq_length"}),  # the folder's is the model's maximum, too long to train on most machines
         differences,
     )

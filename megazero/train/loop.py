@@ -40,10 +40,7 @@ class Loop:
 
     Args:
         meters: measures the steps; has the run's configuration, plan and engine.
-        feeds: samples of each split.
-        monitor: receives all metrics and messages.
         snapshots: saves the run; None if nothing is saved.
-        evaluations: the concern that evaluates.
     """
 
     def __init__(

@@ -33,9 +33,7 @@ def pretrain(config: Config, launch: Launch | None = None, disk: Disk | None = N
     """Pretrain as configured, on this rank of the job.
 
     Args:
-        config: the run's configuration.
         launch: this rank's place in the job; by default, the launcher's environment says it.
-        disk: writes the checkpoints.
 
     Raises:
         MegazeroError: something that the user has to fix prevents the run.
@@ -105,10 +103,6 @@ class Pretraining(TrainingTask):
 
 def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = None) -> TrainState:
     """Pretrain on a rank that has joined its job, such as a thread of a test.
-
-    Args:
-        config, disk: as for `pretrain`.
-        joined: the rank's place and groups.
 
     Raises:
         MegazeroError: as `pretrain`.

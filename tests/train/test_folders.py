@@ -20,7 +20,7 @@ from megazero.formats.hf.writer import ModelFiles, write_hf
 from megazero.mpu.launch import Launch
 from megazero.train.folders import read_folder
 from megazero.train.pretraining import pretrain
-from megazero.train.resume.saved import model_said
+from megazero.train.resume.saved import read_saved_model
 from tests.config.samples import make_config
 from tests.formats.hf.descendants import SAMPLES
 from tests.formats.hf.samples import MODELS, VOCAB, random_weights
@@ -151,8 +151,8 @@ def test_tokenizer_files_are_named_wherever_one_works(tmp_path: Path, monkeypatc
     lost = {"tokenizer_type": "BertWordPieceCase", "vocab_file": "/nowhere/vocab.txt"}
     facts = {"kind": "weights", "vocab_size": 64, "model": DENSE, "tokenizer": lost}
     folder = tmp_path / "iter_0000002"
-    assert model_said(facts, folder).tokenizer().vocab_file == str(tmp_path / "vocab.txt")
-    assert model_said(facts, folder / "deep" / "er").tokenizer().vocab_file == "/nowhere/vocab.txt"
+    assert read_saved_model(facts, folder).tokenizer().vocab_file == str(tmp_path / "vocab.txt")
+    assert read_saved_model(facts, folder / "deep" / "er").tokenizer().vocab_file == "/nowhere/vocab.txt"
     hub = TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model="owner/name")
     assert hub.located() == hub
 
@@ -161,7 +161,7 @@ def test_a_folder_that_says_nothing_is_refused(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", DENSE)
     facts = json.loads((run / "iter_0000002" / "state.json").read_text())
     with pytest.raises(CheckpointError, match="must say which model it holds"):
-        model_said({**facts, "model": None}, run)
+        read_saved_model({**facts, "model": None}, run)
 
 
 def test_all_commands_ask_the_same_function() -> None:

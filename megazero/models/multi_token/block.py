@@ -32,7 +32,6 @@ class FurtherToken(nn.Module):
 
     Args:
         depth: number of tokens beyond the next one, from 1.
-        held: the part of the model that this chunk holds.
         word: the embedding's weight, or this stage's copy of it.
     """
 
@@ -72,7 +71,6 @@ def further_tokens(held: Slice, word: nn.Parameter | None) -> nn.ModuleList:
     """Build the blocks of all further tokens.
 
     Args:
-        held: the part of the model that this chunk, the last one, holds.
         word: the embedding's weight; None makes a copy, because the weight is on another stage.
     """
     depths = len(held.spec.further)

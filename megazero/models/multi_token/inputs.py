@@ -39,7 +39,6 @@ class MtpInputs:
             arrays: tokens, labels, and optionally loss_mask and document_ids, [b, s] each.
             depths: number of further tokens to predict.
             own: selects this rank's columns of an array [b, s].
-            device: the device of the tensors.
         """
         made = []
         for shifted in _shifted(arrays, depths):

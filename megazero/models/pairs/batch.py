@@ -48,8 +48,6 @@ class PairCollate:
     """Turns a dataset's arrays into a `PairBatch`, trimming columns that hold only padding.
 
     Attributes:
-        vocab_size: size of the vocabulary.
-        device: the device of the tensors.
         lengths: the most columns of the encoder's, and of the decoder's text.
         multiple: the number of columns is a multiple of this.
         seed: seed of the dropout streams; None for evaluation, which drops nothing.

@@ -42,8 +42,6 @@ class RelativeBiases(nn.Module):
     Every stage of a pipeline has both tables, whatever its layers.
 
     Args:
-        spec: a model with such biases.
-        placement: ranks, dtype and device.
         original: whether this stage has the original tables, of which the other stages have copies.
     """
 

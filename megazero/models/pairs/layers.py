@@ -90,9 +90,6 @@ class CrossAttention(nn.Module):
     Keys and values have one weight of logical shape [groups, 2, d, h].
 
     Args:
-        layer: number of the layer.
-        spec: heads and widths.
-        placement: ranks, dtype and device.
         recompute: whether backward recomputes the attention core.
     """
 
@@ -187,8 +184,6 @@ def layer_of(
 
     Args:
         number: number along the model; the encoder's layers come first.
-        spec: the layer.
-        placement: ranks, dtype and device.
         recompute: whether backward recomputes the attention core.
         tiles: number of row tiles of the MLP.
     """

@@ -214,10 +214,8 @@ class T5(StagedChunk[PairBatch]):
         """Compute hidden states of the encoder and of the decoder after this chunk's layers.
 
         Args:
-            batch: the micro-batch.
             hidden: [s + t, b, h] from the previous chunk; None if this chunk has the embedding.
             deferred: the list to which backward appends weight gradients; None if it computes them.
-            store: the key-value cache of a generation.
         """
         encoder, decoder = self._inputs(batch, deferred, store)
         if self.embedding is not None:

@@ -30,10 +30,7 @@ class BestModel:
     """Saves the model with the highest accuracy; of equal ones the first.
 
     Args:
-        folder: the folder of the model.
-        snapshots: saves the weights there.
         iteration: the iteration at which the run begins; later models are ignored.
-        disk: removes the previous model.
 
     Raises:
         CheckpointError: on every rank: the folder cannot be read.

@@ -48,12 +48,7 @@ def answer(
     """Evaluate the first `count` samples of a feed in whole global batches; every rank calls this.
 
     Args:
-        engine: has the model.
         feed: the samples; it fills the last batch with samples without labels.
-        count: number of samples.
-        batch_size: samples of a global batch.
-        classes: number of classes.
-        patience: reports the progress.
     """
     spec, starts = feed.spec, range(0, count, batch_size)
     batches = (feed.micro_batches(start, batch_size // spec.stride) for start in starts)
@@ -107,13 +102,8 @@ class TaskEvaluation:
     After validation, the model is saved if it is the best so far.
 
     Args:
-        engine: has the model.
-        data: the labelled splits.
         feeds: name of a split with samples -> its feed.
-        batch_size: samples of a global batch.
         best: saves the best model; None if nothing is saved.
-        monitor: receives the report.
-        timers: measures the time.
     """
 
     def __init__(

@@ -25,8 +25,6 @@ def write_predictions(
 
     Args:
         path: the file; an old one is replaced.
-        files: the files of the samples.
-        labels: the names of the classes.
         scores: [samples, classes].
 
     Raises:

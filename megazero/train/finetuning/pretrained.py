@@ -37,11 +37,11 @@ def take_pretrained(
         CheckpointError: on every rank: it is another model or cannot be read, or there is no training and it
             has no classifier for these labels.
     """
-    given, hugging_face = config.finetune.pretrained_checkpoint, config.checkpoint.load_hf
+    pretrained, hugging_face = config.finetune.pretrained_checkpoint, config.checkpoint.load_hf
     without: tuple[str, ...] = ()
     opener: Opener
-    if given is not None:
-        checkpoint = Checkpoint.at(given, config.checkpoint.verify_checkpoint, context)
+    if pretrained is not None:
+        checkpoint = Checkpoint.at(pretrained, config.checkpoint.verify_checkpoint, context)
         path, saved = str(checkpoint.folder), checkpoint.model
         free = FREE_MODEL_FIELDS | OF_THE_HEAD | free_to_begin(saved, True)
         check_model(config.model, vocab_size, saved, checkpoint.folder, free)
@@ -68,7 +68,7 @@ def take_pretrained(
         )
     else:
         return ("training from scratch: neither `pretrained_checkpoint` nor `load_hf` is set",)
-    fresh, left = take_weights(
+    fresh, unused = take_weights(
         engine, context, path, opener, own=OWN, spare=PRETRAINING_ONLY, without=without
     )
     if config.finetune.epochs == 0 and any(name.startswith("classifier.") for name in fresh):
@@ -76,10 +76,10 @@ def take_pretrained(
             f"`{path}` must hold a classifier for these labels to be evaluated, but has none; fine-tune "
             "it first"
         )
-    said = [f"took the pretrained weights from {path}"]
-    said += [f"initialized anew: {', '.join(fresh)}"] if fresh else []
-    said += [f"left over there: {', '.join(left)}"] if left else []
-    return tuple(said)
+    remarks = [f"took the pretrained weights from {path}"]
+    remarks += [f"initialized anew: {', '.join(fresh)}"] if fresh else []
+    remarks += [f"left over there: {', '.join(unused)}"] if unused else []
+    return tuple(remarks)
 
 
 def _same_classes(classes: int | None, labels: tuple[str, ...], config: Config) -> bool:

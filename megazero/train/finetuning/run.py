@@ -35,9 +35,7 @@ def finetune(config: Config, launch: Launch | None = None, disk: Disk | None = N
     """Fine-tune as configured, on this rank of the job.
 
     Args:
-        config: the run's configuration, with a task.
         launch: this rank's place in the job; by default, the launcher's environment says it.
-        disk: writes the checkpoints.
 
     Raises:
         MegazeroError: something that the user has to fix prevents the run.
@@ -49,10 +47,6 @@ def finetune(config: Config, launch: Launch | None = None, disk: Disk | None = N
 
 def finetune_on(config: Config, joined: ParallelContext, disk: Disk | None = None) -> TrainState:
     """Fine-tune on a rank that has joined its job, such as a thread of a test.
-
-    Args:
-        config, disk: as for `finetune`.
-        joined: the rank's place and groups.
 
     Raises:
         MegazeroError: as `finetune`.

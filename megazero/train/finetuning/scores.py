@@ -30,7 +30,6 @@ class TaskReport:
         """Count answers: a sample's answer is the class with the highest score, of equal ones the first.
 
         Args:
-            labels: the names of the classes.
             truth: int64 [n], the true classes; -1 if unknown, then the sample is ignored.
             scores: [n, classes].
         """

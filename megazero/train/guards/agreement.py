@@ -28,7 +28,6 @@ def settings_and_code(config: Config, speaks_for_node: bool = True) -> dict[str,
     """The facts known before the process groups exist: settings, and versions of the code.
 
     Args:
-        config: the run's configuration.
         speaks_for_node: whether this rank digests the sources, for all ranks of its machine.
     """
     settings = {

@@ -178,8 +178,6 @@ class DataUnchanged(SharedConcern):
     It checks before each save, at the end of the run, and at intervals.
 
     Args:
-        feeds: samples of each split.
-        engine: has all ranks.
         intervals: intervals of iterations at which to check; None is ignored.
         asked: whether this rank is about to stop, for each reason.
     """

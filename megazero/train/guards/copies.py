@@ -28,12 +28,8 @@ class EqualCopies(Concern):
     """Compares copies before a checkpoint, at the end, and at an interval.
 
     Args:
-        config: the interval, and the action if copies differ.
-        engine: has this rank's copies.
-        log: receives the incidents.
         restore: goes back to a checkpoint; None if nothing is saved.
         wait_for_copies: waits until background saving has copied the state, which a repair changes.
-        timers: measures the time.
     """
 
     def __init__(
@@ -52,7 +48,7 @@ class EqualCopies(Concern):
         self.wait_for_copies = wait_for_copies
         self.timers = timers
         self._check = CopyCheck(engine.optimizer, engine.context)
-        self._returns = 0  # to checkpoints, since copies last were equal
+        self._returns = 0  # number of rollbacks since copies were last equal
 
     def after(self, now: StepContext) -> Verdict:
         interval = self.config.check_weights_interval

@@ -109,9 +109,7 @@ def repeat(
     Args:
         first: the suspicious attempt.
         replay: makes another attempt with these micro-batches.
-        own: this rank's micro-batches.
         borrowed: the next replica's micro-batches; None skips the pass with them.
-        context: all ranks.
 
     Returns:
         The latest attempt, with this rank's own micro-batches, and the conclusion.

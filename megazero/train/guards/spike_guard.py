@@ -50,10 +50,7 @@ class SpikeGuard(Concern):
     """Checks each step before its update, and acts on faults. Every rank makes the same calls.
 
     Args:
-        config: the faults to detect, and the action for each.
-        engine: the engine.
         feed: the training samples; None if there are none.
-        log: receives the incidents.
         restore: goes back to a checkpoint; None if nothing is saved.
     """
 

@@ -24,7 +24,6 @@ class PeriodicEvaluation(Concern):
     """Evaluates at an interval, and at the end.
 
     Args:
-        evaluate: evaluates a split.
         interval: iterations between evaluations of the validation data, or None.
         splits: the splits that have samples, of ``validation`` and ``test``.
     """

@@ -36,7 +36,6 @@ class StepWaits:
 
     Args:
         mode: whether to ignore such a wait, report it, or raise an error.
-        device: the device of the training.
         say: receives a line for each place.
     """
 
@@ -72,14 +71,9 @@ class Meters:
     """Measures the steps of a run.
 
     Args:
-        config: the run's configuration.
-        plan: the run's plan.
-        engine: the engine.
         flops_per_token: (sequence length, what the step skips) -> FLOPs of forward and backward per token,
             without a teacher's.
         matmul_rate: this rank's measured matmul rate, FLOP/s.
-        say: receives lines for a person.
-        profiler: the run's profilers.
 
     Attributes:
         first_step: the memory meter of the latest step, if that is the first one and metrics go to a file.

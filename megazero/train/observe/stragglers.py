@@ -155,7 +155,6 @@ class Stragglers:
 
     Args:
         interval: iterations; None compares nothing.
-        context: the ranks.
     """
 
     def __init__(self, interval: int | None, context: ParallelContext):

@@ -35,9 +35,6 @@ def attention_facts(
     """The facts of a typical attention call in training; None for a model without attention.
 
     Args:
-        spec: the model.
-        dtype: dtype of activations.
-        device: the device of the layers.
         documents: whether rows have several documents that do not attend to each other.
     """
     attentions, family = list(spec.attentions()), FAMILIES[spec.family].models

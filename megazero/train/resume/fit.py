@@ -48,11 +48,7 @@ def fit(
     """Return the configuration and the plan to continue with, and remarks on what has changed.
 
     Args:
-        config: the run's configuration.
-        checkpoint: the checkpoint.
         run: the checkpoint's facts about its run; None if training begins anew with its weights.
-        vocab_size: number of vocabulary entries, without padding.
-        context: all ranks.
         begins_experts: whether experts are copies of the checkpoint's dense MLPs.
 
     Raises:

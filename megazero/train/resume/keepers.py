@@ -198,7 +198,6 @@ def keepers_of(
     """The keepers of an engine's state, in the order in which they write and apply it.
 
     Args:
-        engine: the engine.
         groups: the groups of state to keep, besides the model.
         without: names of weights that are not read.
     """

@@ -39,9 +39,6 @@ def load_state(
     """Load a checkpoint into an engine; every rank calls this.
 
     Args:
-        config: the run's configuration, which says what to load.
-        engine: the engine.
-        checkpoint: the checkpoint.
         run: the checkpoint's facts about its run; None loads only the model.
         begins_experts: whether experts are copies of the checkpoint's dense MLPs.
 
@@ -65,10 +62,10 @@ def load_state(
     # New routers keep their initial weights, because the dense model has none.
     seeded = router_names(model_spec(config.model)) if begins_experts else ()
     keepers = keepers_of(engine, {group for group, there in wanted.items() if there is not None}, seeded)
-    held: Source = Upcycled(checkpoint, model_spec(config.model)) if begins_experts else checkpoint
+    weights: Source = Upcycled(checkpoint, model_spec(config.model)) if begins_experts else checkpoint
     updated, *others = keepers
-    parts = updated.parts_from(held)
-    source = ReplicaRows(held, parts, engine.optimizer.private_kinds)
+    parts = updated.parts_from(weights)
+    source = ReplicaRows(weights, parts, engine.optimizer.private_kinds)
     # This takes communication, so it comes before reading, in which single ranks may fail.
     unused = _unused(source, engine, moments=counted is not None)
 
@@ -95,8 +92,8 @@ def _unused(source: Source, engine: Engine, moments: bool) -> list[str]:
     # Tensors of other keepers may remain unused, such as weights in use if updates are no longer delayed.
     others = {keeper.kind for keeper in keepers_of(engine)}
     kinds = {key.kind for key in source.shapes} - others if moments else {WEIGHT}
-    held = [key for key in source.shapes if key.kind in kinds]
-    return [str(key) for key in held if str(key) not in asked]
+    candidates = [key for key in source.shapes if key.kind in kinds]
+    return [str(key) for key in candidates if str(key) not in asked]
 
 
 def restore_last(snapshots: Snapshots) -> TrainState | None:

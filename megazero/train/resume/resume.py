@@ -63,9 +63,6 @@ def resume(
     If any rank finds a checkpoint damaged, all ranks skip it.
 
     Args:
-        config: the run's configuration.
-        context: all ranks.
-        vocab_size: number of vocabulary entries, without padding.
         build: (configuration to continue with, plan) -> an engine with initial weights.
         begin: loads other initial weights into a new engine and returns remarks; None for none.
 

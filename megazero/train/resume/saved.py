@@ -97,7 +97,7 @@ class SavedModel:
             ) from None
 
 
-def model_said(
+def read_saved_model(
     content: Mapping[str, Any], folder: Path, shapes: Mapping[Key, tuple[int, ...]] | None = None
 ) -> SavedModel:
     """Read the description of the model from the content of a checkpoint's `state.json`.
@@ -113,11 +113,11 @@ def model_said(
         raise CheckpointError(
             f"`{folder}` must say which model it holds, but does not (kind {facts.kind!r}); convert it again"
         )
-    given = {name: section for name, section in sections.items() if section is not None}
-    tokenizer = given.get("tokenizer", {})
+    present = {name: section for name, section in sections.items() if section is not None}
+    tokenizer = present.get("tokenizer", {})
     if facts.kind == PRETRAINING and "BertWordPiece" in str(tokenizer.get("tokenizer_type")):
-        given["tokenizer"] = {"wordpiece_first": "eos", **tokenizer}  # the default of versions without it
-    return SavedModel(facts.vocab_size, given, folder / STATE, shapes)
+        present["tokenizer"] = {"wordpiece_first": "eos", **tokenizer}  # the default of versions without it
+    return SavedModel(facts.vocab_size, present, folder / STATE, shapes)
 
 
 def candidates_of(directory: str | Path, step: int | None, context: ParallelContext) -> Candidates:
@@ -145,9 +145,7 @@ class Checkpoint(CheckpointReader):
         """Open a checkpoint on all ranks; every rank calls this.
 
         Args:
-            folder: the checkpoint.
             verify: a value of `Verify`.
-            context: all ranks.
             states: contents of `state.json` that have been read, as in `Candidates`.
 
         Raises:
@@ -183,7 +181,7 @@ class Checkpoint(CheckpointReader):
             DamagedCheckpointError: a fact has the wrong type.
             CheckpointError: it does not describe the model.
         """
-        return model_said(self.facts, self.folder, self.shapes)
+        return read_saved_model(self.facts, self.folder, self.shapes)
 
     @cached_property
     def run(self) -> RunFacts | None:

@@ -19,12 +19,6 @@ class Saving(SharedConcern):
 
     If a checkpoint before the last cannot be written, the error is reported and training goes on. While steps
     keep failing, a checkpoint that is due waits for the next update.
-
-    Args:
-        snapshots: saves the run.
-        interval: iterations between checkpoints, or None.
-        monitor: receives a message for each visible checkpoint.
-        timers: measures the time.
     """
 
     def __init__(self, snapshots: Snapshots, interval: int | None, monitor: Monitor, timers: Timers):

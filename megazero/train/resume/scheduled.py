@@ -47,10 +47,7 @@ def on_schedule(
     """Return the configuration and the plan with the schedules to continue with, and remarks about them.
 
     Args:
-        config: the run's configuration.
         plan: its plan, from the checkpoint's progress on.
-        run: the checkpoint's facts.
-        folder: the checkpoint.
 
     Raises:
         CheckpointError: the run's schedules differ from the checkpoint's, and no flag says which to take.

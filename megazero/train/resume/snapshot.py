@@ -32,15 +32,6 @@ from megazero.version import VERSION
 class Snapshots:
     """Saves a run's state to `--save`, synchronously or in the background.
 
-    Args:
-        config: the run's configuration.
-        training_plan: the run's plan.
-        engine: the engine to save.
-        context: all ranks.
-        vocab_size: number of vocabulary entries, without padding.
-        stream_seed: seed of the dropout streams.
-        disk: writes the files.
-
     Attributes:
         saver: writes and settles the checkpoints; the owner must close it.
 
@@ -101,7 +92,6 @@ class Snapshots:
         """Save `state` and the engine, or start saving them in the background; every rank calls this.
 
         Args:
-            state: the progress of the run.
             extras: further facts for the checkpoint, as JSON, such as the accuracy of its model.
 
         Returns:

@@ -67,9 +67,6 @@ def load_for_inference(
     """Load the newest intact model in a run's folder on this rank of the job.
 
     Args:
-        directory: the run's folder.
-        launch: this process's place in the job.
-        sizes: ranks of each axis.
         verb: the command that loads it, as in `Family.verb`.
 
     Raises:

@@ -44,8 +44,8 @@ def take_foreign_weights(
 
     @contextmanager
     def opened() -> Iterator[Source]:
-        theirs = dense_model(model) if begins else model
-        with HFReader.for_model(path, theirs, vocab_size, SPARSE_FIELDS) as reader:
+        wanted = dense_model(model) if begins else model
+        with HFReader.for_model(path, wanted, vocab_size, SPARSE_FIELDS) as reader:
             remarks.extend(() if begins else reader.remarks)
             yield Upcycled(reader, model_spec(model)) if begins else reader
 
@@ -76,7 +76,6 @@ def take_weights(
 
     Args:
         engine: a new engine with initial weights.
-        context: all ranks.
         path: the source's name in messages.
         opener: opens the source.
         own: name prefixes of weights that may be missing; these keep their initial values.
@@ -92,16 +91,16 @@ def take_weights(
     own_names = sorted(key.name for key in state_keys(engine.optimizer) if key.kind == WEIGHT)
     asked = {name for names in gather_values(context.model, own_names, context.device) for name in names}
     kept: list[str] = []
-    left: list[str] = []
+    unused: list[str] = []
 
     def read() -> None:
         with opener() as source:
             stored = {key.name for key in source.shapes if key.kind == WEIGHT}
-            held = {name for name in stored if not name.startswith(without)}
-            kept.extend(sorted(name for name in asked - held if name.startswith(own)))
-            left.extend(sorted(stored - (asked & held)))
+            loadable = {name for name in stored if not name.startswith(without)}
+            kept.extend(sorted(name for name in asked - loadable if name.startswith(own)))
+            unused.extend(sorted(stored - (asked & loadable)))
             allowed = () if spare is None else (*spare, *without)
-            surplus = [name for name in left if spare is not None and not name.startswith(allowed)]
+            surplus = [name for name in unused if spare is not None and not name.startswith(allowed)]
             parts = [
                 part
                 for part in parts_to_read(engine.optimizer, context, moments=False)
@@ -114,4 +113,4 @@ def take_weights(
 
     together(context, read, f"load {path}")
     engine.optimizer.publish()
-    return kept, left
+    return kept, unused

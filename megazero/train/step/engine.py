@@ -148,17 +148,7 @@ class Evaluation(NamedTuple):
 
 
 class Engine:
-    """Trains a model step by step. Its state is the optimizer's and `scaler_state`.
-
-    Args:
-        executor: runs this rank's stage of the model.
-        programs: the programs that the executor runs.
-        optimizer: updates the weights.
-        scaler: decides the loss scale.
-        schedules: learning rate, weight decay and skipping over the training.
-        memory: the state of layers besides their weights.
-        distillation: the distilled chunks; by default none.
-    """
+    """Trains a model step by step. Its state is the optimizer's and `scaler_state`."""
 
     def __init__(
         self,
@@ -213,7 +203,6 @@ class Engine:
         Args:
             batches: this rank's micro-batches, before any skipping.
             progress: the progress before this step, which decides what to skip.
-            timers: measures each phase.
         """
         self.distillation.before(progress)
         self._prints.clear()
@@ -256,9 +245,7 @@ class Engine:
         not even the loss scale.
 
         Args:
-            attempt: the latest attempt.
             updated: the progress counted in updates, by which learning rate and weight decay are scheduled.
-            timers: as for the attempt.
             hold: whether to skip the update, that of routers included.
         """
         losses, scale, queued = attempt.losses, attempt.scale, self._queued is attempt

@@ -30,9 +30,7 @@ def loss_factors(terms: Sequence[LossTerm], counts: Tensor, scale: float) -> Ten
     """The weight of each term's sum in backward, float32 [terms], on the device of `counts`.
 
     Args:
-        terms: the model's loss terms.
         counts: the counts of the global batch, float64 [terms]; a term with count 0 gets weight 0.
-        scale: the loss scale.
     """
     weights = torch.tensor([scale * term.coefficient for term in terms], dtype=torch.float64)
     return torch.where(counts > 0, sent_to(counts.device, weights) / counts, 0.0).float()
@@ -109,7 +107,6 @@ class Totals:
     """Sums over a global batch: on the device, and copied to the host, where reading them waits.
 
     Args:
-        terms: the model's loss terms.
         sums, counts: the sum and the count of each term, float64 [terms].
         squares: the squared norm of the gradient sums, float64 []; None without gradients.
     """

@@ -42,9 +42,7 @@ class TrainState:
         An empty step, without any loss, leaves `bad_in_a_row` as it is.
 
         Args:
-            step: the step.
             skipped: whether it made no update.
-            stability: statistics of the updates, this one included.
             bad: whether it was skipped because a number was not finite or a guard held it.
         """
         row = self.bad_in_a_row

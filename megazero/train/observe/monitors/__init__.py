@@ -23,7 +23,6 @@ def build_monitors(
     """Build the monitors of the `logging` section; none on ranks that do not write.
 
     Args:
-        config: the run's configuration.
         is_writer_rank: true on exactly one rank.
         resumed: the training's progress before this process.
         total_iterations: length of the training, if known.

@@ -53,12 +53,12 @@ class CsvMonitor(Monitor):
             self._add(tag, metrics.iteration, value)
 
     def rewound(self, progress: Progress) -> None:
-        ours = [path for path in sorted(self._folder.glob("*.csv")) if _is_ours(path)]
+        metrics_files = [path for path in sorted(self._folder.glob("*.csv")) if _is_metrics_file(path)]
         if progress.iteration == 0:
-            keep_aside(ours)
+            keep_aside(metrics_files)
             self._series = CsvSeries()
             return
-        for path in ours:
+        for path in metrics_files:
             self._series.keep(path, lambda iteration: iteration <= progress.iteration)
 
     def _add(self, tag: str, iteration: int, value: float) -> None:
@@ -66,6 +66,6 @@ class CsvMonitor(Monitor):
         self._series.add(path, (_AXIS, tag), iteration, repr(float(value)))
 
 
-def _is_ours(path: Path) -> bool:
+def _is_metrics_file(path: Path) -> bool:
     with path.open(encoding="utf-8", errors="replace") as file:
         return file.readline().startswith(f"{_AXIS},")

@@ -22,9 +22,6 @@ class WandbMonitor(Monitor):
     Values are drawn over the metric `iteration`, because wandb's step cannot go back. A training that goes
     back to a checkpoint continues in a new run, because a run cannot drop values.
 
-    Args:
-        config: the run's configuration; `logging.wandb_*` say where to log.
-
     Raises:
         ConfigError: the wandb package is missing or refuses to start a run.
     """
