@@ -166,7 +166,7 @@ def first_trouble(tensors: Iterable[TensorModel]) -> str | None:
 
 
 def first_stray(tensors: Iterable[Logical], sizes: Mapping[str, int]) -> str | None:
-    """The first fault of a piece beside its tensor or its file, in words; None if there is none."""
+    """The first piece that does not fit its tensor or its file, in words; None if all fit."""
     for tensor in tensors:
         for piece in tensor.pieces:
             if not len(piece.offset) == len(piece.shape) == len(tensor.shape):

@@ -126,7 +126,7 @@ class TensorRule:
 
 
 @dataclass(frozen=True)
-class Link:
+class TensorLink:
     """A rule applied to one layer (and expert) of one model.
 
     Attributes:
@@ -155,7 +155,7 @@ class Link:
         return order == sorted(order)
 
     @property
-    def in_rows(self) -> Link:
+    def in_rows(self) -> TensorLink:
         """The link to their tensor as a matrix, with all dims but the last merged into rows."""
         *rows, last = self.merged
         if len(rows) < 2:
@@ -234,7 +234,7 @@ def _dims(layer: LayerSpec) -> Sizes:
 class Table:
     """All links of one model; no two name the same tensor of theirs."""
 
-    links: tuple[Link, ...]
+    links: tuple[TensorLink, ...]
 
     @classmethod
     def of(
@@ -261,15 +261,15 @@ class Table:
         return cls(tuple(links))
 
     @cached_property
-    def by_key(self) -> Mapping[Key, tuple[Link, ...]]:
+    def by_key(self) -> Mapping[Key, tuple[TensorLink, ...]]:
         """Our tensor -> its links, in the order of the rules."""
-        by_key: dict[Key, list[Link]] = defaultdict(list)
+        by_key: dict[Key, list[TensorLink]] = defaultdict(list)
         for link in self.links:
             by_key[link.key].append(link)
         return MappingProxyType({key: tuple(links) for key, links in by_key.items()})
 
     @cached_property
-    def by_theirs(self) -> Mapping[str, Link]:
+    def by_theirs(self) -> Mapping[str, TensorLink]:
         """The name of their tensor -> its link."""
         return MappingProxyType({link.theirs: link for link in self.links})
 
@@ -281,7 +281,7 @@ class Table:
 
 def _link(
     rule: TensorRule, number: int | None, slot: int | None, ends: tuple[int, int], sizes: Sizes
-) -> Link:
+) -> TensorLink:
     letters = rule.dims.split()
     shape = tuple(int(letter) if letter.isdigit() else sizes[letter] for letter in letters)
     take = rule.take(sizes) if callable(rule.take) else rule.take
@@ -297,7 +297,7 @@ def _link(
     merged = tuple(tuple(letters.index(letter) for letter in group) for group in groups_of(rule.their_dims))
     ours, theirs = (named_in(name, number, slot, ends) for name in (rule.ours, rule.theirs))
     ours, _, kind = ours.partition("/")
-    return Link(Key(ours, kind or WEIGHT), shape, box, theirs, merged)
+    return TensorLink(Key(ours, kind or WEIGHT), shape, box, theirs, merged)
 
 
 def named_in(

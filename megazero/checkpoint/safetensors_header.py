@@ -46,7 +46,7 @@ _LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
-class Entry:
+class HeaderEntry:
     """One tensor of a file; its bytes are `start` to `stop`, counted from the beginning of the file."""
 
     dtype: torch.dtype
@@ -81,7 +81,7 @@ def encode_header(
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def decode_header(text: bytes, data_bytes: int) -> tuple[dict[str, Entry], dict[str, str]]:
+def decode_header(text: bytes, data_bytes: int) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
     """The tensors of a header in the order of their bytes, and the metadata.
 
     Args:
@@ -114,7 +114,7 @@ def decode_header(text: bytes, data_bytes: int) -> tuple[dict[str, Entry], dict[
     return ordered, metadata
 
 
-def _entry(name: str, stored: object, begin: int) -> Entry:
+def _entry(name: str, stored: object, begin: int) -> HeaderEntry:
     name.encode()  # raises on lone surrogates, which cannot be printed
     if not isinstance(stored, dict) or set(stored) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name!r} is not described by dtype, shape and data_offsets")
@@ -132,7 +132,7 @@ def _entry(name: str, stored: object, begin: int) -> Entry:
             raise ValueError(f"{name!r} has a shape beyond all memory")
     if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name!r} has data_offsets that do not fit its shape and dtype")
-    return Entry(dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
+    return HeaderEntry(dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
 
 
 def _are_sizes(value: object) -> bool:

@@ -19,7 +19,7 @@ from megazero.checkpoint.disk import Disk, File
 from megazero.checkpoint.safetensors_header import (
     LARGEST_HEADER,
     LENGTH_BYTES,
-    Entry,
+    HeaderEntry,
     decode_header,
     encode_header,
 )
@@ -242,7 +242,7 @@ class TensorFile(BlockFile):
         self.read_into(memory_of(tensor), entry.start)
         return tensor
 
-    def _read_header(self) -> tuple[Mapping[str, Entry], Mapping[str, str]]:
+    def _read_header(self) -> tuple[Mapping[str, HeaderEntry], Mapping[str, str]]:
         if self.size < LENGTH_BYTES:
             raise self.damage(f"{self.size} bytes are not a safetensors file")
         length = bytearray(LENGTH_BYTES)

@@ -68,10 +68,10 @@ class Inert:
         return "an object that is not read"
 
 
-class Kept:
+class KeptState:
     """Stands in for an object of a class that is not installed, and keeps its state as attributes."""
 
-    def __new__(cls, *arguments: object) -> Kept:
+    def __new__(cls, *arguments: object) -> KeptState:
         return super().__new__(cls)
 
     def __init__(self, *arguments: object):
@@ -84,10 +84,10 @@ class Kept:
 
 _SCALER = "deepspeed.runtime.fp16.loss_scaler."
 KEPT = (
-    *((Kept, _SCALER + name) for name in ("LossScalerBase", "LossScaler", "DynamicLossScaler")),
-    (Kept, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-    (Kept, "deepspeed.utils.tensor_fragment.fragment_address"),
-    (Kept, "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum"),
+    *((KeptState, _SCALER + name) for name in ("LossScalerBase", "LossScaler", "DynamicLossScaler")),
+    (KeptState, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (KeptState, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (KeptState, "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum"),
 )
 """The classes of objects in the files of DeepSpeed's optimizers."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megazero.checkpoint.box import Box, gaps_or_overlaps
-from megazero.checkpoint.naming import Link, Table, TensorRule, cut, groups_of
+from megazero.checkpoint.naming import Table, TensorLink, TensorRule, cut, groups_of
 from megazero.checkpoint.part import Key
 from megazero.formats.hf.config_json import architecture_of
 from megazero.spec.resolve import model_spec
@@ -43,7 +43,9 @@ def test_a_fused_transposed_weight_is_seen_as_ours():
     model = GPT2.model_copy(update=changes)
     rule = TensorRule("{i}.qkv", "g s d h", "c_attn", "h (s g d)")
     (link,) = Table.of([rule], model_spec(model), 5).links
-    assert link == Link(Key("0.qkv"), (2, 3, 1, 2), Box.whole((2, 3, 1, 2)), "c_attn", ((3,), (1, 0, 2)))
+    assert link == TensorLink(
+        Key("0.qkv"), (2, 3, 1, 2), Box.whole((2, 3, 1, 2)), "c_attn", ((3,), (1, 0, 2))
+    )
     # columns: query of head 0, of head 1, keys, values
     theirs = torch.tensor([[1, 2, 3, 4, 5, 6], [10, 20, 30, 40, 50, 60]])
     assert link.as_ours(theirs).tolist() == [

@@ -18,7 +18,7 @@ from megazero.config.tree.roles import Role
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import ConfigError, exit_status
 from megazero.formats.megatron.convert import import_megatron
-from megazero.formats.megatron.folder import Form
+from megazero.formats.megatron.folder import CheckpointForm
 from megazero.formats.megatron.reader import ImportOptions, MegatronReader
 from megazero.regular_file import read_regular_text
 
@@ -106,7 +106,7 @@ def report(reader: MegatronReader, folder: Path) -> str:
     elements = sum(Box.whole(shape).numel for shape in shapes.values())
     goes_on = reader.options.with_optimizer
     files = reader.files
-    parts = "modules" if files.form is Form.LAYERS else "pipeline stages"
+    parts = "modules" if files.form is CheckpointForm.LAYERS else "pipeline stages"
     left = "random states" if goes_on else "the optimizer's state, progress and random states"
     after = "" if reader.iteration is None else f", iteration {reader.iteration}"
     return "\n".join(

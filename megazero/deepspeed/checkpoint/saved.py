@@ -16,7 +16,7 @@ from megazero.checkpoint.reader import CheckpointReader
 from megazero.deepspeed.checkpoint.plain import decode
 from megazero.deepspeed.moe.experts import older_names
 from megazero.errors import CheckpointError
-from megazero.formats.deepspeed.files import Files, find_files, inventory
+from megazero.formats.deepspeed.files import TagFiles, find_files, inventory
 from megazero.formats.deepspeed.folder import ForeignFolder, Groups
 from megazero.formats.deepspeed.vectors import Scale
 from megazero.optim.loss_scaler import LossScaler, ScalerState
@@ -196,7 +196,7 @@ def _ours(reader: CheckpointReader, folder: Path) -> Saved:
     )
 
 
-def _foreign(files: Files, groups: Groups, optimizer: bool) -> Saved:
+def _foreign(files: TagFiles, groups: Groups, optimizer: bool) -> Saved:
     source = ForeignFolder(files, groups, optimizer=optimizer)
     facts, counts = source.facts, source.facts.counts
 

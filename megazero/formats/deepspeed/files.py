@@ -25,7 +25,7 @@ _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
 
 
 @dataclass(frozen=True)
-class Files:
+class TagFiles:
     """The files of one tag.
 
     Attributes:
@@ -77,7 +77,7 @@ class Files:
         return [paths[model_rank, rank] for rank in range(count)]
 
 
-def find_files(folder: Path) -> Files | None:
+def find_files(folder: Path) -> TagFiles | None:
     """The files in the folder of a tag; None if none is DeepSpeed's."""
     names = sorted(folder.glob("*.pt")) if folder.is_dir() else []
     experts = [path for path in names if _EXPERT.fullmatch(path.name)]
@@ -86,7 +86,7 @@ def find_files(folder: Path) -> Files | None:
     optimizer = {(int(m["model"]), int(m["data"])): path for path, m in _matches(_OPTIMIZER, names)}
     if not (model or optimizer or layers):
         return None
-    return Files(folder, model, optimizer, layers, experts)
+    return TagFiles(folder, model, optimizer, layers, experts)
 
 
 def _matches(pattern: re.Pattern[str], paths: Iterable[Path]) -> Iterable[tuple[Path, re.Match[str]]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megazero.checkpoint.part import Key, Part, Source
 from megazero.errors import CheckpointError
 from megazero.formats.deepspeed.facts import ForeignFacts, read_facts
-from megazero.formats.deepspeed.files import UNIVERSAL, Files
+from megazero.formats.deepspeed.files import UNIVERSAL, TagFiles
 from megazero.formats.deepspeed.pickles import load_states
 from megazero.formats.deepspeed.states import OptimizerStates, read_sharded, read_unsharded
 from megazero.formats.deepspeed.universal import read_universal
@@ -51,7 +51,7 @@ class ForeignFolder:
         DamagedCheckpointError: a file is missing or cannot be read.
     """
 
-    def __init__(self, files: Files, groups: Groups = (), *, optimizer: bool = True):
+    def __init__(self, files: TagFiles, groups: Groups = (), *, optimizer: bool = True):
         self.files = files
         self._tensors: dict[Key, Joined] = {}
         self._from_optimizer: set[Key] = set()

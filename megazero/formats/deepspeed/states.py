@@ -15,7 +15,7 @@ from torch import Tensor
 from megazero.checkpoint.part import WEIGHT
 from megazero.errors import CheckpointError
 from megazero.formats.deepspeed.facts import count_updates
-from megazero.formats.deepspeed.files import Files
+from megazero.formats.deepspeed.files import TagFiles
 from megazero.formats.deepspeed.pickles import load_states
 from megazero.formats.deepspeed.vectors import (
     Joined,
@@ -51,7 +51,7 @@ class OptimizerStates:
     scale: Scale | None = None
 
 
-def read_sharded(files: Files, rank: int, model: Saved) -> OptimizerStates:
+def read_sharded(files: TagFiles, rank: int, model: Saved) -> OptimizerStates:
     """Read the state of stages 1 to 3 from the files of all data-parallel ranks.
 
     Args:

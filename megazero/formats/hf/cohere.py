@@ -47,10 +47,6 @@ _SETTINGS = (
 )
 
 
-def _plain_cohere(config: Json) -> JsonObject:
-    return {"rope_theta": 500_000.0, **plain_rope(config)}
-
-
 def _plain_cohere2(config: Json) -> JsonObject:
     """List the layers with windows and those without rotation, and flatten the rope fields."""
     out = dict(config)
@@ -92,7 +88,7 @@ COHERE = replace(
         ("rotary_interleaved", True),
     ),
     limits=(*DENSE_LIMITS, NO_WINDOWS, EVEN_HEADS, PLAIN_HEADS),
-    plain=_plain_cohere,
+    plain=lambda config: {"rope_theta": 500_000.0, **plain_rope(config)},
 )
 
 COHERE2 = replace(

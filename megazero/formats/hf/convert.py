@@ -16,7 +16,7 @@ from megazero.checkpoint.folder import saved_iterations
 from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.manifest import STATE
 from megazero.checkpoint.reader import CheckpointReader
-from megazero.checkpoint.writer import later_weights, write_checkpoint
+from megazero.checkpoint.writer import SHARD_BYTES, later_weights, write_checkpoint
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import CheckpointError, DataError
@@ -25,7 +25,7 @@ from megazero.formats.hf.architectures import DECODERS
 from megazero.formats.hf.config_json import Description, TokenIds, objections
 from megazero.formats.hf.reader import HFReader
 from megazero.formats.hf.tokenizer_files import tokenizer_files, tokenizer_settings
-from megazero.formats.hf.writer import SHARD_BYTES, Exported, ModelFiles, write_hf
+from megazero.formats.hf.writer import Exported, ModelFiles, write_hf
 
 KIND = "weights"
 """The kind of a checkpoint with weights alone, from which no run can resume."""

@@ -40,10 +40,6 @@ def _with_types(spec: ModelSpec) -> bool:
     return spec.embedding.token_types > 0
 
 
-def _without_types(spec: ModelSpec) -> bool:
-    return not _with_types(spec)
-
-
 EMBEDDING = (
     TensorRule("embedding.word.weight", "v h", WORDS, "v h"),
     TensorRule("embedding.position.weight", "p h", "bert.embeddings.position_embeddings.weight", "p h"),
@@ -66,7 +62,9 @@ MASKED_HEAD = (
 )
 BINARY_HEAD = (*POOLER, *pair("binary_head", _BINARY, "2 h"))
 CLASSIFIER = pair("classifier", "classifier", "n h")
-BLANK = (TensorRule("embedding.token_type.weight", "2 h", _TYPES, "2 h", when=_without_types),)
+BLANK = (
+    TensorRule("embedding.token_type.weight", "2 h", _TYPES, "2 h", when=lambda spec: not _with_types(spec)),
+)
 COPIES = ((f"{_HEAD}.weight", WORDS), (f"{_HEAD}.bias", _BIAS))
 IGNORED = (r"bert\.embeddings\.(position_ids|token_type_ids)",)
 RENAMED = ((r"(.*LayerNorm)\.gamma", r"\1.weight"), (r"(.*LayerNorm)\.beta", r"\1.bias"))

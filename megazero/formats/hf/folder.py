@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.tensor_file import TensorFile, memory_of
+from megazero.checkpoint.writer import NAMES as INDEX
 from megazero.errors import CheckpointError
 from megazero.formats.hf.architecture import TensorLike
 from megazero.formats.hf.config_json import read_json
 
 SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
 _MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file, from byte `start` on; nothing is read before `rows` or `read_rows`."""
 
     file: TensorFile
@@ -36,13 +36,13 @@ class Stored:
     start: int
 
     @property
-    def in_rows(self) -> Stored:
+    def in_rows(self) -> StoredTensor:
         """The tensor as a matrix, with all dims but the last merged into rows."""
         if len(self.shape) < 3:
             return self
         return replace(self, shape=(math.prod(self.shape[:-1]), self.shape[-1]))
 
-    def cut(self, first: int, stop: int) -> Stored:
+    def cut(self, first: int, stop: int) -> StoredTensor:
         """Rows `first` to `stop`, as a tensor of their own."""
         start = self.start + first * math.prod(self.shape[1:]) * self.dtype.itemsize
         return replace(self, shape=(stop - first, *self.shape[1:]), start=start)
@@ -59,7 +59,7 @@ class Stored:
         self.file.read_into(memory_of(memory), self.start + rows.start * row_bytes)
 
 
-_: type[TensorLike] = Stored
+_: type[TensorLike] = StoredTensor
 
 
 class TensorFolder:
@@ -72,14 +72,14 @@ class TensorFolder:
     def __init__(self, folder: Path):
         self.folder = folder
         with ExitStack() as files:
-            self.tensors: Mapping[str, Stored] = MappingProxyType(self._open(files))
+            self.tensors: Mapping[str, StoredTensor] = MappingProxyType(self._open(files))
             self._files = files.pop_all()
 
     def close(self) -> None:
         """Close the files."""
         self._files.close()
 
-    def _open(self, files: ExitStack) -> dict[str, Stored]:
+    def _open(self, files: ExitStack) -> dict[str, StoredTensor]:
         # If a folder has both, transformers takes the single file.
         if (self.folder / SINGLE).exists():
             return self._tensors_of(files, SINGLE)
@@ -96,7 +96,7 @@ class TensorFolder:
             f"`save_pretrained` wrote"
         )
 
-    def _sharded(self, files: ExitStack) -> dict[str, Stored]:
+    def _sharded(self, files: ExitStack) -> dict[str, StoredTensor]:
         path = self.folder / INDEX
         weight_map = read_json(path).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -111,7 +111,7 @@ class TensorFolder:
                 raise CheckpointError(
                     f"`{path}` must name files that are there, but {name:.200} is missing; fetch it again"
                 )
-        stored: dict[str, Stored] = {}
+        stored: dict[str, StoredTensor] = {}
         for name in sorted(set(weight_map.values())):
             tensors = self._tensors_of(files, name)
             claimed = {tensor for tensor, file in weight_map.items() if file == name}
@@ -123,11 +123,11 @@ class TensorFolder:
             stored |= tensors
         return stored
 
-    def _tensors_of(self, files: ExitStack, name: str) -> dict[str, Stored]:
+    def _tensors_of(self, files: ExitStack, name: str) -> dict[str, StoredTensor]:
         # In download caches, files are links.
         file = files.enter_context(TensorFile((self.folder / name).resolve()))
         return {
-            tensor: Stored(file, tensor, entry.dtype, entry.shape, entry.start)
+            tensor: StoredTensor(file, tensor, entry.dtype, entry.shape, entry.start)
             for tensor, entry in file.entries.items()
         }
 

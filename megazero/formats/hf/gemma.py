@@ -41,10 +41,6 @@ def _plain(config: Json, interval: object) -> JsonObject:
     return {**out, _ROOT: math.sqrt(size) if type(size) is int and size > 0 else 1.0}
 
 
-def _plain_gemma2(config: Json) -> JsonObject:
-    return {_SCORES: 50.0, _LOGITS: 30.0, **_plain(config, 2)}
-
-
 def _plain_gemma3(config: Json) -> JsonObject:
     """Flatten both rotations: version 5 nests one for each kind of layer, version 4 has two fields."""
     out = dict(config)
@@ -148,7 +144,7 @@ GEMMA2 = replace(
     fixed=(("attention_bias", False), (_BOTH_WAYS, False)),
     ours_fixed=_FIXED,
     limits=_LIMITS,
-    plain=_plain_gemma2,
+    plain=lambda config: {_SCORES: 50.0, _LOGITS: 30.0, **_plain(config, 2)},
     complete=with_listed(_without_root),
 )
 

@@ -41,11 +41,6 @@ def _plain(config: Json) -> JsonObject:
     return {"rope_theta": 150_000.0, **plain_rope(out)}
 
 
-def _complete(config: Json) -> JsonObject:
-    # Without `rope_scaling`, version 4 assumes YaRN.
-    return {"rope_scaling": {"rope_type": "default"}, **LLAMA.complete(config)}
-
-
 GPT_OSS = replace(
     LLAMA,
     name="GptOssForCausalLM",
@@ -102,5 +97,6 @@ GPT_OSS = replace(
         Limit(lambda m: m.activation_func_clamp_value is not None, "the values of gates must be bounded"),
     ),
     plain=_plain,
-    complete=with_listed(_complete),
+    # Without `rope_scaling`, version 4 assumes YaRN.
+    complete=with_listed(lambda config: {"rope_scaling": {"rope_type": "default"}, **LLAMA.complete(config)}),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megazero.checkpoint.naming import TensorRule, untied
-from megazero.config.tree.model import ModelConfig
 from megazero.formats.hf.architecture import (
     TIED,
     Architecture,
@@ -43,10 +42,6 @@ def _complete(config: Json) -> JsonObject:
     return out
 
 
-def _mixers_alone(model: ModelConfig) -> bool:
-    return set(model.layer_kinds or "") == {"M"}
-
-
 MAMBA2 = Architecture(
     name="Mamba2ForCausalLM",
     model_type="mamba2",
@@ -84,7 +79,10 @@ MAMBA2 = Architecture(
         ("hidden_dropout", 0.0),
         ("attention_dropout", 0.0),
     ),
-    limits=(*EXPANDED_LIMITS, Limit(_mixers_alone, "all layers must be Mamba-2")),
+    limits=(
+        *EXPANDED_LIMITS,
+        Limit(lambda m: set(m.layer_kinds or "") == {"M"}, "all layers must be Mamba-2"),
+    ),
     plain=_plain,
     complete=_complete,
 )

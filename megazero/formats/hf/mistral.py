@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megazero.formats.hf.architecture import DENSE_LIMITS, Json, JsonObject
+from megazero.formats.hf.architecture import DENSE_LIMITS
 from megazero.formats.hf.experts import (
     CHOSEN,
     EVERYWHERE,
@@ -35,11 +35,6 @@ from megazero.formats.hf.windows import ALIKE, WIDTH, WINDOW
 _BLOCK = f"{LAYER}.block_sparse_moe"
 
 
-def _plain(config: Json) -> JsonObject:
-    # A missing width means 4096 to transformers; no window is written as null.
-    return {WIDTH: 4096, **plain_rope(config)}
-
-
 MISTRAL = replace(
     LLAMA,
     name="MistralForCausalLM",
@@ -55,7 +50,8 @@ MISTRAL = replace(
     ),
     ours_fixed=(*LLAMA.ours_fixed, ("add_bias_linear", False), ("add_qkv_bias", False)),
     limits=(*DENSE_LIMITS, EVEN_HEADS, ALIKE),
-    plain=_plain,
+    # transformers takes a missing width for 4096; null is no window.
+    plain=lambda config: {WIDTH: 4096, **plain_rope(config)},
 )
 
 MIXTRAL = replace(

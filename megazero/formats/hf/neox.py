@@ -73,10 +73,6 @@ def rotated(config: Json, share: float) -> JsonObject:
     return {**plain_rope(out), SHARE: float((shares or [share])[0])}
 
 
-def _plain_neox(config: Json) -> JsonObject:
-    return rotated(config, 0.25)
-
-
 def _plain_falcon(config: Json) -> JsonObject:
     """Flatten the rope fields, and fill in the number of norms."""
     out = plain_rope(without_own_code(config))
@@ -147,7 +143,7 @@ GPT_NEOX = Architecture(
         EVEN_SHARE,
         Limit(lambda m: m.kv_heads == m.num_attention_heads, "there must be no groups of query heads"),
     ),
-    plain=_plain_neox,
+    plain=lambda config: rotated(config, 0.25),
     complete=_complete_neox,
 )
 

@@ -12,8 +12,6 @@ from megazero.formats.hf.architecture import (
     DENSE_LIMITS,
     PLAIN_HEADS,
     FieldPair,
-    Json,
-    JsonObject,
     Limit,
     without_own_code,
 )
@@ -27,11 +25,6 @@ from megazero.formats.hf.llama import (
 )
 from megazero.formats.hf.rope import plain_rope
 from megazero.formats.hf.windows import ALIKE, WINDOW
-
-
-def _plain(config: Json) -> JsonObject:
-    return plain_rope(without_own_code(config))
-
 
 PHI3 = replace(
     LLAMA,
@@ -77,5 +70,5 @@ PHI3 = replace(
             "rotary positions must not be scaled",
         ),
     ),
-    plain=_plain,
+    plain=lambda config: plain_rope(without_own_code(config)),
 )

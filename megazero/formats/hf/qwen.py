@@ -38,10 +38,6 @@ from megazero.formats.hf.windows import (
 _HEADS_NORMED = (("qk_layernorm", True), ("qk_layernorm_scope", "head"), ("add_qkv_bias", False))
 
 
-def _plain(config: Json) -> JsonObject:
-    return plain_layers(plain_rope(config), layers=32, first=28)
-
-
 def _plain_moe(config: Json) -> JsonObject:
     # Version 5 of transformers writes another name for the number of experts.
     old, new = "num_experts", "num_local_experts"
@@ -64,7 +60,7 @@ QWEN2 = replace(
     ),
     ours_fixed=(*LLAMA.ours_fixed, ("add_bias_linear", False), ("add_qkv_bias", True)),
     limits=(*DENSE_LIMITS, EVEN_HEADS, PLAIN_HEADS),
-    plain=_plain,
+    plain=lambda config: plain_layers(plain_rope(config), layers=32, first=28),
     complete=with_layers(LLAMA.complete),
 )
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.box import Box
-from megazero.checkpoint.naming import Link, Table, TensorRule, cut
+from megazero.checkpoint.naming import Table, TensorLink, TensorRule, cut
 from megazero.checkpoint.part import Key, Part, Source
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 from megazero.formats.hf.config_json import CONFIG, Description, differences
-from megazero.formats.hf.folder import FLOATS, Stored, TensorFolder, named
+from megazero.formats.hf.folder import FLOATS, StoredTensor, TensorFolder, named
 from megazero.spec.resolve import model_spec
 
 CHUNK = 1 << 18
@@ -145,7 +145,7 @@ class HFReader(Source):
     def _table(self, rules: Iterable[TensorRule]) -> Table:
         return Table.of(rules, model_spec(self.description.model), self.description.vocab_size)
 
-    def _named_as_today(self) -> tuple[dict[str, Stored], tuple[str, ...]]:
+    def _named_as_today(self) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
         """The stored tensors under their present names, without ignored ones, and remarks on these."""
         architecture = self.description.architecture
         present = dict(self._tensors.tensors)
@@ -172,7 +172,7 @@ class HFReader(Source):
         layers = tuple(further.values())
         return {n: t for n, t in present.items() if n not in buffers and not n.startswith(layers)}, remarks
 
-    def _match(self, present: dict[str, Stored]) -> dict[str, Stored]:
+    def _match(self, present: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         """The stored tensor of each name in the table; raises unless exactly these are `present`."""
         blank = self._table(self.description.architecture.blank).by_theirs
         present = self._parted(self._without_copies(present), blank)
@@ -192,7 +192,9 @@ class HFReader(Source):
             raise self._misfit("they " + "; ".join(wrong[:8]))
         return present
 
-    def _parted(self, present: dict[str, Stored], blank: Mapping[str, Link]) -> dict[str, Stored]:
+    def _parted(
+        self, present: dict[str, StoredTensor], blank: Mapping[str, TensorLink]
+    ) -> dict[str, StoredTensor]:
         """Cut fused tensors into those of the table and of `blank`."""
         model, architecture = self.description.model, self.description.architecture
         present, table = dict(present), {**blank, **self.table.by_theirs}
@@ -205,7 +207,7 @@ class HFReader(Source):
                     present[part] = stored.cut(below - table[part].their_shape[0], below)
         return present
 
-    def _without_copies(self, present: dict[str, Stored]) -> dict[str, Stored]:
+    def _without_copies(self, present: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Drop copies that the table lacks, after checking that they equal their originals.
 
         A file may have either of two tied tensors: the one that is missing is taken from the other.
@@ -226,7 +228,7 @@ class HFReader(Source):
                 present.pop(copy, None)
         return present
 
-    def _check_copy(self, copy: Stored, original: Stored, name: str) -> None:
+    def _check_copy(self, copy: StoredTensor, original: StoredTensor, name: str) -> None:
         """Check that a copy equals its `original`, whose present name is `name`."""
         same = (copy.shape, copy.dtype) == (original.shape, original.dtype)
         if same:
@@ -254,7 +256,7 @@ class HFReader(Source):
         )
 
 
-def _read(stored: Stored, link: Link, box: Box, target: Tensor) -> None:
+def _read(stored: StoredTensor, link: TensorLink, box: Box, target: Tensor) -> None:
     """Read our `box`, which is some consecutive rows of theirs, or a part of such rows."""
     rows, covered = link.rows_of(box)
     straight = link.is_straight and covered == box and target.is_contiguous()

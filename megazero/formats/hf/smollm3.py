@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megazero.config.tree.model import ModelConfig
 from megazero.formats.hf.architecture import PLAIN_HEADS, FieldPair, Json, JsonObject, layers_of
 from megazero.formats.hf.llama import LLAMA, with_defaults, without
 from megazero.formats.hf.rope import plain_rope
@@ -41,10 +40,6 @@ def _complete(config: Json) -> JsonObject:
     return {**out, _ROTATED: [1 - flag for flag in out[_ROTATED]]}
 
 
-def _unrotated(model: ModelConfig) -> tuple[int, ...]:
-    return model.unrotated or (0,) * model.num_layers
-
-
 SMOLLM3 = replace(
     LLAMA,
     name="SmolLM3ForCausalLM",
@@ -59,7 +54,9 @@ SMOLLM3 = replace(
             max_position_embeddings=32768,
             tie_word_embeddings=True,
         ),
-        FieldPair(_ROTATED, "no_rope_freq", None, tuple, resolved=_unrotated),
+        FieldPair(
+            _ROTATED, "no_rope_freq", None, tuple, resolved=lambda m: m.unrotated or (0,) * m.num_layers
+        ),
     ),
     limits=(*LLAMA.limits, PLAIN_HEADS),
     plain=_plain,

@@ -17,8 +17,6 @@ from megazero.formats.hf.architecture import (
     UNGROUPED,
     Architecture,
     FieldPair,
-    Json,
-    JsonObject,
     Limit,
     TensorLike,
     separate,
@@ -31,20 +29,12 @@ _TIED, _SCALED, _HEAD = "tie_word_embeddings", "scale_decoder_outputs", "lm_head
 _FIRST, _SECOND = ("2", slice(0, 1)), ("2", slice(1, 2))
 
 
-def _encodes(layer: LayerSpec) -> bool:
-    return layer.cross is None
-
-
 def _decodes(layer: LayerSpec) -> bool:
     return layer.cross is not None
 
 
 def _is_gated(spec: ModelSpec) -> bool:
     return any(isinstance(layer.mlp, MlpSpec) and layer.mlp.activation.gated for layer in spec.layers)
-
-
-def _is_plain(spec: ModelSpec) -> bool:
-    return not _is_gated(spec)
 
 
 def _layer(theirs: str, mlp: int, layer: Callable[[LayerSpec], bool]) -> tuple[TensorRule, ...]:
@@ -56,7 +46,9 @@ def _layer(theirs: str, mlp: int, layer: Callable[[LayerSpec], bool]) -> tuple[T
         *(replace(rule, layer=layer) for rule in separate(attention, "q", "k", "v")),
         TensorRule(f"{_OURS}.attention.out.weight", "h a", f"{attention}.o.weight", "h a", layer=layer),
         TensorRule(f"{_OURS}.mlp_norm.weight", "h", f"{theirs}.{mlp}.layer_norm.weight", "h", layer=layer),
-        TensorRule(up, "f h", f"{dense}.wi.weight", "f h", when=_is_plain, layer=layer),
+        TensorRule(
+            up, "f h", f"{dense}.wi.weight", "f h", when=lambda spec: not _is_gated(spec), layer=layer
+        ),
         TensorRule(up, "2 f h", f"{dense}.wi_0.weight", "(2 f) h", _FIRST, _is_gated, layer),
         TensorRule(up, "2 f h", f"{dense}.wi_1.weight", "(2 f) h", _SECOND, _is_gated, layer),
         TensorRule(f"{_OURS}.mlp.down.weight", "h f", f"{dense}.wo.weight", "h f", layer=layer),
@@ -81,10 +73,6 @@ def _biases(stack: str) -> TensorRule:
     return TensorRule(f"{stack}.relative_bias.weight", "b q", theirs, "b q")
 
 
-def _plain(config: Json) -> JsonObject:
-    return {**config, _TIED: config.get(_SCALED, config.get(_TIED, True))}
-
-
 def _seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfig:
     """Return the model.
 
@@ -100,10 +88,6 @@ def _seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfig:
     return model
 
 
-def _complete(config: Json) -> JsonObject:
-    return {**config, _SCALED: config[_TIED], "decoder_start_token_id": 0}
-
-
 T5_GENERATION = Architecture(
     name="T5ForConditionalGeneration",
     model_type="t5",
@@ -113,7 +97,7 @@ T5_GENERATION = Architecture(
         TensorRule("embedding.word.weight", "v h", "shared.weight", "v h"),
         _biases("encoder"),
         _biases("decoder"),
-        *_layer("encoder.block.{i}.layer", 1, _encodes),
+        *_layer("encoder.block.{i}.layer", 1, lambda layer: layer.cross is None),
         *_layer("decoder.block.{j}.layer", 2, _decodes),
         *_cross("decoder.block.{j}.layer.1"),
         TensorRule("encoder_norm.weight", "h", "encoder.final_layer_norm.weight", "h"),
@@ -163,7 +147,7 @@ T5_GENERATION = Architecture(
             "than half of that",
         ),
     ),
-    plain=_plain,
-    complete=_complete,
+    plain=lambda config: {**config, _TIED: config.get(_SCALED, config.get(_TIED, True))},
+    complete=lambda config: {**config, _SCALED: config[_TIED], "decoder_start_token_id": 0},
     seen=_seen,
 )

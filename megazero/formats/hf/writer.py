@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.disk import Disk, appear
-from megazero.checkpoint.naming import Link, Table, cut
+from megazero.checkpoint.naming import Table, TensorLink, cut
 from megazero.checkpoint.part import WEIGHT, Part, Source, misfits
 from megazero.checkpoint.tensor_file import Later, write_bytes, write_tensors
-from megazero.checkpoint.writer import deal
+from megazero.checkpoint.writer import SHARD_BYTES, deal
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 from megazero.formats.hf.architecture import GENERATING, Json
@@ -27,7 +27,6 @@ from megazero.formats.hf.config_json import CONFIG, NO_TOKENS, TokenIds, archite
 from megazero.formats.hf.folder import INDEX, SINGLE
 from megazero.spec.resolve import model_spec
 
-SHARD_BYTES = 5 << 30
 CHUNK = 1 << 18
 """Elements that are requested from a source at a time, if it must convert or transpose them."""
 
@@ -89,7 +88,7 @@ class HFTensor:
     """
 
     theirs: str
-    links: tuple[Link, ...]
+    links: tuple[TensorLink, ...]
     dtype: torch.dtype
 
     @property
@@ -105,7 +104,7 @@ class HFTensor:
 
     @classmethod
     def joined(
-        cls, links: Iterable[Link], fused: Mapping[str, str], dtype: torch.dtype
+        cls, links: Iterable[TensorLink], fused: Mapping[str, str], dtype: torch.dtype
     ) -> tuple[HFTensor, ...]:
         """The tensors to write for all links.
 
@@ -115,7 +114,7 @@ class HFTensor:
             dtype: the dtype of weights. Expert biases stay fp32, as in transformers: rounding would change
                 which experts are chosen.
         """
-        joined: dict[str, list[Link]] = defaultdict(list)
+        joined: dict[str, list[TensorLink]] = defaultdict(list)
         for link in links:
             joined[fused.get(link.theirs, link.theirs)].append(link)
         order = {part: place for place, part in enumerate(fused)}
@@ -207,7 +206,7 @@ def plan_shards(tensors: Sequence[HFTensor], max_shard_bytes: int) -> list[tuple
     return [(f"model-{n:05d}-of-{len(shards):05d}.safetensors", shard) for n, shard in enumerate(shards, 1)]
 
 
-def read_theirs(source: Source, link: Link, dtype: torch.dtype) -> Tensor:
+def read_theirs(source: Source, link: TensorLink, dtype: torch.dtype) -> Tensor:
     """Read a tensor of transformers: let the source fill it through a view with our dims.
 
     Raises:
@@ -251,7 +250,7 @@ class _Export:
 
         return Later(tensor.dtype, tensor.their_shape, make)
 
-    def _rows(self, link: Link, dtype: torch.dtype) -> Tensor:
+    def _rows(self, link: TensorLink, dtype: torch.dtype) -> Tensor:
         if link.key not in self.source.shapes:  # one of `Architecture.blank`
             return torch.zeros(link.their_shape, dtype=dtype)
         return read_theirs(self.source, link, dtype)

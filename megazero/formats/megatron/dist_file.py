@@ -31,7 +31,7 @@ _OBJECTS = "__0_objects.distcp"
 _MOST_DIMS = 16
 
 
-class _Record:
+class _StandIn:
     """Stands for an object of torch's; keeps the arguments and fields that a pickle gives it."""
 
     def __init__(self, *values: Any, **fields: Any):
@@ -45,79 +45,79 @@ class _Record:
         self.__dict__.update(state if isinstance(state, dict) else {"values": state})
 
 
-class _TensorRecord(_Record):
+class _TensorMetadata(_StandIn):
     properties: Any
     size: Any
     chunks: Any
 
 
-class _BytesRecord(_Record): ...
+class _BytesMetadata(_StandIn): ...
 
 
-class _Extent(_Record): ...
+class _ChunkMetadata(_StandIn): ...
 
 
-class _Stored(_Record): ...
+class _StorageInfo(_StandIn): ...
 
 
-class _Metadata(_Record): ...
+class _Metadata(_StandIn): ...
 
 
-class _Properties(_Record):
+class _Properties(_StandIn):
     """The dtype, layout, requires_grad, memory format and pinning, as a tuple."""
 
     def __getstate__(self) -> Any:
         return self.values
 
 
-class _MemoryFormat(_Record):
+class _MemoryFormat(_StandIn):
     def __reduce__(self) -> Any:
         return _MemoryFormat, self.values
 
 
-class _Place(_Record):
+class _MetadataIndex(_StandIn):
     """The name of a tensor and the offset of a box of it."""
 
     def __hash__(self) -> int:
         return hash(self._key())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Place) and self._key() == other._key()
+        return isinstance(other, _MetadataIndex) and self._key() == other._key()
 
     def _key(self) -> tuple[Any, ...]:
         fields = self.__dict__
         return fields["fqn"], None if fields.get("offset") is None else tuple(fields["offset"])
 
 
-def _layout(name: object) -> _Record:
-    return _Record(name)
+def _layout(name: object) -> _StandIn:
+    return _StandIn(name)
 
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _NAMES: tuple[tuple[str, str, Any], ...] = (
     (_MODULE, "Metadata", _Metadata),
-    (_MODULE, "TensorStorageMetadata", _TensorRecord),
-    (_MODULE, "BytesStorageMetadata", _BytesRecord),
-    (_MODULE, "ChunkStorageMetadata", _Extent),
-    (_MODULE, "MetadataIndex", _Place),
+    (_MODULE, "TensorStorageMetadata", _TensorMetadata),
+    (_MODULE, "BytesStorageMetadata", _BytesMetadata),
+    (_MODULE, "ChunkStorageMetadata", _ChunkMetadata),
+    (_MODULE, "MetadataIndex", _MetadataIndex),
     (_MODULE, "TensorProperties", _Properties),
     (_MODULE, "_MEM_FORMAT_ENCODING", _MemoryFormat),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo", _Stored),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo", _StorageInfo),
     # Not written here, but found in files of other versions of torch and of Megatron.
-    (_MODULE, "StorageMeta", _Record),
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata", _Record),
+    (_MODULE, "StorageMeta", _StandIn),
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata", _StandIn),
     (_MODULE, "MEM_FORMAT_ENCODING", _MemoryFormat),
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties", _Properties),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING", _MemoryFormat),
     ("torch.serialization", "_get_layout", _layout),
     ("torch", "Size", torch.Size),
-    ("pathlib", "PosixPath", _Record),
-    ("pathlib._local", "PosixPath", _Record),
+    ("pathlib", "PosixPath", _StandIn),
+    ("pathlib._local", "PosixPath", _StandIn),
     ("collections", "OrderedDict", dict),
 )
 
 
-class _Reading(pickle.Unpickler):
+class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         for known_module, known, stand_in in _NAMES:
             if (module, name) == (known_module, known):
@@ -128,7 +128,7 @@ class _Reading(pickle.Unpickler):
         raise CheckpointError(f"names {module}.{name}, which was not called")
 
 
-class _Writing(pickle._Pickler):  # the one in Python, which lets a class be called by another name
+class _Pickler(pickle._Pickler):  # the one in Python, which lets a class be called by another name
     def save_global(self, obj: Any, name: str | None = None) -> None:
         named = next((entry for entry in _NAMES if entry[2] is obj), None)
         if named is None or obj is torch.Size:
@@ -168,7 +168,7 @@ def read_metadata(folder: Path) -> Mapping[str, SavedArray]:
     path = folder / METADATA
     try:
         with open_regular(path) as file:
-            metadata = _Reading(file).load()
+            metadata = _Unpickler(file).load()
         places = metadata.storage_data.items()
         stored = {place._key(): value for place, value in places}
         arrays = {
@@ -178,7 +178,7 @@ def read_metadata(folder: Path) -> Mapping[str, SavedArray]:
                 tuple(_box(chunk, stored[name, tuple(chunk.offsets)]) for chunk in record.chunks),
             )
             for name, record in metadata.state_dict_metadata.items()
-            if isinstance(record, _TensorRecord)
+            if isinstance(record, _TensorMetadata)
         }
         with os.scandir(folder) as entries:
             sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
@@ -276,7 +276,7 @@ def write_arrays(
         OSError: the disk is full, fails, or may not be written to.
     """
     tensors: dict[str, Any] = {}
-    stored: dict[_Place, _Stored] = {}
+    stored: dict[_MetadataIndex, _StorageInfo] = {}
     sizes: dict[str, int] = {}
     runs = deal(parts, lambda part: part.box.numel * part.later.dtype.itemsize, file_bytes)
     for number, run in enumerate(runs):
@@ -288,11 +288,15 @@ def write_arrays(
                 file.write(buffer.getbuffer())
                 for called in part.names:
                     record = tensors.setdefault(called, _record(part))
-                    place = _Place(fqn=called, offset=torch.Size(part.box.offset), index=len(record.chunks))
-                    extent = _Extent(offsets=torch.Size(part.box.offset), sizes=torch.Size(part.box.shape))
+                    place = _MetadataIndex(
+                        fqn=called, offset=torch.Size(part.box.offset), index=len(record.chunks)
+                    )
+                    extent = _ChunkMetadata(
+                        offsets=torch.Size(part.box.offset), sizes=torch.Size(part.box.shape)
+                    )
                     record.chunks.append(extent)
                     length = buffer.getbuffer().nbytes
-                    stored[place] = _Stored(relative_path=name, offset=at, length=length)
+                    stored[place] = _StorageInfo(relative_path=name, offset=at, length=length)
                 at += buffer.getbuffer().nbytes
             file.sync()
         sizes[name] = at
@@ -303,11 +307,11 @@ def write_arrays(
         file.sync()
     length = sizes[_OBJECTS] = buffer.getbuffer().nbytes
     for called in objects:
-        tensors[called] = _BytesRecord()
-        place = _Place(fqn=called, offset=None, index=None)
-        stored[place] = _Stored(relative_path=_OBJECTS, offset=0, length=length)
+        tensors[called] = _BytesMetadata()
+        place = _MetadataIndex(fqn=called, offset=None, index=None)
+        stored[place] = _StorageInfo(relative_path=_OBJECTS, offset=0, length=length)
     buffer = io.BytesIO()
-    _Writing(buffer, protocol=4).dump(
+    _Pickler(buffer, protocol=4).dump(
         _Metadata(state_dict_metadata=tensors, planner_data=None, storage_data=stored, storage_meta=None)
     )
     with disk.create(folder / METADATA) as file:
@@ -316,6 +320,6 @@ def write_arrays(
     return sizes
 
 
-def _record(part: ArrayPart) -> _TensorRecord:
+def _record(part: ArrayPart) -> _TensorMetadata:
     facts = (part.later.dtype, torch.strided, False, _MemoryFormat(0), False)
-    return _TensorRecord(properties=_Properties(*facts), size=torch.Size(part.shape), chunks=[])
+    return _TensorMetadata(properties=_Properties(*facts), size=torch.Size(part.shape), chunks=[])

@@ -27,7 +27,7 @@ from megazero.checkpoint.part import WEIGHT
 from megazero.errors import CheckpointError
 from megazero.formats.megatron.dialects import core_name
 from megazero.formats.megatron.dist_file import SavedArray, read_array, read_metadata
-from megazero.formats.megatron.folder import Files
+from megazero.formats.megatron.folder import MegatronFiles
 from megazero.formats.megatron.inventory import IN_USE, Inventory, SavedTensor, TensorRecord
 from megazero.formats.megatron.settings import with_grouped_mlp
 from megazero.formats.megatron.stages import Header, Opened, read_header
@@ -43,7 +43,7 @@ _HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias))_([wv])")
 
 
 @dataclass(frozen=True)
-class _Slot:
+class _StackedTensor:
     """Where one tensor is in the saved ones.
 
     Attributes:
@@ -88,12 +88,12 @@ class DistStages(Opened):
         DamagedCheckpointError: a file cannot be read.
     """
 
-    def __init__(self, files: Files, inert: Iterable[str] = ()):
+    def __init__(self, files: MegatronFiles, inert: Iterable[str] = ()):
         self.files = files
         _check_form(files.folder)
         self.headers: dict[Path, Header] = {files.ranks[0]: read_header(files.ranks[0], inert)}
         arrays = read_metadata(files.folder)
-        self._slots: dict[str, _Slot] = {}
+        self._slots: dict[str, _StackedTensor] = {}
         arguments = self.headers[files.ranks[0]].arguments or {}
         # `GroupedMLP` has transposed weights in memory. It saved weights as others do, but flattened
         # optimizer state in its own order, which is therefore passed over and then reported as missing.
@@ -130,12 +130,12 @@ class DistStages(Opened):
         }
 
 
-def _whole(folder: Path, slot: _Slot) -> Tensor:
+def _whole(folder: Path, slot: _StackedTensor) -> Tensor:
     halves = [_read(folder, slot, array) for _, array in sorted(slot.arrays.items())]
     return torch.cat(halves) if len(halves) > 1 else halves[0]
 
 
-def _read(folder: Path, slot: _Slot, array: SavedArray) -> Tensor:
+def _read(folder: Path, slot: _StackedTensor, array: SavedArray) -> Tensor:
     depth, shape = len(slot.at), slot.shape
     own = array.shape[depth:]
     tensor = read_array(folder, array, Box((*slot.at, *[0] * len(own)), (*[1] * depth, *own))).view(own)
@@ -150,12 +150,12 @@ def _read(folder: Path, slot: _Slot, array: SavedArray) -> Tensor:
     return parts.permute(order).reshape(shape)
 
 
-def _separate(name: str, array: SavedArray, model: tuple[int, ...]) -> Iterator[tuple[str, _Slot]]:
+def _separate(name: str, array: SavedArray, model: tuple[int, ...]) -> Iterator[tuple[str, _StackedTensor]]:
     """The tensors that a saved one stacks; `model` is the shape of the weight whose state it is."""
     layers, experts = _STACKED_LAYERS.fullmatch(name), _STACKED_EXPERTS.fullmatch(name)
     depth = (layers is not None) + (experts is not None)
     if len(model) < depth or 0 in model:  # ill-formed or empty: nothing is stacked
-        yield name, _Slot({"": array}, (), (), array.shape)
+        yield name, _StackedTensor({"": array}, (), (), array.shape)
         return
     for at in product(*map(range, model[:depth])):
         own, half = name, ""
@@ -167,7 +167,7 @@ def _separate(name: str, array: SavedArray, model: tuple[int, ...]) -> Iterator[
         # With `singleton_local_shards`, gate (w) and value (v) of a gated MLP are saved as two tensors.
         if halves := _HALF.fullmatch(own):
             own, half = halves[1], "01"["wv".index(halves[2])]
-        yield own, _Slot({half: array}, at, model[:depth], model[depth:])
+        yield own, _StackedTensor({half: array}, at, model[:depth], model[depth:])
 
 
 def _check_form(folder: Path) -> None:

@@ -20,7 +20,7 @@ from megazero.checkpoint.box import Box
 from megazero.checkpoint.described import check_saved_model
 from megazero.checkpoint.disk import Disk, appear
 from megazero.checkpoint.manifest import STATE, Facts
-from megazero.checkpoint.naming import Link
+from megazero.checkpoint.naming import TensorLink
 from megazero.checkpoint.part import WEIGHT, Key, Part
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.tensor_file import Later, narrowed
@@ -33,7 +33,7 @@ from megazero.formats.megatron.dist_file import ArrayPart, write_arrays
 from megazero.formats.megatron.hybrid import with_both
 from megazero.formats.megatron.latent import with_latent
 from megazero.formats.megatron.masked import with_masked_head
-from megazero.formats.megatron.names import Sliced, links_of, rules
+from megazero.formats.megatron.names import ShardedRule, links_of, rules
 from megazero.formats.megatron.rank_optimizer import MOMENTS
 from megazero.spec.model import ModelSpec
 from megazero.spec.resolve import model_spec
@@ -60,7 +60,7 @@ class ExportOptions:
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedCheckpoint:
     """The folder that was written, and the numbers of tensors and bytes in it."""
 
     folder: Path
@@ -70,7 +70,7 @@ class Exported:
 
 def export_megatron(
     reader: CheckpointReader, directory: str | Path, options: ExportOptions, disk: Disk | None = None
-) -> Exported:
+) -> ExportedCheckpoint:
     """Write a checkpoint for Megatron-LM, one tensor in memory at a time. After a failure nothing is left.
 
     Args:
@@ -116,7 +116,9 @@ def export_megatron(
         disk.sync_folder(directory)
     except OSError as error:
         raise CheckpointError(f"`{directory}` must be written, but cannot be: {error}") from error
-    return Exported(folder, len({name for part in parts for name in part.names}), sum(sizes.values()))
+    return ExportedCheckpoint(
+        folder, len({name for part in parts for name in part.names}), sum(sizes.values())
+    )
 
 
 def _write_common(disk: Disk, folder: Path, common: Facts) -> None:
@@ -180,7 +182,7 @@ def _states(spec: ModelSpec, size: int) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Target:
     """A tensor's place in the export: its names, and the index in and sizes of the stacked dims."""
 
     names: tuple[str, ...]
@@ -188,7 +190,7 @@ class _Place:
     stacked: tuple[int, ...] = ()
 
 
-def _place(name: str, spec: ModelSpec) -> _Place:
+def _place(name: str, spec: ModelSpec) -> _Target:
     number = layer_of(name)
     further = _FURTHER.match(name)
     at: tuple[int, ...] = ()
@@ -213,7 +215,7 @@ def _place(name: str, spec: ModelSpec) -> _Place:
             others = (name.replace("decoder.final_layernorm.", "decoder.final_norm."),)
     if with_masked_head(spec):
         others = tuple(re.sub(r"^decoder\.", "encoder.", called) for called in others)
-    return _Place(others, at, stacked)
+    return _Target(others, at, stacked)
 
 
 def _rest(name: str) -> str:
@@ -236,10 +238,10 @@ def _called(plain: str, experts: int, *, latent: bool) -> Iterator[str]:
 
 def _part(
     reader: CheckpointReader,
-    place: _Place,
-    link: Link,
+    place: _Target,
+    link: TensorLink,
     key: Key,
-    sliced: Sliced,
+    sliced: ShardedRule,
     rows: int,
     dtype: torch.dtype,
     prefixes: tuple[str, ...],
@@ -253,7 +255,7 @@ def _part(
 
 
 def _theirs(
-    reader: CheckpointReader, link: Link, key: Key, shape: tuple[int, ...], dtype: torch.dtype
+    reader: CheckpointReader, link: TensorLink, key: Key, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
     """Read a tensor of Megatron's, with zeros in the padding of the vocabulary."""
     theirs = torch.zeros(shape)

@@ -28,7 +28,7 @@ _RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
 _TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
 
 
-class Form(Enum):
+class CheckpointForm(Enum):
     """The form of a checkpoint; see the module."""
 
     MEGATRON = "Megatron-LM"
@@ -39,7 +39,7 @@ class Form(Enum):
 
 
 @dataclass(frozen=True)
-class Files:
+class MegatronFiles:
     """The files of one checkpoint.
 
     Attributes:
@@ -52,13 +52,13 @@ class Files:
     """
 
     folder: Path
-    form: Form
+    form: CheckpointForm
     stages: tuple[tuple[Path, ...], ...]
     ranks: tuple[Path, ...]
     experts: Mapping[Path, tuple[Path, ...]] = field(default_factory=dict)
 
     @property
-    def by_experts(self) -> Files:
+    def by_experts(self) -> MegatronFiles:
         """The same files of one pipeline stage, with the second number in names read as the expert rank."""
         first, *others = self.stages
         further = {path: tuple(stage[rank] for stage in others) for rank, path in enumerate(first)}
@@ -70,7 +70,7 @@ class Files:
         return len(self.stages[0])
 
 
-def find_files(source: Path) -> Files:
+def find_files(source: Path) -> MegatronFiles:
     """Find the files of the checkpoint in a folder, or of the newest one in a run's folder.
 
     Raises:
@@ -84,7 +84,7 @@ def find_files(source: Path) -> Files:
     _refuse_other_forms(folder, names)
     if ".metadata" in names and not any(map(_RANK_FOLDER.fullmatch, names)):
         common = folder / "common.pt"
-        return Files(folder, Form.DISTRIBUTED, ((common,),), (common,))
+        return MegatronFiles(folder, CheckpointForm.DISTRIBUTED, ((common,),), (common,))
     if (folder / UNIVERSAL).is_dir():
         files = _rank_files(folder, names)
         if not files:
@@ -92,14 +92,14 @@ def find_files(source: Path) -> Files:
                 f"`{folder}` must hold mp_rank_*_model_states.pt beside `{UNIVERSAL}`, but does not; copy "
                 f"all files"
             )
-        return Files(folder, Form.UNIVERSAL, (files[:1],), files)
+        return MegatronFiles(folder, CheckpointForm.UNIVERSAL, (files[:1],), files)
     layers = {n: match for n in names if (match := _LAYER_FILE.fullmatch(n))}
     if layers:
         places = {(int(m[2] or 0), int(m[1])): folder / n for n, m in layers.items()}
-        return Files(folder, Form.LAYERS, _grid(folder, places), _rank_files(folder, names))
+        return MegatronFiles(folder, CheckpointForm.LAYERS, _grid(folder, places), _rank_files(folder, names))
     files = _rank_files(folder, names)
     if files:
-        return Files(folder, Form.DEEPSPEED, (files,), files)
+        return MegatronFiles(folder, CheckpointForm.DEEPSPEED, (files,), files)
     listed = list(_megatron_ranks(folder, names))
     ranks = dict(listed)
     if len(ranks) < len(listed):
@@ -115,7 +115,9 @@ def find_files(source: Path) -> Files:
                 f"but lacks it; copy all"
             )
         experts[ranks[tp, pp, 0]] += (ranks[tp, pp, ep],)
-    return Files(folder, Form.MEGATRON, stages, tuple(ranks[rank] for rank in sorted(ranks)), experts)
+    return MegatronFiles(
+        folder, CheckpointForm.MEGATRON, stages, tuple(ranks[rank] for rank in sorted(ranks)), experts
+    )
 
 
 def _checkpoint_folder(source: Path) -> Path:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.naming import Link
+from megazero.checkpoint.naming import TensorLink
 from megazero.errors import CheckpointError
+from megazero.formats.hf.folder import named
 from megazero.formats.megatron.dialects import (
     BLOCK,
     HEAD,
@@ -22,8 +23,8 @@ from megazero.formats.megatron.dialects import (
     layer_of,
     moved,
 )
-from megazero.formats.megatron.names import Sliced, held_whole
-from megazero.formats.megatron.stages import Opened, Stages
+from megazero.formats.megatron.names import ShardedRule, held_whole
+from megazero.formats.megatron.stages import Opened, RankStages
 from megazero.formats.megatron.weights import Weights
 
 IN_USE = "in use"
@@ -60,7 +61,7 @@ Inventory = Mapping[str, TensorRecord]
 """Core's name, with the layer's number in the whole model -> the record of the tensor."""
 
 
-def take_inventories(stages: Stages) -> Mapping[str, Inventory]:
+def take_inventories(stages: RankStages) -> Mapping[str, Inventory]:
     """Open each file once and list its tensors, by kind.
 
     Raises:
@@ -89,7 +90,7 @@ def take_inventories(stages: Stages) -> Mapping[str, Inventory]:
 
 
 def _whole(
-    stages: Stages,
+    stages: RankStages,
     chunks: Mapping[tuple[int, int], Mapping[str, TensorRecord]],
     firsts: Mapping[tuple[int, int], int],
     two_stacks: bool,
@@ -98,15 +99,15 @@ def _whole(
     whole: dict[str, TensorRecord] = {}
     twice: list[str] = []
     for place in sorted(chunks):
-        named = ((core_name(name, two_stacks), record) for name, record in chunks[place].items())
-        own = {moved(name, firsts[place]): record for name, record in named if name is not None}
+        cored = ((core_name(name, two_stacks), record) for name, record in chunks[place].items())
+        own = {moved(name, firsts[place]): record for name, record in cored if name is not None}
         if WORD in own and WORD in whole and any(name.startswith(BLOCK) for name in own):
             own[WORD_COPY] = own.pop(WORD)  # the last stage's copy, for multi-token prediction
         twice += [name for name in own if name in whole]
         whole |= own
     if twice:
         raise CheckpointError(
-            f"`{stages.files.folder}` must hold each tensor once, but has {_some(twice)} twice"
+            f"`{stages.files.folder}` must hold each tensor once, but has {named(twice)} twice"
         )
     return whole
 
@@ -116,7 +117,7 @@ def _of_chunk(stage: int, chunk: str, ranks: Sequence[Weights]) -> Iterator[tupl
         if uneven := weights.keys() ^ ranks[0].keys():
             raise CheckpointError(
                 f"tensor-parallel ranks 0 and {rank} of stage {stage} must hold the same tensors, "
-                f"but only one holds {_some(uneven)}; copy all files of one checkpoint"
+                f"but only one holds {named(uneven)}; copy all files of one checkpoint"
             )
     for name in ranks[0]:
         core = core_name(name)
@@ -136,7 +137,7 @@ def _difference(copies: Sequence[Tensor]) -> float:
 
 def check(
     inventory: Inventory,
-    links: Mapping[str, tuple[Sliced, Link]],
+    links: Mapping[str, tuple[ShardedRule, TensorLink]],
     stages: Opened,
     *,
     average_replicas: bool,
@@ -152,12 +153,12 @@ def check(
     if unknown:
         kind = foreign_kind(unknown)
         raise CheckpointError(
-            f"`{stages.files.folder}` must hold a model that megazero supports, but holds {_some(unknown)}"
+            f"`{stages.files.folder}` must hold a model that megazero supports, but holds {named(unknown)}"
             + (f", of a model with {kind}" if kind else "")
         )
     wrong = []
     if missing := links.keys() - inventory.keys():
-        wrong.append(f"lacks {_some(missing)}")
+        wrong.append(f"lacks {named(missing)}")
     for name, (sliced, link) in links.items():
         if name in inventory:
             wrong += _misfits(name, inventory[name], sliced, link, average_replicas)
@@ -175,7 +176,7 @@ def check(
 
 
 def _misfits(
-    name: str, record: TensorRecord, sliced: Sliced, link: Link, average_replicas: bool
+    name: str, record: TensorRecord, sliced: ShardedRule, link: TensorLink, average_replicas: bool
 ) -> Iterator[str]:
     ranks = len(record.shapes)
     expected = sliced.shape(link, ranks)
@@ -204,9 +205,3 @@ def _same(word: TensorRecord, copy: TensorRecord, stages: Opened) -> bool:
     # Cloned, because opening the copy's stage closes this one.
     first = [tensor.clone() for tensor in word.saved.tensors(stages)]
     return all(map(torch.equal, first, copy.saved.tensors(stages)))
-
-
-def _some(names: Iterable[str]) -> str:
-    names = sorted(names)
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more

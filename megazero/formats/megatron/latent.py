@@ -40,13 +40,16 @@ def _small_queries(layer: LayerSpec) -> bool:
     return isinstance(part, LatentAttentionSpec) and part.query_rank is not None
 
 
-def _plain_queries(layer: LayerSpec) -> bool:
-    return with_latent(layer) and not _small_queries(layer)
-
-
 def latent_rows() -> Iterator[Row]:
     """The matrices of latent attention, with names within a layer's attention."""
-    yield "query", "q d r", "linear_q_proj", "(q d) r", "q", _plain_queries
+    yield (
+        "query",
+        "q d r",
+        "linear_q_proj",
+        "(q d) r",
+        "q",
+        lambda layer: with_latent(layer) and not _small_queries(layer),
+    )
     yield "query_down", "r h", "linear_q_down_proj", "r h", None, _small_queries
     yield "query", "q d r", "linear_q_up_proj", "(q d) r", "q", _small_queries
     yield "latent_down", "z h", "linear_kv_down_proj", "z h", None, with_latent

@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.naming import (
-    Link,
     Table,
+    TensorLink,
     TensorRule,
     always,
     biased,
@@ -44,7 +44,7 @@ _IN_LAYER = re.compile(rf"^(?:{LAYER}|{re.escape(BLOCK)}\d+\.)")
 
 
 @dataclass(frozen=True)
-class Sliced:
+class ShardedRule:
     """A rule, and the way in which tensor-parallel ranks split the tensor.
 
     Attributes:
@@ -60,7 +60,7 @@ class Sliced:
     kind: str = WEIGHT
     either: str | None = None
 
-    def boxes(self, link: Link, ranks: int, rows: int) -> Iterator[Box]:
+    def boxes(self, link: TensorLink, ranks: int, rows: int) -> Iterator[Box]:
         """The box of our tensor that each rank has; `rows` is the number of rows in a rank's tensor."""
         if self.letter is None:
             yield from [link.box] * ranks
@@ -74,12 +74,12 @@ class Sliced:
             shape = tuple(stop - start if d == dim else n for d, n in enumerate(link.box.shape))
             yield Box(offset, shape)
 
-    def fitted(self, link: Link, shapes: tuple[tuple[int, ...], ...]) -> Sliced:
+    def fitted(self, link: TensorLink, shapes: tuple[tuple[int, ...], ...]) -> ShardedRule:
         """Choose between `letter` and `either` by the shapes on the ranks."""
         split = self.either is not None and len(shapes) > 1 and shapes[0] != link.their_shape
         return replace(self, letter=self.either) if split else self
 
-    def shape(self, link: Link, ranks: int) -> tuple[int, ...] | None:
+    def shape(self, link: TensorLink, ranks: int) -> tuple[int, ...] | None:
         """The shape of one rank's tensor (whole for a vocabulary); None if the dim does not divide."""
         if self.letter is None or self.letter == "v":
             return link.their_shape
@@ -98,21 +98,9 @@ def _with_layer_norm(spec: ModelSpec) -> bool:
     return spec.norm.by_mean
 
 
-def _with_normed_words(spec: ModelSpec) -> bool:
-    return spec.embedding.norm is not None
-
-
-def _with_positions(spec: ModelSpec) -> bool:
-    return spec.embedding.positions > 0
-
-
 def _gated(layer: LayerSpec) -> bool:
     mlp = layer.mlp.expert if isinstance(layer.mlp, MoeSpec) else layer.mlp
     return mlp is not None and mlp.activation.gated
-
-
-def _plain(layer: LayerSpec) -> bool:
-    return not _gated(layer)
 
 
 def _with_offset(layer: LayerSpec) -> bool:
@@ -124,23 +112,11 @@ def _with_norm(name: str) -> Present:
     return lambda layer: getattr(layer.attention, name, None) is not None
 
 
-def _common(layer: LayerSpec) -> bool:
-    return isinstance(layer.attention, AttentionSpec)
-
-
-def _with_shared_gate(layer: LayerSpec) -> bool:
-    return isinstance(layer.mlp, MoeSpec) and layer.mlp.shared_gate
-
-
-def _balanced_by_bias(spec: ModelSpec) -> bool:
-    return spec.router is not None and spec.router.expert_bias
-
-
 def _both(first: Present, second: Present) -> Present:
     return lambda layer: first(layer) and second(layer)
 
 
-def _mlp_rows() -> Iterator[Sliced]:
+def _mlp_rows() -> Iterator[ShardedRule]:
     """The tensors of dense MLPs, of experts, of shared experts, and of routers."""
     core = "decoder.layers.{i}.mlp"
     kinds = (
@@ -152,65 +128,73 @@ def _mlp_rows() -> Iterator[Sliced]:
         merged = f"({expert}2 {letter})", f"({expert}{letter})"
         tables = (
             ("up", f"{expert}2 {letter} h", "linear_fc1", f"{merged[0]} h", _gated),
-            ("up", f"{expert}{letter} h", "linear_fc1", f"{merged[1]} h", _plain),
+            ("up", f"{expert}{letter} h", "linear_fc1", f"{merged[1]} h", lambda layer: not _gated(layer)),
             ("down", f"{expert}h {letter}", "linear_fc2", f"({expert}h) {letter}", always),
         )
         for which, dims, called, their_dims, form in tables:
             present = _both(layer, form)
             name = f"layers.{{i}}.{ours}.{which}", f"{theirs}.{called}"
             rule = TensorRule(f"{name[0]}.weight", dims, f"{name[1]}.weight", their_dims, layer=present)
-            yield Sliced(rule, letter)
+            yield ShardedRule(rule, letter)
             rows = dims.rpartition(" ")[0], their_dims.rpartition(" ")[0]
             rule = TensorRule(f"{name[0]}.bias", rows[0], f"{name[1]}.bias", rows[1], None, biased, present)
-            yield Sliced(rule, letter if which == "up" else None)
+            yield ShardedRule(rule, letter if which == "up" else None)
     router = f"{core}.router"
-    yield Sliced(
+    yield ShardedRule(
         TensorRule("layers.{i}.mlp.router.weight", "x h", f"{router}.weight", "x h", layer=with_experts)
     )
-    yield Sliced(
+    yield ShardedRule(
         TensorRule(
             "layers.{i}.mlp.router.bias",
             "x",
             f"{router}.expert_bias",
             "x",
             None,
-            _balanced_by_bias,
+            lambda spec: spec.router is not None and spec.router.expert_bias,
             with_experts,
         ),
         kind=ROUTER,
     )
     gate = "layers.{i}.mlp.shared_gate.weight", f"{core}.shared_experts.gate_weight"
-    yield Sliced(TensorRule(gate[0], "1 h", gate[1], "1 h", layer=_with_shared_gate))
+    yield ShardedRule(
+        TensorRule(
+            gate[0],
+            "1 h",
+            gate[1],
+            "1 h",
+            layer=lambda layer: isinstance(layer.mlp, MoeSpec) and layer.mlp.shared_gate,
+        )
+    )
 
 
-def _latent_rows() -> Iterator[Sliced]:
+def _latent_rows() -> Iterator[ShardedRule]:
     ours, theirs = "layers.{i}.attention", "decoder.layers.{i}.self_attention"
     for name, dims, called, their_dims, letter, layer in latent_rows():
         rule = TensorRule(f"{ours}.{name}.weight", dims, f"{theirs}.{called}.weight", their_dims, layer=layer)
         # Ranks have the whole projections down with Transformer Engine, but split them in Core's own layers.
-        yield Sliced(rule, letter, either=None if letter else dims[0])
+        yield ShardedRule(rule, letter, either=None if letter else dims[0])
     for name, called, dim in latent_norms():
         yield from _norm(f"{ours}.{name}", f"{theirs}.{called}", dim=dim, layer=_with_norm(name))
 
 
-def _hybrid_rows() -> Iterator[Sliced]:
+def _hybrid_rows() -> Iterator[ShardedRule]:
     """The tensors of hybrids: mixers, and the only norm of layers that are just a mixer or just an MLP."""
     for theirs, letters in (("pre_mlp_layernorm", "-E"), ("norm", "M")):
         for sliced in _norm("layers.{i}.input_norm", f"decoder.layers.{{i}}.{theirs}"):
             yield replace(sliced, rule=replace(sliced.rule, layer=alone_in(letters)))
     for rule, letter in mixer_rules("decoder.layers.{i}.mixer"):
-        yield Sliced(rule, letter)
+        yield ShardedRule(rule, letter)
 
 
-def _further() -> Iterator[Sliced]:
+def _further() -> Iterator[ShardedRule]:
     """The tensors of blocks for multi-token prediction, besides those of their layers."""
     ours, theirs = "layers.{i}", "decoder.layers.{i}"
     for name, dims, called, their_dims, letter in further_rows():
-        yield Sliced(TensorRule(f"{ours}.{name}", dims, f"{theirs}.{called}", their_dims), letter)
+        yield ShardedRule(TensorRule(f"{ours}.{name}", dims, f"{theirs}.{called}", their_dims), letter)
     for name, called in further_norms():
         for kind, when in (("weight", always), ("bias", _with_layer_norm)):
             rule = TensorRule(f"{ours}.{name}.{kind}", "h", f"{theirs}.{called}.{kind}", "h", when=when)
-            yield Sliced(rule)
+            yield ShardedRule(rule)
 
 
 def _row(
@@ -221,8 +205,8 @@ def _row(
     letter: str | None = None,
     when: Callable[[ModelSpec], bool] = always,
     layer: Present = always,
-) -> Sliced:
-    return Sliced(TensorRule(ours, dims, theirs, their_dims or dims, None, when, layer), letter)
+) -> ShardedRule:
+    return ShardedRule(TensorRule(ours, dims, theirs, their_dims or dims, None, when, layer), letter)
 
 
 def _norm(
@@ -232,7 +216,7 @@ def _norm(
     *,
     dim: str = "h",
     layer: Present = always,
-) -> tuple[Sliced, Sliced]:
+) -> tuple[ShardedRule, ShardedRule]:
     def with_bias(spec: ModelSpec) -> bool:
         return when(spec) and _with_layer_norm(spec)
 
@@ -242,7 +226,7 @@ def _norm(
     )
 
 
-def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
+def rules(checkpoint_version: float) -> tuple[ShardedRule, ...]:
     """The table for a checkpoint version: Megatron has changed the order of fused q, k and v twice."""
     # 0: all queries, then all keys, then all values. 1: q, k, v of each channel. 2 and later: queries, key
     # and value of each head, or group of heads, which ranks can split without reordering.
@@ -253,9 +237,12 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
     softmax = f"{attention}.core_attention"
     plain = (
         _row("embedding.word.weight", "v h", WORD, "v h", "v"),
-        *_norm("embedding.norm", "embedding.word_embeddings.norm", _with_normed_words),
+        *_norm("embedding.norm", "embedding.word_embeddings.norm", lambda s: s.embedding.norm is not None),
         _row(
-            "embedding.position.weight", "p h", "embedding.position_embeddings.weight", when=_with_positions
+            "embedding.position.weight",
+            "p h",
+            "embedding.position_embeddings.weight",
+            when=lambda spec: spec.embedding.positions > 0,
         ),
         _row("embedding.token_type.weight", "2 h", "embedding.tokentype_embeddings.weight", when=with_types),
         *_norm(f"{ours}.input_norm", f"{core}.input_layernorm"),
@@ -267,7 +254,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
                 qkv + h,
                 "g",
                 when,
-                _common,
+                lambda layer: isinstance(layer.attention, AttentionSpec),
             )
             for kind, h, when in (("weight", " h", always), ("bias", "", qkv_biased))
         ),
@@ -302,7 +289,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
     return (*map(_of_parts, plain), *_hybrid_rows())
 
 
-def _of_parts(sliced: Sliced) -> Sliced:
+def _of_parts(sliced: ShardedRule) -> ShardedRule:
     """Restrict a rule to layers with the part (attention, MLP) that its tensor belongs to."""
     present = _PRESENT.get(sliced.rule.ours.removeprefix("layers.{i}.").partition(".")[0])
     if present is None:
@@ -320,7 +307,9 @@ _PRESENT: Mapping[str, Present] = MappingProxyType(
 """Module in our names -> whether a layer has it."""
 
 
-def links_of(table: Iterable[Sliced], spec: ModelSpec, vocab_size: int) -> Mapping[str, tuple[Sliced, Link]]:
+def links_of(
+    table: Iterable[ShardedRule], spec: ModelSpec, vocab_size: int
+) -> Mapping[str, tuple[ShardedRule, TensorLink]]:
     """Core's name -> its rule and its link to ours, for all tensors of a model."""
     table, layers = tuple(table), len(spec.layers)
     parts = (

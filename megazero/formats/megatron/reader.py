@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from megazero.checkpoint.naming import Link
+from megazero.checkpoint.naming import TensorLink
 from megazero.checkpoint.part import WEIGHT, Key, Part, Source
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import CheckpointError, ConfigError
 from megazero.formats.megatron.dialects import WORD, Arguments
 from megazero.formats.megatron.dist_stages import DistStages
-from megazero.formats.megatron.folder import Form, find_files
+from megazero.formats.megatron.folder import CheckpointForm, find_files
 from megazero.formats.megatron.inventory import IN_USE, Inventory, SavedTensor, check, take_inventories
 from megazero.formats.megatron.masked import family_settings
-from megazero.formats.megatron.names import VERSIONS, Sliced, links_of, rules
+from megazero.formats.megatron.names import VERSIONS, ShardedRule, links_of, rules
 from megazero.formats.megatron.rank_optimizer import MOMENTS
 from megazero.formats.megatron.settings import read_settings
-from megazero.formats.megatron.stages import Header, Opened, Stages
+from megazero.formats.megatron.stages import Header, Opened, RankStages
 from megazero.formats.megatron.tokenizer import entries, tokenizer_said
 from megazero.formats.megatron.universal import UniversalStages
 from megazero.spec.resolve import model_spec
@@ -56,8 +56,8 @@ class ImportOptions:
 class _Contribution:
     """A saved tensor, the rule that says how ranks split it, and its link to a logical tensor."""
 
-    sliced: Sliced
-    link: Link
+    sliced: ShardedRule
+    link: TensorLink
     saved: SavedTensor
 
 
@@ -96,16 +96,16 @@ class MegatronReader:
         self.options = options
         self._average = options.average_replicas
         files = find_files(Path(source))
-        opened: Stages | DistStages | UniversalStages
-        if files.form is Form.DISTRIBUTED:
+        opened: RankStages | DistStages | UniversalStages
+        if files.form is CheckpointForm.DISTRIBUTED:
             opened = DistStages(files, options.inert)
-        elif files.form is Form.UNIVERSAL:
+        elif files.form is CheckpointForm.UNIVERSAL:
             opened = UniversalStages(files, options.inert)
         else:
-            opened = Stages(files, options.inert, with_optimizer=options.with_optimizer)
+            opened = RankStages(files, options.inert, with_optimizer=options.with_optimizer)
         self._stages: Opened = opened
         self.files = opened.files
-        inventories = take_inventories(opened) if isinstance(opened, Stages) else opened.inventories
+        inventories = take_inventories(opened) if isinstance(opened, RankStages) else opened.inventories
         inventory = inventories.get(IN_USE, {})
         header = self._agreed_header()
         self.iteration, self.checkpoint_version = header.iteration, header.version
@@ -188,7 +188,7 @@ class MegatronReader:
                     part.tensor[shared.within(part.box)].copy_(ours[shared.within(box)])
 
     def _wanted(
-        self, inventories: Mapping[str, Inventory], links: Mapping[str, tuple[Sliced, Link]]
+        self, inventories: Mapping[str, Inventory], links: Mapping[str, tuple[ShardedRule, TensorLink]]
     ) -> Mapping[str, Inventory]:
         """The tensors to read, by our kinds: weights (masters where there are some) and moments."""
         in_use = inventories[IN_USE]
@@ -210,7 +210,7 @@ class MegatronReader:
         if lacking or further:
             has = f"has {', '.join(sorted(further))}" if further else f"lacks {min(lacking)}"
             named, remedy = "of all weights", "copy all files"
-            if self.files.form is Form.DISTRIBUTED:
+            if self.files.form is CheckpointForm.DISTRIBUTED:
                 named = "by names of weights"
                 remedy = "save it with Megatron-LM's --dist-ckpt-optim-fully-reshardable"
             raise CheckpointError(
@@ -255,12 +255,14 @@ class MegatronReader:
     def _check_ranks(self, arguments: Arguments) -> None:
         """Refuse missing files by the sizes in the arguments; a missing last rank leaves no gap in names."""
         files = self.files
-        if files.form in (Form.DISTRIBUTED, Form.UNIVERSAL):
+        if files.form in (CheckpointForm.DISTRIBUTED, CheckpointForm.UNIVERSAL):
             return
         experts = 1 + max(map(len, files.experts.values()), default=0)
         ranks = arguments.get("tensor_model_parallel_size") or arguments.get("model_parallel_size")
         ranks = ranks if isinstance(ranks, int) else files.tensor_ranks
-        stages = 1 if files.form is Form.DEEPSPEED else arguments.get("pipeline_model_parallel_size")
+        stages = (
+            1 if files.form is CheckpointForm.DEEPSPEED else arguments.get("pipeline_model_parallel_size")
+        )
         stages = stages if isinstance(stages, int) else len(files.ranks) // ranks // experts
         if (files.tensor_ranks, len(files.ranks)) != (ranks, ranks * stages * experts):
             raise CheckpointError(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megazero.errors import CheckpointError
 from megazero.formats.megatron.dialects import Arguments, prefix_of_layer_file
-from megazero.formats.megatron.folder import Files, Form
+from megazero.formats.megatron.folder import CheckpointForm, MegatronFiles
 from megazero.formats.megatron.hybrid import kind_by_kind
 from megazero.formats.megatron.rank_optimizer import DISTRIBUTED, parameters_of, read_states
 from megazero.formats.megatron.weights import Lazy, Load, Weights, experts_moved, one_by_one
@@ -51,7 +51,7 @@ class Header:
 class Opened(Protocol):
     """An open checkpoint: its files, the headers of its rank files, and its tensors by pipeline stage."""
 
-    files: Files
+    files: MegatronFiles
     headers: dict[Path, Header]
 
     def close(self) -> None: ...
@@ -60,7 +60,7 @@ class Opened(Protocol):
         """The model chunks of a stage, by their names in its files, each with the weights of every rank."""
 
 
-class Stages(Opened):
+class RankStages(Opened):
     """A checkpoint with a file for each rank or layer; the files of the stage that was read last stay open.
 
     Args:
@@ -76,17 +76,17 @@ class Stages(Opened):
             structure; DamagedCheckpointError if it cannot be read.
     """
 
-    def __init__(self, files: Files, inert: Iterable[str] = (), *, with_optimizer: bool = False):
+    def __init__(self, files: MegatronFiles, inert: Iterable[str] = (), *, with_optimizer: bool = False):
         self.files = files
         self.headers: dict[Path, Header] = {}
         self._inert = tuple(inert)
         self._with_optimizer = with_optimizer
         self._zero: dict[Path, Mapping[str, Lazy]] = {}
         self._opened: tuple[int, Mapping[str, tuple[Weights, ...]]] | None = None
-        if files.form is Form.LAYERS:
+        if files.form is CheckpointForm.LAYERS:
             for path in files.ranks:
                 self._load(path)
-        if files.form is Form.MEGATRON and len(files.stages) > 1 and not files.experts:
+        if files.form is CheckpointForm.MEGATRON and len(files.stages) > 1 and not files.experts:
             self._load(files.ranks[0])
             arguments = self.headers[files.ranks[0]].arguments or {}
             stages = arguments.get("pipeline_model_parallel_size")
@@ -122,13 +122,13 @@ class Stages(Opened):
 
     def _chunks(self, path: Path) -> dict[str, Weights]:
         loaded = self._load(path)
-        if self.files.form is Form.LAYERS:
+        if self.files.form is CheckpointForm.LAYERS:
             names = dict(flatten(path, loaded))
             prefix = prefix_of_layer_file(names)
             weights = {prefix + name: tensor for name, tensor in names.items()}
             zero = self._of_layer(path, prefix, names) if self._with_optimizer else {}
             return {"model": weights, **{f"{kind}/model": tensors for kind, tensors in zero.items()}}
-        if self.files.form is Form.DEEPSPEED:
+        if self.files.form is CheckpointForm.DEEPSPEED:
             named: Saved = {"model": loaded["module"]} if loaded.get("module") is not None else {}
         else:
             named = loaded
@@ -152,7 +152,7 @@ class Stages(Opened):
 
     def _states(self, path: Path, loaded: Saved, chunks: Mapping[str, Weights]) -> Mapping[str, Weights]:
         """The state of a rank's optimizer, by ``kind/chunk``."""
-        if self.files.form is Form.DEEPSPEED:
+        if self.files.form is CheckpointForm.DEEPSPEED:
             zero = self._zero_of(path, loaded)
             check_masters(path, zero, chunks["model"])
             return {f"{kind}/model": tensors for kind, tensors in zero.items()}

@@ -26,7 +26,7 @@ from megazero.formats.deepspeed.universal import (
     parameter_files,
 )
 from megazero.formats.megatron.dialects import core_name, prefix_of_layer_file
-from megazero.formats.megatron.folder import Files
+from megazero.formats.megatron.folder import MegatronFiles
 from megazero.formats.megatron.inventory import IN_USE, Inventory, SavedTensor, TensorRecord
 from megazero.formats.megatron.stages import Header, Opened, numbers_in, read_header
 from megazero.formats.megatron.weights import Lazy, Load, Weights
@@ -53,7 +53,7 @@ class UniversalStages(Opened):
         DamagedCheckpointError: a file cannot be read.
     """
 
-    def __init__(self, files: Files, inert: Iterable[str] = ()):
+    def __init__(self, files: MegatronFiles, inert: Iterable[str] = ()):
         self.files = files
         self.headers: dict[Path, Header] = {path: read_header(path, inert) for path in files.ranks}
         folder = files.folder / UNIVERSAL

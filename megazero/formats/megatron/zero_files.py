@@ -25,7 +25,7 @@ from megazero.formats.deepspeed.vectors import Scale
 from megazero.formats.megatron.dialects import core_name
 from megazero.formats.megatron.rank_optimizer import MOMENTS
 from megazero.formats.megatron.weights import Lazy
-from megazero.formats.pickles import KEPT, Kept, Saved, load_pickle, parsed
+from megazero.formats.pickles import KEPT, KeptState, Saved, load_pickle, parsed
 
 _HELD = frozenset({"base_optimizer_state", "single_partition_of_fp32_groups"})
 
@@ -124,7 +124,7 @@ def counts_of(saved: Saved) -> Saved:
     base = saved["base_optimizer_state"]
     numbers: dict[str, Any] = {"optimizer": {"base": base, "step": saved.get("base_optimizer_state_step")}}
     scaler = saved.get("loss_scaler")
-    if isinstance(scaler, Kept) and "cur_scale" in vars(scaler):
+    if isinstance(scaler, KeptState) and "cur_scale" in vars(scaler):
         known = vars(scaler)
         numbers["scale"] = float(known["cur_scale"])
         if scale := Scale.of(saved):

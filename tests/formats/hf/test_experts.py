@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megazero.checkpoint.box import Box, gaps_or_overlaps
-from megazero.checkpoint.naming import Link, Table, TensorRule
+from megazero.checkpoint.naming import Table, TensorLink, TensorRule
 from megazero.checkpoint.part import Key, Part
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.commands.checkpoint.hf import main_to_hf
@@ -53,7 +53,9 @@ def test_a_name_with_a_number_of_an_expert_is_one_tensor_for_each():
     rule = TensorRule("{i}.up", "x 2 m h", "experts.{x}.w3", "(x 2 m) h", ("2", slice(1, 2)))
     links = Table.of([rule], model_spec(model), 5).links
     assert links == tuple(
-        Link(Key("0.up"), (3, 2, 1, 2), Box((x, 1, 0, 0), (1, 1, 1, 2)), f"experts.{x}.w3", ((0, 1, 2), (3,)))
+        TensorLink(
+            Key("0.up"), (3, 2, 1, 2), Box((x, 1, 0, 0), (1, 1, 1, 2)), f"experts.{x}.w3", ((0, 1, 2), (3,))
+        )
         for x in range(3)
     )
     assert links[2].their_shape == (1, 2)
