@@ -1,4 +1,4 @@
-"""Groups of a script, as layers take them; their exchanges are in the log of calls."""
+"""`LoggedGroup`: a script's group for layers of ours, whose all-to-alls are counted in the log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
 
 
 class LoggedGroup(WrappingGroup):
-    """Makes its all-to-alls by `all_to_all_single`, which counts and times them."""
+    """A group whose all-to-alls are calls of `all_to_all_single`, which counts and times them."""
 
     def _collective(self, call: GroupCall) -> Work:
         if call.operation != "all_to_all":
@@ -21,7 +21,7 @@ class LoggedGroup(WrappingGroup):
 
 
 def logged_group(group: AnyGroup) -> Group:
-    """A group of ours that has the same ranks; None is the world.
+    """Wrap a group in a `LoggedGroup`; None is the world.
 
     Raises:
         ConfigError: no world has been joined.

@@ -1,4 +1,4 @@
-"""The methods that DeepSpeed calls on a Megatron `mpu` object to learn where its rank sits."""
+"""Megatron's `mpu` object, by which DeepSpeed learns the layout of ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megazero.mpu.group import Group
 
 @dataclass(frozen=True)
 class DeepSpeedMpu:
-    """A context that answers DeepSpeed's mpu contract (``deepspeed.initialize(mpu=...)``).
+    """A context as the `mpu` of ``deepspeed.initialize``.
 
-    What it calls model-parallel is our `tp`, and what it calls sequence-parallel our `cp`.
+    Its model-parallel axis is our `tp`, and its sequence-parallel axis our `cp`.
     """
 
     context: ParallelContext

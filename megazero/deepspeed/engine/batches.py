@@ -1,4 +1,4 @@
-"""The micro-batches of an engine's own training step, and the loaders that give them."""
+"""`Batches`: an engine's `train_batch` and `eval_batch`, and its dataloaders."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megazero.deepspeed.engine.data import (
+    Collate,
     LoaderOptions,
     RepeatingLoader,
     as_arguments,
@@ -20,10 +21,11 @@ from megazero.errors import ConfigError, DataError
 
 
 class Batches:
-    """An engine's own training and evaluation step, and the loader that feeds them.
+    """Training and evaluation of whole batches, and the dataloader of the training data.
 
     Args:
-        engine: runs forward, backward and step, which a class derived from it may override.
+        state: the state that the parts of the engine share.
+        engine: the engine, whose forward, backward and step a derived class may override.
 
     Attributes:
         training_dataloader: the loader of `training_data`, or None.
@@ -31,7 +33,7 @@ class Batches:
 
     def __init__(self, state: EngineState, engine: Any):
         self.state, self._engine = state, engine
-        data = state.given.training_data
+        data = state.arguments.training_data
         self.training_dataloader: DataLoader[Any] | None = None if data is None else self.deepspeed_io(data)
         self._batches: Iterator[Any] | None = None
 
@@ -39,12 +41,11 @@ class Batches:
         """One optimizer step on the next micro-batches.
 
         Args:
-            data_iter: yields the micro-batches; a mapping goes to the model by keyword, a tuple or list by
-                position, anything else alone. The model returns the loss, or has it first or as `loss`. None
-                takes them from `training_data`.
+            data_iter: yields the micro-batches; None takes them from `training_data`. See `as_arguments` for
+                how the model gets them, and `loss_of` for how it returns the loss.
 
         Returns:
-            Mean loss over micro-batches and data-parallel ranks.
+            The mean loss over micro-batches and data-parallel ranks.
 
         Raises:
             DataError: the iterator ended early.
@@ -83,24 +84,23 @@ class Batches:
         route: str = "train",
         pin_memory: bool = True,
         data_sampler: Sampler[Any] | None = None,
-        collate_fn: Any = None,
+        collate_fn: Collate | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """A loader of this rank's micro-batches.
+        """A dataloader of this rank's micro-batches.
 
         Args:
             dataset: the samples of all ranks.
-            batch_size: samples per batch; by default the micro-batch.
+            batch_size: samples per batch; by default the micro-batch size.
             route: ``train`` shuffles; ``eval`` and ``predict`` keep the order.
-            pin_memory: copy batches to pinned memory, where there is a CUDA device.
+            pin_memory: copy batches to pinned memory, if the device is a CUDA device.
             data_sampler: chooses this rank's samples.
-            collate_fn: collates samples; by default the one given to `initialize`.
-            num_local_io_workers: processes that load; by default this one does.
+            collate_fn: collates samples; by default `initialize`'s.
+            num_local_io_workers: the number of worker processes; by default this process loads.
 
         Raises:
-            ConfigError: there is no such `route`.
+            ConfigError: `route` is none of these.
         """
-        given = self.state.given
         if route not in ("train", "eval", "predict"):
             raise ConfigError(f"`route` must be train, eval or predict, but is {route!r}; choose one")
         options = LoaderOptions(
@@ -111,7 +111,9 @@ class Batches:
             pin_memory=pin_memory,
             workers=num_local_io_workers or 0,
         )
-        return build_dataloader(dataset, collate_fn or given.collate_fn, options, self.state.context)
+        return build_dataloader(
+            dataset, collate_fn or self.state.arguments.collate_fn, options, self.state.context
+        )
 
     def _take(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
         """The micro-batches of one accumulation."""

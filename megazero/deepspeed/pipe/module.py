@@ -84,7 +84,7 @@ class TiedWeights:
                 self._write(tensor, value)
 
     def _write(self, tensor: Tensor, value: Tensor) -> None:
-        home = getattr(tensor, "zero_home", None)
+        home = getattr(tensor, "shard_holder", None)
         if home is None:
             tensor.copy_(value)
             return
