@@ -99,9 +99,7 @@ def find_context(
         elif launch.world_size > 1:
             raise ConfigError(_NOT_JOINED)
     context = open_context(config, launch, device, node_size=node_size)
-    if (
-        choose_backend(config.distributed_backend, device) == "nccl"
-    ):  # Gloo's groups connect when opened
+    if choose_backend(config.distributed_backend, device) == "nccl":  # Gloo's groups connect when opened
         warm_up(context)
     _compare(mpu, context)
     LAYOUT.remember(context)

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
+from megazero.deepspeed.comm.world import AnyGroup
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
 
 
+class ModelParallel(Protocol):
+    """The members of an `mpu`, such as Megatron's module, by which norms are taken over a whole model."""
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank within the group."""
+
+    def get_model_parallel_group(self) -> AnyGroup:
+        """The group of the ranks that hold one whole model."""
+
+
 @dataclass(frozen=True)
-class DeepSpeedMpu:
+class DeepSpeedMpu(ModelParallel):
     """A context as the `mpu` of ``deepspeed.initialize``.
 
     Its model-parallel axis is our `tp`, and its sequence-parallel axis our `cp`.

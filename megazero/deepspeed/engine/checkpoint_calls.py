@@ -88,7 +88,8 @@ class CheckpointCalls:
                 whose parameters are whole, as `dst`.
 
         Returns:
-            The checkpoint's folder and its `client_state`. Without a checkpoint, None and None, with a warning.
+            The checkpoint's folder and its `client_state`. If there is no checkpoint, both are None, with a
+            warning.
 
         Raises:
             CheckpointError: it is missing, damaged, belongs to another model or optimizer, or pickles a class

@@ -121,9 +121,7 @@ GETTERS: Mapping[str, Callable[[EngineState], object]] = MappingProxyType(
         "aio_config": _getter(Aio.at, Aio.defaults()),
         "checkpoint_tag_validation_enabled": lambda state: _tags(state) != "IGNORE",
         "checkpoint_tag_validation_fail": lambda state: _tags(state) == "FAIL",
-        "checkpoint_writer_enabled": lambda state: (
-            _value(state, "checkpoint.writer") is not None
-        ),
+        "checkpoint_writer_enabled": lambda state: _value(state, "checkpoint.writer") is not None,
         "dynamic_loss_scale": lambda state: _value(state, "fp16.loss_scale", 0) == 0,
         "dynamic_loss_scale_args": _scale_arguments,
         "get_data_types": _data_types,
@@ -135,9 +133,7 @@ GETTERS: Mapping[str, Callable[[EngineState], object]] = MappingProxyType(
         "optimizer_name": lambda state: optimizer_name(state.arguments.config),
         "tensor_parallel_config": lambda state: Queries(state)._config.tensor_parallel_config,
         "torch_autocast_dtype": lambda state: autocast_dtype(state.arguments.config),
-        "postscale_gradients": lambda state: (
-            not _value(state, "prescale_gradients", False)
-        ),
+        "postscale_gradients": lambda state: not _value(state, "prescale_gradients", False),
         "zero_cpu_offload": lambda state: _device("offload_optimizer", state) == "cpu",
         "zero_nvme_offload_optimizer": lambda state: _device("offload_optimizer", state) == "nvme",
         "zero_optimization_partition_gradients": lambda state: state.settings.zero.stage >= 2,
@@ -156,9 +152,7 @@ ATTRIBUTES: Mapping[str, Callable[[EngineState], object]] = MappingProxyType(
         "collate_fn": lambda state: state.arguments.collate_fn,
         "communication_data_type": _communication_dtype,
         "flops_profiler": lambda state: state.reporter.profiler,
-        "gradient_average": lambda state: (
-            _value(state, "gradient_allreduce_op", "mean") == "mean"
-        ),
+        "gradient_average": lambda state: _value(state, "gradient_allreduce_op", "mean") == "mean",
         "has_moe_layers": lambda state: bool(_moe_layers(state)),
         "is_iterable_style_dataset": lambda state: lambda data: isinstance(data, IterableDataset),
         "is_map_style_dataset": lambda state: (

@@ -102,7 +102,7 @@ class Updates:
         """
         if schedule is not None or compiled_autograd_enabled:
             raise ConfigError(
-                "`schedule` and `compiled_autograd_enabled` must be left out, because they rewrite gathers of "
+                "`schedule` and `compiled_autograd_enabled` must be left out, as they rewrite gathers of "
                 "DeepSpeed's, but one is given; pass `backend` alone"
             )
         self.state.module.compile(backend=backend, **(compile_kwargs or {}))

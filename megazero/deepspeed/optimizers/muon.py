@@ -79,13 +79,11 @@ def split_by_mark(params: ParamGroups, muon: Options, rest: Options) -> MuonWith
     Raises:
         ConfigError: a parameter has no `use_muon`.
     """
-    given: list[dict[str, Any]] = [
-        dict(item) if isinstance(item, Mapping) else {"params": [item]} for item in params
-    ]
-    if all(isinstance(item, nn.Parameter) for item in params):
-        given = [{"params": list(params)}]
+    loose = [item for item in params if isinstance(item, nn.Parameter)]
+    source: list[dict[str, Any]] = [{"params": loose}]
+    source += [dict(item) for item in params if isinstance(item, Mapping)]
     groups = []
-    for group in given:
+    for group in source:
         members = list(group.pop("params"))
         unmarked = [param for param in members if not isinstance(getattr(param, "use_muon", None), bool)]
         if unmarked:

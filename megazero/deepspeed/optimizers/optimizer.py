@@ -45,13 +45,9 @@ def build_torch_optimizer(
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     if optimizer is not None:
-        made: object = optimizer(params) if callable(optimizer) else None
+        made: object = optimizer(params) if callable(optimizer) else optimizer
         if not isinstance(made, torch.optim.Optimizer):
-            does = (
-                f"gives a {type(made).__name__}"
-                if callable(optimizer)
-                else f"is a {type(optimizer).__name__}"
-            )
+            does = f"{'gives' if callable(optimizer) else 'is'} a {type(made).__name__}"
             raise ConfigError(
                 f"`optimizer` must be a torch.optim.Optimizer or a function that makes one, but {does}"
             )
@@ -188,8 +184,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
         Raises:
             MegazeroError: there has been no backward since the last step.
-            ConfigError: groups differ in an option that they must share, or a parameter requires gradients that
-                was frozen when the engine was built.
+            ConfigError: groups differ in an option that they must share, or a parameter that requires
+                gradients was frozen when the engine was built.
         """
         if closure is not None:
             raise ConfigError("`closure` must not be given: gradients come from `engine.backward`")
