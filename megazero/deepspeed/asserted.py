@@ -1,4 +1,4 @@
-"""Errors that are `AssertionError` too: where DeepSpeed asserts, scripts catch that."""
+"""Errors that a script can also catch as `AssertionError`, as it catches DeepSpeed's assertions."""
 
 from __future__ import annotations
 

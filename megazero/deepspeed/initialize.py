@@ -42,7 +42,7 @@ def initialize(
     model: nn.Module | None = None,
     optimizer: UserOptimizer | None = None,
     model_parameters: Params | None = None,
-    training_data: Dataset[Any] | None = None,
+    training_data: Dataset[object] | None = None,
     lr_scheduler: object = None,
     distributed_port: int = 29500,
     mpu: object = None,

@@ -158,7 +158,7 @@ class Surface(MetaPathFinder, Loader):
         return SurfaceModule(spec.name, self.modules[below], self._children(below), import_module)
 
     def as_module(self, name: str, below: str = "") -> ModuleType:
-        """The module at `below` under another name, by which it cannot be imported, nor its submodules."""
+        """Make the module at `below` under another name; import statements do not find that name."""
         children = self._children(below)
         start = f"{below}." if below else ""
 

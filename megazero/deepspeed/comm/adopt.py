@@ -267,7 +267,7 @@ def _call_first(mpu: object, *names: str) -> int | None:
 
 
 def _sizes(mpu: object) -> dict[str, int]:
-    """The sizes of `mpu` by the names of our settings; without those that it lacks methods for."""
+    """The sizes that `mpu` has methods for, by the names of our settings."""
     methods = {
         "tensor_model_parallel_size": (
             "get_tensor_model_parallel_world_size",

@@ -20,13 +20,15 @@ from megazero.errors import ConfigError
 
 Op = ReduceOp | ReduceOp.RedOpType
 SUM = ReduceOp.SUM
+Handle = Any
+"""A `Work`, or None for a call that is done; torch does not annotate its collectives."""
 # torch 2.13 renamed the two single-tensor collectives and deprecated the older names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @logged
-def broadcast(tensor: Tensor, src: int, group: AnyGroup = None, async_op: bool = False) -> Work | None:
+def broadcast(tensor: Tensor, src: int, group: AnyGroup = None, async_op: bool = False) -> Handle:
     """Every rank's `tensor` becomes that of world rank `src`."""
     return dist.broadcast(tensor, src, process_group(group), async_op)
 
@@ -42,7 +44,7 @@ def broadcast_object_list(
 @logged
 def all_gather(
     tensor_list: list[Tensor], tensor: Tensor, group: AnyGroup = None, async_op: bool = False
-) -> Work | None:
+) -> Handle:
     """``tensor_list[i]`` becomes the `tensor` of rank ``i``."""
     return dist.all_gather(tensor_list, tensor, process_group(group), async_op)
 
@@ -56,7 +58,7 @@ def all_gather_object(object_list: list[Any], obj: object, group: AnyGroup = Non
 @logged
 def all_gather_into_tensor(
     output_tensor: Tensor, tensor: Tensor, group: AnyGroup = None, async_op: bool = False
-) -> Work | None:
+) -> Handle:
     """`output_tensor` becomes the tensors of all ranks, concatenated."""
     return _all_gather(output_tensor, tensor, group=process_group(group), async_op=async_op)
 
@@ -67,7 +69,7 @@ def allgather_fn(
     group: AnyGroup = None,
     async_op: bool = False,
     debug: object = None,
-) -> Work | None:
+) -> Handle:
     """`all_gather_into_tensor` by its older name."""
     return all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
@@ -77,7 +79,7 @@ def all_gather_coalesced(
     input_tensors: Sequence[Tensor],
     group: AnyGroup = None,
     async_op: bool = False,
-) -> Work | None:
+) -> Handle:
     """`all_gather_into_tensor` for each output and input; returns the last call's handle."""
     works = [
         all_gather_into_tensor(output, tensor, group, async_op=True)
@@ -89,7 +91,7 @@ def all_gather_coalesced(
 @logged
 def reduce_scatter(
     output: Tensor, input_list: list[Tensor], op: Op = SUM, group: AnyGroup = None, async_op: bool = False
-) -> Work | None:
+) -> Handle:
     """`output` becomes the sum of all ranks' ``input_list[i]``, where ``i`` is this rank."""
     return dist.reduce_scatter(output, input_list, op, process_group(group), async_op)
 
@@ -97,7 +99,7 @@ def reduce_scatter(
 @logged
 def reduce_scatter_tensor(
     output_tensor: Tensor, tensor: Tensor, op: Op = SUM, group: AnyGroup = None, async_op: bool = False
-) -> Work | None:
+) -> Handle:
     """`output_tensor` becomes this rank's slice of the sum of all ranks' tensors."""
     return _reduce_scatter(output_tensor, tensor, op=op, group=process_group(group), async_op=async_op)
 
@@ -110,13 +112,13 @@ def reduce_scatter_fn(
     async_op: bool = False,
     prof: bool = False,
     debug: object = None,
-) -> Work | None:
+) -> Handle:
     """`reduce_scatter_tensor` by its older name."""
     return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op, prof)
 
 
 @logged
-def all_reduce(tensor: Tensor, op: Op = SUM, group: AnyGroup = None, async_op: bool = False) -> Work | None:
+def all_reduce(tensor: Tensor, op: Op = SUM, group: AnyGroup = None, async_op: bool = False) -> Handle:
     """Every rank's `tensor` becomes the sum over all ranks."""
     return dist.all_reduce(tensor, op, process_group(group), async_op)
 
@@ -124,7 +126,7 @@ def all_reduce(tensor: Tensor, op: Op = SUM, group: AnyGroup = None, async_op: b
 @logged
 def inference_all_reduce(
     tensor: Tensor, op: Op = SUM, group: AnyGroup = None, async_op: bool = False
-) -> Tensor | Work | None:
+) -> Handle:
     """`all_reduce`; returns the tensor in a group of one."""
     if dist.get_world_size(process_group(group)) == 1:
         return tensor
@@ -134,16 +136,14 @@ def inference_all_reduce(
 @logged
 def all_reduce_coalesced(
     tensors: Sequence[Tensor], op: Op = SUM, group: AnyGroup = None, async_op: bool = False
-) -> Work | None:
+) -> Handle:
     """`all_reduce` of each tensor; returns the last call's handle."""
     works = [dist.all_reduce(tensor, op, process_group(group), async_op=True) for tensor in tensors]
     return _last(works, async_op)
 
 
 @logged
-def reduce(
-    tensor: Tensor, dst: int, op: Op = SUM, group: AnyGroup = None, async_op: bool = False
-) -> Work | None:
+def reduce(tensor: Tensor, dst: int, op: Op = SUM, group: AnyGroup = None, async_op: bool = False) -> Handle:
     """The `tensor` of world rank `dst` becomes the sum over all ranks."""
     return dist.reduce(tensor, dst, op, process_group(group), async_op)
 
@@ -155,7 +155,7 @@ def gather(
     dst: int = 0,
     group: AnyGroup = None,
     async_op: bool = False,
-) -> Work | None:
+) -> Handle:
     """``gather_list[i]`` of world rank `dst` becomes the `tensor` of rank ``i``."""
     return dist.gather(tensor, gather_list, dst, process_group(group), async_op)
 
@@ -167,7 +167,7 @@ def scatter(
     src: int = 0,
     group: AnyGroup = None,
     async_op: bool = False,
-) -> Work | None:
+) -> Handle:
     """`tensor` of rank ``i`` becomes ``scatter_list[i]`` of world rank `src`."""
     return dist.scatter(tensor, scatter_list, src, process_group(group), async_op)
 
@@ -180,7 +180,7 @@ def all_to_all_single(
     input_split_sizes: list[int] | None = None,
     group: AnyGroup = None,
     async_op: bool = False,
-) -> Work | None:
+) -> Handle:
     """Send slice ``i`` of `tensor` to rank ``i``; `output` becomes the slices received, concatenated."""
     sizes = output_split_sizes, input_split_sizes
     return dist.all_to_all_single(output, tensor, *sizes, process_group(group), async_op)
@@ -192,7 +192,7 @@ def all_to_all(
     input_tensor_list: list[Tensor],
     group: AnyGroup = None,
     async_op: bool = False,
-) -> Work | None:
+) -> Handle:
     """Send ``input_tensor_list[i]`` to rank ``i``, and receive ``output_tensor_list[i]`` from it."""
     return dist.all_to_all(output_tensor_list, input_tensor_list, process_group(group), async_op)
 
@@ -210,13 +210,13 @@ def recv(tensor: Tensor, src: int | None = None, group: AnyGroup = None, tag: in
 
 
 @logged
-def isend(tensor: Tensor, dst: int, group: AnyGroup = None, tag: int = 0) -> Work | None:
+def isend(tensor: Tensor, dst: int, group: AnyGroup = None, tag: int = 0) -> Handle:
     """Start to send to world rank `dst`; returns a handle."""
     return dist.isend(tensor, dst, process_group(group), tag)
 
 
 @logged
-def irecv(tensor: Tensor, src: int | None = None, group: AnyGroup = None, tag: int = 0) -> Work | None:
+def irecv(tensor: Tensor, src: int | None = None, group: AnyGroup = None, tag: int = 0) -> Handle:
     """Start to receive from world rank `src`; returns a handle."""
     return dist.irecv(tensor, src, process_group(group), tag)
 
@@ -254,9 +254,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
 
 
 @logged
-def barrier(
-    group: AnyGroup = None, async_op: bool = False, device_ids: list[int] | None = None
-) -> Work | None:
+def barrier(group: AnyGroup = None, async_op: bool = False, device_ids: list[int] | None = None) -> Handle:
     """Wait until every rank is here."""
     return dist.barrier(process_group(group), async_op, device_ids)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megazero.deepspeed.comm.collectives import all_to_all_single
 from megazero.deepspeed.comm.world import (
+    AnyGroup,
     get_all_ranks_from_group,
     get_rank,
     get_world_group,
@@ -19,9 +21,10 @@ from megazero.deepspeed.comm.world import (
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.grid import ProcessGrid
-from megazero.mpu.group import Group
+from megazero.mpu.group import DONE, Group, Work
 from megazero.mpu.solo_group import SoloGroup
-from megazero.mpu.torch_group import joined_world
+from megazero.mpu.torch_group import TorchGroup, adopted_group, joined_world
+from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
 
 
 class _LastContext:
@@ -73,15 +76,11 @@ class GroupAxis:
 
     def size(self, group_name: str | None = None) -> int:
         """The number of ranks in the group."""
-        require_world()
-        own = self._own(group_name)
-        return own.size if own is not None else get_world_group().size() if self.whole else 1
+        return len(self.ranks(group_name))
 
     def rank(self, group_name: str | None = None) -> int:
         """This rank within the group."""
-        require_world()
-        own = self._own(group_name)
-        return own.rank if own is not None else get_rank() if self.whole else 0
+        return self.ranks(group_name).index(get_rank())
 
     def ranks(self, group_name: str | None = None) -> list[int]:
         """The world ranks of the group."""
@@ -165,3 +164,26 @@ def expert_ranks(
 
     shared, same = (sorted(grid.partition((axis,)), key=place) for axis in ("ep", "edp"))
     return [list(ranks) for ranks in shared], [list(ranks) for ranks in same]
+
+
+class LoggedGroup(WrappingGroup):
+    """A group whose all-to-alls are calls of `all_to_all_single`, which counts and times them."""
+
+    def _collective(self, call: GroupCall) -> Work:
+        if call.operation != "all_to_all":
+            return super()._collective(call)
+        output, tensor, *splits = call.arguments
+        received, sent = (None if sizes is None else list(sizes) for sizes in splits)
+        return all_to_all_single(output, tensor, received, sent, self.inner, call.async_op) or DONE
+
+
+def logged_group(group: AnyGroup) -> Group:
+    """Wrap a group in a `LoggedGroup`; None is the world.
+
+    Raises:
+        ConfigError: no world has been joined.
+    """
+    if isinstance(group, Group):
+        return LoggedGroup(group) if isinstance(group, TorchGroup) else group
+    require_world()
+    return LoggedGroup(adopted_group(group or get_world_group()))

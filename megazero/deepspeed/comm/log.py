@@ -42,13 +42,9 @@ R = TypeVar("R")
 
 
 def calc_bw_log(comm_op: str, size: int, duration: float, members: int | None = None) -> tuple[float, float]:
-    """The algorithm and the bus bandwidth of a call, in Gbit/s, as NCCL's tests define them.
+    """The algorithm and the bus bandwidth (Gbit/s) of a call of `size` bytes in `duration` ms.
 
-    Args:
-        comm_op: the operation.
-        size: bytes of the message.
-        duration: milliseconds.
-        members: the number of ranks in the group; by default in the world.
+    Their definition is that of NCCL's tests. `members` is the size of the group; by default, of the world.
     """
     ranks = members or (joined_world() or (0, 1))[1]
     factor, bus = {
@@ -112,15 +108,7 @@ class CommsLogger:
     def append(
         self, raw_name: str, record_name: str, latency: float, msg_size: int, members: int | None = None
     ) -> None:
-        """Record a call.
-
-        Args:
-            raw_name: the operation, which determines the bandwidth.
-            record_name: its name in the log.
-            latency: milliseconds.
-            msg_size: bytes.
-            members: the number of ranks in the group; by default in the world.
-        """
+        """Record a call of `latency` ms and `msg_size` bytes; `members`: see `calc_bw_log`."""
         rates = calc_bw_log(raw_name, msg_size, latency, members)
         entry = self.comms_dict.setdefault(record_name, {}).setdefault(msg_size, [0, [], [], []])
         entry[0] += 1

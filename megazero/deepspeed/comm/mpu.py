@@ -10,7 +10,7 @@ from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
 
 
-class ModelParallel(Protocol):
+class Mpu(Protocol):
     """The members of an `mpu`, such as Megatron's module, by which norms are taken over a whole model."""
 
     def get_model_parallel_rank(self) -> int:
@@ -21,7 +21,7 @@ class ModelParallel(Protocol):
 
 
 @dataclass(frozen=True)
-class DeepSpeedMpu(ModelParallel):
+class DeepSpeedMpu(Mpu):
     """A context as the `mpu` of ``deepspeed.initialize``.
 
     Its model-parallel axis is our `tp`, and its sequence-parallel axis our `cp`.

@@ -138,7 +138,7 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
     return init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 
-def enable_symm_mem_for_group(group_name: str) -> None:
+def enable_symm_mem_for_group(group_name: Any) -> None:
     """Enable torch's symmetric memory, by which CUDA ranks of a host access each other's memory."""
     require_world()
     from torch.distributed import _symmetric_memory

@@ -33,8 +33,9 @@ def readable(source: object) -> JsonSource:
     Raises:
         ConfigError: it is none of these.
     """
-    is_file = isinstance(source, (str, os.PathLike)) and os.path.exists(source)
-    return source if is_file else load_ds_config(source)
+    if isinstance(source, (str, os.PathLike)) and os.path.exists(source):
+        return source
+    return load_ds_config(source)
 
 
 def check_local_rank(args: Any) -> None:
@@ -58,7 +59,7 @@ def params_of(model: nn.Module, params: Params | None) -> ParamGroups:
     """The parameters or parameter groups for an optimizer; by default all trained parameters."""
     if params is None:
         return [param for param in model.parameters() if param.requires_grad]
-    return list(params)  # type: ignore[arg-type]  # all are parameters, or all are groups
+    return list(params)  # type: ignore[return-value]  # all are parameters, or all are groups
 
 
 def check_groups(client: Optimizer) -> None:

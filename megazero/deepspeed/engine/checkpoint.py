@@ -58,7 +58,7 @@ def save_checkpoint(
     engine: EngineState,
     save_dir: Path,
     tag: str,
-    client_state: Mapping[str, Any],
+    client_state: Mapping[str, object],
     save_latest: bool = True,
     left_out: Collection[str] = (),
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from megazero.deepspeed.asserted import asserts
 from megazero.deepspeed.checkpoint.tags import agree_on_tag, folder_of, newest_tag, warn_of_nothing
 from megazero.deepspeed.engine.checkpoint import (
+    CustomLoad,
     LoadParts,
     load_checkpoint,
     load_module_state,
@@ -34,7 +35,7 @@ class CheckpointCalls:
         self,
         save_dir: str | os.PathLike[str],
         tag: str | None = None,
-        client_state: Mapping[str, Any] | Namespace | None = None,
+        client_state: Mapping[str, object] | Namespace | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
@@ -71,7 +72,7 @@ class CheckpointCalls:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
+        custom_load_fn: CustomLoad | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint, written by any number of replicas at any ZeRO stage; every rank calls this.
 
@@ -157,7 +158,7 @@ class CheckpointCalls:
         self,
         checkpoint: Mapping[str, Any],
         strict: bool = True,
-        custom_load_fn: Callable[..., Any] | None = None,
+        custom_load_fn: CustomLoad | None = None,
         fetch_z3_params: bool = False,
     ) -> None:
         """Load whole weights into the module; every rank calls this with the same weights.

@@ -1,67 +1,16 @@
-"""This rank's dataloader over a user's dataset, and tensors within batches of any structure."""
+"""Batches of any structure: the tensors in them, and how a model takes them and returns the loss."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
-
-from megazero.mpu.context import ParallelContext
 
 Collate = Callable[[list[Any]], Any]
 """Makes a batch of a list of samples."""
-
-
-@dataclass(frozen=True)
-class LoaderOptions:
-    """Options of a dataloader.
-
-    Attributes:
-        batch_size: samples per batch.
-        drop_last: leave out the last batch if it is short.
-        shuffle: shuffle the samples.
-        sampler: chooses this rank's samples; None for torch's `DistributedSampler`.
-        pin_memory: copy batches to pinned memory, if the device is a CUDA device.
-        workers: the number of worker processes; 0 loads in this process.
-    """
-
-    batch_size: int
-    drop_last: bool = False
-    shuffle: bool = True
-    sampler: Sampler[Any] | None = None
-    pin_memory: bool = False
-    workers: int = 0
-
-
-def build_dataloader(
-    dataset: Dataset[Any],
-    collate_fn: Collate | None,
-    options: LoaderOptions,
-    context: ParallelContext,
-) -> DataLoader[Any]:
-    """The dataloader of this data-parallel rank; ranks get samples in the same order as in DeepSpeed.
-
-    Samples are shuffled by torch's `DistributedSampler` with seed 0, in every epoch alike unless
-    ``dataloader.sampler.set_epoch`` is called. An iterable dataset is not shuffled.
-    """
-    sampler = options.sampler
-    if sampler is None and not isinstance(dataset, IterableDataset):
-        data = context.data
-        sampler = DistributedSampler(dataset, num_replicas=data.size, rank=data.rank, shuffle=options.shuffle)
-    return DataLoader(
-        dataset,
-        batch_size=options.batch_size,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=options.drop_last,
-        pin_memory=options.pin_memory and context.device.type == "cuda",
-        num_workers=options.workers,
-    )
 
 
 class RepeatingLoader:
@@ -116,12 +65,12 @@ def tensors_of(value: object) -> Iterator[Tensor]:
             yield from tensors_of(item)
 
 
-def to_half(value: Any) -> Any:
+def to_half(value: object) -> Any:
     """Cast the floating-point tensors within a value to fp16; returns a copy."""
     return map_tensors(value, lambda t: t.half() if t.is_floating_point() else t)
 
 
-def as_arguments(batch: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_arguments(batch: object, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a model for a batch, on the device.
 
     A mapping is passed by keyword, a tuple or list by position, and any other batch as one argument.

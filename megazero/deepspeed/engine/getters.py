@@ -131,7 +131,7 @@ GETTERS: Mapping[str, Callable[[EngineState], object]] = MappingProxyType(
         "is_first_weights_partition_group": lambda state: state.settings.zero.stage >= 3,
         "managed_gradient_accumulation": lambda state: state.settings.extras.managed_gradient_accumulation,
         "optimizer_name": lambda state: optimizer_name(state.arguments.config),
-        "tensor_parallel_config": lambda state: Queries(state)._config.tensor_parallel_config,
+        "tensor_parallel_config": lambda state: vars(Queries(state)._config)["tensor_parallel_config"],
         "torch_autocast_dtype": lambda state: autocast_dtype(state.arguments.config),
         "postscale_gradients": lambda state: not _value(state, "prescale_gradients", False),
         "zero_cpu_offload": lambda state: _device("offload_optimizer", state) == "cpu",

@@ -25,7 +25,6 @@ class Accumulation:
     Each backward adds to them, whether the engine runs it or the script does with ``loss.backward()``.
 
     Args:
-        state: the state that the parts of the engine share.
         is_last: whether the current micro-batch is the last one before an update; a script may override it.
 
     Attributes:
@@ -156,7 +155,6 @@ class ForwardBackward:
     """An engine's forward and backward.
 
     Args:
-        state: the state that the parts of the engine share.
         accumulation: the gradients of the step.
     """
 

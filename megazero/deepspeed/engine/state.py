@@ -35,7 +35,7 @@ class UserArguments:
     optimizer: UserOptimizer | None = None
     lr_scheduler: object = None
     mpu: object = None
-    training_data: Dataset[Any] | None = None
+    training_data: Dataset[object] | None = None
     collate_fn: Collate | None = None
 
 

@@ -19,7 +19,6 @@ class Updates:
     """An engine's `step`, and its batch sizes.
 
     Args:
-        state: the state that the parts of the engine share.
         accumulation: the gradients so far.
     """
 

@@ -66,7 +66,7 @@ def of_json(named: Named, params: ParamGroups) -> torch.optim.Optimizer:
         return _one_bit(named.type, _ONE_BIT[name], options, params)
     kind = _class_of(named.type, options)
     fit(kind, options, "optimizer", named.type)
-    return kind(params, **options)  # type: ignore[call-arg]  # `fit` has checked the options
+    return kind(params, **options)
 
 
 def _class_of(name: str, options: dict[str, Any]) -> type[torch.optim.Optimizer]:

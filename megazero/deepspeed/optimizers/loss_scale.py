@@ -94,7 +94,6 @@ class LossScaleView:
 
     @property
     def cur_scale(self) -> float:
-        """See the class."""
         return self._optimizer.cur_scale
 
     @cur_scale.setter
@@ -105,17 +104,14 @@ class LossScaleView:
 
     @property
     def cur_hysteresis(self) -> int:
-        """See the class."""
         return self._optimizer.scaler_state.hysteresis_left
 
     @property
     def cur_iter(self) -> int:
-        """See the class."""
         return self._optimizer.steps
 
     @property
     def last_overflow_iter(self) -> int:
-        """See the class."""
         return max(-1, self.cur_iter - self._optimizer.scaler_state.growth_tracker - 1)
 
 

@@ -32,7 +32,7 @@ class StageBatch:
 
     number: int
     inputs: Tensor | tuple[Tensor, ...] | None = None
-    labels: Any = None
+    labels: object = None
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Outputs:
 
     with_loss: bool = True
     values: list[Any] = field(default_factory=list)
-    logits: Any = None
+    logits: object = None
 
 
 class StageChunk(Chunk[StageBatch]):

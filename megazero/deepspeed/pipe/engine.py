@@ -74,8 +74,8 @@ class PipelineEngine(DeepSpeedEngine):
         self.agg_train_loss: Tensor | None = None
         self.agg_additional_losses: dict[str, Tensor] | None = None
         state.losses_are_means = True
-        if state.given.training_data is not None:
-            in_order = self._batches.deepspeed_io(state.given.training_data, route="eval")
+        if state.arguments.training_data is not None:
+            in_order = self._batches.deepspeed_io(state.arguments.training_data, route="eval")
             self._feed.set_dataloader(RepeatingLoader(in_order))
         parallel = state.states.parallel
         assert isinstance(parallel, PipelineParallel), "`make_engine` builds it"
@@ -91,7 +91,7 @@ class PipelineEngine(DeepSpeedEngine):
         """Samples per micro-batch."""
         return self._state.settings.batch.micro
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+    def train_batch(self, data_iter: Iterator[object] | None = None) -> Tensor:
         """Train on the next `micro_batches` micro-batches; every rank calls this.
 
         Args:
@@ -142,7 +142,7 @@ class PipelineEngine(DeepSpeedEngine):
     @torch.no_grad()
     def eval_batch(
         self,
-        data_iter: Iterator[Any],
+        data_iter: Iterator[object],
         return_logits: bool = False,
         compute_loss: bool = True,
         reduce_output: str | None = "avg",

@@ -12,6 +12,9 @@ from megazero.deepspeed.pipe.grid import PipelineParallelGrid
 from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.errors import DataError
 
+BatchFn = Callable[[Any], Any]
+"""Makes (inputs, labels) of a micro-batch."""
+
 
 class DataEnded(DataError, StopIteration):
     """The data iterator ended within a batch; a `StopIteration` too, which scripts catch."""
@@ -85,27 +88,27 @@ class PipelineFeed:
 
     def __init__(self, reads: tuple[bool, bool], *, with_labels: bool):
         self.reads, self.with_labels = reads, with_labels
-        self.data_iterator: Iterator[Any] | None = None
-        self.batch_fn: Callable[[Any], Any] | None = None
-        self.training_dataloader: Iterable[Any] | None = None
+        self.data_iterator: Iterator[object] | None = None
+        self.batch_fn: BatchFn | None = None
+        self.training_dataloader: Iterable[object] | None = None
 
-    def set_dataloader(self, loader: Iterable[Any] | None) -> None:
+    def set_dataloader(self, loader: Iterable[object] | None) -> None:
         """Read from the beginning of a dataloader until it ends; a `RepeatingLoader` never ends."""
         if any(self.reads):
             self.training_dataloader = loader
             self.data_iterator = None if loader is None else iter(loader)
 
-    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+    def set_dataiterator(self, iterator: Iterator[object] | None) -> None:
         """Read from an iterator."""
         if any(self.reads):
             self.training_dataloader = None
             self.data_iterator = iterator
 
-    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
+    def set_batch_fn(self, fn: BatchFn | None) -> None:
         """Set the function that makes (inputs, labels) of each micro-batch."""
         self.batch_fn = fn
 
-    def take(self, iterator: Iterator[Any] | None, count: int) -> list[StageBatch]:
+    def take(self, iterator: Iterator[object] | None, count: int) -> list[StageBatch]:
         """Read the next micro-batches.
 
         Raises:
@@ -116,7 +119,7 @@ class PipelineFeed:
             return [StageBatch(number) for number in range(count)]
         return [self._split(self._next(iterator, number, count), number) for number in range(count)]
 
-    def _next(self, iterator: Iterator[Any] | None, number: int, count: int) -> Any:
+    def _next(self, iterator: Iterator[object] | None, number: int, count: int) -> object:
         batch = None
         if iterator is not None:  # without one, `batch_fn` may receive the batch from another rank
             if not hasattr(iterator, "__next__"):

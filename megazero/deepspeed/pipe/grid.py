@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megazero.deepspeed.comm.adopt import find_context
-from megazero.deepspeed.comm.mpu import ModelParallel
+from megazero.deepspeed.comm.mpu import Mpu
 from megazero.deepspeed.pipe.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
@@ -139,7 +139,7 @@ class _DataAxis(_GridBase):
         return list(self.context.replica.ranks)
 
 
-class _ModelAxis(_GridBase, ModelParallel):
+class _ModelAxis(_GridBase, Mpu):
     """The members of a grid for the tensor-parallel axis, and for the ranks of a whole model."""
 
     def get_slice_parallel_rank(self) -> int:
@@ -204,11 +204,8 @@ class PipelineParallelGrid(_PipeAxis, _DataAxis, _ModelAxis):
         self.dp_groups, self.dp_group = topo.get_axis_comm_lists("data"), list(context.replica.ranks)
         self.pipe_groups, self.pp_group = topo.get_axis_comm_lists("pipe"), list(context.pp.ranks)
         self.slice_group = list(context.tp.ranks)
-        self.dp_proc_group, self.pp_proc_group, self.slice_proc_group = (
-            context.replica,
-            context.pp,
-            context.tp,
-        )
+        self.dp_proc_group, self.pp_proc_group = context.replica, context.pp
+        self.slice_proc_group = context.tp
         pipelines = {rank: ranks for ranks in self.pipe_groups for rank in ranks}
         self.p2p_groups = [
             [rank, ranks[(ranks.index(rank) + 1) % len(ranks)]] for rank, ranks in sorted(pipelines.items())

@@ -13,7 +13,7 @@ from megazero.deepspeed.engine.assemble import Initialized, assemble
 from megazero.deepspeed.engine.autocast import SECTION as AUTOCAST
 from megazero.deepspeed.engine.state import UserArguments
 from megazero.deepspeed.moe.experts import agreed_ep_size
-from megazero.deepspeed.optimizers.fused import Params
+from megazero.deepspeed.optimizers.fused import ParamGroups, Params
 from megazero.deepspeed.pipe.engine import PipelineEngine
 from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.deepspeed.pipe.ties import PipelineParallel, mark_tied, without_ends
@@ -51,7 +51,7 @@ class PipelineModule(PipelineStage):
         if interval:
             self.set_checkpoint_interval(interval)
         settings = replace(settings, notes=(*settings.notes, *notes))
-        params = params_of(self, model_parameters) or [{"params": []}]  # a stage may have none
+        params: ParamGroups = params_of(self, model_parameters) or [{"params": []}]  # a stage may have none
 
         def tied(*parts: Any) -> PipelineParallel:
             parallel = PipelineParallel(*parts)

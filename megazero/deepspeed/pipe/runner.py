@@ -104,7 +104,7 @@ class StageRunner:
         self._known.clear()
 
     def _agree(self, take: Callable[[], list[StageBatch]], count: int, *, training: bool) -> list[StageBatch]:
-        """Read the micro-batches; the first stage tells the others the shapes, by a key."""
+        """Read the micro-batches, and broadcast a hash of the first stage's input shapes to all stages."""
         if self._pp.size == 1:
             return take()
         batches: list[StageBatch] = []

@@ -193,7 +193,7 @@ class InferenceSchedule(PipeSchedule):
             ]
 
     def num_pipe_buffers(self) -> int:
-        """Two: one to receive into, and one in computation."""
+        """The number of buffers, which is 2: one to receive into, and one in computation."""
         return 2
 
 
@@ -207,5 +207,5 @@ class DataParallelSchedule(PipeSchedule):
             yield [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0), *last]
 
     def num_pipe_buffers(self) -> int:
-        """One."""
+        """The number of buffers, which is 1."""
         return 1

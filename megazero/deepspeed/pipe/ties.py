@@ -14,9 +14,7 @@ from megazero.mpu.group import Group, Transfer
 from megazero.mpu.host import on_device
 from megazero.mpu.param_spec import spec_of
 from megazero.mpu.solo_group import SoloGroup
-from megazero.zero.policy import ZeroPolicy
-from megazero.zero.store.store import GRADIENT, Store
-from megazero.zero.unit import Unit
+from megazero.zero.store.store import GRADIENT
 
 
 class TieGroup:
@@ -84,24 +82,16 @@ def mark_tied(modules: Mapping[str, nn.Module], groups: Mapping[str, TieGroup]) 
 class PipelineParallel(UserParallel):
     """`UserParallel` of one stage, which sums the gradients of tied weights over their stages."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[Unit],
-        store: Store,
-        policy: ZeroPolicy,
-        context: ParallelContext,
-    ):
-        super().__init__(model, units, store, policy, context)
-        self.ties: list[tuple[TieGroup, frozenset[str]]] = []
-        self._complete = False
+    ties: Sequence[tuple[TieGroup, frozenset[str]]] = ()
+    _complete = False
 
     def tie(self, groups: Mapping[str, TieGroup]) -> None:
         """Sum the gradients of tied modules, given by key, from now on."""
         names = [spec.name for bucket in self.store.buckets for spec in bucket.layout.specs]
-        for key, group in sorted(groups.items()):
-            tied = frozenset(name for name in names if name.startswith(f"tied_modules.{key}."))
-            self.ties.append((group, tied))
+        self.ties = [
+            (group, frozenset(name for name in names if name.startswith(f"tied_modules.{key}.")))
+            for key, group in sorted(groups.items())
+        ]
 
     def start(self, step: int = 0) -> None:
         """Begin a step, see `DataParallel.start`."""

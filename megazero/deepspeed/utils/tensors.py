@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from math import inf, isfinite, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from megazero.deepspeed.accelerator.choose import get_accelerator
 from megazero.deepspeed.accelerator.cpu import Accelerator
 from megazero.deepspeed.comm.collectives import all_gather_into_tensor, all_reduce
-from megazero.deepspeed.comm.mpu import ModelParallel
+from megazero.deepspeed.comm.mpu import Mpu
 from megazero.deepspeed.comm.world import AnyGroup, ReduceOp, get_rank, get_world_size
 from megazero.deepspeed.reports.logging import print_dist
 from megazero.deepspeed.utils.split import partition_uniform
@@ -109,7 +109,10 @@ def _mapped(item: Any, change: Callable[[Any], Any]) -> Any:
     return item
 
 
-def get_only_unique_item(items: Iterable[Any]) -> Any:
+T = TypeVar("T")
+
+
+def get_only_unique_item(items: Iterable[T]) -> T:
     """The value that all items are equal to.
 
     Raises:
@@ -155,34 +158,34 @@ def get_global_norm(norm_list: Iterable[float | Tensor]) -> float:
 
 
 def get_grad_norm(
-    parameters: Iterable[Tensor] | Tensor, norm_type: float = 2, mpu: ModelParallel | None = None
+    parameters: Iterable[Tensor] | Tensor, norm_type: float = 2, mpu: Mpu | None = None
 ) -> float:
     """The norm of all gradients, over the model-parallel ranks of `mpu`."""
-    params = [parameters] if isinstance(parameters, Tensor) else parameters
-    return float(_norm([p for p in params if p.grad is not None], lambda p: p.grad, float(norm_type), mpu))
+    params, grads = _with_gradients(parameters)
+    return float(_norm(params, grads, norm_type, mpu))
 
 
 def get_weight_norm(
-    parameters: Iterable[Tensor] | Tensor, norm_type: float = 2, mpu: ModelParallel | None = None
+    parameters: Iterable[Tensor] | Tensor, norm_type: float = 2, mpu: Mpu | None = None
 ) -> float:
     """The norm of all parameters, over the model-parallel ranks of `mpu`."""
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    return float(_norm(params, lambda p: p.detach(), float(norm_type), mpu))
+    return float(_norm(params, [p.detach() for p in params], norm_type, mpu))
 
 
 def get_global_norm_of_tensors(
     input_tensors: Sequence[Tensor],
     norm_type: float = 2,
-    mpu: ModelParallel | None = None,
+    mpu: Mpu | None = None,
     moe_ep_group: AnyGroup = None,
 ) -> Tensor:
     """The norm of all tensors, over the model-parallel ranks of `mpu` and over `moe_ep_group`."""
     norm_type = float(norm_type)
-    total = _norm(list(input_tensors), lambda t: t.detach(), norm_type, None)
-    groups = [moe_ep_group] if moe_ep_group is not None else []
+    total = _norm(input_tensors, [tensor.detach() for tensor in input_tensors], norm_type, None)
+    groups: list[AnyGroup] = [moe_ep_group] if moe_ep_group is not None else []
     groups += [mpu.get_model_parallel_group()] if mpu is not None else []
     for group in groups:
-        total = _over(total, norm_type, group)
+        total = _combine(total, norm_type, group)
     return total
 
 
@@ -190,19 +193,18 @@ def clip_grad_norm_(
     parameters: Iterable[Tensor] | Tensor,
     max_norm: float,
     norm_type: float = 2,
-    mpu: ModelParallel | None = None,
+    mpu: Mpu | None = None,
 ) -> Tensor:
     """Scale gradients in place so that their norm is at most `max_norm`; returns the norm before.
 
     With `mpu`, the norm is that of the whole model: slices count on each model-parallel rank, and other
     parameters on the first one alone.
     """
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    params = [p for p in params if p.grad is not None]
-    total = _norm(params, lambda p: p.grad, float(norm_type), mpu)
+    params, grads = _with_gradients(parameters)
+    total = _norm(params, grads, norm_type, mpu)
     scale = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
-    for p in params:
-        p.grad.mul_(scale.to(p.grad))  # type: ignore[union-attr]  # chosen above
+    for grad in grads:
+        grad.mul_(scale.to(grad))
     return total
 
 
@@ -210,7 +212,7 @@ def clip_tensors_by_global_norm(
     input_tensors: Sequence[Tensor],
     max_norm: float = 1.0,
     global_norm: float | Tensor | None = None,
-    mpu: ModelParallel | None = None,
+    mpu: Mpu | None = None,
     eps: float = 1e-6,
 ) -> float:
     """Scale tensors in place so that their norm is at most `max_norm`; returns the norm before."""
@@ -222,19 +224,25 @@ def clip_tensors_by_global_norm(
     return float(norm)
 
 
-def _norm(
-    params: Sequence[Tensor], values: Callable[[Tensor], Any], norm_type: float, mpu: ModelParallel | None
-) -> Tensor:
-    first = mpu is None or mpu.get_model_parallel_rank() == 0
-    counted = [values(p) for p in params if first or is_model_parallel_parameter(p)]
-    device = values(params[0]).device if params else get_accelerator().current_device_name()
+def _with_gradients(parameters: Iterable[Tensor] | Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    source = [parameters] if isinstance(parameters, Tensor) else parameters
+    params = [param for param in source if param.grad is not None]
+    return params, [param.grad for param in params if param.grad is not None]
+
+
+def _norm(params: Sequence[Tensor], values: Sequence[Tensor], norm_type: float, mpu: Mpu | None) -> Tensor:
+    """The norm of the values of parameters; with `mpu`, over its ranks: see `clip_grad_norm_`."""
+    norm_type, first = float(norm_type), mpu is None or mpu.get_model_parallel_rank() == 0
+    pairs = zip(params, values, strict=True)
+    counted = [value for param, value in pairs if first or is_model_parallel_parameter(param)]
+    device = values[0].device if values else get_accelerator().current_device_name()
     norms = [torch.linalg.vector_norm(v, norm_type, dtype=torch.float32).to(device) for v in counted]
     stacked = torch.stack(norms) if norms else torch.zeros(1, device=device)
     total = torch.linalg.vector_norm(stacked, norm_type)
-    return total if mpu is None else _over(total, norm_type, mpu.get_model_parallel_group())
+    return total if mpu is None else _combine(total, norm_type, mpu.get_model_parallel_group())
 
 
-def _over(norm: Tensor, norm_type: float, group: AnyGroup) -> Tensor:
+def _combine(norm: Tensor, norm_type: float, group: AnyGroup) -> Tensor:
     """Combine the norms of all ranks of a group."""
     if norm_type == inf:
         all_reduce(norm, ReduceOp.MAX, group)

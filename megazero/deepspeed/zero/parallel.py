@@ -218,7 +218,6 @@ class ExpertShards(ShardHolder):
     group: Group
 
     def gathered(self, params: Iterable[nn.Parameter], *, write_back: bool) -> AbstractContextManager[None]:
-        """See `DataParallel.gathered`."""
         return self.parallel.gathered(params, write_back=write_back)
 
     def status(self, param: nn.Parameter) -> ZeroParamStatus:

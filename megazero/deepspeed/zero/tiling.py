@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megazero.deepspeed.utils.split import partition_uniform
 from megazero.deepspeed.zero.gathered import GatheredParameters
 from megazero.errors import ConfigError
 
@@ -127,4 +128,4 @@ def _bounds(size: int, parts: int, name: str) -> list[int]:
     """The bounds of nearly equal parts, the larger ones first."""
     if not 1 <= parts <= size:
         raise ConfigError(f"`{name}` must be from 1 to the number of features ({size}), but is {parts}")
-    return [number * (size // parts) + min(number, size % parts) for number in range(parts + 1)]
+    return partition_uniform(size, parts)
