@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch.multiprocessing import spawn
 
-from megazero.deepspeed.comm.logged_group import logged_group
+from megazero.deepspeed.comm.groups import logged_group
 from megazero.layers.context.masks import PairMasks
 from megazero.layers.context.ring import Ring, ring_attention
 from megazero.layers.inputs import Attends

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.multiprocessing import spawn
 from torch.nn.functional import scaled_dot_product_attention
 
-from megazero.deepspeed.comm.logged_group import logged_group
+from megazero.deepspeed.comm.groups import logged_group
 from megazero.deepspeed.sequence.layer import DistributedAttention
 from megazero.layers.context.heads import HeadPlan, exchange_heads, return_heads
 from megazero.layers.context.masks import PairMasks

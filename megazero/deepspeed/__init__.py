@@ -1,11 +1,10 @@
 """deepspeed: DeepSpeed's interface: an engine for the user's own model, with DeepSpeed's JSON and names.
 
-Start with `initialize.py` and `engine/`. `config/` has the JSON as an engine takes it; `optimizers/` and
-`schedules/` connect torch's to ours; `zero/` has `Init` and lays a foreign module out in buckets;
-`checkpoint/` reads saved states, DeepSpeed's too; `pipe/`, `moe/`, `sequence/` and `tensor_parallel/` share a
-model among ranks, which `comm/` joins; `models/` has layers for scripts, `reports/` what a training says, and
-`legacy/` what DeepSpeed has removed. `surface.py` makes modules of the tables in `names/`, and `path/` leads
-``import deepspeed`` to them.
+Start with `initialize.py` and `engine/`. `config/` reads the JSON; `optimizers/` and `schedules/` wrap
+torch's; `zero/` shards a module that knows nothing of ZeRO; `checkpoint/` reads saved states, DeepSpeed's own
+too; `pipe/`, `moe/`, `sequence/` and `tensor_parallel/` distribute a model over ranks, and `comm/` joins the
+ranks; `models/` has layers for scripts, `reports/` timers, logs and profiles, and `legacy/` features that
+DeepSpeed has removed. `surface.py` makes the modules of ``import deepspeed`` from the tables in `names/`.
 """
 
 from megazero.deepspeed.comm.adopt import init_distributed

@@ -1,8 +1,7 @@
-"""``python -m megazero.deepspeed [--local_rank] [-m] SCRIPT ...``: a rank of a script, with our `deepspeed`.
+"""``python -m megazero.deepspeed [--local_rank] [-m] SCRIPT ...``: run one rank of a DeepSpeed script.
 
-`--local_rank` gives the script that argument with the number in the environment's `LOCAL_RANK`, as
-DeepSpeed's launcher does. The process is as if ``python SCRIPT ...`` had started it, to what it says and
-returns where the script cannot be run or raises.
+`--local_rank` passes ``--local_rank=N`` to the script, with the environment's `LOCAL_RANK`, as DeepSpeed's
+launcher does. Output and exit status are those of ``python SCRIPT ...``, also if the script fails.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megazero.deepspeed.surface import install
 def main() -> None:
     """Run the script that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m megazero.deepspeed")
-    parser.add_argument("--local_rank", action="store_true", help="give the script its `--local_rank=N`")
+    parser.add_argument("--local_rank", action="store_true", help="pass `--local_rank=N` to the script")
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script", help="the script, or the module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
@@ -38,9 +37,9 @@ def main() -> None:
 
 
 def _report(error: Exception) -> int:
-    """Report a script's error without the frames that led to it; returns the status that Python gives."""
+    """Report a script's error without the frames of this module and of runpy; returns the exit status."""
     trace = error.__traceback__
-    while trace is not None and _leads_to_script(trace.tb_frame):
+    while trace is not None and _is_outside_script(trace.tb_frame):
         trace = trace.tb_next
     if trace is None and isinstance(error, OSError):
         why = f"a file that can be read, but {error.filename}: {error.strerror}"
@@ -53,10 +52,9 @@ def _report(error: Exception) -> int:
     return 1
 
 
-def _leads_to_script(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").partition(".")[0] in ("runpy", "importlib") or (
-        frame.f_globals is globals()
-    )
+def _is_outside_script(frame: FrameType) -> bool:
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    return package in ("runpy", "importlib") or frame.f_globals is globals()
 
 
 if __name__ == "__main__":

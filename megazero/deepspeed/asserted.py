@@ -1,4 +1,4 @@
-"""Errors that are also what DeepSpeed raises there: it asserts, and scripts catch what it raises."""
+"""Errors that a script can also catch as `AssertionError`, as it catches DeepSpeed's assertions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ R = TypeVar("R")
 
 
 class AssertedError(MegazeroError, AssertionError):
-    """A call out of turn."""
+    """A call at a time when it is not allowed."""
 
 
 class AssertedConfigError(ConfigError, AssertionError, ValueError):
-    """A configuration or an argument that is refused; pydantic's errors there are of `ValueError`."""
+    """A refused configuration or argument; a `ValueError` too, as DeepSpeed's errors of pydantic are."""
 
 
 class AssertedCheckpointError(CheckpointError, AssertionError):
-    """A checkpoint that is not as it must be, or a tag on which ranks differ."""
+    """A checkpoint that cannot be read, or a tag that differs between ranks."""
 
 
 _KINDS: Mapping[type[MegazeroError], type[MegazeroError]] = MappingProxyType(
@@ -31,7 +31,7 @@ _KINDS: Mapping[type[MegazeroError], type[MegazeroError]] = MappingProxyType(
 
 
 def asserts(call: Callable[P, R]) -> Callable[P, R]:
-    """A call whose refusals a script may catch as `AssertionError` too."""
+    """Decorate a function whose errors of megazero are to be `AssertionError` too."""
 
     @wraps(call)
     def asserting(*args: P.args, **kwargs: P.kwargs) -> R:

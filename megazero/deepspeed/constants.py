@@ -1,4 +1,4 @@
-"""Numbers that scripts import from DeepSpeed's modules of constants; words are in the tables of names."""
+"""Constants that scripts import from DeepSpeed, except strings, which are in the tables of names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GIT_HASH = "megazero"
 GIT_BRANCH = "megazero"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DIST = None
-"""`deepspeed.dist` is None until an engine is made; scripts import `deepspeed.comm` instead."""
+"""`deepspeed.dist`; scripts use `deepspeed.comm` instead."""
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 DEFAULT_PG_TIMEOUT = TIMEOUT
 
@@ -31,4 +31,4 @@ TORCH_INFO = MappingProxyType(
         "hip_version": torch.version.hip or "0.0",
     }
 )
-"""The versions that the package was built with; 0.0 where there is no such library."""
+"""The versions that torch was built with; 0.0 for a library that is absent."""

@@ -31,7 +31,7 @@ imported, and so can those above it."""
 
 
 def names_page(rows: Sequence[Name]) -> str:
-    """The page: for each module right below `deepspeed`, a table of its names."""
+    """Return the page: a table of names for each module directly below `deepspeed`."""
     counts = Counter(row.state for row in rows if row.name)
     total = ", ".join(f"{counts[state]} {state}" for state in get_args(State))
     lines = [_INTRODUCTION, "", f"{sum(counts.values())} names: {total}."]

@@ -1,7 +1,7 @@
-"""The names that scripts import from `deepspeed`, each a row of a table, as modules made of those rows.
+"""The modules of ``import deepspeed``, made from tables of names.
 
-``names/*.csv`` says of each public name of DeepSpeed where it lives here and how far it does what is
-documented there. `Surface` makes modules of the rows; nothing is imported before a name is asked for.
+A row of ``names/*.csv`` maps a public name of DeepSpeed to its place here, and says how far it does what
+DeepSpeed documents. `Surface` makes modules of the rows; a name's home is imported when the name is used.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -23,7 +23,7 @@ from megazero.errors import ConfigError
 
 TABLES = Path(__file__).with_name("names")
 PATH = Path(__file__).with_name("path")
-"""A folder for `sys.path` that holds `deepspeed`, which leads here, and what tells installers its version."""
+"""A folder for `sys.path` with a `deepspeed` that leads here, and the metadata of its version."""
 PACKAGE = "deepspeed"
 VERSION = "0.19.8"
 """The release of DeepSpeed whose documentation the names follow."""
@@ -36,11 +36,11 @@ class Name:
     """One public name of DeepSpeed.
 
     Attributes:
-        modules: where scripts import it from, below `deepspeed`; ``.`` is `deepspeed` itself.
-        name: the name there; empty for a row that only makes the module exist.
-        home: ``module:attribute`` of what it is here, or ``module`` alone; ``=`` and a word for a constant,
-            which is that word; empty if it is refused.
-        state: same as documented there, differs, has no effect, or is refused when it is called.
+        modules: the modules that have the name, below `deepspeed`; ``.`` is `deepspeed` itself.
+        name: the name; empty for a row that only makes the modules exist.
+        home: ``module:attribute`` or ``module`` here; ``=text`` for a constant with that text; empty if the
+            name is refused.
+        state: whether it does what DeepSpeed documents.
         note: how it differs, why it has no effect, or what to do instead.
     """
 
@@ -51,7 +51,7 @@ class Name:
     note: str
 
     def value(self) -> Any:
-        """The object of that name here; if it is refused, something that says so when it is called."""
+        """The object that the name stands for; for a refused name, a class that raises when it is called."""
         if self.state == "refused":
             return refused(f"{PACKAGE}.{self.modules[0]}.{self.name}".replace("..", "."), self.note)
         if self.home.startswith("="):
@@ -64,16 +64,16 @@ class Name:
 
 
 class Refused(type):
-    """The class of what is refused: neither it nor a class derived from it can be made or called.
+    """The metaclass of refused names: calling such a class, or one derived from it, raises ConfigError.
 
     Attributes:
-        refusal: the sentence that says so.
+        refusal: the refused name, and what to do instead.
     """
 
     refusal: tuple[str, str]
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> None:
-        """Say what to do instead."""
+    def __call__(cls, *args: object, **kwargs: object) -> None:
+        """Raise ConfigError, which says what to do instead."""
         name, remedy = cls.refusal
         raise ConfigError(f"`{name}` must not be used here; {remedy}")
 
@@ -84,18 +84,18 @@ class Refused(type):
 
 
 def refused(name: str, remedy: str) -> Refused:
-    """A stand-in for a name that is refused: scripts import many that they never use."""
+    """A class that stands for a refused name: scripts may import it, as they import many unused names."""
     return Refused(name.rpartition(".")[2], (), {"refusal": (name, remedy), "__doc__": f"Refused: {remedy}"})
 
 
 def read_names(folder: Path = TABLES) -> tuple[Name, ...]:
-    """The rows of all tables of a folder.
+    """Read the tables of a folder.
 
-    A line is for all names in its cell: a home that ends in a colon has each under its own name, and
-    ``NAME=word`` is a constant.
+    A line holds one or several names. If its home ends in a colon, each name is appended to the home;
+    ``NAME=text`` is a constant.
 
     Raises:
-        ValueError: a row has no such state, or lacks its home or its note.
+        ValueError: a line has an unknown state, or lacks its home or its note.
     """
     rows: list[Name] = []
     for path in sorted(folder.glob("*.csv")):
@@ -118,10 +118,10 @@ def _row(word: str, cells: Mapping[str, Any]) -> Name:
 
 
 class Surface(MetaPathFinder, Loader):
-    """Finds `deepspeed` and its modules in the table.
+    """Importer of `deepspeed` and the modules below it.
 
     Args:
-        names: the table.
+        names: the rows of the tables.
     """
 
     def __init__(self, names: Sequence[Name]):
@@ -129,21 +129,22 @@ class Surface(MetaPathFinder, Loader):
 
     @cached_property
     def modules(self) -> Mapping[str, Mapping[str, Name]]:
-        """Module below `deepspeed` -> its names. A module's parents exist too."""
+        """Module below `deepspeed` -> its names; the parents of a module are included."""
         modules: dict[str, dict[str, Name]] = {"": {}}
         for row in self.names:
             for path in row.modules:
                 path = "" if path == "." else path
                 if row.name:
                     modules.setdefault(path, {})[row.name] = row
-                for parent in _parents(path):
-                    modules.setdefault(parent, {})
+                parts = path.split(".") if path else []
+                for count in range(len(parts) + 1):
+                    modules.setdefault(".".join(parts[:count]), {})
         return modules
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module of the table; None for every other."""
+        """The spec of a module in the tables; None for any other module."""
         head, _, below = fullname.partition(".")
         if head != PACKAGE or below not in self.modules:
             return None
@@ -152,12 +153,12 @@ class Surface(MetaPathFinder, Loader):
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """A module whose names are looked up in the table."""
+        """Make a module whose names are looked up in the tables."""
         below = spec.name.partition(".")[2]
         return SurfaceModule(spec.name, self.modules[below], self._children(below), import_module)
 
     def as_module(self, name: str, below: str = "") -> ModuleType:
-        """The same module under another name, which no import statement finds, nor those below it."""
+        """Make the module at `below` under another name; import statements do not find that name."""
         children = self._children(below)
         start = f"{below}." if below else ""
 
@@ -167,7 +168,7 @@ class Surface(MetaPathFinder, Loader):
         return SurfaceModule(name, self.modules[below], children, child)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: its names are looked up when they are asked for."""
+        """Do nothing: names are looked up when they are used."""
 
     def _children(self, below: str) -> frozenset[str]:
         start = f"{below}." if below else ""
@@ -178,19 +179,14 @@ class Surface(MetaPathFinder, Loader):
         )
 
 
-def _parents(path: str) -> Iterable[str]:
-    parts = path.split(".") if path else []
-    return (".".join(parts[:count]) for count in range(len(parts) + 1))
-
-
 class SurfaceModule(ModuleType):
-    """A stand-in for `deepspeed.NAME`, whose attributes come from rows of `names/` and further modules.
+    """A module of `deepspeed`, whose attributes are rows of the tables and submodules.
 
     Args:
         name: its full name.
-        names: its names.
-        children: the modules below it.
-        child: gives one of them by its full name, when it is asked for as an attribute.
+        names: the rows of its names.
+        children: the names of its submodules.
+        child: makes a submodule, by its full name, when it is used as an attribute.
     """
 
     def __init__(
@@ -228,14 +224,13 @@ class SurfaceModule(ModuleType):
 
 
 TOP = Surface(read_names()).as_module("megazero")
-"""The names right in `deepspeed`, for ``import megazero as deepspeed``; there may be another `deepspeed`."""
+"""The module `deepspeed` for ``import megazero as deepspeed``, which works beside an installed DeepSpeed."""
 
 
 def install() -> ModuleType:
-    """Make ``import deepspeed`` mean megazero in this process and in those that it starts.
+    """Make ``import deepspeed`` import megazero, in this process and in processes that it starts.
 
-    Its modules and its version are found as if it were installed; a DeepSpeed that is installed stays unseen.
-    Calling it again changes nothing.
+    An installed DeepSpeed is hidden, its version metadata too. Further calls have no effect.
 
     Returns:
         The module `deepspeed`.
@@ -253,7 +248,7 @@ def install() -> ModuleType:
         sys.meta_path.insert(0, Surface(read_names()))
     if str(PATH) not in sys.path:
         sys.path.insert(1, str(PATH))  # the first is the script's own folder
-    inherited = [word for word in os.environ.get("PYTHONPATH", "").split(os.pathsep) if word]
+    inherited = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     if str(PATH) not in inherited:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(PATH), *inherited])
     return import_module(PACKAGE)

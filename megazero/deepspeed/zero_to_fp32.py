@@ -1,7 +1,7 @@
-"""Whole fp32 weights out of a checkpoint, in one file or several: DeepSpeed's ``zero_to_fp32``.
+"""Write the whole fp32 weights of a checkpoint to one or several files: DeepSpeed's ``zero_to_fp32``.
 
-Reads the checkpoints of `DeepSpeedEngine.save_checkpoint` and those that DeepSpeed wrote. The scripts beside
-a checkpoint call `main`; so does ``python -m megazero.deepspeed.zero_to_fp32``.
+Reads the checkpoints of `DeepSpeedEngine.save_checkpoint` and DeepSpeed's own. The script that is saved
+beside a checkpoint calls `main`, as does ``python -m megazero.deepspeed.zero_to_fp32``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -42,12 +41,12 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 
 class LazyState(Mapping[str, Tensor]):
-    """A state dict whose tensors are made when they are looked up, each time anew.
+    """A state dict that reads a tensor from the checkpoint each time that it is looked up.
 
     Args:
         saved: the checkpoint.
-        exclude_frozen: leave out parameters that were not trained.
-        dtype: the type of floating-point weights; buffers are fp32.
+        exclude_frozen: leave out frozen parameters.
+        dtype: the type of floating-point weights; floating-point buffers are fp32.
     """
 
     def __init__(self, saved: Saved, exclude_frozen: bool, dtype: torch.dtype = torch.float32):
@@ -72,13 +71,13 @@ class LazyState(Mapping[str, Tensor]):
         return len(self._names)
 
     def whole(self) -> dict[str, Tensor]:
-        """All tensors; names of one parameter have one tensor."""
-        made: dict[str, Tensor] = {}
+        """All tensors; the names of a tied parameter share one tensor."""
+        tensors: dict[str, Tensor] = {}
         for name in self._names:
-            kept = self._saved.names.shared.get(name, name)
-            made[name] = made[kept] if kept in made else self[name]
-            made.setdefault(kept, made[name])
-        return {name: made[name] for name in self._names}
+            first = self._saved.names.shared.get(name, name)
+            tensors[name] = tensors[first] if first in tensors else self[name]
+            tensors.setdefault(first, tensors[name])
+        return {name: tensors[name] for name in self._names}
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -87,16 +86,16 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> Mapping[str, Tensor]:
-    """The whole fp32 weights of a checkpoint, on the CPU.
+    """Read the whole fp32 weights of a checkpoint, on the CPU.
 
     Args:
         checkpoint_dir: the folder given to `save_checkpoint`.
-        tag: by default the one that ``latest`` names.
-        exclude_frozen_parameters: leave out parameters that were not trained.
-        lazy_mode: make each tensor when it is looked up, so that they need not all fit into memory.
+        tag: by default the tag in ``latest``.
+        exclude_frozen_parameters: leave out frozen parameters.
+        lazy_mode: return a `LazyState`, so that not all tensors need to fit into memory.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is no checkpoint, or it cannot be read.
     """
     state = LazyState(_open(checkpoint_dir, tag), exclude_frozen_parameters)
     return state if lazy_mode else state.whole()
@@ -105,20 +104,20 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Load a checkpoint's fp32 weights into a model that is whole, moved to the CPU; returns the model.
+    """Move a model to the CPU and load a checkpoint's fp32 weights into it; returns the model.
 
-    Names that either side lacks are left, as in DeepSpeed, but a warning tells them.
+    Missing and unexpected names are a warning and no error, as in DeepSpeed.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     result = model.cpu().load_state_dict(dict(state), strict=False)
-    lacking, more = (", ".join(names[:5]) for names in (result.missing_keys, result.unexpected_keys))
-    if lacking or more:
+    missing, unexpected = (", ".join(names[:5]) for names in (result.missing_keys, result.unexpected_keys))
+    if missing or unexpected:
         warnings.warn(
-            f"{checkpoint_dir} lacks weights of the model ({lacking or 'none'}) or has others "
-            f"({more or 'none'})",
+            f"{checkpoint_dir} lacks weights of the model ({missing or 'none'}) or has others "
+            f"({unexpected or 'none'})",
             stacklevel=2,
         )
     return model
@@ -132,15 +131,15 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write a checkpoint's whole fp32 weights to a folder: one file, or several and an index of them.
+    """Write a checkpoint's whole fp32 weights to a folder: one file, or several with an index.
 
     Args:
         checkpoint_dir: the folder given to `save_checkpoint`.
         output_dir: the folder for ``pytorch_model.bin`` or ``model.safetensors``.
-        max_shard_size: the largest size of a file, such as ``5GB``; None writes one.
-        safe_serialization: write safetensors.
-        tag: by default the one that ``latest`` names.
-        exclude_frozen_parameters: leave out parameters that were not trained.
+        max_shard_size: the largest size of a file, such as ``5GB``; None writes one file.
+        safe_serialization: write safetensors instead of torch's format.
+        tag: by default the tag in ``latest``.
+        exclude_frozen_parameters: leave out frozen parameters.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.
@@ -158,11 +157,11 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """As `convert_zero_checkpoint_to_fp32_state_dict`, with weights in another type.
+    """Like `convert_zero_checkpoint_to_fp32_state_dict`, with weights in the type `dtype`.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.
-        ConfigError: `dtype` is no type of weights.
+        ConfigError: `dtype` is not one of `DTYPES`.
     """
     chosen = dtype if isinstance(dtype, torch.dtype) else DTYPES.get(dtype)
     if chosen is None:
@@ -174,7 +173,7 @@ def convert_zero_checkpoint_to_state_dict(
 def write_shards(
     state: LazyState, folder: Path, largest: str | int | None, safe_serialization: bool = False
 ) -> None:
-    """Write a state dict to files of at most `largest` bytes each, unless a tensor alone is larger."""
+    """Write a state dict to files of at most `largest` bytes; a larger tensor gets a file of its own."""
     limit = sys.maxsize if largest is None else parse_size(largest)
     stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
     sizes = {name: value.nbytes for name, value in state.items()}
@@ -193,13 +192,13 @@ def write_shards(
 
 
 def write_state(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write whole tensors to a file, in the format that its name asks for.
+    """Write whole tensors to a file: safetensors if its name ends so, or else torch's format.
 
     Raises:
-        CheckpointError: the format does not take them.
+        CheckpointError: safetensors cannot hold them.
     """
     if path.suffix == ".safetensors":
-        # This format has no tied weights: each name gets a copy of its own.
+        # Safetensors has no tied weights: each name gets a copy.
         try:
             save_file({name: value.clone().contiguous() for name, value in state.items()}, path)
         except SafetensorError as error:
@@ -209,7 +208,7 @@ def write_state(state: Mapping[str, Tensor], path: Path) -> None:
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
-    """The first file of the model in the folder of a tag that DeepSpeed wrote.
+    """The model's first file in a tag's folder that DeepSpeed wrote.
 
     Raises:
         CheckpointError: there is none.
@@ -223,7 +222,7 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
-    """The optimizer's files in the folder of a tag that DeepSpeed wrote, by rank.
+    """The optimizer's files in a tag's folder that DeepSpeed wrote, in the order of ranks.
 
     Raises:
         CheckpointError: there is none.
@@ -246,10 +245,10 @@ def _no_file(folder: str | os.PathLike[str], name: str) -> CheckpointError:
 
 
 def parse_size(size: str | int) -> int:
-    """Bytes, of text such as ``5GB`` (decimal) or ``5GiB``.
+    """Parse a size such as ``5GB`` (decimal) or ``5GiB`` (binary) to bytes.
 
     Raises:
-        ConfigError: it is neither a number nor such text.
+        ConfigError: it is no such size.
     """
     text = str(size).strip().upper()
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text)
@@ -259,7 +258,7 @@ def parse_size(size: str | int) -> int:
 
 
 def write_scripts(folder: Path) -> None:
-    """Put the scripts that DeepSpeed's users look for beside a checkpoint."""
+    """Write the scripts `zero_to_fp32.py` and `zero_to_torch.py` beside a checkpoint."""
     for name, function in SCRIPTS.items():
         (folder / name).write_text(
             f'"""Whole weights from the checkpoint beside this file: python {name} FOLDER OUTPUT"""\n'
@@ -309,7 +308,7 @@ def _run(arguments: argparse.Namespace, dtype: str) -> None:
         raise SystemExit(status)
 
 
-def _open(checkpoint_dir: str | os.PathLike[str], tag: Any) -> Saved:
+def _open(checkpoint_dir: str | os.PathLike[str], tag: object) -> Saved:
     folder = Path(checkpoint_dir)
     chosen = newest_tag(folder) if tag is None else str(tag)
     if chosen is None:

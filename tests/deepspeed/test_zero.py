@@ -65,7 +65,7 @@ def test_each_rank_keeps_a_slice_of_the_first_ranks_values(ranks):
             with GatheredParameters(model[0].weight, modifier_rank=0):
                 model[0].weight.fill_(float(10 + context.rank))
         assert all(map(partition_of, model.parameters()))
-        sizes = [param.zero_home.shard.numel() for param in model.parameters()]
+        sizes = [param.shard_holder.shard.numel() for param in model.parameters()]
         assert sizes == [-(-param.numel() // ranks) for param in model.parameters()]
         assert all(
             param.isnan().all() and param.untyped_storage().nbytes() == 4 for param in model.parameters()
@@ -167,7 +167,7 @@ def storages(roots: list[object]) -> int:
     for param in roots:
         with torch._C.DisableTorchFunctionSubclass():  # looking would make it whole while it is built
             data = param.data
-        tensors = [data, *([param.zero_home.shard] if partition_of(param) else [])]
+        tensors = [data, *([param.shard_holder.shard] if partition_of(param) else [])]
         for tensor in tensors:
             storage = tensor.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()

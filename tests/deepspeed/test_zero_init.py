@@ -76,7 +76,7 @@ def test_taking_over_never_makes_the_model_whole():
         with Init(mpu=context):
             model = Deep()
         live = []
-        homes = [param.zero_home for param in model.parameters()]
+        homes = [param.shard_holder for param in model.parameters()]
         for home in homes:
             inner = home.whole
 

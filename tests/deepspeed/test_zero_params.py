@@ -433,14 +433,14 @@ def test_states_go_to_the_host_and_come_back(stage):
         engine.step()
         before = {name: value.clone() for name, value in engine.module_state_dict().items()}
         engine.offload_states(include=["optim_states", "hp_params"])
-        held = engine.states.parallel.away.nbytes
+        held = engine.states.parallel.offloaded.nbytes
         float(run(1).detach())  # the weights are still there
         with pytest.raises(
             MegazeroError, match=r"hp_params, optim_states are offloaded; call `engine.reload"
         ):
             safe_get_full_fp32_param(engine.module.scale)
         engine.offload_states()
-        assert engine.states.parallel.away.nbytes > held
+        assert engine.states.parallel.offloaded.nbytes > held
         for _ in range(2):
             with pytest.raises(MegazeroError, match=r"call `engine.reload_states\(\)` first"):
                 run(1)

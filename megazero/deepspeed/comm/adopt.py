@@ -1,7 +1,7 @@
-"""Finding this rank's place in a job that a training script may have started itself.
+"""`find_context`: this rank's context in a script's job.
 
-A script may have joined torch's world already, may bring an `mpu` object of its own (DeepSpeed's contract),
-or may leave everything to megazero.
+The script may have joined torch's world already, may pass an `mpu` object that describes the layout, or may
+leave both to megazero.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
@@ -29,7 +28,7 @@ from megazero.mpu.torch_group import TorchGroup, joined_world, leave_world, star
 from megazero.mpu.warm_up import warm_up
 
 TIMEOUT = timedelta(minutes=10)
-# What MPI's launcher calls a rank's place.
+# The variables of MPI's launcher.
 _MPI = MappingProxyType(
     {
         "RANK": "OMPI_COMM_WORLD_RANK",
@@ -45,7 +44,7 @@ _MPI_HOSTS = ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE")
 
 
 def find_context(
-    mpu: Any = None,
+    mpu: object = None,
     *,
     backend: str | None = None,
     timeout: timedelta | None = None,
@@ -53,21 +52,21 @@ def find_context(
     ep_size: int = 1,
     may_start: bool = True,
 ) -> ParallelContext:
-    """This rank's context, from the world that torch has joined, or else from the launcher's environment.
+    """This rank's context in the world that torch has joined, or else in that of the launcher's environment.
 
     Args:
-        mpu: a `ParallelContext`, wrapped in a `DeepSpeedMpu` or not, which is returned as it is; or an object
-            with methods such as ``get_model_parallel_rank`` and ``get_data_parallel_world_size``, whose
-            layout is adopted; or None, in which case all ranks are data-parallel.
-        backend: nccl or gloo; by default the device decides.
+        mpu: a `ParallelContext` or `DeepSpeedMpu`, whose context is returned; an object with methods such as
+            ``get_model_parallel_world_size`` and ``get_data_parallel_rank``, whose layout is adopted; or
+            None for data-parallel ranks alone.
+        backend: nccl or gloo; by default it follows from the device.
         timeout: the longest wait in one collective; by default see `default_timeout`.
-        node_size: the number of replicas that ``node`` spans.
-        ep_size: how many data-parallel ranks share the experts of a layer.
+        node_size: the number of replicas in the group ``node``.
+        ep_size: the expert-parallel size.
         may_start: whether to join the world if the script has not.
 
     Raises:
-        ConfigError: the layout of `mpu` is not the one used here (tensor-parallel ranks adjacent), `ep_size`
-            does not divide the data-parallel ranks, or the world has not been joined and `may_start` is
+        ConfigError: `mpu` places this rank differently (tensor-parallel ranks must be adjacent), `ep_size`
+            does not divide the data-parallel size, or the world has not been joined and `may_start` is
             false.
         CommunicationError: the other ranks could not be reached.
     """
@@ -86,7 +85,7 @@ def find_context(
             "distributed_timeout_minutes": timeout.total_seconds() / 60,
         }
     )
-    dense = grid_of(config, launch.world_size)  # raises before anything is joined
+    dense = grid_of(config, launch.world_size)  # refuses bad sizes before anything is joined
     replicas = dense.dp * dense.cp
     if replicas % ep_size:
         raise ConfigError(
@@ -108,10 +107,10 @@ def find_context(
 
 
 def default_timeout() -> timedelta:
-    """The longest wait in one collective: DEEPSPEED_TIMEOUT minutes, or ten.
+    """The longest wait in one collective: DEEPSPEED_TIMEOUT minutes, or 10.
 
     Raises:
-        ConfigError: the variable holds no number of minutes.
+        ConfigError: the variable is no positive number.
     """
     text = os.environ.get("DEEPSPEED_TIMEOUT", "")
     if not text:
@@ -136,28 +135,27 @@ def init_distributed(
     timeout: timedelta | None = None,
     init_method: str | None = None,
     dist_init_required: bool | None = None,
-    config: Any = None,
+    config: object = None,
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
     """Join the world of ranks that the launcher's environment describes, unless it has been joined.
 
-    Without a launcher this is a world of one, and RANK, WORLD_SIZE and LOCAL_RANK are set as if there were
-    one.
+    Without a launcher it is a world of one; RANK, WORLD_SIZE and LOCAL_RANK are set.
 
     Args:
-        dist_backend: nccl or gloo; by default the device decides.
-        auto_mpi_discovery: whether to look for the variables of MPI's launcher where torch's are missing.
-        distributed_port: the first rank's port, if MASTER_PORT is not set.
+        dist_backend: nccl or gloo; by default it follows from the device.
+        auto_mpi_discovery: whether to read the variables of MPI's launcher if torch's are missing.
+        distributed_port: the port of rank 0, if MASTER_PORT is not set.
         verbose: has no effect; the logger's level decides.
         timeout: the longest wait in one collective; by default see `default_timeout`.
-        init_method: how ranks find each other, as torch's ``init_process_group`` takes it.
+        init_method: the rendezvous, as in torch's ``init_process_group``.
         dist_init_required: False refuses to join.
-        config: a DeepSpeed JSON as a dictionary, whose ``comms_logger`` counts; see `comm.configure`.
-        rank, world_size: this process's place, if no launcher says it.
+        config: a DeepSpeed JSON as a dictionary; its section ``comms_logger`` is applied.
+        rank, world_size: override the launcher's.
 
     Raises:
-        ConfigError: nothing may be joined, or the environment does not say where the first rank is.
+        ConfigError: joining is refused, or the environment lacks the address of rank 0.
         CommunicationError: the other ranks could not be reached.
     """
     configure(config)
@@ -179,24 +177,24 @@ def init_distributed(
 
 
 def _environment(mpi: bool = True) -> dict[str, str]:
-    """The environment variables, with a rank's place also where only MPI's launcher says it."""
+    """The environment, in which the variables of MPI's launcher stand in for missing ones of torch's."""
     environment = dict(os.environ)
     if mpi:
-        for name, theirs in _MPI.items():
-            if theirs in environment:
-                environment.setdefault(name, environment[theirs])
+        for name, mpi_name in _MPI.items():
+            if mpi_name in environment:
+                environment.setdefault(name, environment[mpi_name])
     return environment
 
 
 def _launch() -> Launch:
-    """This process's place according to torch, or else according to the launcher."""
+    """This process's rank and world size in torch's world if it is joined, or else by the launcher."""
     joined = joined_world()
     launch = Launch.from_environment(_environment())
     return launch if joined is None else Launch(*joined, launch.local_rank)
 
 
 def _device(launch: Launch) -> torch.device:
-    """This process's device, which becomes CUDA's current one."""
+    """Choose this process's device, and make it CUDA's current device."""
     wanted = "auto" if get_accelerator().name() == "cuda" else "cpu"
     device = choose_device(wanted, launch.local_rank)
     if device.type == "cuda":
@@ -211,7 +209,7 @@ def _join(
     timeout: timedelta,
     init_method: str | None = None,
 ) -> None:
-    """Join the world; one of this process alone needs no address."""
+    """Join the world, and leave it when the process ends."""
     if backend == "nccl" and device.type == "cpu":
         raise ConfigError(
             "`dist_backend` must be gloo for ranks on the CPU, but is nccl; leave it out, then the "
@@ -230,10 +228,10 @@ def _join(
 
 
 def leave_at_exit() -> None:
-    """Leave the world that this process has joined, as scripts seldom do, and let go of every group.
+    """Close every group and leave the world, as scripts seldom do.
 
-    Otherwise the threads of a group that something still holds run until the interpreter has gone, and about
-    one finished job in ten ended in an abort because of them. After an error nothing is waited for.
+    Otherwise the threads of a group that is still referenced outlive the interpreter, which made about one
+    finished job in ten abort. After an error nothing is closed, because other ranks may never answer.
     """
     if hasattr(sys, "last_type"):
         return
@@ -243,7 +241,7 @@ def leave_at_exit() -> None:
 
 
 def _find_first_rank(environment: Mapping[str, str], launch: Launch) -> None:
-    """Set MASTER_ADDR and MASTER_PORT where a launcher of MPI leaves them out."""
+    """Set MASTER_ADDR and MASTER_PORT if MPI's launcher has not set them."""
     if "MASTER_ADDR" not in environment:
         place = next((environment[name] for name in _MPI_HOSTS if name in environment), None)
         if place is None and environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(launch.world_size):
@@ -259,8 +257,8 @@ def _find_first_rank(environment: Mapping[str, str], launch: Launch) -> None:
     os.environ.setdefault("MASTER_PORT", "29500")
 
 
-def _ask(mpu: Any, *names: str) -> int | None:
-    """The result of the first of these methods that `mpu` has, or None if it has none of them."""
+def _call_first(mpu: object, *names: str) -> int | None:
+    """Call the first of these methods that `mpu` has; None if it has none."""
     for name in names:
         method = getattr(mpu, name, None)
         if callable(method):
@@ -268,9 +266,9 @@ def _ask(mpu: Any, *names: str) -> int | None:
     return None
 
 
-def _sizes(mpu: Any) -> dict[str, int]:
-    """The sizes that `mpu` reports, under our names; axes that it does not report are left out."""
-    asked = {
+def _sizes(mpu: object) -> dict[str, int]:
+    """The sizes that `mpu` has methods for, by the names of our settings."""
+    methods = {
         "tensor_model_parallel_size": (
             "get_tensor_model_parallel_world_size",
             "get_model_parallel_world_size",
@@ -281,20 +279,20 @@ def _sizes(mpu: Any) -> dict[str, int]:
         ),
         "context_parallel_size": ("get_sequence_parallel_world_size",),
     }
-    return {axis: size for axis, names in asked.items() if (size := _ask(mpu, *names)) is not None}
+    return {axis: size for axis, names in methods.items() if (size := _call_first(mpu, *names)) is not None}
 
 
-def _compare(mpu: Any, context: ParallelContext) -> None:
-    """Raise ConfigError if `mpu` does not place this rank where our grid does."""
-    asked = {
+def _compare(mpu: object, context: ParallelContext) -> None:
+    """Raise ConfigError if a rank of `mpu` differs from that of our grid."""
+    methods = {
         "tensor": ("tp", "get_tensor_model_parallel_rank", "get_model_parallel_rank"),
         "sequence": ("cp", "get_sequence_parallel_rank"),
         "data": ("data", "get_data_parallel_rank"),
     }
-    for what, (group, *names) in asked.items():
-        theirs, ours = _ask(mpu, *names), context.groups[group].rank
-        if theirs not in (None, ours):
+    for what, (group, *names) in methods.items():
+        rank, ours = _call_first(mpu, *names), context.groups[group].rank
+        if rank not in (None, ours):
             raise ConfigError(
                 f"`mpu` must lay ranks out with tensor-parallel ranks adjacent, so that rank {context.rank} "
-                f"has {what}-parallel rank {ours}, but it says {theirs}; use Megatron's order tp-dp-pp"
+                f"has {what}-parallel rank {ours}, but it says {rank}; use Megatron's order tp-dp-pp"
             )

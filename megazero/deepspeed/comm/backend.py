@@ -1,4 +1,4 @@
-"""`TorchBackend`: the joined world as an object with the functions of `deepspeed.comm`."""
+"""`TorchBackend`: an object with the functions of `deepspeed.comm` as methods."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megazero.deepspeed.comm.adopt import init_distributed
 
 
 class TorchBackend:
-    """Joins the world of ranks, unless it has been joined; its methods are the functions of `deepspeed.comm`.
+    """Joins the world of ranks if necessary; has the functions of `deepspeed.comm` as methods.
 
     Args:
         backend: ``gloo`` or ``nccl``; None chooses by the device.
-        timeout: how long a call waits for the other ranks.
-        init_method: where ranks meet, as for torch.
+        timeout: the longest wait of a call for other ranks.
+        init_method: the rendezvous, as in torch's ``init_process_group``.
         rank: this rank; -1 takes the launcher's.
         world_size: the number of ranks; -1 takes the launcher's.
-        name: what it is called.
+        name: the name of the backend.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""Torch's collectives with DeepSpeed's arguments, names and log.
+"""Torch's collectives and messages, with DeepSpeed's names, arguments and log.
 
-A group may be torch's or one of megazero's; None is the world. All functions also work in a world of one.
+A group is torch's or megazero's; None is the world. With `async_op` a call returns a handle, else None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,13 +20,15 @@ from megazero.errors import ConfigError
 
 Op = ReduceOp | ReduceOp.RedOpType
 SUM = ReduceOp.SUM
+Handle = Any
+"""A `Work`, or None for a call that is done; torch does not annotate its collectives."""
 # torch 2.13 renamed the two single-tensor collectives and deprecated the older names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @logged
-def broadcast(tensor: Tensor, src: int, group: AnyGroup = None, async_op: bool = False) -> Any:
+def broadcast(tensor: Tensor, src: int, group: AnyGroup = None, async_op: bool = False) -> Handle:
     """Every rank's `tensor` becomes that of world rank `src`."""
     return dist.broadcast(tensor, src, process_group(group), async_op)
 
@@ -42,22 +44,22 @@ def broadcast_object_list(
 @logged
 def all_gather(
     tensor_list: list[Tensor], tensor: Tensor, group: AnyGroup = None, async_op: bool = False
-) -> Any:
-    """``tensor_list[i]`` becomes the `tensor` of rank `i`."""
+) -> Handle:
+    """``tensor_list[i]`` becomes the `tensor` of rank ``i``."""
     return dist.all_gather(tensor_list, tensor, process_group(group), async_op)
 
 
 @logged
-def all_gather_object(object_list: list[Any], obj: Any, group: AnyGroup = None) -> None:
-    """``object_list[i]`` becomes the object of rank `i`, pickled on the way."""
+def all_gather_object(object_list: list[Any], obj: object, group: AnyGroup = None) -> None:
+    """``object_list[i]`` becomes the object of rank ``i``, pickled on the way."""
     dist.all_gather_object(object_list, obj, process_group(group))
 
 
 @logged
 def all_gather_into_tensor(
     output_tensor: Tensor, tensor: Tensor, group: AnyGroup = None, async_op: bool = False
-) -> Any:
-    """`output_tensor` becomes the ranks' tensors, one after the other."""
+) -> Handle:
+    """`output_tensor` becomes the tensors of all ranks, concatenated."""
     return _all_gather(output_tensor, tensor, group=process_group(group), async_op=async_op)
 
 
@@ -67,7 +69,7 @@ def allgather_fn(
     group: AnyGroup = None,
     async_op: bool = False,
     debug: object = None,
-) -> Any:
+) -> Handle:
     """`all_gather_into_tensor` by its older name."""
     return all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
@@ -77,8 +79,8 @@ def all_gather_coalesced(
     input_tensors: Sequence[Tensor],
     group: AnyGroup = None,
     async_op: bool = False,
-) -> Any:
-    """`all_gather_into_tensor` of each pair; asynchronous, the last call's handle is returned."""
+) -> Handle:
+    """`all_gather_into_tensor` for each output and input; returns the last call's handle."""
     works = [
         all_gather_into_tensor(output, tensor, group, async_op=True)
         for output, tensor in zip(output_tensors, input_tensors, strict=True)
@@ -89,16 +91,16 @@ def all_gather_coalesced(
 @logged
 def reduce_scatter(
     output: Tensor, input_list: list[Tensor], op: Op = SUM, group: AnyGroup = None, async_op: bool = False
-) -> Any:
-    """`output` becomes the sum over the ranks of their ``input_list[rank]``."""
+) -> Handle:
+    """`output` becomes the sum of all ranks' ``input_list[i]``, where ``i`` is this rank."""
     return dist.reduce_scatter(output, input_list, op, process_group(group), async_op)
 
 
 @logged
 def reduce_scatter_tensor(
     output_tensor: Tensor, tensor: Tensor, op: Op = SUM, group: AnyGroup = None, async_op: bool = False
-) -> Any:
-    """`output_tensor` becomes this rank's piece of the sum of all ranks' tensors."""
+) -> Handle:
+    """`output_tensor` becomes this rank's slice of the sum of all ranks' tensors."""
     return _reduce_scatter(output_tensor, tensor, op=op, group=process_group(group), async_op=async_op)
 
 
@@ -110,20 +112,22 @@ def reduce_scatter_fn(
     async_op: bool = False,
     prof: bool = False,
     debug: object = None,
-) -> Any:
+) -> Handle:
     """`reduce_scatter_tensor` by its older name."""
     return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op, prof)
 
 
 @logged
-def all_reduce(tensor: Tensor, op: Op = SUM, group: AnyGroup = None, async_op: bool = False) -> Any:
-    """Every rank's `tensor` becomes the sum of all."""
+def all_reduce(tensor: Tensor, op: Op = SUM, group: AnyGroup = None, async_op: bool = False) -> Handle:
+    """Every rank's `tensor` becomes the sum over all ranks."""
     return dist.all_reduce(tensor, op, process_group(group), async_op)
 
 
 @logged
-def inference_all_reduce(tensor: Tensor, op: Op = SUM, group: AnyGroup = None, async_op: bool = False) -> Any:
-    """`all_reduce`; a world of one gives the tensor back."""
+def inference_all_reduce(
+    tensor: Tensor, op: Op = SUM, group: AnyGroup = None, async_op: bool = False
+) -> Handle:
+    """`all_reduce`; returns the tensor in a group of one."""
     if dist.get_world_size(process_group(group)) == 1:
         return tensor
     return dist.all_reduce(tensor, op, process_group(group), async_op)
@@ -132,15 +136,15 @@ def inference_all_reduce(tensor: Tensor, op: Op = SUM, group: AnyGroup = None, a
 @logged
 def all_reduce_coalesced(
     tensors: Sequence[Tensor], op: Op = SUM, group: AnyGroup = None, async_op: bool = False
-) -> Any:
-    """`all_reduce` of each tensor; asynchronous, the last call's handle is returned."""
+) -> Handle:
+    """`all_reduce` of each tensor; returns the last call's handle."""
     works = [dist.all_reduce(tensor, op, process_group(group), async_op=True) for tensor in tensors]
     return _last(works, async_op)
 
 
 @logged
-def reduce(tensor: Tensor, dst: int, op: Op = SUM, group: AnyGroup = None, async_op: bool = False) -> Any:
-    """The `tensor` of world rank `dst` becomes the sum of all."""
+def reduce(tensor: Tensor, dst: int, op: Op = SUM, group: AnyGroup = None, async_op: bool = False) -> Handle:
+    """The `tensor` of world rank `dst` becomes the sum over all ranks."""
     return dist.reduce(tensor, dst, op, process_group(group), async_op)
 
 
@@ -151,8 +155,8 @@ def gather(
     dst: int = 0,
     group: AnyGroup = None,
     async_op: bool = False,
-) -> Any:
-    """``gather_list[i]`` of world rank `dst` becomes the `tensor` of rank `i`."""
+) -> Handle:
+    """``gather_list[i]`` of world rank `dst` becomes the `tensor` of rank ``i``."""
     return dist.gather(tensor, gather_list, dst, process_group(group), async_op)
 
 
@@ -163,8 +167,8 @@ def scatter(
     src: int = 0,
     group: AnyGroup = None,
     async_op: bool = False,
-) -> Any:
-    """Every rank's `tensor` becomes the one that world rank `src` has for it."""
+) -> Handle:
+    """`tensor` of rank ``i`` becomes ``scatter_list[i]`` of world rank `src`."""
     return dist.scatter(tensor, scatter_list, src, process_group(group), async_op)
 
 
@@ -176,8 +180,8 @@ def all_to_all_single(
     input_split_sizes: list[int] | None = None,
     group: AnyGroup = None,
     async_op: bool = False,
-) -> Any:
-    """`output` becomes what each rank has for this one, one after the other."""
+) -> Handle:
+    """Send slice ``i`` of `tensor` to rank ``i``; `output` becomes the slices received, concatenated."""
     sizes = output_split_sizes, input_split_sizes
     return dist.all_to_all_single(output, tensor, *sizes, process_group(group), async_op)
 
@@ -188,8 +192,8 @@ def all_to_all(
     input_tensor_list: list[Tensor],
     group: AnyGroup = None,
     async_op: bool = False,
-) -> Any:
-    """``output_tensor_list[i]`` becomes what rank `i` has for this one."""
+) -> Handle:
+    """Send ``input_tensor_list[i]`` to rank ``i``, and receive ``output_tensor_list[i]`` from it."""
     return dist.all_to_all(output_tensor_list, input_tensor_list, process_group(group), async_op)
 
 
@@ -201,18 +205,18 @@ def send(tensor: Tensor, dst: int, group: AnyGroup = None, tag: int = 0) -> None
 
 @logged
 def recv(tensor: Tensor, src: int | None = None, group: AnyGroup = None, tag: int = 0) -> int:
-    """Receive from world rank `src`, or from any; returns the sender."""
+    """Receive from world rank `src`, by default from any; returns the sender."""
     return dist.recv(tensor, src, process_group(group), tag)
 
 
 @logged
-def isend(tensor: Tensor, dst: int, group: AnyGroup = None, tag: int = 0) -> Any:
+def isend(tensor: Tensor, dst: int, group: AnyGroup = None, tag: int = 0) -> Handle:
     """Start to send to world rank `dst`; returns a handle."""
     return dist.isend(tensor, dst, process_group(group), tag)
 
 
 @logged
-def irecv(tensor: Tensor, src: int | None = None, group: AnyGroup = None, tag: int = 0) -> Any:
+def irecv(tensor: Tensor, src: int | None = None, group: AnyGroup = None, tag: int = 0) -> Handle:
     """Start to receive from world rank `src`; returns a handle."""
     return dist.irecv(tensor, src, process_group(group), tag)
 
@@ -222,16 +226,18 @@ class P2POp:
 
     Args:
         op: `isend` or `irecv`, of this module or of torch.
-        tensor: is sent, or received into.
-        peer: the other one's world rank.
-        group: both are in it.
-        tag: tells messages between the same ranks apart.
+        tensor: the tensor to send, or to receive into.
+        peer: the world rank of the other side.
+        group: a group that has both ranks.
+        tag: distinguishes messages between the same ranks.
 
     Raises:
         ConfigError: `op` is neither.
     """
 
-    def __init__(self, op: Any, tensor: Tensor, peer: int, group: AnyGroup = None, tag: int = 0):
+    def __init__(
+        self, op: Callable[..., Any], tensor: Tensor, peer: int, group: AnyGroup = None, tag: int = 0
+    ):
         if op not in (isend, irecv, dist.isend, dist.irecv):
             raise ConfigError(f"`op` must be isend or irecv of deepspeed.comm, but is {op}; choose one")
         self.op = op.__name__
@@ -239,7 +245,7 @@ class P2POp:
 
 
 @logged
-def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Any]:
+def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     """Start all messages of a list; returns their handles."""
     calls = {"isend": dist.isend, "irecv": dist.irecv}
     return dist.batch_isend_irecv(
@@ -248,7 +254,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Any]:
 
 
 @logged
-def barrier(group: AnyGroup = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
+def barrier(group: AnyGroup = None, async_op: bool = False, device_ids: list[int] | None = None) -> Handle:
     """Wait until every rank is here."""
     return dist.barrier(process_group(group), async_op, device_ids)
 
@@ -257,12 +263,12 @@ def barrier(group: AnyGroup = None, async_op: bool = False, device_ids: list[int
 def monitored_barrier(
     group: AnyGroup = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Wait until every rank is here; on Gloo, an error names those that are missing."""
+    """Wait until every rank is here; an error names missing ranks (Gloo only)."""
     dist.monitored_barrier(process_group(group), timeout, wait_all_ranks)
 
 
 def _last(works: list[Work | None], async_op: bool) -> Work | None:
-    """The last handle; if the call is not asynchronous, wait for all of them, and return None."""
+    """The last handle if the call is asynchronous; else wait for all of them and return None."""
     for work in works if not async_op else ():
         if work is not None:
             work.wait()

@@ -1,4 +1,4 @@
-"""Calls of `deepspeed.comm`, counted and timed by name and size of the message."""
+"""Count and time the calls of `deepspeed.comm`, by operation and size of the message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -36,11 +36,15 @@ _WAITED = MappingProxyType(
 )
 
 
-def calc_bw_log(comm_op: str, size: int, duration: float, members: int | None = None) -> tuple[float, float]:
-    """Rates in Gbit/s of a call that moved `size` bytes in `duration` ms: the caller's, and each link's.
+Figures = dict[str, Any]
+"""Times, bandwidths and counts, by name."""
+R = TypeVar("R")
 
-    The second takes into account how often a collective sends each byte (NCCL's tests call it busbw). It is
-    that of a group of so many members, by default of the world.
+
+def calc_bw_log(comm_op: str, size: int, duration: float, members: int | None = None) -> tuple[float, float]:
+    """The algorithm and the bus bandwidth (Gbit/s) of a call of `size` bytes in `duration` ms.
+
+    Their definition is that of NCCL's tests. `members` is the size of the group; by default, of the world.
     """
     ranks = members or (joined_world() or (0, 1))[1]
     factor, bus = {
@@ -53,7 +57,7 @@ def calc_bw_log(comm_op: str, size: int, duration: float, members: int | None = 
 
 
 def convert_size(size_bytes: int) -> str:
-    """A size for people: ``1.5 KB``."""
+    """A size as text, such as ``1.5 KB``."""
     if size_bytes == 0:
         return "0B"
     power = min((size_bytes.bit_length() - 1) // 10, 8)
@@ -62,13 +66,14 @@ def convert_size(size_bytes: int) -> str:
 
 
 class CommsLogger:
-    """Keeps, for each name and size, how often it was called and how long it took.
+    """The number and the times of calls, by operation and size of the message.
 
     Attributes:
-        enabled: whether calls are timed at all.
-        prof_all: whether all are; else those whose name is in `prof_ops` or that are called with `prof`.
-        verbose: whether each call is logged as it ends.
-        debug: whether the caller's name is part of a call's name.
+        enabled: whether calls are timed.
+        prof_all: whether all calls are timed; otherwise only operations in `prof_ops`, and calls with `prof`.
+        verbose: whether each call is logged when it ends.
+        debug: whether an operation's name in the log includes the calling function.
+        comms_dict: operation -> size -> the number of calls, their times in ms, and both bandwidths.
     """
 
     def __init__(self) -> None:
@@ -78,7 +83,7 @@ class CommsLogger:
         self.comms_dict: dict[str, dict[int, list[Any]]] = {}
 
     def configure(self, section: Mapping[str, Any]) -> None:
-        """Follow the section ``comms_logger`` of a DeepSpeed JSON."""
+        """Apply the section ``comms_logger`` of a DeepSpeed JSON."""
         self.enabled = bool(section.get("enabled", False))
         if self.enabled:
             self.verbose, self.debug = bool(section.get("verbose")), bool(section.get("debug"))
@@ -89,26 +94,26 @@ class CommsLogger:
         self.prof_all = True
 
     def stop_profiling_comms(self) -> None:
-        """Time only what `prof_ops` names."""
+        """Time only the operations in `prof_ops`."""
         self.prof_all = False
 
     def start_profiling_op(self, op_name_list: Iterable[str]) -> None:
-        """Add these to the operations that are timed."""
+        """Add operations to `prof_ops`."""
         self.prof_ops = sorted({*self.prof_ops, *op_name_list})
 
     def stop_profiling_op(self, op_name_list: Iterable[str]) -> None:
-        """Stop timing these, unless all are timed."""
+        """Remove operations from `prof_ops`."""
         self.prof_ops = sorted(set(self.prof_ops).difference(op_name_list))
 
     def append(
         self, raw_name: str, record_name: str, latency: float, msg_size: int, members: int | None = None
     ) -> None:
-        """Add a call of `latency` ms, in a group of so many members; by default, of all ranks."""
+        """Record a call of `latency` ms and `msg_size` bytes; `members`: see `calc_bw_log`."""
         rates = calc_bw_log(raw_name, msg_size, latency, members)
         entry = self.comms_dict.setdefault(record_name, {}).setdefault(msg_size, [0, [], [], []])
         entry[0] += 1
-        for kept, value in zip(entry[1:], (latency, *rates), strict=True):
-            kept.append(value)
+        for values, value in zip(entry[1:], (latency, *rates), strict=True):
+            values.append(value)
         if self.verbose:
             log_dist(
                 f"comm op: {record_name} | time (ms): {latency:.2f} | msg size: {convert_size(msg_size)} | "
@@ -117,7 +122,7 @@ class CommsLogger:
             )
 
     def has_data(self) -> bool:
-        """Whether a call has been timed."""
+        """Whether a call has been recorded."""
         return bool(self.comms_dict)
 
     def reset_data(self) -> None:
@@ -125,24 +130,24 @@ class CommsLogger:
         self.comms_dict.clear()
 
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
-        """Name -> size -> the number of calls, their times in ms, and both rates of each; a copy."""
+        """A copy of `comms_dict`."""
         return copy.deepcopy(self.comms_dict)
 
     def get_operation_names(self) -> list[str]:
-        """The names that were called."""
+        """The operations that have been recorded."""
         return list(self.comms_dict)
 
     def get_total_operations(self) -> int:
-        """The number of calls."""
+        """The number of recorded calls."""
         return sum(entry[0] for sizes in self.comms_dict.values() for entry in sizes.values())
 
-    def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
-        """Size -> count, times and rates of a name's calls; None if there was none."""
+    def get_operation_summary(self, operation_name: str) -> dict[int, Figures] | None:
+        """Size -> count, times and bandwidths of an operation's calls; None if there was no call."""
         sizes = self.comms_dict.get(operation_name)
         return None if sizes is None else {size: _summary(size, sizes[size]) for size in sorted(sizes)}
 
 
-def _summary(size: int, entry: Sequence[Any]) -> dict[str, Any]:
+def _summary(size: int, entry: Sequence[Any]) -> Figures:
     count, times, rates, bus_rates = entry
     return {
         "count": count,
@@ -156,15 +161,15 @@ def _summary(size: int, entry: Sequence[Any]) -> dict[str, Any]:
 
 
 LOG = CommsLogger()
-"""The calls of this process: functions that scripts call from anywhere have no other place to count in."""
+"""The log of this process; collectives are functions, so it is a module's variable."""
 
 
-def report(least: Callable[[list[float]], list[float]] | None, show: bool) -> dict[str, Any]:
-    """A table of all calls, printed if `show`, as a dictionary.
+def report(least: Callable[[list[float]], list[float]] | None, show: bool) -> Figures:
+    """Return the figures of all calls, and print them as a table if `show`.
 
     Args:
-        least: the least of each call's times among all ranks, to tell a slow rank from a slow network.
-        show: whether to print it.
+        least: reduces each call's time to the minimum over ranks; None leaves out waiting times.
+        show: whether to print.
     """
     rank, size = joined_world() or (0, 1)
     summary = {name: LOG.get_operation_summary(name) or {} for name in LOG.get_operation_names()}
@@ -182,14 +187,12 @@ def report(least: Callable[[list[float]], list[float]] | None, show: bool) -> di
     return {"summary": summary, "straggler_analysis": waits, "metadata": metadata}
 
 
-def _rows(
-    table: Mapping[str, Mapping[int, Mapping[str, Any]]], columns: Mapping[str, str]
-) -> list[Sequence[str]]:
-    """A table's heading, and for each name a line of its own and one for each size.
+def _rows(table: Mapping[str, Mapping[int, Figures]], columns: Mapping[str, str]) -> list[Sequence[str]]:
+    """The cells of a table: the heading, and for each operation its name and a row per size.
 
     Args:
-        table: figures by name, size and key.
-        columns: the headings of the times and rates to show, by key.
+        table: operation -> size -> figures by key.
+        columns: key -> heading, of the figures to show.
     """
     rows: list[Sequence[str]] = [("Comm. Op", "Message Size", "Count", *columns.values())]
     for name, sizes in table.items():
@@ -201,26 +204,26 @@ def _rows(
     return rows
 
 
-def _waits(size: int, entry: Sequence[Any], least: Callable[[list[float]], list[float]]) -> dict[str, Any]:
-    """The times of the fastest rank's calls, and what this rank took beyond them."""
+def _waits(size: int, entry: Sequence[Any], least: Callable[[list[float]], list[float]]) -> Figures:
+    """The times of the fastest rank's calls, and this rank's waiting times beyond them."""
     fastest = least(entry[1])
-    beyond = [own - other for own, other in zip(entry[1], fastest, strict=True)]
+    waiting = [own - other for own, other in zip(entry[1], fastest, strict=True)]
     return {
         "count": entry[0],
         "total_comm_lat_ms": sum(fastest),
-        "total_straggler_ms": sum(beyond),
+        "total_straggler_ms": sum(waiting),
         "avg_comm_lat_ms": trim_mean(fastest, 0.1),
-        "avg_straggler_ms": trim_mean(beyond, 0.1),
+        "avg_straggler_ms": trim_mean(waiting, 0.1),
         "msg_size_bytes": size,
         "msg_size_str": convert_size(size),
     }
 
 
-def logged(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a collective DeepSpeed's last three arguments, and time it if the log wants it.
+def logged(run: Callable[..., R]) -> Callable[..., R]:
+    """Decorate a collective with DeepSpeed's last three arguments, and time calls for the log.
 
-    ``prof`` times this call alone, ``log_name`` is its name in the log, and ``debug`` has no effect: the log
-    finds the caller itself.
+    ``prof`` times this call even if its operation is not in `prof_ops`, ``log_name`` is its name in the log,
+    and ``debug`` has no effect, because the log finds the caller itself.
     """
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     name = "all_reduce" if run.__name__ in _REDUCING else run.__name__
@@ -230,7 +233,7 @@ def logged(run: Callable[..., Any]) -> Callable[..., Any]:
     signature = own.replace(parameters=[*own.parameters.values(), *more])
 
     @functools.wraps(run)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> R:
         if joined_world() is None:
             raise ConfigError(
                 f"`{run.__name__}` must be called after the world of ranks has been joined, but it has not; "
@@ -239,16 +242,16 @@ def logged(run: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         values = bound.arguments
-        prof, name, _ = (values.pop(extra) for extra in defaults)
+        prof, name, _ = (values.pop(argument) for argument in defaults)
         if not LOG.enabled or not (prof or LOG.prof_all or name in LOG.prof_ops):
             return run(**values)
         if LOG.debug:
             name += f" | [Caller Func: {sys._getframe(1).f_code.co_name}]"
         size = _size(values)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         result = run(**values)
         get_accelerator().synchronize()
-        latency, group = 1000 * (time.perf_counter() - begun), values.get("group")
+        latency, group = 1000 * (time.perf_counter() - start), values.get("group")
         LOG.append(run.__name__, name, latency, size, None if group is None else dist.get_world_size(group))
         return result
 

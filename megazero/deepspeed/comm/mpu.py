@@ -1,18 +1,30 @@
-"""The methods that DeepSpeed calls on a Megatron `mpu` object to learn where its rank sits."""
+"""Megatron's `mpu` object, by which DeepSpeed learns the layout of ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
+from megazero.deepspeed.comm.world import AnyGroup
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
 
 
-@dataclass(frozen=True)
-class DeepSpeedMpu:
-    """A context that answers DeepSpeed's mpu contract (``deepspeed.initialize(mpu=...)``).
+class Mpu(Protocol):
+    """The members of an `mpu`, such as Megatron's module, by which norms are taken over a whole model."""
 
-    What it calls model-parallel is our `tp`, and what it calls sequence-parallel our `cp`.
+    def get_model_parallel_rank(self) -> int:
+        """This rank within the group."""
+
+    def get_model_parallel_group(self) -> AnyGroup:
+        """The group of the ranks that hold one whole model."""
+
+
+@dataclass(frozen=True)
+class DeepSpeedMpu(Mpu):
+    """A context as the `mpu` of ``deepspeed.initialize``.
+
+    Its model-parallel axis is our `tp`, and its sequence-parallel axis our `cp`.
     """
 
     context: ParallelContext

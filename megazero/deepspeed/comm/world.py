@@ -1,4 +1,4 @@
-"""The world of ranks and its groups, as `deepspeed.comm` joins, asks about and leaves them."""
+"""Functions of `deepspeed.comm` that join, query and leave the world of ranks and its groups."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ AnyGroup = ProcessGroup | Group | None
 
 
 def process_group(group: AnyGroup) -> ProcessGroup | None:
-    """Torch's group of the same ranks; None stays None.
+    """Torch's process group of a group's ranks; None stays None.
 
     Raises:
-        ConfigError: the group has none, because its ranks are threads.
+        ConfigError: the group has no process group, because its ranks are threads.
     """
-    if not isinstance(group, Group):  # torch's, or its mark of a group that this rank is not in
+    if not isinstance(group, Group):  # a process group, or torch's marker for a rank that is no member
         return group
     if isinstance(group, WrappingGroup):
         return process_group(group.inner)
@@ -46,20 +46,20 @@ def process_group(group: AnyGroup) -> ProcessGroup | None:
 
 
 def group_of_one(group: SoloGroup) -> ProcessGroup:
-    """Torch's group of this process alone, made when it is first needed."""
+    """Torch's process group of this process alone, made when it is first used."""
     world = dist.group.WORLD
     assert world is not None
     if world.size() == 1:
         return world
-    kept: dict[ProcessGroup, ProcessGroup] = vars(group).setdefault("_alone", {})
-    if world not in kept:  # another one after the world has been left and joined again
-        kept.clear()
-        kept[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return kept[world]
+    cache: dict[ProcessGroup, ProcessGroup] = vars(group).setdefault("_alone", {})
+    if world not in cache:  # a world that was left and joined again needs a new group
+        cache.clear()
+        cache[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return cache[world]
 
 
 def join_alone(backend: str, timeout: timedelta) -> None:
-    """Join a world of this process alone, for which no other process and no port is needed."""
+    """Join a world of this process alone, which needs no port."""
     start_world(backend, 0, 1, timeout, store=dist.HashStore())  # type: ignore[attr-defined]  # torch exports it without saying so
 
 
@@ -73,31 +73,31 @@ def require_world() -> None:
 
 
 def get_rank(group: AnyGroup = None) -> int:
-    """This process's rank in a group; -1 if it is not in it."""
+    """This process's rank in a group; -1 if it is no member."""
     require_world()
     return dist.get_rank(process_group(group))
 
 
 def get_world_size(group: AnyGroup = None) -> int:
-    """The number of ranks in a group; -1 if this process is not in it."""
+    """The number of ranks in a group; -1 if this process is no member."""
     require_world()
     return dist.get_world_size(process_group(group))
 
 
 def get_local_rank() -> int:
-    """This process's number on its host, by LOCAL_RANK."""
+    """This process's number on its host, from LOCAL_RANK."""
     require_world()
     return get_local_rank_from_launcher()
 
 
 def get_global_rank(group: AnyGroup = None, group_rank: int = 0) -> int:
-    """The world rank of a group's rank."""
+    """The world rank of a rank of a group."""
     require_world()
     return dist.get_global_rank(process_group(group) or get_world_group(), group_rank)
 
 
 def get_all_ranks_from_group(group: AnyGroup = None) -> list[int]:
-    """The world ranks of a group, in its order."""
+    """The world ranks of a group, in the group's order."""
     require_world()
     return list(dist.get_process_group_ranks(process_group(group)))
 
@@ -111,20 +111,20 @@ def get_world_group() -> ProcessGroup:
 
 
 def get_backend(group: AnyGroup = None) -> str:
-    """The library through which a group's ranks talk."""
+    """The communication library of a group, such as gloo."""
     require_world()
     return str(dist.get_backend(process_group(group)))
 
 
 def new_group(ranks: Sequence[int] | None = None) -> ProcessGroup:
-    """Open a group of these world ranks; every rank of the world calls this, with the same ranks."""
+    """Open a group of world ranks, all by default; every rank of the world calls this with the same ones."""
     require_world()
     group: ProcessGroup = dist.new_group(None if ranks is None else list(ranks))
     return group
 
 
 def destroy_process_group(group: AnyGroup = None) -> None:
-    """Leave a group, or the world; afterwards nothing more can be asked of it."""
+    """Leave a group; None leaves the world with all its groups."""
     if group is None:
         leave_world()
     else:
@@ -132,14 +132,14 @@ def destroy_process_group(group: AnyGroup = None) -> None:
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
-    """Open the groups of a mesh of ranks, one for each dim."""
+    """Open a device mesh of all ranks, with a group for each dim."""
     require_world()
     kind = get_accelerator().name()
     return init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 
 def enable_symm_mem_for_group(group_name: Any) -> None:
-    """Let CUDA ranks of a host reach each other's memory, by torch's symmetric memory."""
+    """Enable torch's symmetric memory, by which CUDA ranks of a host access each other's memory."""
     require_world()
     from torch.distributed import _symmetric_memory
 
@@ -147,23 +147,23 @@ def enable_symm_mem_for_group(group_name: Any) -> None:
 
 
 def has_feature() -> bool:
-    """True: torch has had these collectives since before the oldest release that megazero supports."""
+    """True, because every supported torch has the collectives that scripts ask about."""
     require_world()
     return True
 
 
 def get_local_rank_from_launcher() -> int:
-    """LOCAL_RANK, or what MPI's launcher calls so; 0 without a launcher."""
+    """LOCAL_RANK, or the variable of MPI's launcher; 0 without a launcher."""
     return _number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", default=0)
 
 
 def get_world_rank_from_launcher() -> int:
-    """RANK, or what MPI's launcher calls so; 0 without a launcher."""
+    """RANK, or the variable of MPI's launcher; 0 without a launcher."""
     return _number("RANK", "OMPI_COMM_WORLD_RANK", default=0)
 
 
 def get_world_size_from_launcher() -> int:
-    """WORLD_SIZE, or what MPI's launcher calls so; 1 without a launcher."""
+    """WORLD_SIZE, or the variable of MPI's launcher; 1 without a launcher."""
     return _number("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", default=1)
 
 
@@ -172,19 +172,19 @@ def _number(*names: str, default: int) -> int:
 
 
 def configure(
-    deepspeed_config: Any = None,
+    deepspeed_config: object = None,
     enabled: bool | None = None,
     prof_all: bool | None = None,
     prof_ops: list[str] | None = None,
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Say which calls are timed; None changes nothing.
+    """Choose the calls to time; an argument of None changes nothing.
 
     Args:
-        deepspeed_config: a DeepSpeed JSON as a dictionary, or an object that holds one; its ``comms_logger``
-            counts if it is enabled.
-        enabled, prof_all, prof_ops, verbose, debug: see `CommsLogger`.
+        deepspeed_config: a DeepSpeed JSON as a dictionary, or a `DeepSpeedConfig`; its section
+            ``comms_logger`` is applied if it is enabled.
+        enabled, prof_all, prof_ops, verbose, debug: see `CommsLogger`; they override the section.
     """
     document = getattr(deepspeed_config, "_param_dict", deepspeed_config)
     section = document.get("comms_logger") if isinstance(document, Mapping) else None
@@ -197,20 +197,20 @@ def configure(
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Print what calls took, on the first rank; every rank calls this.
+    """Print the times of the calls so far, on rank 0; every rank calls this.
 
     Args:
-        show_straggler: whether to tell time spent waiting for slower ranks from the rest.
-        return_dict: whether to return the figures too, on every rank.
+        show_straggler: separate the time that a rank waits for slower ranks.
+        return_dict: return the figures too, on every rank.
     """
     require_world()
     dist.barrier()
-    figures = report(_least_of_ranks if show_straggler else None, show=dist.get_rank() == 0)
+    figures = report(_min_over_ranks if show_straggler else None, show=dist.get_rank() == 0)
     dist.barrier()
     return figures if return_dict else None
 
 
-def _least_of_ranks(times: list[float]) -> list[float]:
+def _min_over_ranks(times: list[float]) -> list[float]:
     least = torch.tensor(times, dtype=torch.float64, device=get_accelerator().current_device_name())
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return least.tolist()

@@ -1,6 +1,6 @@
-"""engine: the engine that `initialize` returns: a module of any kind with its parts.
+"""engine: the engine that `initialize` returns, composed of parts.
 
-`engine.py` puts the parts together: `gradients.py` has forwards and backwards, `updates.py` steps,
-`batches.py` reads data, `keeper.py` keeps checkpoints, `queries.py` answers a script; `state.py` is what they
-share.
+`engine.py` composes them: `gradients.py` runs forward and backward, `updates.py` steps, `batches.py` reads
+data, `checkpoint_calls.py` saves and loads, `queries.py` and `getters.py` answer a script. They share
+`state.py`. `assemble.py` builds an engine on a model, and `attachment.py` takes it off again.
 """

@@ -1,4 +1,4 @@
-"""The arguments of `initialize` in all the forms that scripts give them in."""
+"""The arguments of `initialize`, in every form that scripts pass."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ from torch.optim import Optimizer
 from megazero.config.deepspeed.extras import Extras
 from megazero.config.deepspeed.load import load_ds_config
 from megazero.deepspeed.config.settings import JsonSource
+from megazero.deepspeed.optimizers.fused import ParamGroups, Params
 from megazero.errors import ConfigError
 
 DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], Optimizer]
-"""Makes an optimizer from parameters or groups."""
+"""Makes an optimizer of parameters or parameter groups."""
 
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
-"""Makes a schedule from the torch optimizer."""
+"""Makes a schedule of a torch optimizer."""
 
 
-def readable(source: Any) -> JsonSource:
-    """A configuration as the path of a file, or as the content of anything else.
+def readable(source: object) -> JsonSource:
+    """A configuration as the path of a file that exists, or else as its content.
 
     Args:
-        source: a path, the content, a `DeepSpeedConfig`, or JSON as URL-safe base64 (accelerate's launcher).
+        source: a path, the content, a `DeepSpeedConfig`, or URL-safe base64 (from accelerate's launcher).
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is none of these.
     """
-    named = isinstance(source, (str, os.PathLike)) and os.path.exists(source)
-    return source if named else load_ds_config(source)
+    if isinstance(source, (str, os.PathLike)) and os.path.exists(source):
+        return source
+    return load_ds_config(source)
 
 
 def check_local_rank(args: Any) -> None:
-    """Hold `args.local_rank` against the launcher's, and set it.
+    """Set `args.local_rank` to the launcher's LOCAL_RANK.
 
     Raises:
-        ConfigError: it is another rank's.
+        ConfigError: it has another value already.
     """
     given, local = getattr(args, "local_rank", None), os.environ.get("LOCAL_RANK")
     if given is None or local is None or not local.isdigit():
@@ -53,18 +55,18 @@ def check_local_rank(args: Any) -> None:
     args.local_rank = int(local)
 
 
-def params_of(model: nn.Module, given: Iterable[Any] | None) -> list[Any]:
-    """The parameters or groups for an optimizer: those that were given, or all that are trained."""
-    if given is None:
+def params_of(model: nn.Module, params: Params | None) -> ParamGroups:
+    """The parameters or parameter groups for an optimizer; by default all trained parameters."""
+    if params is None:
         return [param for param in model.parameters() if param.requires_grad]
-    return list(given)
+    return list(params)  # type: ignore[return-value]  # all are parameters, or all are groups
 
 
 def check_groups(client: Optimizer) -> None:
     """Drop empty parameter groups.
 
     Raises:
-        ConfigError: a parameter is in two places.
+        ConfigError: a parameter occurs twice.
     """
     client.param_groups[:] = [group for group in client.param_groups if group["params"]]
     places = Counter(id(param) for group in client.param_groups for param in group["params"])
@@ -78,29 +80,29 @@ def check_groups(client: Optimizer) -> None:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The layout that `mesh_param` or the JSON asks for, as an `mpu` tells it.
+    """The layout of `mesh_param` or of the JSON, as an `mpu` object.
 
     Attributes:
-        replicas: ranks with samples of their own; None for as many as there are.
-        sequence: ranks that share a sequence.
+        replicas: the data-parallel size; None if it follows from the number of ranks.
+        sequence: the sequence-parallel size.
     """
 
     replicas: int | None
     sequence: int
 
     def get_data_parallel_world_size(self) -> int | None:
-        """The number of ranks with samples of their own, if it was given."""
+        """The data-parallel size, if it was given."""
         return self.replicas
 
     def get_sequence_parallel_world_size(self) -> int:
-        """The number of ranks that share a sequence."""
+        """The sequence-parallel size."""
         return self.sequence
 
     def check(self, replicas: int) -> None:
-        """Hold the layout against the ranks that there are.
+        """Compare the data-parallel size with that of the world, `replicas`.
 
         Raises:
-            ConfigError: they make another number of replicas.
+            ConfigError: they differ.
         """
         if self.replicas not in (None, replicas):
             raise ConfigError(
@@ -110,7 +112,7 @@ class Mesh:
 
 
 def mesh_of(extras: Extras) -> Mesh | None:
-    """The layout in a JSON; None if it names none."""
+    """The layout in a JSON; None if it specifies none."""
     ranks = extras.ranks
     if ranks.sequence_parallel_size == 1 and ranks.data_parallel_size is None:
         return None

@@ -1,11 +1,10 @@
-"""`torch_autocast`: a forward whose products are in 16 bits, whatever type the weights have."""
+"""`torch_autocast`: run forward with matmuls in 16 bits, whatever type the weights have."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -20,22 +19,23 @@ _KEYS = frozenset({"enabled", "dtype", "lower_precision_safe_modules"})
 
 @dataclass(frozen=True)
 class Autocast:
-    """How torch casts within an engine's forward.
+    """The autocast of an engine's forward.
 
     Attributes:
-        dtype: the type of products; None casts nothing.
+        dtype: the type of matmuls; None turns autocast off.
     """
 
     dtype: torch.dtype | None = None
 
     @classmethod
     def of(cls, settings: UserSettings) -> Autocast:
-        """The JSON's section. Gradients are summed over the ranks in the weights' own type.
+        """Read the JSON's section. Gradients are still summed over the ranks in the weights' type.
 
         Raises:
-            ConfigError: it has unknown keys, or another type than 16-bit weights, or bf16 for fp32.
+            ConfigError: a key is unknown, or `dtype` is neither the type of 16-bit weights nor, for weights
+                in fp32, bf16.
         """
-        section: Mapping[str, Any] = settings.extras.sections.get(SECTION, {})
+        section: Mapping[str, object] = settings.extras.sections.get(SECTION, {})
         problems = [f"unknown key `{SECTION}.{key}`; remove it" for key in section if key not in _KEYS]
         if not section.get("enabled", False):
             section = {}
@@ -50,8 +50,8 @@ class Autocast:
             raise ConfigError(problems)
         return cls(DTYPES[dtype] if section else None)
 
-    def around(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context of a forward: as in DeepSpeed, a script's own around it does not count on CUDA."""
+    def around(self, device: torch.device) -> AbstractContextManager[object]:
+        """The context of a forward; on CUDA it overrides the script's own autocast, as in DeepSpeed."""
         if self.dtype is None and not (device.type == "cuda" and torch.is_autocast_enabled("cuda")):
             return nullcontext()
         return torch.autocast(device.type, dtype=self.dtype, enabled=self.dtype is not None)

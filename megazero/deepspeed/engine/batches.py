@@ -1,4 +1,4 @@
-"""The micro-batches of an engine's own training step, and the loaders that give them."""
+"""`Batches`: an engine's `train_batch` and `eval_batch`, and its dataloaders."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from megazero.deepspeed.engine.data import (
-    LoaderOptions,
+    Collate,
     RepeatingLoader,
     as_arguments,
-    build_dataloader,
     loss_of,
 )
 from megazero.deepspeed.engine.state import EngineState
@@ -20,10 +19,10 @@ from megazero.errors import ConfigError, DataError
 
 
 class Batches:
-    """An engine's own training and evaluation step, and the loader that feeds them.
+    """Training and evaluation of whole batches, and the dataloader of the training data.
 
     Args:
-        engine: runs forward, backward and step, which a class derived from it may override.
+        engine: the engine, whose forward, backward and step a derived class may override.
 
     Attributes:
         training_dataloader: the loader of `training_data`, or None.
@@ -31,20 +30,19 @@ class Batches:
 
     def __init__(self, state: EngineState, engine: Any):
         self.state, self._engine = state, engine
-        data = state.given.training_data
+        data = state.arguments.training_data
         self.training_dataloader: DataLoader[Any] | None = None if data is None else self.deepspeed_io(data)
-        self._batches: Iterator[Any] | None = None
+        self._batches: Iterator[object] | None = None
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> float:
+    def train_batch(self, data_iter: Iterator[object] | None = None) -> float:
         """One optimizer step on the next micro-batches.
 
         Args:
-            data_iter: yields the micro-batches; a mapping goes to the model by keyword, a tuple or list by
-                position, anything else alone. The model returns the loss, or has it first or as `loss`. None
-                takes them from `training_data`.
+            data_iter: yields the micro-batches; None takes them from `training_data`. See `as_arguments` for
+                how the model gets them, and `loss_of` for how it returns the loss.
 
         Returns:
-            Mean loss over micro-batches and data-parallel ranks.
+            The mean loss over micro-batches and data-parallel ranks.
 
         Raises:
             DataError: the iterator ended early.
@@ -59,7 +57,7 @@ class Batches:
         return self.state.mean_loss(losses)
 
     @torch.no_grad()
-    def eval_batch(self, data_iter: Iterator[Any]) -> float:
+    def eval_batch(self, data_iter: Iterator[object]) -> float:
         """The mean loss over as many micro-batches as `train_batch` takes, without training.
 
         Raises:
@@ -78,42 +76,48 @@ class Batches:
 
     def deepspeed_io(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[object],
         batch_size: int | None = None,
         route: str = "train",
         pin_memory: bool = True,
-        data_sampler: Sampler[Any] | None = None,
-        collate_fn: Any = None,
+        data_sampler: Sampler[object] | None = None,
+        collate_fn: Collate | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """A loader of this rank's micro-batches.
+        """Make a dataloader of this rank's micro-batches; its samples are the same as in DeepSpeed.
+
+        Samples are shuffled by torch's `DistributedSampler` with seed 0, in every epoch alike unless
+        ``dataloader.sampler.set_epoch`` is called. An iterable dataset is not shuffled.
 
         Args:
             dataset: the samples of all ranks.
-            batch_size: samples per batch; by default the micro-batch.
+            batch_size: samples per batch; by default the micro-batch size.
             route: ``train`` shuffles; ``eval`` and ``predict`` keep the order.
-            pin_memory: copy batches to pinned memory, where there is a CUDA device.
-            data_sampler: chooses this rank's samples.
-            collate_fn: collates samples; by default the one given to `initialize`.
-            num_local_io_workers: processes that load; by default this one does.
+            pin_memory: copy batches to pinned memory, if the device is a CUDA device.
+            data_sampler: chooses this rank's samples; by default a `DistributedSampler`.
+            collate_fn: collates samples; by default `initialize`'s.
+            num_local_io_workers: the number of worker processes; by default this process loads.
 
         Raises:
-            ConfigError: there is no such `route`.
+            ConfigError: `route` is none of these.
         """
-        given = self.state.given
         if route not in ("train", "eval", "predict"):
             raise ConfigError(f"`route` must be train, eval or predict, but is {route!r}; choose one")
-        options = LoaderOptions(
-            batch_size or self.state.settings.batch.micro,
-            drop_last=self.state.settings.extras.dataloader_drop_last,
-            shuffle=route == "train",
+        context, shuffle = self.state.context, route == "train"
+        if data_sampler is None and not isinstance(dataset, IterableDataset):
+            data = context.data
+            data_sampler = DistributedSampler(dataset, data.size, data.rank, shuffle=shuffle)
+        return DataLoader(
+            dataset,
+            batch_size=batch_size or self.state.settings.batch.micro,
             sampler=data_sampler,
-            pin_memory=pin_memory,
-            workers=num_local_io_workers or 0,
+            collate_fn=collate_fn or self.state.arguments.collate_fn,
+            drop_last=self.state.settings.extras.dataloader_drop_last,
+            pin_memory=pin_memory and context.device.type == "cuda",
+            num_workers=num_local_io_workers or 0,
         )
-        return build_dataloader(dataset, collate_fn or given.collate_fn, options, self.state.context)
 
-    def _take(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+    def _take(self, data_iter: Iterator[object] | None) -> Iterator[object]:
         """The micro-batches of one accumulation."""
         if data_iter is None:
             if self.training_dataloader is None:

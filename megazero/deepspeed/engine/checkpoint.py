@@ -1,8 +1,8 @@
-"""Checkpoints of the engine for a user's module.
+"""Save and load an engine's checkpoints.
 
-``SAVE_DIR/TAG/`` is a checkpoint folder of `megazero.checkpoint`: whole fp32 masters and moments by name,
-buffers, and a JSON with the rest, so that any number of replicas and any ZeRO stage can load it. Folders that
-DeepSpeed wrote are loaded too, see `foreign`.
+``SAVE_DIR/TAG/`` is a checkpoint folder of `megazero.checkpoint`: fp32 masters, moments and buffers, whole
+and by name, and a JSON with all other state. Any number of replicas at any ZeRO stage can load it. Folders
+that DeepSpeed wrote are loaded too, see `megazero.formats.deepspeed`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from megazero.formats.deepspeed.vectors import Shapes
 from megazero.mpu.messages import broadcast_value, fold_values
 from megazero.train.resume.fit import check_tensors
 
-CustomLoad = Callable[..., Any]
+CustomLoad = Callable[..., object]
+"""Loads whole weights, `src`, into a module, `dst`."""
 
 
 @dataclass(frozen=True)
 class LoadParts:
-    """Which parts of a checkpoint to load.
+    """The parts of a checkpoint to load.
 
     Attributes:
-        strict: refuse a checkpoint whose weights are not exactly the module's.
-        optimizer: moments, loss scale, and the options of the parameter groups.
-        schedule: the state of the learning rate schedule.
-        progress: the counters.
-        custom: called with the saved weights as `src` and the module as `dst`, instead of loading weights.
+        strict: refuse a checkpoint with missing or unexpected weights.
+        optimizer: load moments, loss scale, and the options of parameter groups.
+        schedule: load the state of the learning rate schedule.
+        progress: load the counters.
+        custom: loads the weights instead; None loads them as usual.
     """
 
     strict: bool = True
@@ -57,26 +58,26 @@ def save_checkpoint(
     engine: EngineState,
     save_dir: Path,
     tag: str,
-    client_state: Mapping[str, Any],
+    client_state: Mapping[str, object],
     save_latest: bool = True,
     left_out: Collection[str] = (),
 ) -> None:
-    """Write a checkpoint; every rank calls this and returns when it is visible.
+    """Write a checkpoint; every rank calls this, and returns when the folder is complete.
 
     Args:
-        engine: what its parts share.
+        engine: the engine's state.
         save_dir: a folder that every rank sees.
-        tag: the name of the folder in it.
-        client_state: the script's own values; the first rank's are written.
-        save_latest: let `latest` name the tag.
-        left_out: names of parameters that are not written.
+        tag: the name of the checkpoint's folder in `save_dir`.
+        client_state: the script's own values; rank 0's are written.
+        save_latest: write the tag to `latest`.
+        left_out: names of parameters to leave out.
 
     Raises:
-        CheckpointError: it cannot be written, or a state holds something that cannot be saved.
+        CheckpointError: it cannot be written, or a state holds a value that cannot be saved.
     """
     optimizer, context, module = engine.states, engine.context, engine.module
     states: dict[str, Tensor] = {}
-    schedule: dict[str, Any] = getattr(engine.lr_scheduler, "state_dict", dict)()
+    schedule: Mapping[str, object] = getattr(engine.lr_scheduler, "state_dict", dict)()
     facts = {
         "kind": "module",
         "progress": asdict(engine.progress()),
@@ -103,17 +104,17 @@ def save_checkpoint(
     finally:
         saver.close()
 
-    def name_it() -> None:
+    def finish() -> None:
         if save_latest:
             Disk().write_text(save_dir / LATEST, f"{tag}\n")
         if engine.settings.zero.stage:
             write_scripts(save_dir)
 
-    together(context, name_it if context.rank == 0 else None, f"name {tag}")
+    together(context, finish if context.rank == 0 else None, f"name {tag}")
 
 
 def load_checkpoint(engine: EngineState, folder: Path, parts: LoadParts) -> dict[str, Any]:
-    """Load the checkpoint in the folder of a tag; every rank calls this. Returns the `client_state`."""
+    """Load the checkpoint in a tag's folder; every rank calls this. Returns the `client_state`."""
     result: list[Saved] = []
     groups = _groups(engine)
     together(
@@ -135,7 +136,7 @@ def load_checkpoint(engine: EngineState, folder: Path, parts: LoadParts) -> dict
         source = saved.source
         weights = {key.name: source.tensor(key) for key in source.shapes if key.kind == WEIGHT}
         weights |= {alias: weights[name] for alias, name in saved.names.shared.items() if name in weights}
-        _load_by(engine, weights, parts.custom)
+        _load_custom(engine, weights, parts.custom)
     optimizer = engine.states
     if parts.optimizer:
         if options := saved.beside.options():
@@ -154,17 +155,17 @@ def load_checkpoint(engine: EngineState, folder: Path, parts: LoadParts) -> dict
 
 
 def _read(engine: EngineState, saved: Saved, parts: LoadParts) -> None:
-    """Read what this rank holds."""
+    """Fill this rank's shards and buffers from a checkpoint."""
     wanted = parts_to_read(engine.states.shards, engine.context, moments=parts.optimizer)
     if parts.custom is None:
         wanted += [Part.whole(Key(name), value.detach()) for name, value in _buffers(engine).items()]
     else:
         wanted = [part for part in wanted if part.key.kind != WEIGHT]
     frozen = frozen_names(engine.module) & set(saved.names.left_out)
-    held = saved.source.shapes
-    wanted = [part for part in wanted if part.key in held or part.key.name not in frozen]
+    saved_keys = saved.source.shapes.keys()
+    wanted = [part for part in wanted if part.key in saved_keys or part.key.name not in frozen]
     if not parts.strict:
-        wanted = [part for part in wanted if part.key in held]
+        wanted = [part for part in wanted if part.key in saved_keys]
     wanted = saved.fill_missing_moments(wanted)
     source = ReplicaRows(saved.source, wanted, engine.states.shards.private_kinds)
     check_tensors(source, wanted, saved.where)
@@ -172,29 +173,29 @@ def _read(engine: EngineState, saved: Saved, parts: LoadParts) -> None:
 
 
 def _check_names(engine: EngineState, source: Source, names: set[str], where: object) -> None:
-    """Refuse weights that the module has no place for on any rank; it knows tied ones by each name."""
+    """Refuse weights that no rank's module has; a tied weight may have any of its names."""
     own = {*engine.module.state_dict(keep_vars=True), *(n for n, _ in engine.module.named_parameters())}
     world, device = engine.context.world, engine.context.device
     folded = fold_values(world, sorted(own), lambda some, others: sorted({*some, *others}), device)
     check_tensors(source, [], where, sorted(names - set(broadcast_value(world, folded, device))))
 
 
-def _load_by(engine: EngineState, state: Mapping[str, Any], custom: CustomLoad) -> None:
-    """Let the script put whole weights into the module; the changes of the first replica count."""
+def _load_custom(engine: EngineState, state: Mapping[str, Tensor], custom: CustomLoad) -> None:
+    """Let the script load whole weights into the module; all ranks get the first replica's values."""
     with GatheredParameters(engine.module.parameters(), modifier_rank=engine.context.replica.ranks[0]):
         custom(src=state, dst=engine.module)
 
 
 def load_module_state(
-    engine: EngineState, state: Mapping[str, Any], strict: bool, custom: CustomLoad | None
+    engine: EngineState, state: Mapping[str, Tensor], strict: bool, custom: CustomLoad | None
 ) -> None:
-    """Put a whole `state_dict` into the module and its masters; every rank calls this with the same one.
+    """Load a whole `state_dict` into the module and its masters; every rank calls this with the same one.
 
     Raises:
-        CheckpointError: its names or shapes are not the module's.
+        CheckpointError: names or shapes differ from the module's.
     """
     if custom is not None:
-        _load_by(engine, state, custom)
+        _load_custom(engine, state, custom)
     else:
         names = older_names(engine.module, state)
         source = StateSource({names.get(name, name): value for name, value in state.items()})
@@ -215,20 +216,19 @@ def load_module_state(
 
 
 def _groups(engine: EngineState) -> list[Shapes]:
-    """The parameters of each group of the optimizer, with whole shapes."""
+    """The whole shapes of the trained parameters of each optimizer group, by name."""
     names = {id(param): name for name, param in engine.module.named_parameters()}
-    groups = engine.states.param_groups
     return [
         {
             names[id(param)]: tuple(param.shape)
             for param in group["params"]
             if param.requires_grad and id(param) in names
         }
-        for group in groups
+        for group in engine.states.param_groups
     ]
 
 
 def _buffers(engine: EngineState) -> dict[str, Tensor]:
     """The module's persistent buffers."""
-    kept = engine.module.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in engine.module.named_buffers() if name in kept}
+    persistent = engine.module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in engine.module.named_buffers() if name in persistent}

@@ -1,71 +1,23 @@
-"""Batches from a user's dataset: this rank's share, micro-batch by micro-batch."""
+"""Batches of any structure: the tensors in them, and how a model takes them and returns the loss."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from megazero.mpu.context import ParallelContext
-
-
-@dataclass(frozen=True)
-class LoaderOptions:
-    """How a loader makes batches.
-
-    Attributes:
-        batch_size: samples per batch.
-        drop_last: leave out the last batch if it is short.
-        shuffle: shuffle the samples.
-        sampler: chooses this rank's samples; None for torch's `DistributedSampler`.
-        pin_memory: copy batches to pinned memory, where there is a CUDA device.
-        workers: processes that load; 0 for this one.
-    """
-
-    batch_size: int
-    drop_last: bool = False
-    shuffle: bool = True
-    sampler: Sampler[Any] | None = None
-    pin_memory: bool = False
-    workers: int = 0
-
-
-def build_dataloader(
-    dataset: Dataset[Any],
-    collate_fn: Callable[[list[Any]], Any] | None,
-    options: LoaderOptions,
-    context: ParallelContext,
-) -> DataLoader[Any]:
-    """Batches of this data-parallel rank, in the order in which DeepSpeed distributes samples.
-
-    Samples are shuffled with torch's `DistributedSampler`, seed 0, the same order in every epoch unless
-    ``dataloader.sampler.set_epoch`` is called; an iterable dataset is used as it comes.
-    """
-    sampler = options.sampler
-    if sampler is None and not isinstance(dataset, IterableDataset):
-        data = context.data
-        sampler = DistributedSampler(dataset, num_replicas=data.size, rank=data.rank, shuffle=options.shuffle)
-    return DataLoader(
-        dataset,
-        batch_size=options.batch_size,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=options.drop_last,
-        pin_memory=options.pin_memory and context.device.type == "cuda",
-        num_workers=options.workers,
-    )
+Collate = Callable[[list[Any]], Any]
+"""Makes a batch of a list of samples."""
 
 
 class RepeatingLoader:
-    """Goes over an iterable again and again.
+    """Iterates over an iterable without end.
 
     Args:
-        loader: must yield at least one item each time it is iterated over.
+        loader: the iterable; it must yield at least one item each time.
     """
 
     def __init__(self, loader: Iterable[Any]):
@@ -84,7 +36,7 @@ class RepeatingLoader:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of `value` with each tensor in it (in tuples, lists, mappings and dataclasses) changed."""
+    """Apply `change` to each tensor within nested tuples, lists, mappings and dataclasses; returns a copy."""
     kind: Any = type(value)
     if isinstance(value, Tensor):
         return change(value)
@@ -100,8 +52,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """All tensors in `value`, as `map_tensors` finds them."""
+def tensors_of(value: object) -> Iterator[Tensor]:
+    """All tensors within a value, in the order of `map_tensors`."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -113,13 +65,16 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
             yield from tensors_of(item)
 
 
-def to_half(value: Any) -> Any:
-    """A copy of `value` with its floating-point tensors in fp16."""
+def to_half(value: object) -> Any:
+    """Cast the floating-point tensors within a value to fp16; returns a copy."""
     return map_tensors(value, lambda t: t.half() if t.is_floating_point() else t)
 
 
-def as_arguments(batch: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A model's arguments: a mapping by keyword, a tuple or list by position, any other batch alone."""
+def as_arguments(batch: object, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a model for a batch, on the device.
+
+    A mapping is passed by keyword, a tuple or list by position, and any other batch as one argument.
+    """
     batch = map_tensors(batch, lambda t: t.to(device))
     if isinstance(batch, Mapping):
         return (), dict(batch)
@@ -127,7 +82,7 @@ def as_arguments(batch: Any, device: torch.device) -> tuple[tuple[Any, ...], dic
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss that a model returns: the output itself, its first item, or its `loss`."""
+    """The loss in a model's output: its `loss`, its first item, or the output itself."""
     if hasattr(output, "loss"):
         output = output.loss
     elif isinstance(output, Mapping) and "loss" in output:

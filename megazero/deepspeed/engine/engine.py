@@ -1,6 +1,6 @@
-"""The engine that `megazero.initialize` returns: a module whose backward and step are ours.
+"""`DeepSpeedEngine`: the engine that `megazero.initialize` returns.
 
-Members have DeepSpeed's names and do what they do there; the table at the class says which part has each.
+Its members have DeepSpeed's names and meaning; the table above the class says which part defines each.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 from torch import nn
 
 from megazero.deepspeed.config.shown import value_at
+from megazero.deepspeed.engine.attachment import Attachment
 from megazero.deepspeed.engine.batches import Batches
+from megazero.deepspeed.engine.checkpoint_calls import CheckpointCalls
 from megazero.deepspeed.engine.getters import ATTRIBUTES, GETTERS
-from megazero.deepspeed.engine.gradients import Accumulation, Passes
-from megazero.deepspeed.engine.keeper import Keeper
+from megazero.deepspeed.engine.gradients import Accumulation, ForwardBackward
 from megazero.deepspeed.engine.queries import Queries, with_queries
 from megazero.deepspeed.engine.report import Reporter
 from megazero.deepspeed.engine.state import EngineState
-from megazero.deepspeed.engine.tenancy import Tenancy
 from megazero.deepspeed.engine.updates import Updates
 from megazero.deepspeed.engine.weights import empty_state_dict
 from megazero.deepspeed.utils.parts import made_of
@@ -30,11 +30,11 @@ from megazero.deepspeed.zero.states import ZeroMemory
     {
         "_state": (
             EngineState,
-            "states settings context given lr_scheduler random_ltd_scheduler "
+            "states settings context lr_scheduler random_ltd_scheduler "
             "global_steps global_samples micro_steps skipped_steps progress resume",
         ),
         "_passes": (
-            Passes,
+            ForwardBackward,
             "forward backward scale losses set_custom_curriculum_learning_schedule random_ltd_initialize",
         ),
         "_accumulation": (
@@ -48,8 +48,8 @@ from megazero.deepspeed.zero.states import ZeroMemory
             "set_train_micro_batch_size",
         ),
         "_batches": (Batches, "train_batch eval_batch deepspeed_io training_dataloader"),
-        "_keeper": (
-            Keeper,
+        "_checkpoints": (
+            CheckpointCalls,
             "save_checkpoint load_checkpoint module_state_dict load_module_state_dict save_16bit_model "
             "save_fp16_model _consolidated_16bit_state_dict _zero3_consolidated_16bit_state_dict "
             "_get_optimizer_ckpt_name",
@@ -64,34 +64,42 @@ from megazero.deepspeed.zero.states import ZeroMemory
     }
 )
 class DeepSpeedEngine(nn.Module):
-    """Wraps a module of any kind: ``loss = engine(batch); engine.backward(loss); engine.step()``.
+    """Trains a module of any kind: ``loss = engine(batch); engine.backward(loss); engine.step()``.
 
-    Attributes of the module can be read through the engine.
+    Attributes that the engine lacks are read from the module.
 
     Attributes:
         module: the model.
-        optimizer: see `DeepSpeedOptimizer`; if the engine has none to train with, a `DeepSpeedZeRoOffload` at
-            stage 3, and None otherwise.
-        monitor: takes a script's own values.
-        tput_timer: the samples per second so far.
-        timers: what forward, backward and step took, with `wall_clock_breakdown`, under DeepSpeed's names.
-        loaded_checkpoint_dp_world_size, loaded_checkpoint_mp_world_size: None; a checkpoint loads on any
+        optimizer: a `DeepSpeedOptimizer`; of an engine that only evaluates, a `DeepSpeedZeRoOffload` at stage
+            3, and None below.
+        monitor: records a script's own values.
+        tput_timer: measures samples per second.
+        timers: DeepSpeed's timers of forward, backward and step; they run with `wall_clock_breakdown`.
+        loaded_checkpoint_dp_world_size, loaded_checkpoint_mp_world_size: None, as a checkpoint loads on any
             layout.
 
     Args:
-        state: the state that its parts share.
+        state: the state that the parts share.
     """
 
     pipeline_parallelism = False
+    optimizer: Any
 
     def __init__(self, state: EngineState):
         super().__init__()
         self.module, states = state.module, state.states
         self.optimizer = states.offload if states.idle else states
         self.loaded_checkpoint_dp_world_size = self.loaded_checkpoint_mp_world_size = None
-        self._state, self._accumulation = state, Accumulation(state, self)
-        self._passes, self._updates = Passes(state, self._accumulation), Updates(state, self._accumulation)
-        self._batches, self._keeper, self._queries = Batches(state, self), Keeper(state), Queries(state)
+        self._state = state
+        # A script may override the method, so it is looked up when it is called.
+        self._accumulation = Accumulation(state, lambda: self.is_gradient_accumulation_boundary())
+        self._passes = ForwardBackward(state, self._accumulation)
+        self._updates = Updates(state, self._accumulation)
+        self._batches, self._checkpoints, self._queries = (
+            Batches(state, self),
+            CheckpointCalls(state),
+            Queries(state),
+        )
         self._memory = ZeroMemory(states.parallel)
         self._reporter, self.timers = state.reporter, state.reporter.clocks
         empty_state_dict(self.module)
@@ -101,34 +109,34 @@ class DeepSpeedEngine(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             if name in GETTERS:
-                return partial(GETTERS[name], self)
+                return partial(GETTERS[name], self._state)
             if name in ATTRIBUTES:
-                return ATTRIBUTES[name](self)
+                return ATTRIBUTES[name](self._state)
             module = self.__dict__.get("_modules", {}).get("module")
             if hasattr(module, name) or hasattr(type(module), name):
                 return getattr(module, name)
-            words = f"'{type(self).__name__}' object has no attribute '{name}'"
-            raise AttributeError(words, name=name, obj=self) from None
+            message = f"'{type(self).__name__}' object has no attribute '{name}'"
+            raise AttributeError(message, name=name, obj=self) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "module" and "_state" in self.__dict__:  # a script has put something around it
+        if name == "module" and "_state" in self.__dict__:  # a script has wrapped it
             self._state.module = value
 
-    def stay(self, tenancy: Tenancy) -> None:
-        """Note what the engine has put on the module, for `destroy` to take off."""
-        self._tenancy = tenancy
-        tenancy.serve(self._accumulation.script)
+    def attach(self, attachment: Attachment) -> None:
+        """Record what the engine has put on the module, which `destroy` takes off."""
+        self._attachment = attachment
+        attachment.watch(self._accumulation.script)
 
     def autotp_size(self) -> int:
-        """The ranks that `tp_model_init` or the JSON slices the model's layers over; 0 if neither does."""
-        recorded = self.module.__dict__.get("tensor_parallel_request")
-        given = value_at(self._state.given.config, "tensor_parallel.autotp_size", 0)
-        return int(given if recorded is None else recorded.size)
+        """The tensor-parallel size that `tp_model_init` or the JSON asks for; 0 if neither does."""
+        request = self.module.__dict__.get("tensor_parallel_request")
+        configured = value_at(self._state.arguments.config, "tensor_parallel.autotp_size", 0)
+        return int(configured if request is None else request.size)
 
     def destroy(self) -> None:
-        """Let go of the module; every rank calls this. It can no longer be trained by this engine.
+        """Take the engine off the module, which it can no longer train; every rank calls this.
 
-        At stage 3 its weights stay sharded, as within `zero.Init`. Monitors and process groups stay open.
+        At stage 3 the weights stay sharded, as within `zero.Init`. Monitors and process groups stay open.
         """
-        self._tenancy.end(whole=False)
+        self._attachment.detach(whole=False)

@@ -1,4 +1,4 @@
-"""An engine's forwards and backwards: scaled, divided by the accumulation, reduced when they should be."""
+"""An engine's forward and backward, and the accumulation and reduction of gradients."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from megazero.errors import ConfigError, MegazeroError
 
 
 class Accumulation:
-    """The gradients of a step, which backwards add up: the mean over micro-batches and data-parallel ranks.
+    """The gradients of a step: their mean over micro-batches and data-parallel ranks.
 
     Each backward adds to them, whether the engine runs it or the script does with ``loss.backward()``.
 
     Args:
-        engine: says whether a micro-batch is the last, which a script may override.
+        is_last: whether the current micro-batch is the last one before an update; a script may override it.
 
     Attributes:
-        script: notices the script's own backwards.
+        script: detects the script's own backwards.
         shown: the gradients that the script sees; None if it sees none.
-        sync: whether gradients are reduced now; not within `no_sync`.
-        scaled: whether the next backward of the script is of a loss that `scale` gave.
+        sync: whether gradients are reduced; False within `no_sync`.
+        scaled: whether the script's next backward is of a loss that `scale` returned.
     """
 
-    def __init__(self, state: EngineState, engine: Any):
+    def __init__(self, state: EngineState, is_last: Callable[[], bool | None]):
         self.state, self.states, self.parallel = state, state.states, state.states.parallel
-        self._engine = engine
+        self.is_last = is_last
         self.sync, self.scaled = True, False
         self._boundary: bool | None = None
-        self._together = self._reduces = False
+        self._coalesces = self._reduces = False
         shows = self.states.shows_gradients
-        self.shown = ShownGradients(self.parallel, self.states.share) if shows else None
+        self.shown = ShownGradients(self.parallel, self.states.sum_to_mean) if shows else None
         self.script = ScriptBackward(self.parallel, self._begin_script, self.end, self.shown)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context in which no gradients are reduced; a later backward or step reduces them. Any stage."""
+        """Context without reductions of gradients, at any stage; a later backward or step reduces them."""
         before, self.sync = self.sync, False
         try:
             yield
@@ -55,20 +55,20 @@ class Accumulation:
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Context whose backwards are reduced together, at its end, where each would be by itself."""
-        before, self._together = self._together, True
+        """Context whose backwards share one reduction, at its end."""
+        before, self._coalesces = self._coalesces, True
         try:
             yield
         finally:
-            self._together = before
+            self._coalesces = before
         if self.state.backwards and self.sync and not before and self._should_reduce():
             self.parallel.reduce(0)
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Start to reduce all gradients that no backward has reduced, as `step` would; every rank calls this.
+        """Start the reduction that `step` would start; every rank calls this.
 
         Args:
-            bucket_size: without effect; buckets have the size of the configuration.
+            bucket_size: has no effect; the configuration sets the size of buckets.
         """
         self.must_train("allreduce_gradients")
         if self.state.backwards:
@@ -83,24 +83,24 @@ class Accumulation:
         return (self.state.micro_steps + 1) % self.state.settings.batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Decide by hand, from now on, whether a micro-batch is the last before an update; None counts."""
+        """Override `is_gradient_accumulation_boundary` from now on; None restores it."""
         self._boundary = is_boundary
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients so far; every rank calls this."""
+        """Drop the gradients of the step in progress; every rank calls this."""
         if self.shown is not None:
             self.shown.hide()
         self.states.zero_grad()
 
     def begin(self, factor: float) -> None:
-        """Begin a backward whose gradients count times `factor`."""
+        """Begin a backward whose gradients are multiplied by `factor`."""
         self.states.begin()
-        self._reduces = self.sync and not self._together and self._should_reduce()
+        self._reduces = self.sync and not self._coalesces and self._should_reduce()
         self.parallel.factor = factor
         self.parallel.begin_backward(0, reduce=self._reduces and self.state.settings.zero.overlap_grad_reduce)
 
     def end(self) -> None:
-        """End a backward: reduce what it should, and show what the script may see."""
+        """End a backward: start its reduction if it is due, and show gradients to the script."""
         self.parallel.end_backward()
         if self._reduces and not self.state.settings.zero.overlap_grad_reduce:
             self.parallel.reduce(0)
@@ -112,18 +112,14 @@ class Accumulation:
         self.scaled = False
 
     def drop(self) -> None:
-        """Forget the gradients so far, because a backward has failed."""
+        """Forget the gradients of the step in progress, because a backward has failed."""
         self.parallel.interrupted()
         self.states.drop()
         self.state.forget()
         self.scaled = False
 
-    def is_last(self) -> bool:
-        """Whether the engine says that the current micro-batch is the last one before an update."""
-        return bool(self._engine.is_gradient_accumulation_boundary())
-
     def must_train(self, what: str) -> None:
-        """Raise MegazeroError if the engine has no optimizer, or no module any more."""
+        """Raise MegazeroError if the engine has no optimizer, or a later engine has taken its module."""
         self.must_be_current(what)
         if self.states.idle:
             raise MegazeroError(
@@ -132,7 +128,7 @@ class Accumulation:
             )
 
     def must_be_current(self, what: str) -> None:
-        """Raise MegazeroError if another engine has the module now."""
+        """Raise MegazeroError if a later engine has taken the module."""
         if self.script.gone:
             raise MegazeroError(
                 f"`{what}` must be called on the engine that the model has now, but a later `initialize` or "
@@ -140,9 +136,10 @@ class Accumulation:
             )
 
     def _should_reduce(self) -> bool:
-        """Whether a backward is to be reduced: at a boundary; always if its sums have no room to be whole."""
+        """Whether this backward reduces: at a boundary, and always at stages that keep no whole gradients."""
         settings = self.state.settings
-        return settings.zero.stage >= 2 or (settings.extras.managed_gradient_accumulation and self.is_last())
+        managed = settings.extras.managed_gradient_accumulation
+        return settings.zero.stage >= 2 or (managed and bool(self.is_last()))
 
     def _begin_script(self) -> None:
         self.must_train("backward")
@@ -154,11 +151,11 @@ class Accumulation:
         self.begin(self.states.loss_factor / (self.states.cur_scale * self.state.settings.batch.accumulation))
 
 
-class Passes:
+class ForwardBackward:
     """An engine's forward and backward.
 
     Args:
-        accumulation: adds gradients up.
+        accumulation: the gradients of the step.
     """
 
     def __init__(self, state: EngineState, accumulation: Accumulation):
@@ -166,11 +163,10 @@ class Passes:
         self._autocast = Autocast.of(state.settings)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; with `fp16.auto_cast`, inputs are cast to fp16.
+        """Run the module's forward; with `fp16.auto_cast`, inputs are cast to fp16.
 
-        With a curriculum, the module is told in training how many tokens of its batch to use, as
-        ``curriculum_seqlen``; the number is that of the step in progress, counted from 1. With progressive
-        layer dropping, it is told the share of layers to keep, as ``pld_theta``.
+        In training, the module gets a curriculum's sequence length as ``curriculum_seqlen``, for the step in
+        progress (counted from 1), and progressive layer dropping's share of layers to keep as ``pld_theta``.
         """
         state, accumulation = self.state, self._accumulation
         accumulation.must_be_current("forward")
@@ -194,46 +190,47 @@ class Passes:
         return output
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Add the gradients of a mean loss to the step's; every rank calls this.
+        """Compute the gradients of a loss and add them to the step's; every rank calls this.
 
         Args:
-            loss: the scalar loss of this rank's micro-batch.
+            loss: the mean loss of this rank's micro-batch, a scalar.
             retain_graph: as in torch.
-            scale_wrt_gas: divide by the accumulation steps.
+            scale_wrt_gas: divide the loss by the accumulation steps.
 
         Returns:
-            The loss as it counts: divided by the accumulation steps.
+            The loss, divided by the accumulation steps if `scale_wrt_gas` is set.
 
         Raises:
-            MegazeroError: `loss` is not a scalar that gradients can be taken of, or the engine cannot train.
+            MegazeroError: `loss` is not a scalar that requires gradients, or the engine cannot train.
         """
         state, accumulation = self.state, self._accumulation
         accumulation.must_train("backward")
         _must_be_loss(loss)
         if accumulation.script.recover():
             accumulation.drop()
-        counted = loss / state.settings.batch.accumulation if scale_wrt_gas else loss
-        scale, arriving = self.states.loss_factor, 1.0
-        if state.settings.precision.dtype == "fp16":  # a gradient's range is the same on any number of ranks
-            scale, arriving = self.states.cur_scale, self.states.loss_factor / self.states.cur_scale
+        divided = loss / state.settings.batch.accumulation if scale_wrt_gas else loss
+        scale, factor = self.states.loss_factor, 1.0
+        # In fp16 the rest of the factor is applied later: the range of backward must not depend on the ranks.
+        if state.settings.precision.dtype == "fp16":
+            scale, factor = self.states.cur_scale, self.states.loss_factor / self.states.cur_scale
         with state.reporter.phase("backward"), state.reporter.counting():
             if accumulation.shown is not None:
                 accumulation.shown.hide()
-            accumulation.begin(arriving)
+            accumulation.begin(factor)
             try:
-                (counted.float() * scale).backward(retain_graph=retain_graph)
+                (divided.float() * scale).backward(retain_graph=retain_graph)
             except BaseException:
                 accumulation.drop()
                 raise
             accumulation.end()
         state.losses.append(loss.detach().float().reshape(()))
-        return counted
+        return divided
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, for a script that runs ``engine.scale(loss).backward()``.
+        """Multiply a loss by the loss scale, for a script that runs ``engine.scale(loss).backward()``.
 
         Raises:
-            MegazeroError: `loss` is not a scalar that gradients can be taken of, or the engine cannot train.
+            MegazeroError: `loss` is not a scalar that requires gradients, or the engine cannot train.
         """
         state, accumulation = self.state, self._accumulation
         accumulation.must_train("scale")
@@ -256,10 +253,10 @@ class Passes:
     def set_custom_curriculum_learning_schedule(
         self, schedule_func_dict: Callable[[int], int] | Mapping[str, Callable[[int], int]]
     ) -> None:
-        """Let a function of the step, counted from 1, decide the sequence length of a custom curriculum.
+        """Set the function of the step (from 1) that gives the sequence length of a custom curriculum.
 
         Args:
-            schedule_func_dict: the function, or a dictionary in which it is under ``seqlen``.
+            schedule_func_dict: the function, or a dictionary with it under ``seqlen``.
 
         Raises:
             ConfigError: the curriculum of the JSON is not custom, or the dictionary has other metrics.
@@ -280,18 +277,18 @@ class Passes:
         state.settings = replace(state.settings, seqlen=ScriptLengths(functions))
 
     def random_ltd_initialize(self) -> None:
-        """Give converted layers their turns; see `convert_to_random_ltd`.
+        """Initialize random-LTD in the layers that `convert_to_random_ltd` has converted.
 
         Raises:
-            ConfigError: random-LTD is off, or the section does not fit the layers.
+            ConfigError: random-LTD is off, or its section does not fit the layers.
         """
         state = self.state
         if state.random_ltd_scheduler is None:
             raise ConfigError("`data_efficiency.data_routing.random_ltd` must be enabled, but is not")
-        initialize_layers(state.module, state.given.config, state.random_ltd_scheduler)
+        initialize_layers(state.module, state.arguments.config, state.random_ltd_scheduler)
 
 
-def _must_be_loss(loss: Any) -> None:
+def _must_be_loss(loss: object) -> None:
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return
     shown = type(loss).__name__

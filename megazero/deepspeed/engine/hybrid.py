@@ -1,4 +1,4 @@
-"""An engine that trains a model and, between steps, generates with it (DeepSpeed-Chat's hybrid engine)."""
+"""An engine that trains a model and generates with it between steps (DeepSpeed-Chat's hybrid engine)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(ROWS[SECTION].upstream.default)
 
 
 class DeepSpeedHybridEngine(DeepSpeedEngine):
-    """A `DeepSpeedEngine` with `generate`: the weights are whole on every rank while it runs, at any stage.
+    """A `DeepSpeedEngine` with `generate`, which gathers all weights on every rank while it runs.
 
     Attributes:
-        max_out_tokens: the longest prompt, see `hybrid_engine.max_out_tokens`.
+        max_out_tokens: the longest prompt, in tokens; the JSON's `hybrid_engine.max_out_tokens`.
     """
 
     max_out_tokens: int = _DEFAULTS["max_out_tokens"]
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's `generate`, without dropout and gradients; every rank calls this.
+        """Call the module's `generate` in evaluation mode, without gradients; every rank calls this.
 
         Raises:
             DataError: a prompt is longer than `max_out_tokens`.
@@ -50,10 +50,10 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
 
 
 def engine_kind(section: Mapping[str, Any]) -> type[DeepSpeedEngine]:
-    """The class of the engine that a JSON's `hybrid_engine` asks for.
+    """The class of engine for the JSON's section `hybrid_engine`.
 
     Raises:
-        ConfigError: a key of it is not known.
+        ConfigError: a key of the section is unknown.
     """
     if unknown := sorted(set(section) - set(_DEFAULTS)):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The reports of the engine for a user's module: lines on standard output, and monitors."""
+"""Reports of an engine's steps: a line on standard output, and the monitors of the JSON."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from megazero.train.observe.monitors.weights_and_biases import WandbMonitor
 from megazero.train.step.losses import Losses
 from megazero.train.step.timers import Timers
 
-# Phase -> the timer of its last run, and that of all since the last report.
+# Phase -> the timer of its last run, and the timer of all its runs since the last report.
 _CLOCKS = MappingProxyType(
     {
         "forward": (FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER),
@@ -50,16 +50,16 @@ _CLOCKS = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class StepFacts:
-    """One optimizer step, as an engine knows it.
+class EngineStep:
+    """One optimizer step of an engine, to report.
 
     Attributes:
-        counters: how far the engine has come with it.
+        counters: the engine's counters after the step.
         loss: the mean over the step's samples; None if the script ran each backward itself.
         grad_norm: the gradient norm before clipping.
         rates: the learning rate of each parameter group.
         loss_scale: the loss scale that the step used.
-        applied: whether this step updated the weights.
+        applied: whether the step updated the weights.
     """
 
     counters: EngineCounters
@@ -71,12 +71,12 @@ class StepFacts:
 
     @property
     def step(self) -> int:
-        """Its number, from 1."""
+        """The step's number, from 1."""
         return self.counters.global_steps
 
 
 class _Unwaited:
-    """The settings of the engine's throughput timer, which does not wait for the device."""
+    """Settings of the engine's throughput timer: it does not synchronize with the device."""
 
     enabled, synchronized = True, False
 
@@ -88,25 +88,25 @@ class Reporter:
 
     Attributes:
         timers: time the phases forward, backward and step.
-        clocks: the same under DeepSpeed's names, with `wall_clock_breakdown`, for scripts to ask.
-        settings: the settings, which say what to report.
-        monitor: takes a script's own values.
-        tput_timer: the samples per second so far.
-        profiler: the FLOPs of the step that `flops_profiler` names, once it has come; else None.
+        clocks: DeepSpeed's timers of the same phases, for scripts; they run with `wall_clock_breakdown`.
+        settings: the engine's settings; they choose what is reported.
+        monitor: records a script's own values.
+        tput_timer: measures samples per second.
+        profiler: the profile of the step that the JSON's `flops_profiler` names; None before that step.
 
     Args:
-        settings: the settings, which say what to report.
-        context: the ranks; the first one prints.
-        traffic: counts the collectives, or None.
+        settings: the engine's settings.
+        context: the rank's groups; rank 0 prints.
+        traffic: counts the collectives; None without `comms_logger`.
     """
 
     def __init__(self, settings: UserSettings, context: ParallelContext, traffic: TrafficLog | None):
         self.timers = Timers(context.device, synchronize=settings.logging.wall_clock_breakdown)
         self.clocks = SynchronizedWallClockTimer()
         self.settings = settings
-        self._speaks = context.rank == 0
+        self._prints_here = context.rank == 0
         self._traffic = traffic
-        self._monitor = CompositeMonitor(_monitors(settings) if self._speaks else ())
+        self._monitor = CompositeMonitor(_monitors(settings) if self._prints_here else ())
         self.tput_timer = ThroughputTimer(_Unwaited, settings.batch.train)
         logging = settings.logging
         self._records = any((logging.tensorboard_dir, logging.csv_dir, logging.wandb_project))
@@ -116,32 +116,32 @@ class Reporter:
         self.profiler: FlopsProfiler | None = None
         self._counted = not settings.profiling.flops_profiler
         self.restart(0)
-        if self._speaks and settings.extras.dump_state:
-            self._say(f"configuration: {settings}")
+        if self._prints_here and settings.extras.dump_state:
+            print(f"configuration: {settings}", flush=True)
 
     def wants(self, step: int) -> bool:
-        """Whether `step` will be reported; the same on every rank."""
+        """Whether `step` will be reported; all ranks agree."""
         return self._records or self._prints(step)
 
     def _prints(self, step: int) -> bool:
         every: float | None = self.settings.extras.steps_per_print
         return every is not None and step % every == 0
 
-    def step(self, facts: StepFacts) -> None:
-        """Report a step for which `wants` was true; only the first rank prints."""
-        steps = facts.step - self._since
+    def step(self, done: EngineStep) -> None:
+        """Report a step for which `wants` was true; rank 0 prints and feeds the monitors."""
+        steps = done.step - self._since
         phases = {name: spent / steps for name, spent in self.timers.collect().items()}
         seconds = (time.perf_counter() - self._clock) / steps
-        self.restart(facts.step)
+        self.restart(done.step)
         self._counted = True
-        if not self._speaks:
+        if not self._prints_here:
             return
-        self._monitor.step(_metrics(facts, self.settings, phases, seconds, self._flops))
-        if self._prints(facts.step):
-            self._say(self._line(facts, phases, seconds))
+        self._monitor.step(_metrics(done, self.settings, phases, seconds, self._flops))
+        if self._prints(done.step):
+            print(self._line(done, phases, seconds), flush=True)
 
     def restart(self, step: int) -> None:
-        """Set the number of steps done so far; time is counted from here."""
+        """Set the number of steps done so far, and start timing from now."""
         self.timers.collect()
         for _, name in _CLOCKS.values():
             self.clocks(name).reset()
@@ -165,7 +165,7 @@ class Reporter:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the body's FLOPs towards a step's, until the first report."""
+        """Add the body's FLOPs to the FLOPs per step; after the first report nothing is counted any more."""
         if self._counted:
             yield
             return
@@ -175,7 +175,7 @@ class Reporter:
 
     @contextmanager
     def profiling(self, module: nn.Module, step: int) -> Iterator[None]:
-        """Profile the forwards in the body in the step that `flops_profiler` names; the first rank prints."""
+        """Profile the body if `step` is the one that the JSON's `flops_profiler` names; rank 0 prints."""
         wanted = self.settings.profiling
         if not wanted.flops_profiler or self._profiled or step < wanted.flops_profiler_step:
             yield
@@ -188,7 +188,7 @@ class Reporter:
             yield
         finally:
             profiler.stop_profile()
-        if self._speaks:
+        if self._prints_here:
             profiler.print_model_profile(
                 step,
                 wanted.flops_profiler_module_depth,
@@ -197,16 +197,16 @@ class Reporter:
                 wanted.flops_profiler_output_file,
             )
 
-    def _line(self, facts: StepFacts, phases: Mapping[str, float], seconds: float) -> str:
+    def _line(self, done: EngineStep, phases: Mapping[str, float], seconds: float) -> str:
         batch = self.settings.batch.train
         parts = [
-            f"step {facts.step}",
-            f"samples {facts.counters.global_samples}",
-            "" if facts.loss is None else f"loss {facts.loss:.6g}",
-            f"grad norm {facts.grad_norm:.4g}",
-            f"learning rate {', '.join(f'{rate:.4g}' for rate in facts.rates)}",
-            f"loss scale {facts.loss_scale:g}",
-            f"skipped {facts.counters.skipped_steps}",
+            f"step {done.step}",
+            f"samples {done.counters.global_samples}",
+            "" if done.loss is None else f"loss {done.loss:.6g}",
+            f"grad norm {done.grad_norm:.4g}",
+            f"learning rate {', '.join(f'{rate:.4g}' for rate in done.rates)}",
+            f"loss scale {done.loss_scale:g}",
+            f"skipped {done.counters.skipped_steps}",
             f"{batch / seconds:.1f} samples/s" if seconds > 0 else "",
         ]
         if self.settings.logging.wall_clock_breakdown:
@@ -221,16 +221,13 @@ class Reporter:
             ]
         return " | ".join(part for part in parts if part)
 
-    def _say(self, text: str) -> None:
-        print(text, flush=True)
-
 
 class EventMonitor:
-    """The engine's `monitor`, to which a script writes values of its own.
+    """The engine's `monitor`: records the values that a script writes.
 
     Args:
-        monitor: the monitors of the JSON.
-        enabled: whether there is any, on some rank.
+        monitor: the monitors of the JSON; it has none on ranks other than 0.
+        enabled: whether the JSON configures a monitor.
     """
 
     def __init__(self, monitor: Monitor, *, enabled: bool):
@@ -239,22 +236,22 @@ class EventMonitor:
         self._close = weakref.finalize(self, monitor.close)
 
     def close(self) -> None:
-        """Write out what is pending and end the records; otherwise the end of the process does."""
+        """Flush and close the monitors; without this call they close when the process ends."""
         self._close()
 
     def write_events(self, event_list: Iterable[tuple[str, float, int]], flush: bool = True) -> None:
-        """Record ``(tag, value, step)`` each; only the first rank does.
+        """Record values; only rank 0 does.
 
         Args:
-            event_list: the values.
-            flush: without effect; the monitors decide when they write.
+            event_list: triples ``(tag, value, step)``.
+            flush: has no effect; the monitors decide when they write.
         """
         for tag, value, step in event_list:
-            self._monitor.step(_Event(tag, float(value), int(step)))
+            self._monitor.step(_ScriptValue(tag, float(value), int(step)))
 
 
-class _Event(StepMetrics):
-    """One value of a script, in place of a step's metrics."""
+class _ScriptValue(StepMetrics):
+    """One value of a script, in the form of a step's metrics, which monitors take."""
 
     def __init__(self, tag: str, value: float, step: int):
         super().__init__(iteration=step)
@@ -279,18 +276,18 @@ def _monitors(settings: UserSettings) -> Iterator[Monitor]:
 
 
 def _metrics(
-    facts: StepFacts, settings: UserSettings, phases: Mapping[str, float], seconds: float, flops: int
+    done: EngineStep, settings: UserSettings, phases: Mapping[str, float], seconds: float, flops: int
 ) -> StepMetrics:
-    """The metrics for monitors. An engine cannot tell tokens from other inputs, so token counts are 0."""
+    """The metrics for monitors; token counts are 0, as an engine cannot tell tokens from other inputs."""
     return StepMetrics(
-        iteration=facts.step,
-        consumed_samples=facts.counters.global_samples,
+        iteration=done.step,
+        consumed_samples=done.counters.global_samples,
         consumed_tokens=0,
-        losses=Losses((LossTerm("lm"),), (math.nan if facts.loss is None else facts.loss,)),
-        grad_norm=facts.grad_norm,
-        learning_rate=facts.rates[0],
-        loss_scale=facts.loss_scale,
-        skipped=not facts.applied,
+        losses=Losses((LossTerm("lm"),), (math.nan if done.loss is None else done.loss,)),
+        grad_norm=done.grad_norm,
+        learning_rate=done.rates[0],
+        loss_scale=done.loss_scale,
+        skipped=not done.applied,
         seconds=seconds,
         tokens_per_second=0.0,
         tflops=flops / seconds / 1e12 if seconds > 0 else 0.0,

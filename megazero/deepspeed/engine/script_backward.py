@@ -1,9 +1,8 @@
-"""Backwards that a script starts itself, with ``loss.backward()``."""
+"""Backward passes that a script starts itself, with ``loss.backward()``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +13,17 @@ from megazero.errors import MegazeroError
 
 
 class ShownGradients:
-    """Gradients as ``param.grad`` between a backward and the step: views of the sums, or copies in 16 bits.
+    """The gradients that a script sees as ``param.grad`` between a backward and the step.
+
+    They are views of the fp32 sums, or copies in the 16-bit type of the parameters.
 
     Args:
-        parallel: holds the sums, which are whole on each rank.
-        share: times this, sums are means; 1 if they are shown as they are.
+        parallel: holds the gradient sums, whole on each rank.
+        to_mean: the factor from sums to the gradients that are shown.
     """
 
-    def __init__(self, parallel: UserParallel, share: float):
-        self._parallel, self._share = parallel, share
+    def __init__(self, parallel: UserParallel, to_mean: float):
+        self._parallel, self._to_mean = parallel, to_mean
         self._sums: dict[int, Tensor] = {}
         self._shown: dict[int, tuple[Tensor, int]] = {}
 
@@ -32,24 +33,23 @@ class ShownGradients:
         return any(param.grad is not None for param in self._parallel.arrived.values())
 
     def show(self) -> None:
-        """Show the gradients of all parameters that have one, in the parameters' type."""
+        """Set ``param.grad`` of every parameter that got a gradient, in the parameter's type."""
         if not self._sums:
             store = self._parallel.store
             for bucket in (bucket for bucket in store.buckets if bucket.key.trainable):
                 views = bucket.layout.views(store.sums(bucket))
                 self._sums.update({id(p): view for p, view in zip(bucket.params, views, strict=True)})
         for key, param in self._parallel.arrived.items():
-            sums, share = self._sums[key], self._share
-            param.grad = (
-                sums if sums.dtype == param.dtype and share == 1.0 else (sums * share).to(param.dtype)
-            )
+            sums, to_mean = self._sums[key], self._to_mean
+            as_is = sums.dtype == param.dtype and to_mean == 1.0
+            param.grad = sums if as_is else (sums * to_mean).to(param.dtype)
             self._shown[key] = (param.grad, param.grad._version)
 
     @torch.no_grad()
     def hide(self) -> None:
-        """Show none: autograd would add to them in place. What a script has changed counts as changed.
+        """Set ``param.grad`` to None, because autograd would add to it in place.
 
-        A gradient that it has dropped counts no more.
+        The script's changes are written to the sums first; a gradient that it has set to None becomes zero.
         """
         for key, param in self._parallel.arrived.items():
             if key in self._shown:
@@ -57,25 +57,25 @@ class ShownGradients:
                 if param.grad is None:
                     sums.zero_()
                 elif param.grad is not grad or (grad is not sums and grad._version != version):
-                    sums.copy_(param.grad.to(sums.dtype) / self._share)
+                    sums.copy_(param.grad.to(sums.dtype) / self._to_mean)
             param.grad = None
         self._shown.clear()
 
 
 class ScriptBackward:
-    """Notices a backward that the script runs, by the gradients of the model's outputs and parameters.
+    """Detects a backward that the script runs, by hooks on the model's outputs and parameters.
 
-    The backward counts from the first gradient of a parameter on, so ``torch.autograd.grad``, which has none,
-    does not count.
+    It begins with the first gradient of a parameter, so ``torch.autograd.grad``, which computes none, is not
+    taken for a backward.
 
     Args:
         parallel: the model's data parallelism.
-        begin: called before the first gradient of a parameter is taken.
+        begin: called before the first gradient of a parameter is collected.
         end: called after the backward.
-        shown: hidden before the backward; None if nothing is shown.
+        shown: the gradients that the script sees, hidden during a backward; None if it sees none.
 
     Attributes:
-        gone: whether the model has another engine now.
+        gone: whether a later engine has taken the model over.
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class ScriptBackward:
         self._begin, self._end = begin, end
         self._shown = shown
         self._near = self._begun = False
-        parallel.uninvited = self._arrived
+        parallel.unannounced = self._arrived
 
-    def watch(self, output: Any) -> None:
-        """Wait for a gradient of one of these outputs of the model."""
+    def watch(self, output: object) -> None:
+        """Put hooks on the tensors in an output of the model."""
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._approach)
 
     def recover(self) -> bool:
-        """Forget a backward that ended in an error, and say whether there was one."""
+        """Forget a backward that an error has ended; returns whether there was one."""
         if not self._near or torch._C._current_graph_task_id() != -1:
             return False
         self._near = self._begun = False
@@ -114,7 +114,7 @@ class ScriptBackward:
         if self._near or self._parallel.in_backward:
             return
         self._near = True
-        # A call by autograd when all of this backward is done, those within it (of checkpoints) included.
+        # Autograd calls this after the outermost backward; recomputation runs backwards within it.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._parallel.approach()
         if self._shown is not None:

@@ -1,4 +1,4 @@
-"""An engine's training step: the update after the micro-batches of an accumulation."""
+"""`Updates`: an engine's `step`, which updates the weights after the last micro-batch of an accumulation."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from megazero.config.deepspeed.batch import BatchTriangle
 from megazero.deepspeed.asserted import asserts
 from megazero.deepspeed.engine.gradients import Accumulation
-from megazero.deepspeed.engine.report import StepFacts
+from megazero.deepspeed.engine.report import EngineStep
 from megazero.deepspeed.engine.state import EngineState
 from megazero.deepspeed.optimizers.grouped_rule import rate_of
 from megazero.errors import ConfigError, MegazeroError
 
 
 class Updates:
-    """An engine's updates, at the last micro-batch of each accumulation.
+    """An engine's `step`, and its batch sizes.
 
     Args:
-        accumulation: has the gradients.
+        accumulation: the gradients so far.
     """
 
     def __init__(self, state: EngineState, accumulation: Accumulation):
@@ -31,10 +31,10 @@ class Updates:
         """End a micro-batch; at the last one of an accumulation, update. Every rank calls this.
 
         Args:
-            lr_kwargs: arguments for the schedule's `step`.
+            lr_kwargs: keyword arguments of the schedule's `step`.
 
         Raises:
-            MegazeroError: there has been no backward since the last call, or this is within `no_sync`.
+            MegazeroError: there was no backward since the last call, or the call is within `no_sync`.
         """
         self._accumulation.must_train("step")
         if not self._accumulation.sync:
@@ -52,7 +52,7 @@ class Updates:
         scale, rates = states.cur_scale, tuple(map(rate_of, states.param_groups))
         if self._accumulation.shown is not None:
             self._accumulation.shown.hide()
-        states.begin()  # without gradients, if the script has dropped all of them since the backward
+        states.begin()  # in case the script has called `zero_grad` since the backward
         with reporter.phase("step"):
             states.step()
         states.parallel.arrived.clear()
@@ -70,7 +70,7 @@ class Updates:
             report, loss = states.report, state.mean_loss(state.losses) if state.losses else None
             assert report is not None, "there has been a step"
             progress = state.progress()
-            reporter.step(StepFacts(progress, loss, report.grad_norm, rates, scale, self._applied))
+            reporter.step(EngineStep(progress, loss, report.grad_norm, rates, scale, self._applied))
         state.losses = []
 
     def was_step_applied(self) -> bool:
@@ -78,7 +78,7 @@ class Updates:
         return self._applied
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples per update, samples per forward and rank, and forwards per update."""
+        """Samples per update, samples per micro-batch, and micro-batches per update of a rank."""
         batch = self.state.settings.batch
         return batch.train, batch.micro, batch.accumulation
 
@@ -89,20 +89,20 @@ class Updates:
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the module's forward with torch, when it first runs.
+        """Compile the module's forward with torch; compilation takes place at its first call.
 
         Args:
             backend: as in `torch.compile`.
             compile_kwargs: further arguments of `torch.compile`.
-            schedule: refused, with `compiled_autograd_enabled`: both belong to DeepCompile.
+            schedule, compiled_autograd_enabled: refused, because they belong to DeepCompile.
 
         Raises:
-            ConfigError: one of these is given.
+            ConfigError: one of the refused arguments is given.
         """
         if schedule is not None or compiled_autograd_enabled:
             raise ConfigError(
-                "`schedule` and `compiled_autograd_enabled` must be left out: they rewrite DeepSpeed's own "
-                "gathers, which are not here, but are given; pass `backend` alone"
+                "`schedule` and `compiled_autograd_enabled` must be left out, as they rewrite gathers of "
+                "DeepSpeed's, but one is given; pass `backend` alone"
             )
         self.state.module.compile(backend=backend, **(compile_kwargs or {}))
         self._compiled = True
@@ -128,7 +128,7 @@ class Updates:
         self._set_batch(BatchTriangle(train_batch_size, batch.micro, steps))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples per forward and rank; the samples per update change with them.
+        """Change the samples per micro-batch; the samples per update change in proportion.
 
         Raises:
             ConfigError: it is not positive.
@@ -144,17 +144,17 @@ class Updates:
         self.state.reporter.settings = self.state.settings
 
     def _adopt(self) -> bool:
-        """Take gradients that the script has set without a backward, at stage 0; whether there are any.
+        """Collect gradients that the script has set itself, at stage 0; returns whether there are any.
 
-        Like those that a backward leaves, they are means over the accumulation, times the loss scale.
+        They are means over the accumulation, times the loss scale, as a backward leaves them.
         """
         states, accumulation = self.state.states, self._accumulation
         trained = (param for group in states.param_groups for param in group["params"])
-        given = [param for param in trained if param.grad is not None]
-        if accumulation.shown is None or not given:
+        params = [param for param in trained if param.grad is not None]
+        if accumulation.shown is None or not params:
             return False
         accumulation.begin(states.loss_factor / states.cur_scale)
-        for param in given:
+        for param in params:
             states.parallel.collect(param)
         accumulation.end()
         return True

@@ -1,12 +1,11 @@
-"""DeepSpeed's Adam and Adagrad, as torch optimizers: for `megazero.initialize`, or by themselves."""
+"""DeepSpeed's Adam and Adagrad as torch optimizers, for `megazero.initialize` or alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from megazero.deepspeed.optimizers.fused import FusedLion, Params, RuleOptimizer
+from megazero.deepspeed.optimizers.fused import FusedLion, Options, Params, RuleOptimizer
 from megazero.errors import ConfigError
 from megazero.optim.compressed.onebit_adam import LATE
 from megazero.optim.elementwise import Adagrad, Adam
@@ -15,7 +14,7 @@ from megazero.optim.rule import Needs, Pieces, UpdateRule
 
 @dataclass(frozen=True)
 class UncorrectedAdam(Adam):
-    """AdamW whose moments are used as they are, although they start from zero."""
+    """AdamW without bias correction of the moments."""
 
     def step(self, pieces: Pieces, lr: float) -> None:
         super().step(replace(pieces, step=LATE), lr)
@@ -23,7 +22,7 @@ class UncorrectedAdam(Adam):
 
 @dataclass(frozen=True)
 class CoupledAdam(Adam):
-    """Adam as Kingma & Ba have it: weight decay is a part of the gradient, so the moments know it.
+    """Adam (Kingma & Ba 2015) with L2 regularization: weight decay is added to the gradient.
 
     Attributes:
         corrects: whether the bias of the moments is corrected.
@@ -35,8 +34,8 @@ class CoupledAdam(Adam):
 
     def step(self, pieces: Pieces, lr: float) -> None:
         pieces.check(self.state_names)
-        of_each = zip(pieces.grads, pieces.params, pieces.weight_decays, strict=True)
-        grads = [grad.add(param, alpha=decay) if decay else grad for grad, param, decay in of_each]
+        lists = zip(pieces.grads, pieces.params, pieces.weight_decays, strict=True)
+        grads = [grad.add(param, alpha=decay) if decay else grad for grad, param, decay in lists]
         step = pieces.step if self.corrects else LATE
         super().step(replace(pieces, grads=grads, weight_decays=[0.0] * len(grads), step=step), lr)
 
@@ -50,10 +49,10 @@ class FusedAdam(RuleOptimizer):
         bias_correction: whether the bias of the moments is corrected.
         betas: decays of the moments.
         eps: added to the root of the second moment.
-        adam_w_mode: whether weight decay is apart from the gradient.
+        adam_w_mode: whether weight decay is decoupled from the gradient.
         weight_decay: weight decay; groups may have their own.
         amsgrad: must be false.
-        set_grad_none: has no effect: `zero_grad` says it.
+        set_grad_none: has no effect; `zero_grad` has an argument for it.
 
     Raises:
         ConfigError: `amsgrad` is true.
@@ -82,7 +81,7 @@ class FusedAdam(RuleOptimizer):
         super().__init__(params, {**options, "weight_decay": weight_decay})
         self.adam_w_mode = bool(adam_w_mode)
 
-    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
+    def rule_of(self, group: Options) -> UpdateRule:
         beta1, beta2 = map(float, group["betas"])
         eps, corrects = float(group["eps"]), bool(group["bias_correction"])
         if not self.adam_w_mode:
@@ -91,13 +90,13 @@ class FusedAdam(RuleOptimizer):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """DeepSpeed's Adam for weights on the host: `FusedAdam` under another name, on any device.
+    """DeepSpeed's Adam for offloaded weights: `FusedAdam` under another name, for any device.
 
     Args:
         model_params: parameters or parameter groups.
         lr, bias_correction, betas, eps, weight_decay, amsgrad: see `FusedAdam`.
-        adamw_mode: `adam_w_mode` there.
-        fp32_optimizer_states: has no effect: moments are always fp32.
+        adamw_mode: `adam_w_mode` of `FusedAdam`.
+        fp32_optimizer_states: has no effect, because moments are always fp32.
     """
 
     name = "DeepSpeedCPUAdam"
@@ -118,15 +117,15 @@ class DeepSpeedCPUAdam(FusedAdam):
 
 
 class DeepSpeedCPUAdagrad(RuleOptimizer):
-    """DeepSpeed's Adagrad for weights on the host, on any device; weight decay is a part of the gradient.
+    """DeepSpeed's Adagrad for offloaded weights, for any device; weight decay is added to the gradient.
 
     Args:
         model_params: parameters or parameter groups.
         lr: learning rate.
         eps: added to the root of the sum of squares.
         weight_decay: weight decay; groups may have their own.
-        amsgrad: has no effect, as in DeepSpeed: Adagrad has no such variant.
-        fp32_optimizer_states: has no effect: sums are always fp32.
+        amsgrad: has no effect, as in DeepSpeed.
+        fp32_optimizer_states: has no effect, because sums are always fp32.
     """
 
     name = "DeepSpeedCPUAdagrad"
@@ -142,17 +141,17 @@ class DeepSpeedCPUAdagrad(RuleOptimizer):
     ):
         super().__init__(model_params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
-    def rule_of(self, group: Mapping[str, Any]) -> Adagrad:
+    def rule_of(self, group: Options) -> Adagrad:
         return Adagrad(float(group["eps"]))
 
 
 class DeepSpeedCPULion(FusedLion):
-    """DeepSpeed's Lion for weights on the host: `FusedLion` under another name, on any device.
+    """DeepSpeed's Lion for offloaded weights: `FusedLion` under another name, for any device.
 
     Args:
         model_params: parameters or parameter groups.
         lr, betas, weight_decay: see `FusedLion`.
-        fp32_optimizer_states: has no effect: the momentum is always fp32.
+        fp32_optimizer_states: has no effect, because the momentum is always fp32.
     """
 
     name = "DeepSpeedCPULion"

@@ -1,4 +1,4 @@
-"""Our rules under DeepSpeed's names, as torch optimizers: for `megazero.initialize`, or by themselves."""
+"""Torch optimizers with DeepSpeed's names and our update rules, for `megazero.initialize` or alone."""
 
 from __future__ import annotations
 
@@ -20,13 +20,18 @@ from megazero.optim.lamb import Lamb
 from megazero.optim.rule import Pieces, UpdateRule, is_matrix_rule, is_norm_rule, is_reducing_rule
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+"""Parameters, or parameter groups."""
+ParamGroups = Sequence[nn.Parameter] | Sequence[dict[str, Any]]
+"""Parameters, or parameter groups, that can be read more than once."""
+Options = Mapping[str, Any]
+"""The options of a parameter group, by name."""
 
 
 class RuleOptimizer(torch.optim.Optimizer, ABC):
-    """A torch optimizer whose groups' options describe a rule of ours.
+    """A torch optimizer that updates by a rule of ours, which the options of each group describe.
 
-    Given to `megazero.initialize`, it names the groups and options. By itself it updates the parameters of
-    one process; its state is fp32, and parameters of narrower types are widened for the update.
+    `megazero.initialize` takes its groups and options, and runs the rule on shards. By itself it updates the
+    parameters of one process, with state and arithmetic in fp32.
 
     Attributes:
         name: its name in messages.
@@ -35,20 +40,20 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
     name: str
 
     @abstractmethod
-    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
-        """The rule that the options of a group describe."""
+    def rule_of(self, group: Options) -> UpdateRule:
+        """The update rule for the options of a group."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update every parameter that has a gradient; return the closure's result, if there is one.
+        """Update every parameter that has a gradient; returns the closure's result, if there is one.
 
         Raises:
-            ConfigError: the rule takes place over all replicas.
+            ConfigError: the rule communicates between replicas.
         """
         if is_reducing_rule(self.rule_of(self.param_groups[0])):
             raise ConfigError(
                 f"`step` of {self.name} must be called on the optimizer that `megazero.initialize` returns, "
-                "because it takes place over all replicas"
+                "because it communicates between replicas"
             )
         loss = None
         if closure is not None:
@@ -65,14 +70,14 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
                 moments = {name: state[name] for name in rule.state_names}
                 grad = param.grad.float().contiguous()
                 pieces = Pieces([wide], [grad], [moments], [group["weight_decay"]], state["step"])
-                rule.step(pieces, float(group["lr"]), **_asked(rule, pieces))
+                rule.step(pieces, float(group["lr"]), **_arguments(rule, pieces))
                 if wide is not param:
                     param.copy_(wide)
         return loss
 
 
-def _asked(rule: UpdateRule, pieces: Pieces) -> dict[str, Any]:
-    """The arguments that a rule asks for beside its pieces, for one whole parameter."""
+def _arguments(rule: UpdateRule, pieces: Pieces) -> dict[str, Any]:
+    """The further arguments of a rule's `step`, for one whole parameter."""
     if is_norm_rule(rule):
         (measured,) = rule.prepare(pieces)
         return {"norms": [torch.stack(list(measured))], "exempt": [pieces.weight_decays[0] == 0]}
@@ -88,10 +93,9 @@ class FusedLion(RuleOptimizer):
     Args:
         params: parameters or parameter groups.
         lr: learning rate.
-        betas: share of the momentum in the sum whose sign is taken, and decay of the momentum; the paper's
-            are (0.9, 0.99).
+        betas: weight of the momentum in the update, and decay of the momentum; (0.9, 0.99) in the paper.
         weight_decay: decoupled weight decay; groups may have their own.
-        set_grad_none: has no effect: `zero_grad` says it.
+        set_grad_none: has no effect; `zero_grad` has an argument for it.
     """
 
     name = "FusedLion"
@@ -106,42 +110,42 @@ class FusedLion(RuleOptimizer):
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def rule_of(self, group: Mapping[str, Any]) -> Lion:
+    def rule_of(self, group: Options) -> Lion:
         return Lion(*map(float, group["betas"]))
 
 
 @dataclass
 class _Ratios:
-    """The trust ratios of a step, in the order in which they were computed."""
+    """The trust ratios of the latest step, in the order in which they were computed."""
 
     step: int = 0
     values: list[torch.Tensor] = field(default_factory=list)
 
 
-class _NotingLamb(Lamb):
-    """A `Lamb` that notes the trust ratios of the latest step."""
+class _RecordingLamb(Lamb):
+    """A `Lamb` that records the trust ratios of the latest step."""
 
-    noted: _Ratios
+    record: _Ratios
 
-    def __init__(self, rule: Lamb, noted: _Ratios):
+    def __init__(self, rule: Lamb, record: _Ratios):
         super().__init__(**vars(rule))
-        object.__setattr__(self, "noted", noted)
+        object.__setattr__(self, "record", record)
 
     def step(self, pieces: Pieces, lr: float, norms: Sequence[torch.Tensor], exempt: Sequence[bool]) -> None:
-        if self.noted.step != pieces.step:
-            self.noted.step, self.noted.values = pieces.step, []
+        if self.record.step != pieces.step:
+            self.record.step, self.record.values = pieces.step, []
         super().step(pieces, lr, norms, exempt)
 
     def ratios(self, norms: Sequence[torch.Tensor], exempt: Sequence[bool]) -> torch.Tensor:
         values = super().ratios(norms, exempt)
-        self.noted.values.append(values)
+        self.record.values.append(values)
         return values
 
 
 class FusedLamb(RuleOptimizer):
     """DeepSpeed's FusedLamb (You et al. 2020): see `megazero.optim.Lamb`.
 
-    In `megazero.initialize`, norms are of whole parameters however they are sharded.
+    In `megazero.initialize`, norms are of whole parameters, whether or not they are sharded.
 
     Args:
         params: parameters or parameter groups.
@@ -150,15 +154,15 @@ class FusedLamb(RuleOptimizer):
         betas: decays of the moments.
         eps: added to the root of the second moment.
         eps_inside_sqrt: must be false.
-        weight_decay: share of the weights in their update; groups may have their own.
-        max_grad_norm: must be 0: the engine clips.
+        weight_decay: weight decay, added to the update; groups may have their own.
+        max_grad_norm: must be 0, because the engine clips.
         max_coeff, min_coeff: bounds of the trust ratio.
         amsgrad: must be false.
-        use_nvlamb: apex's name of what DeepSpeed always does; false leaves groups without weight decay
-            unscaled.
+        use_nvlamb: apex's option, always on in DeepSpeed; false sets the trust ratio of groups without weight
+            decay to 1.
 
     Raises:
-        ConfigError: another variant is asked for, or the bounds are out of order.
+        ConfigError: an unsupported variant is on, or the bounds are out of order.
     """
 
     name = "FusedLamb"
@@ -179,8 +183,8 @@ class FusedLamb(RuleOptimizer):
         use_nvlamb: bool = True,
     ):
         variants = {"eps_inside_sqrt": eps_inside_sqrt, "amsgrad": amsgrad, "max_grad_norm": max_grad_norm}
-        if asked := [name for name, value in variants.items() if value]:
-            raise ConfigError(f"`{', '.join(asked)}` must be off for FusedLamb; leave it out")
+        if on := [name for name, value in variants.items() if value]:
+            raise ConfigError(f"`{', '.join(on)}` must be off for FusedLamb; leave it out")
         if not 0 <= min_coeff <= max_coeff:
             raise ConfigError(
                 "`min_coeff` must be at least 0 and at most `max_coeff`, but they are "
@@ -191,16 +195,16 @@ class FusedLamb(RuleOptimizer):
         super().__init__(params, {**options, "use_nvlamb": use_nvlamb})
         self._ratios = _Ratios()
 
-    def rule_of(self, group: Mapping[str, Any]) -> Lamb:
-        return _NotingLamb(_lamb_of(group), self._ratios)
+    def rule_of(self, group: Options) -> Lamb:
+        return _RecordingLamb(_lamb_of(group), self._ratios)
 
     def get_lamb_coeffs(self) -> list[float]:
-        """The trust ratios of the last update, one for each parameter of which this rank keeps a part."""
+        """The trust ratios of the last update, one for each parameter that this rank has a slice of."""
         return [float(value) for ratios in self._ratios.values for value in ratios]
 
 
 Kind = Literal["onebit-adam", "zero-one-adam", "onebit-lamb"]
-_MOMENTS: Mapping[str, Any] = MappingProxyType({"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
+_MOMENTS: Options = MappingProxyType({"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
 _STEPS: Mapping[str, int] = MappingProxyType(
     {
         "var_freeze_step": 100_000,
@@ -212,35 +216,34 @@ _STEPS: Mapping[str, int] = MappingProxyType(
 _FACTORS: Mapping[str, float] = MappingProxyType(
     {"coeff_beta": 0.9, "factor_min": 0.5, "factor_max": 4.0, "factor_threshold": 0.1}
 )
-_LAMB: Mapping[str, Any] = MappingProxyType(
+_LAMB: Options = MappingProxyType(
     {"bias_correction": True, "max_coeff": 10.0, "min_coeff": 0.01, "use_nvlamb": True}
 )
-COMPRESSED: Mapping[Kind, Mapping[str, Any]] = MappingProxyType(
+COMPRESSED: Mapping[Kind, Options] = MappingProxyType(
     {
         "onebit-adam": {**_MOMENTS, "freeze_step": 100_000, "bias_correction": True},
         "zero-one-adam": {**_MOMENTS, **_STEPS, "bias_correction": True},
         "onebit-lamb": {**_MOMENTS, "freeze_step": 100_000, **_LAMB, **_FACTORS},
     }
 )
-"""The options of each kind, which all groups share, and their defaults."""
+"""The options of each kind and their defaults; all groups have the same values."""
 _OWN_WAY = "elements without gradients are left out anyway, and all parameters are frozen alike; leave it out"
 
 
 class CompressedOptimizer(RuleOptimizer):
-    """1-bit Adam, 0/1 Adam or 1-bit LAMB for `megazero.initialize`, as an `optimizer.type` of a JSON asks.
+    """1-bit Adam, 0/1 Adam or 1-bit LAMB for `megazero.initialize`, chosen by a JSON's `optimizer.type`.
 
     Args:
         kind: the value of `--optimizer`.
         params: parameters or parameter groups.
         lr: learning rate.
-        options: the other options, by DeepSpeed's names.
+        options: further options, by DeepSpeed's names.
 
     Raises:
-        ConfigError: options that contradict each other, or a group with an option of DeepSpeed's that has no
-            counterpart.
+        ConfigError: options contradict each other, or a group has an option that is not supported.
     """
 
-    def __init__(self, kind: Kind, params: Any, lr: float = 1e-3, **options: Any):
+    def __init__(self, kind: Kind, params: Params, lr: float = 1e-3, **options: Any):
         super().__init__(params, {"lr": lr, **COMPRESSED[kind], **options})
         self.name = kind
         for name in ("exp_avg_mask", "non_freeze"):
@@ -248,7 +251,7 @@ class CompressedOptimizer(RuleOptimizer):
                 raise ConfigError(f"`{name}` must not be an option of a parameter group, but is: {_OWN_WAY}")
         self.rule_of(self.param_groups[0])
 
-    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
+    def rule_of(self, group: Options) -> UpdateRule:
         if self.name == "zero-one-adam":
             steps = ZeroOneSteps(**{name: group[name] for name in _STEPS})
             return ZeroOneAdam(steps, **_adam(group), corrects=group["bias_correction"])
@@ -258,12 +261,12 @@ class CompressedOptimizer(RuleOptimizer):
         return OnebitLamb(group["freeze_step"], _lamb_of(group), **factors)
 
 
-def _adam(group: Mapping[str, Any]) -> dict[str, Any]:
+def _adam(group: Options) -> dict[str, Any]:
     beta1, beta2 = group["betas"]
     return {"beta1": float(beta1), "beta2": float(beta2), "eps": group["eps"]}
 
 
-def _lamb_of(group: Mapping[str, Any]) -> Lamb:
+def _lamb_of(group: Options) -> Lamb:
     return Lamb(
         **_adam(group),
         min_coeff=group["min_coeff"],

@@ -1,20 +1,20 @@
-"""One update rule for parameter groups whose options differ."""
+"""`GroupedRule`: one update rule for parameter groups with different options."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from megazero.deepspeed.optimizers.fused import Options
 from megazero.errors import ConfigError
 from megazero.optim.rule import Needs, Pieces, UpdateRule
 
-Groups = Sequence[Mapping[str, Any]]
+Groups = Sequence[Options]
 """Parameter groups of a torch optimizer."""
 
 
 class GroupRate(float):
-    """The learning rate of a group, which knows the group: equal rates of two groups are not equal."""
+    """A learning rate with the number of its group; equal rates of two groups compare as different."""
 
     group: int
 
@@ -26,7 +26,7 @@ class GroupRate(float):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GroupRate) and self.group == other.group and float(self) == float(other)
 
-    def __ne__(self, other: object) -> bool:  # `float` has one of its own
+    def __ne__(self, other: object) -> bool:  # overrides that of `float`
         return not self == other
 
     def __hash__(self) -> int:
@@ -35,10 +35,10 @@ class GroupRate(float):
 
 @dataclass(frozen=True)
 class GroupedRule(UpdateRule):
-    """A rule for each parameter group; the learning rate, a `GroupRate`, says which group pieces are of.
+    """A rule for each parameter group; the learning rate, a `GroupRate`, has the number of the group.
 
     Attributes:
-        rules: the rules, which keep the same state, and need nothing but their pieces.
+        rules: the rules; they keep the same state, and need nothing but pieces.
     """
 
     rules: tuple[UpdateRule, ...]
@@ -57,33 +57,33 @@ class GroupedRule(UpdateRule):
 
 
 def together(rules: Sequence[UpdateRule], groups: Groups, kind: str) -> UpdateRule:
-    """One rule for all groups, from the rule that the options of each describe.
+    """Combine the rules of all groups into one.
 
     Raises:
-        ConfigError: the options differ, and `kind` looks at whole parameters, or keeps other state for some.
+        ConfigError: the rules differ, and they need whole parameters or keep different state.
     """
     first = rules[0]
     if all(rule == first for rule in rules):
         return first
-    alone = Needs(one_pass=first.needs.one_pass)
-    if any(rule.needs != alone or rule.state_names != first.state_names for rule in rules):
-        left = ("params", "lr", "weight_decay")
-        differ = [k for k in groups[0] if k not in left and any(g.get(k) != groups[0][k] for g in groups)]
-        values = [[group.get(name) for group in groups] for name in differ]
+    only_pieces = Needs(one_pass=first.needs.one_pass)
+    if any(rule.needs != only_pieces or rule.state_names != first.state_names for rule in rules):
+        free = ("params", "lr", "weight_decay")
+        different = [k for k in groups[0] if k not in free and any(g.get(k) != groups[0][k] for g in groups)]
+        values = [[group.get(name) for group in groups] for name in different]
         raise ConfigError(
-            f"`{', '.join(differ)}` must be the same in every parameter group of {kind}, but is {values}: "
+            f"`{', '.join(different)}` must be the same in every parameter group of {kind}, but is {values}: "
             "its update looks at whole parameters, or would keep other state for some"
         )
     return GroupedRule(tuple(rules))
 
 
 def rates(rule: UpdateRule, groups: Groups) -> list[float]:
-    """The learning rates of the groups, as the rule takes them."""
+    """The learning rates of the groups, as `GroupRate` for a `GroupedRule`."""
     if isinstance(rule, GroupedRule):
         return [GroupRate(rate_of(group), number) for number, group in enumerate(groups)]
     return [rate_of(group) for group in groups]
 
 
-def rate_of(group: Mapping[str, Any]) -> float:
-    """A group's learning rate; 0 for an optimizer that chooses its own, and does not read it."""
+def rate_of(group: Options) -> float:
+    """A group's learning rate; 0 for None, with which an optimizer (Adafactor) chooses its own."""
     return 0.0 if group["lr"] is None else float(group["lr"])

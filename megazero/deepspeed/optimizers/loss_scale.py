@@ -1,4 +1,4 @@
-"""DeepSpeed's dynamic loss scale, and what its optimizers let a script ask and set of a scale."""
+"""DeepSpeed's dynamic loss scale, and the members of its optimizers that concern it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from megazero.zero.optimizer import StepReport
 
 @dataclass(frozen=True)
 class DeepSpeedLossScaler(DynamicLossScaler):
-    """Doubles the scale after `window` + 1 good steps since the start or an overflow, then each `window`.
+    """Doubles the scale `window` + 1 good steps after the start or an overflow, then every `window` steps.
 
-    An overflow halves it once `hysteresis` has been used up, and a doubling restores that.
+    An overflow halves the scale once `hysteresis` is used up; a doubling restores `hysteresis`.
     """
 
     consecutive: ClassVar[bool] = False
@@ -35,26 +35,26 @@ class DeepSpeedLossScaler(DynamicLossScaler):
         return replace(super()._after_overflow(state), hysteresis_left=1)
 
     def _after_good_step(self, state: ScalerState) -> ScalerState:
-        earlier = state.growth_tracker  # good steps since the start or the last overflow
-        grows = earlier > 0 and earlier % self.window == 0
+        good_steps = state.growth_tracker  # since the start or the last overflow
+        grows = good_steps > 0 and good_steps % self.window == 0
         return ScalerState(
             min(state.scale * self.growth, LARGEST_SCALE) if grows else state.scale,
-            earlier + 1,
+            good_steps + 1,
             self.hysteresis if grows or self.consecutive else state.hysteresis_left,
         )
 
 
 class ConsecutiveLossScaler(DeepSpeedLossScaler):
-    """Restores the hysteresis after every good step too."""
+    """A `DeepSpeedLossScaler` that restores the hysteresis after every good step."""
 
     consecutive = True
 
 
 def build_deepspeed_scaler(precision: PrecisionConfig, *, consecutive: bool) -> LossScaler:
-    """The scaler of an engine.
+    """Build the loss scaler of an engine.
 
     Args:
-        precision: the type of the weights, and the scale.
+        precision: the type of the weights, and the settings of the scale.
         consecutive: `fp16.consecutive_hysteresis` of the JSON.
     """
     scaler = build_loss_scaler(precision)
@@ -65,19 +65,21 @@ def build_deepspeed_scaler(precision: PrecisionConfig, *, consecutive: bool) -> 
 
 
 class LossScaleView:
-    """The loss scale as DeepSpeed's `optimizer.loss_scaler` and `optimizer.loss_scale_config` show it.
+    """DeepSpeed's `optimizer.loss_scaler` and `optimizer.loss_scale_config`.
 
     Attributes:
-        dynamic, dynamic_loss_scale: whether the scale is searched for.
-        scale_window: good steps until it doubles, `scale_factor`-fold, and `min_scale`, `min_loss_scale` its
-            floor; None where the scale is fixed.
-        cur_scale: the scale; it may be set.
+        dynamic, dynamic_loss_scale: whether the scale is dynamic.
+        use_grad_scaling: whether losses are scaled at all.
+        scale_window: good steps until the scale grows; None if it is static.
+        scale_factor: the factor by which it grows; None if it is static.
+        min_scale, min_loss_scale: its minimum; None if it is static.
+        cur_scale: the scale; a script may set it.
         cur_iter: the steps so far.
-        last_overflow_iter: the last of them that overflowed; -1 for none.
-        cur_hysteresis: overflows that are still tolerated.
+        last_overflow_iter: the last step that overflowed; -1 if none did.
+        cur_hysteresis: the overflows that are tolerated before the scale is halved.
 
     Args:
-        optimizer: the optimizer whose scale it is.
+        optimizer: the optimizer that has the scale.
     """
 
     def __init__(self, optimizer: ScaleAndRate):
@@ -92,7 +94,6 @@ class LossScaleView:
 
     @property
     def cur_scale(self) -> float:
-        """See the class."""
         return self._optimizer.cur_scale
 
     @cur_scale.setter
@@ -103,32 +104,29 @@ class LossScaleView:
 
     @property
     def cur_hysteresis(self) -> int:
-        """See the class."""
         return self._optimizer.scaler_state.hysteresis_left
 
     @property
     def cur_iter(self) -> int:
-        """See the class."""
         return self._optimizer.steps
 
     @property
     def last_overflow_iter(self) -> int:
-        """See the class."""
         return max(-1, self.cur_iter - self._optimizer.scaler_state.growth_tracker - 1)
 
 
 class ScaleAndRate:
-    """The loss scale and the learning rates of a `DeepSpeedOptimizer`, as its users ask for them.
+    """The loss scale and the learning rates of a `DeepSpeedOptimizer`.
 
     Args:
         scaler: decides the loss scale.
         optimizer: has the parameter groups, which a script may replace.
 
     Attributes:
-        scaler_state: the loss scale.
+        scaler_state: the loss scale and its counters.
         report: the report of the last step; None before the first.
         steps: the steps so far, skipped ones included.
-        overflows: what `check_overflow` has found since the last step; None if it was not called.
+        overflows: the result of `check_overflow` since the last step; None without a call.
     """
 
     def __init__(self, scaler: LossScaler, optimizer: torch.optim.Optimizer):
@@ -140,7 +138,7 @@ class ScaleAndRate:
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale; setting it changes the present one, which may grow or halve from there."""
+        """The loss scale; a dynamic scale goes on from a value that is set."""
         return self.scaler_state.scale
 
     @cur_scale.setter
@@ -151,18 +149,18 @@ class ScaleAndRate:
 
     @property
     def loss_scaler(self) -> LossScaleView:
-        """The state of the loss scale."""
+        """The loss scale as DeepSpeed's scaler object."""
         return LossScaleView(self)
 
     loss_scale_config = loss_scaler
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale is searched for."""
+        """Whether the loss scale is dynamic."""
         return self.scaler.searches
 
     def override_loss_scale(self, loss_scale: float) -> None:
-        """Use this loss scale from now on; it no longer changes by itself."""
+        """Use this static loss scale from now on."""
         self.scaler = StaticLossScaler(_positive(loss_scale))
         self.scaler_state = self.scaler.initial()
 
@@ -170,7 +168,7 @@ class ScaleAndRate:
     def overflow(self) -> bool:
         """Whether the last step was skipped because a gradient was not finite on some rank.
 
-        After `check_overflow`, whether one is so now.
+        After `check_overflow`, whether a gradient of the step in progress is not finite.
         """
         if self.overflows is not None:
             return self.overflows
@@ -178,11 +176,11 @@ class ScaleAndRate:
 
     @property
     def _global_grad_norm(self) -> float:
-        """Gradient norm of the last update over all ranks, before clipping; 0 before the first."""
+        """The gradient norm of the last update, over all ranks and before clipping; 0 before the first."""
         return 0.0 if self.report is None else self.report.grad_norm
 
     def set_lr(self, lr: float) -> None:
-        """Give every parameter group this learning rate."""
+        """Set the learning rate of every parameter group."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 

@@ -1,4 +1,4 @@
-"""Muon for matrices beside AdamW for the rest, as one torch optimizer for `megazero.initialize`."""
+"""Muon for matrices and AdamW for all other parameters, as one torch optimizer."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from megazero.deepspeed.optimizers.fused import RuleOptimizer
+from megazero.deepspeed.optimizers.fused import Options, ParamGroups, RuleOptimizer
 from megazero.errors import ConfigError
 from megazero.optim.elementwise import Adam
 from megazero.optim.muon import Muon, NewtonSchulz
 from megazero.optim.rule import UpdateRule
 
 MUON_OPTIMIZER = "muon"
-"""What a JSON calls Muon."""
+"""The name of Muon in a JSON."""
 _ADAM = MappingProxyType({"betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0})
 _EPS = 1e-7
 
 
 class MuonWithAuxAdam(RuleOptimizer):
-    """Muon and the AdamW beside it, under the name of Jordan et al.'s class.
+    """Muon for some parameter groups and AdamW for the others; the name is that of Jordan et al.'s class.
 
     Args:
         param_groups: groups with ``use_muon``: true for matrices, with `lr`, `momentum` and `weight_decay`;
             false for all other parameters, with `lr`, `betas`, `eps` and `weight_decay`.
 
     Raises:
-        ConfigError: a group lacks ``use_muon``, or one for Muon has parameters that are not matrices.
+        ConfigError: a group lacks ``use_muon``, or a group for Muon has a parameter that is no matrix.
     """
 
     name = "MuonWithAuxAdam"
 
-    def __init__(self, param_groups: Iterable[Mapping[str, Any]]):
+    def __init__(self, param_groups: Iterable[Options]):
         groups = []
         for number, group in enumerate(param_groups):
             if not isinstance(group.get("use_muon"), bool):
@@ -47,14 +47,14 @@ class MuonWithAuxAdam(RuleOptimizer):
         super().__init__(groups, {})
         _check_matrices([group for group in self.param_groups if group["use_muon"]])
 
-    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
+    def rule_of(self, group: Options) -> UpdateRule:
         return muon_of(group, {}) if group["use_muon"] else muon_of({"momentum": 0.0}, group).rest
 
 
 def mark_matrices(model: nn.Module) -> None:
-    """Set `use_muon` where it is missing: whether Muon is to update a parameter, as DeepSpeed decides.
+    """Set `use_muon` of each parameter that lacks it, by DeepSpeed's criterion.
 
-    Muon is for matrices whose names have neither ``embed`` nor ``lm_head`` in them.
+    Muon updates matrices whose names contain neither ``embed`` nor ``lm_head``.
     """
     for name, param in model.named_parameters():
         if not isinstance(getattr(param, "use_muon", None), bool):
@@ -63,27 +63,27 @@ def mark_matrices(model: nn.Module) -> None:
 
 
 def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
-    """Mark a model's parameters as a `DeepSpeedConfig` needs it: for Muon, see `mark_matrices`."""
+    """Call `mark_matrices` if the optimizer of a `DeepSpeedConfig` is Muon."""
     if config_class.optimizer_name == MUON_OPTIMIZER:
         mark_matrices(model)
 
 
-def split_by_mark(params: Sequence[Any], muon: Mapping[str, Any], rest: Mapping[str, Any]) -> MuonWithAuxAdam:
-    """Split parameters by their attribute `use_muon`, DeepSpeed's way to say which of them Muon updates.
+def split_by_mark(params: ParamGroups, muon: Options, rest: Options) -> MuonWithAuxAdam:
+    """Split parameters by their attribute `use_muon` into groups for Muon and for AdamW.
 
     Args:
         params: parameters or parameter groups.
-        muon: the options of the parameters whose mark is true.
-        rest: the options of the others.
+        muon: the options of parameters whose `use_muon` is true.
+        rest: the options of all others.
 
     Raises:
-        ConfigError: a parameter is without the mark.
+        ConfigError: a parameter has no `use_muon`.
     """
-    given = [dict(item) if isinstance(item, Mapping) else {"params": [item]} for item in params]
-    if all(isinstance(item, nn.Parameter) for item in params):
-        given = [{"params": list(params)}]
+    loose = [item for item in params if isinstance(item, nn.Parameter)]
+    source: list[dict[str, Any]] = [{"params": loose}]
+    source += [dict(item) for item in params if isinstance(item, Mapping)]
     groups = []
-    for group in given:
+    for group in source:
         members = list(group.pop("params"))
         unmarked = [param for param in members if not isinstance(getattr(param, "use_muon", None), bool)]
         if unmarked:
@@ -100,7 +100,7 @@ def split_by_mark(params: Sequence[Any], muon: Mapping[str, Any], rest: Mapping[
 
 
 def matrix_groups(client: torch.optim.Optimizer) -> frozenset[int]:
-    """Numbers of the groups whose parameters are updated as whole matrices."""
+    """The numbers of the parameter groups that are updated as whole matrices."""
     whole = isinstance(client, torch.optim.Muon)
     mixed = isinstance(client, MuonWithAuxAdam)
     return frozenset(
@@ -108,8 +108,8 @@ def matrix_groups(client: torch.optim.Optimizer) -> frozenset[int]:
     )
 
 
-def muon_of(group: Mapping[str, Any], rest: Mapping[str, Any]) -> Muon:
-    """The rule that a group of `torch.optim.Muon` or `MuonWithAuxAdam`, and one of its AdamW's, describe.
+def muon_of(group: Options, rest: Options) -> Muon:
+    """The rule for the options of a group of `torch.optim.Muon` or `MuonWithAuxAdam`, and of its AdamW group.
 
     Raises:
         ConfigError: `eps` of torch's Muon is not its default.
@@ -130,7 +130,7 @@ def muon_of(group: Mapping[str, Any], rest: Mapping[str, Any]) -> Muon:
     )
 
 
-def _check_matrices(groups: Sequence[Mapping[str, Any]]) -> None:
+def _check_matrices(groups: Sequence[Options]) -> None:
     for group in groups:
         wrong = [tuple(param.shape) for param in group["params"] if param.dim() != 2]
         if wrong:

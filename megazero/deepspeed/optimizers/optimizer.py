@@ -1,4 +1,4 @@
-"""The optimizer that `megazero.initialize` returns: torch's interface over shards."""
+"""`DeepSpeedOptimizer`: the optimizer that `megazero.initialize` returns, over shards."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from megazero.config.deepspeed.extras import Extras
 from megazero.deepspeed.optimizers.choose import of_json
+from megazero.deepspeed.optimizers.fused import ParamGroups
 from megazero.deepspeed.optimizers.grouped_rule import rates
 from megazero.deepspeed.optimizers.loss_scale import ScaleAndRate
 from megazero.deepspeed.optimizers.shard_calls import ShardCalls
@@ -24,40 +24,34 @@ from megazero.optim.loss_scaler import LossScaler, ScalerState
 from megazero.optim.rule import UpdateRule
 from megazero.zero.optimizer import Optimizer, StepReport
 
-ParamGroups = Sequence[nn.Parameter] | Sequence[dict[str, Any]]
+UserOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+"""A torch optimizer, or a function that makes one of parameters or groups."""
 
 
 def build_torch_optimizer(
-    given: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
-    params: ParamGroups,
-    extras: Extras,
+    optimizer: UserOptimizer | None, params: ParamGroups, extras: Extras
 ) -> torch.optim.Optimizer | None:
-    """The optimizer whose groups and options are used, without its `step`; None if none is told.
+    """The torch optimizer whose groups and options the engine uses; None if there is none.
 
     Args:
-        given: the caller's optimizer, or a function that makes it from `params`; takes precedence over the
-            JSON's.
+        optimizer: the script's optimizer, or a function that makes one of `params`; takes precedence over
+            the JSON's.
         params: parameters or parameter groups.
-        extras: describes the JSON's optimizer.
+        extras: names the JSON's optimizer.
 
     Raises:
-        ConfigError: it is none, or the JSON leaves its learning rate open.
+        ConfigError: `optimizer` is no optimizer, or the JSON's cannot be built.
     """
-    if isinstance(given, torch.optim.Optimizer):
-        return given
-    if callable(given):
-        made = given(params)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if optimizer is not None:
+        made: object = optimizer(params) if callable(optimizer) else optimizer
         if not isinstance(made, torch.optim.Optimizer):
+            does = f"{'gives' if callable(optimizer) else 'is'} a {type(made).__name__}"
             raise ConfigError(
-                "`optimizer` must be a torch.optim.Optimizer or a function that makes one, but gives a "
-                f"{type(made).__name__}"
+                f"`optimizer` must be a torch.optim.Optimizer or a function that makes one, but {does}"
             )
         return made
-    if given is not None:
-        raise ConfigError(
-            "`optimizer` must be a torch.optim.Optimizer or a function that makes one, but is a "
-            f"{type(given).__name__}"
-        )
     if extras.optimizer is None:
         return None
     if not params:
@@ -65,18 +59,18 @@ def build_torch_optimizer(
             "`model_parameters` must hold parameters for the configuration's optimizer, but holds none; pass "
             "the model's, or leave the optimizer out to evaluate"
         )
-    return of_json(extras.optimizer, list(params))
+    return of_json(extras.optimizer, params)
 
 
 def idle_optimizer() -> torch.optim.Optimizer:
-    """An optimizer of nothing, for an engine that only evaluates."""
+    """An optimizer without groups, for an engine that only evaluates."""
     optimizer = torch.optim.SGD([{"params": []}], lr=0.0)
     optimizer.param_groups.clear()
     return optimizer
 
 
-def idle_rule(groups: Any) -> UpdateRule:
-    """The rule of an optimizer of nothing."""
+def idle_rule(groups: object) -> UpdateRule:
+    """The rule of an optimizer without groups."""
     return Adam(0.9, 0.999, 1e-8)
 
 
@@ -100,22 +94,22 @@ def idle_rule(groups: Any) -> UpdateRule:
 class DeepSpeedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose step sums gradients, unscales, clips and updates this rank's shards.
 
-    `param_groups` are those of the optimizer that it replaces: a schedule's changes to them take effect.
+    Its `param_groups` are those of `client`, so a schedule that was built on `client` takes effect.
 
     Attributes:
-        optimizer: the torch optimizer that gives groups and options; its own `step` is not used.
+        optimizer: the torch optimizer with groups and options; its own `step` is not called.
         parallel: gathers parameters and reduces gradients.
         shards: this rank's master weights and moments.
-        offload: what libraries take off the model and put back; None if weights are not sharded.
+        offload: DeepSpeed's object with the hooks of stage 3; None at lower stages.
 
     Args:
-        client: the optimizer that provides groups and options.
+        client: the torch optimizer with groups and options.
         rule_of: see `choose_rule`.
         parallel: the model's data parallelism.
         shards: the model's shards.
         scaler: decides the loss scale.
-        divisor: gradients are divided by this before they are summed over ranks, and by the rest of the
-            number of ranks after it.
+        divisor: divides gradients before they are summed over ranks; the sums are divided by the number of
+            ranks / `divisor`.
     """
 
     custom_loss_scaler = False
@@ -150,25 +144,25 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_factor(self) -> float:
-        """The factor by which a mean loss is multiplied for backward."""
+        """The factor by which a mean loss is multiplied before backward."""
         return self._scale.scaler_state.scale / self._divisor
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to train, because the script gave no optimizer."""
+        """Whether the engine only evaluates, because there is no optimizer."""
         return not self.param_groups
 
     @property
-    def share(self) -> float:
-        """The factor that makes sums over ranks means, times the loss scale."""
+    def sum_to_mean(self) -> float:
+        """The factor from gradient sums to means over ranks; both keep the loss scale."""
         return self._divisor / self.parallel.group.size
 
     @property
     def shows_gradients(self) -> bool:
-        """Whether scripts see gradients, as means, and copies in 16 bits: at stage 0, if they lie whole here.
+        """Whether ``param.grad`` shows gradients after a backward: at stage 0, if each rank has them whole.
 
-        At other stages they do not, on one rank neither: what a script does to them, such as clipping, would
-        count there alone.
+        At other stages it does not, even on one rank, because a script's changes, such as clipping, would
+        act on this rank's gradients alone.
         """
         if self.parallel.stage != 0:
             return False
@@ -186,12 +180,12 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             self._pending = True
 
     def step(self, closure: Any = None) -> Any:
-        """Update the weights from the gradients so far; every rank calls this.
+        """Update the weights by the gradients so far; every rank calls this.
 
         Raises:
             MegazeroError: there has been no backward since the last step.
-            ConfigError: an option has different values in the groups, or a parameter is trained that was
-                frozen when the engine was made.
+            ConfigError: groups differ in an option that they must share, or a parameter that requires
+                gradients was frozen when the engine was built.
         """
         if closure is not None:
             raise ConfigError("`closure` must not be given: gradients come from `engine.backward`")
@@ -209,11 +203,11 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         )
         scale.scaler_state = scale.scaler.update(scale.scaler_state, scale.overflow)
         scale.steps += 1
-        # A schedule that the caller made for its own optimizer would otherwise warn that this never steps.
+        # Otherwise a schedule that was built on `client` warns that its optimizer never steps.
         self.optimizer.__dict__["_opt_called"] = True
 
     def _check_frozen(self) -> None:
-        """Refuse to leave out parameters that the script has begun to train."""
+        """Refuse parameters that were frozen when the engine was built and require gradients now."""
         fixed = [p for b in self.parallel.store.buckets if not b.key.trainable for p in b.params]
         if thawed := {id(param) for param in fixed if param.requires_grad}:
             name = next(name for name, p in self.parallel.module.named_parameters() if id(p) in thawed)
@@ -231,7 +225,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             self._pending = False
 
     def drop(self) -> None:
-        """Forget the gradients of a backward that has failed; the next one begins anew."""
+        """Forget the gradients so far, because a backward has failed."""
         self._pending = False
 
     def options(self) -> list[dict[str, Any]]:
@@ -239,7 +233,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
 
     def set_options(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Restore what `options` returned.
+        """Set the options of the groups, as `options` returned them.
 
         Raises:
             ConfigError: the number of groups differs.
@@ -253,7 +247,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             group.update(saved)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shards and everything else that the next step depends on."""
+        """This rank's shards, the options of the groups, and the loss scale."""
         store = self.shards.store
         return {
             "state": {number: dict(store.at_rest(bucket)) for number, bucket in enumerate(store.buckets)},
@@ -264,16 +258,15 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned on this rank of the same layout; every rank calls this.
+        """Load a `state_dict` of this rank in the same layout; every rank calls this.
 
         Raises:
-            ConfigError: it belongs to another layout or has other groups.
+            ConfigError: it is of another layout, or has another number of groups.
         """
-        own = self.state_dict()["state"]
-        theirs = state_dict["state"]
+        own, loaded = self.state_dict()["state"], state_dict["state"]
         shapes = [
             {i: {kind: tuple(t.shape) for kind, t in kinds.items()} for i, kinds in state.items()}
-            for state in (own, theirs)
+            for state in (own, loaded)
         ]
         if shapes[0] != shapes[1]:
             raise ConfigError(
@@ -283,7 +276,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self.set_options(state_dict["param_groups"])
         for i, kinds in own.items():
             for kind, tensor in kinds.items():
-                tensor.copy_(theirs[i][kind])
+                tensor.copy_(loaded[i][kind])
         self.shards.updates = state_dict["updates"]
         self._scale.scaler_state = ScalerState(**state_dict["scaler"])
         self.zero_grad()

@@ -1,4 +1,4 @@
-"""Calls that scripts make on DeepSpeed's ZeRO optimizers beside torch's own."""
+"""Members of DeepSpeed's ZeRO optimizers that torch's optimizers lack."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megazero.zero.store.store import GRADIENT, WEIGHT
 
 
 class ShardCalls:
-    """The calls of a `DeepSpeedOptimizer` that concern one parameter, or all gradients.
+    """The members of a `DeepSpeedOptimizer` that concern single parameters and gradients.
 
     Args:
         parallel: gathers parameters and reduces gradients.
         shards: this rank's master weights and moments.
-        scale: the loss scale, and the optimizer that has the parameter groups.
+        scale: the loss scale, and the optimizer with the parameter groups.
     """
 
     def __init__(self, parallel: UserParallel, shards: Optimizer, scale: ScaleAndRate):
@@ -26,7 +26,7 @@ class ShardCalls:
 
     @property
     def clip_grad(self) -> float:
-        """Largest gradient norm; 0 is off."""
+        """The largest gradient norm; 0 turns clipping off."""
         return self.shards.clip_grad
 
     @property
@@ -36,7 +36,7 @@ class ShardCalls:
 
     @property
     def bit16_groups(self) -> list[list[nn.Parameter]]:
-        """The parameters of each group."""
+        """The trained parameters of each group."""
         groups = self._scale.optimizer.param_groups
         return [[p for p in group["params"] if p.requires_grad] for group in groups]
 
@@ -44,7 +44,7 @@ class ShardCalls:
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
-        """This rank's fp32 weights that are trained, flat, one for each bucket of them."""
+        """This rank's trained fp32 weights, one flat tensor per bucket."""
         store = self.parallel.store
         return [store.at_rest(bucket)[WEIGHT] for bucket in store.buckets if bucket.key.trainable]
 
@@ -54,7 +54,7 @@ class ShardCalls:
         """Whether a gradient so far is inf or NaN on some rank; every rank calls this.
 
         Args:
-            partition_gradients: not read: gradients lie where the stage says.
+            partition_gradients: has no effect.
         """
         self.parallel.settle()
         store = self.parallel.store
@@ -69,19 +69,19 @@ class ShardCalls:
         return bool(count)
 
     def refresh_fp32_params(self) -> None:
-        """Take over the module's present weights as masters, after the script has changed them."""
+        """Copy the module's weights to the masters, after the script has changed them."""
         with self.parallel.gathered(write_back=True):
             pass
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
-        """Set `overflow` to what `has_overflow` finds, until the next step."""
+        """Set `overflow` to the result of `has_overflow`, until the next step."""
         self._scale.overflows = self.has_overflow(partition_gradients)
 
     def quantize_nontrainable_params(self) -> None:
-        """Do nothing: frozen weights are kept as they are."""
+        """Do nothing: frozen weights are not quantized."""
 
     def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Tensor | None:
-        """See `safe_get_full_fp32_param`, and `safe_get_full_optimizer_state` with a key."""
+        """See `safe_get_full_fp32_param`; with a key, `safe_get_full_optimizer_state`."""
         if optim_state_key is None:
             return fragments.safe_get_full_fp32_param(param)
         return fragments.safe_get_full_optimizer_state(param, optim_state_key)
@@ -89,7 +89,7 @@ class ShardCalls:
     def set_full_hp_param(
         self, value: Tensor, param: nn.Parameter, optim_state_key: str | None = None
     ) -> None:
-        """See `safe_set_full_fp32_param`, and `safe_set_full_optimizer_state` with a key."""
+        """See `safe_set_full_fp32_param`; with a key, `safe_set_full_optimizer_state`."""
         if optim_state_key is None:
             fragments.safe_set_full_fp32_param(param, value)
         else:

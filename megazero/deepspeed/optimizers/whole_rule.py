@@ -1,7 +1,7 @@
-"""A torch optimizer whose update of an element depends on its whole tensor, as a rule for whole parameters.
+"""`WholeRule`: run a torch optimizer that must see whole parameters, such as Adafactor or Shampoo.
 
-Adafactor, Shampoo and others keep state of other shapes than the parameter. Packed one after the other, its
-numbers fill flat tensors of the parameter's size, which are sharded, offloaded and saved as moments are.
+The state of such an optimizer has other shapes than the parameter. Its numbers are packed, one tensor after
+another, into flat tensors of the parameter's size, which are sharded, offloaded and saved like moments.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,30 +24,32 @@ from megazero.zero.update import BucketRule, UpdateFacts, of_group
 
 _EXACT = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.int16, torch.bool)
 _TRIAL_STEPS, _TRIAL_SIZE = 3, 5
-_LARGE = 256  # a size from which on classes that treat large tensors differently do so
+_LARGE = 256  # a size that classes which treat large tensors differently take for large
 
 Shape = tuple[int, ...]
+Value = Tensor | int | float | None
+"""An entry of a torch optimizer's state."""
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """One number or tensor of a parameter's state: its value after an update tells its type and shape."""
+class _StateEntry:
+    """An entry of a parameter's state; `like` is its value after an update, which has its type and shape."""
 
     name: str
-    like: Any
+    like: Value
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
+        """The number of elements."""
         return self.like.numel() if isinstance(self.like, Tensor) else int(self.like is not None)
 
-    def flat(self, value: Any, out: Tensor) -> None:
-        """Write the numbers of a value."""
+    def flat(self, value: Value, out: Tensor) -> None:
+        """Write the elements of a value to a flat tensor."""
         if self.like is not None:
             out.copy_(value.detach().reshape(-1) if isinstance(value, Tensor) else torch.tensor([value]))
 
-    def value(self, flat: Tensor) -> Any:
-        """The value with these numbers."""
+    def value(self, flat: Tensor) -> Value:
+        """The value with the elements of a flat tensor."""
         if isinstance(self.like, Tensor):
             device = "cpu" if self.like.dim() == 0 and self.name == "step" else flat.device
             return flat.view(self.like.shape).to(device, self.like.dtype, copy=True)
@@ -57,24 +58,24 @@ class _Entry:
 
 @dataclass(frozen=True)
 class WholeRule(GroupedRule, BucketRule):
-    """A torch optimizer class that updates whole parameters, each by itself.
+    """The rule of a torch optimizer class that updates whole parameters one by one.
 
     Attributes:
         rules: the class with the options of each group.
-        names: the kinds of packed state.
-        forms: the entries of the state of a parameter by group and shape, as far as they are known.
+        names: the names of the flat tensors of packed state.
+        forms: cache of `form`, by group and shape.
     """
 
     rules: tuple[TorchRule, ...]
     names: tuple[str, ...] = ()
-    forms: dict[tuple[int, Shape], tuple[_Entry, ...]] = field(default_factory=dict, compare=False)
+    forms: dict[tuple[int, Shape], tuple[_StateEntry, ...]] = field(default_factory=dict, compare=False)
 
     @property
     def state_names(self) -> tuple[str, ...]:
         return self.names
 
     def move_bucket(self, loaded: LoadedBucket, facts: UpdateFacts, context: ParallelContext) -> None:
-        """Update the parameters of which this rank keeps a part, as every rank does that has one."""
+        """Update the parameters that this rank has slices of; each such rank computes the whole update."""
         layout, frozen = loaded.bucket.layout, loaded.bucket.frozen()
         kinds = (GRADIENT, WEIGHT, *self.names)
         views = [layout.views(whole_state(loaded.bucket, loaded.flats[kind])) for kind in kinds]
@@ -94,10 +95,10 @@ class WholeRule(GroupedRule, BucketRule):
                 loaded.flats[kind][where].copy_(mine[first : first + where.stop - where.start])
 
     def step(self, pieces: Pieces, lr: float) -> None:
-        """Update whole parameters of a group and their packed state in place.
+        """Update whole parameters of one group and their packed state in place.
 
         Raises:
-            ConfigError: the state of one has grown beyond what its shape keeps after one update.
+            ConfigError: the state of a parameter has other entries than after the first update.
         """
         assert isinstance(lr, GroupRate), "`rates` makes the learning rates"
         pieces.check(self.names)
@@ -109,7 +110,7 @@ class WholeRule(GroupedRule, BucketRule):
             optimizer = rule.make([leaf], float(lr), decay)
             packed = torch.stack([state[name] for name in self.names]).view(-1)
             parts = packed.split([*(entry.size for entry in form), packed.numel() - _size(form)])
-            if packed.any():  # otherwise there has been no update of this parameter
+            if packed.any():  # all zeros before the first update
                 named = zip(form, parts[:-1], strict=True)
                 optimizer.state[leaf] = {entry.name: entry.value(part) for entry, part in named}
             optimizer.step()
@@ -119,18 +120,18 @@ class WholeRule(GroupedRule, BucketRule):
             for name, part in zip(self.names, packed.split(param.numel()), strict=True):
                 state[name].copy_(part.view(param.shape))
 
-    def form(self, group: int, shape: Shape) -> tuple[_Entry, ...]:
-        """The state of a parameter of this shape after an update.
+    def form(self, group: int, shape: Shape) -> tuple[_StateEntry, ...]:
+        """The entries of the state of a parameter of this shape.
 
         Raises:
-            ConfigError: it holds what is neither a number nor a tensor that fp32 can hold.
+            ConfigError: an entry is neither a number nor a tensor whose values fp32 holds exactly.
         """
         if (group, shape) not in self.forms:
             self.forms[group, shape] = _form(self.rules[group], shape)
         return self.forms[group, shape]
 
     def kinds(self, shapes: Iterable[Shape]) -> tuple[str, ...]:
-        """Names of as many kinds of packed state as hold the state of parameters of these shapes."""
+        """The names of as many flat tensors as the state of parameters of these shapes needs."""
         sizes = [
             (_size(self.form(group, shape)), math.prod(shape))
             for group in range(len(self.rules))
@@ -140,48 +141,48 @@ class WholeRule(GroupedRule, BucketRule):
         return tuple(f"state_{number}" for number in range(max(count, 1)))
 
 
-def _form(rule: TorchRule, shape: Shape) -> tuple[_Entry, ...]:
-    """The entries of the state of a parameter of ones after an update."""
+def _form(rule: TorchRule, shape: Shape) -> tuple[_StateEntry, ...]:
+    """Run one update of a parameter of ones, and return the entries of its state."""
     try:
         state = _state(rule, shape, "meta")
-    except Exception:  # a class that looks at values must have some
+    except Exception:  # the class reads values, which the meta device has none of
         state = _state(rule, shape, "cpu")
     for name, like in state.items():
-        exact = like.dim() == 0 or like.dtype in _EXACT if isinstance(like, Tensor) else True
+        exact = not isinstance(like, Tensor) or like.dim() == 0 or like.dtype in _EXACT
         if not exact or not isinstance(like, Tensor | int | float | None):
             shown = like.dtype if isinstance(like, Tensor) else f"a {type(like).__name__}"
             raise ConfigError(
                 "`optimizer` must keep numbers and tensors of at most 32 bits, but "
                 f"{rule.kind.__name__} keeps {shown} as {name}; choose another"
             )
-    return tuple(_Entry(name, like) for name, like in state.items())
+    return tuple(_StateEntry(name, like) for name, like in state.items())
 
 
-def _state(rule: TorchRule, shape: Shape, device: str) -> Mapping[str, Any]:
+def _state(rule: TorchRule, shape: Shape, device: str) -> Mapping[str, Value]:
     leaf = nn.Parameter(torch.ones(shape, device=device))
     leaf.grad = torch.ones_like(leaf)
     optimizer = rule.make([leaf], 0.1, 0.0)
     optimizer.step()
-    state: Mapping[str, Any] = optimizer.state[leaf]
+    state: Mapping[str, Value] = optimizer.state[leaf]
     return state
 
 
 def keeps_shape(rule: TorchRule, shapes: Iterable[Shape]) -> bool:
-    """Whether the state of parameters of these shapes, up to a size, is of their shape, or a count."""
+    """Whether all state tensors have the shape of their parameter or are scalars; tried on capped shapes."""
     capped = {tuple(min(size, _LARGE) for size in shape) for shape in shapes}
     tensors = [(s, e.like) for s in capped for e in _form(rule, s) if isinstance(e.like, Tensor)]
     return all(like.dim() == 0 or tuple(like.shape) == shape for shape, like in tensors)
 
 
 def on_whole(rules: Sequence[TorchRule], shapes: Iterable[Shape]) -> WholeRule:
-    """The rule of an optimizer for whole parameters, after trial updates of small tensors.
+    """Build the rule of an optimizer for whole parameters, and try it on small tensors.
 
     Args:
         rules: the class with the options of each group.
         shapes: the shapes of all parameters.
 
     Raises:
-        ConfigError: the class fails, does not update each parameter by itself, or keeps other things.
+        ConfigError: the class fails, mixes parameters in an update, or keeps state that cannot be packed.
     """
     kind, shapes = rules[0].kind, sorted(set(shapes))
     whole = WholeRule(tuple(rules))
@@ -204,16 +205,14 @@ def on_whole(rules: Sequence[TorchRule], shapes: Iterable[Shape]) -> WholeRule:
     return whole
 
 
-def _size(form: Iterable[_Entry]) -> int:
+def _size(form: Iterable[_StateEntry]) -> int:
     return sum(entry.size for entry in form)
 
 
-def _check_form(kind: type, form: Sequence[_Entry], state: Mapping[str, Any]) -> None:
-    """Refuse a state that has other entries than after the first update."""
-    shape_of = [getattr(entry.like, "shape", None) for entry in form]
-    if [(name, getattr(value, "shape", None)) for name, value in state.items()] != [
-        (entry.name, shape) for entry, shape in zip(form, shape_of, strict=True)
-    ]:
+def _check_form(kind: type, form: Sequence[_StateEntry], state: Mapping[str, Value]) -> None:
+    """Refuse a state with other entries than after the first update."""
+    expected = [(entry.name, getattr(entry.like, "shape", None)) for entry in form]
+    if [(name, getattr(value, "shape", None)) for name, value in state.items()] != expected:
         raise ConfigError(
             "`optimizer` must keep the same kinds of state from its first update on, but "
             f"{kind.__name__} keeps {', '.join(entry.name for entry in form)} at first and "
@@ -222,7 +221,7 @@ def _check_form(kind: type, form: Sequence[_Entry], state: Mapping[str, Any]) ->
 
 
 def _alone(rule: WholeRule, group: int, shapes: Sequence[Shape]) -> bool:
-    """Whether small parameters move alike in one optimizer that goes on, and by the rule, one at a time."""
+    """Whether the rule, one parameter at a time, gives the values of one optimizer over all parameters."""
     generator = torch.Generator().manual_seed(0)
     together = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     alone = [param.detach().clone() for param in together]

@@ -1,4 +1,4 @@
-"""A stage of a `PipelineModule` as our executor sees it."""
+"""`StageChunk`: adapt a stage of a `PipelineModule` to our executor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.deepspeed.engine.data import map_tensors
-from megazero.deepspeed.pipe.messages import DescribingGroup, Form, Forms, Pack, Unpack
+from megazero.deepspeed.pipe.messages import DescribingGroup, MessageSpec, MessageSpecs, Pack, Unpack
 from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.deepspeed.pipe.specs import PipelineError
 from megazero.loss import LossTerm
@@ -22,22 +22,22 @@ LOSS = "loss"
 
 @dataclass(frozen=True)
 class StageBatch:
-    """One micro-batch, as far as this stage needs it.
+    """The part of a micro-batch that a stage needs.
 
     Attributes:
         number: its number within the batch.
-        inputs: the first stage's input: a tensor or a tuple of tensors.
-        labels: what the last stage's loss function is given beside the output.
+        inputs: on the first stage, a tensor or a tuple of tensors; else None.
+        labels: on the last stage, the labels for the loss function; else None.
     """
 
     number: int
-    inputs: Any = None
-    labels: Any = None
+    inputs: Tensor | tuple[Tensor, ...] | None = None
+    labels: object = None
 
 
 @dataclass
 class Outputs:
-    """The results of the last stage in an evaluation.
+    """The last stage's results in an evaluation.
 
     Attributes:
         with_loss: whether the loss function is called.
@@ -47,7 +47,7 @@ class Outputs:
 
     with_loss: bool = True
     values: list[Any] = field(default_factory=list)
-    logits: Any = None
+    logits: object = None
 
 
 class StageChunk(Chunk[StageBatch]):
@@ -55,13 +55,13 @@ class StageChunk(Chunk[StageBatch]):
 
     Args:
         module: the stage.
-        group: the stages of the pipeline.
+        group: the group of the pipeline's stages.
         compute: calls the module on its input.
 
     Attributes:
-        forms: the forms of the messages of this batch.
-        fixed: whether they are known from an earlier batch.
-        outputs: what an evaluation keeps.
+        specs: the specs of this batch's messages.
+        specs_known: whether they are known from an earlier batch.
+        outputs: the results of an evaluation.
     """
 
     terms = (LossTerm(LOSS),)
@@ -70,64 +70,65 @@ class StageChunk(Chunk[StageBatch]):
         self.module = module
         self.group = group
         self.compute = compute
-        self.forms, self.fixed = Forms(), False
+        self.specs, self.specs_known = MessageSpecs(), False
         self.outputs = Outputs()
 
     def input_boundary(self, batch: StageBatch) -> Boundary:
-        """The tensor that comes from the stage before; waits for its form where that is not known."""
-        if not self.fixed:
-            self.forms.incoming[batch.number] = self.group.receive_form()
-        return self.forms.incoming[batch.number].boundary
+        """The tensor that the previous stage sends; waits for its spec if that is not known."""
+        if not self.specs_known:
+            self.specs.incoming[batch.number] = self.group.receive_spec()
+        return self.specs.incoming[batch.number].boundary
 
     def output_boundary(self, batch: StageBatch) -> Boundary:
-        """The tensor that went to the next stage."""
-        return self.forms.outgoing[batch.number].boundary
+        """The tensor that was sent to the next stage."""
+        return self.specs.outgoing[batch.number].boundary
 
     def run(self, batch: StageBatch, hidden: Tensor | None, *, deferred: Deferred | None) -> ChunkResult:
         """Compute the stage for a micro-batch."""
-        assert deferred is None, "layers of others do not defer weight gradients"
+        assert deferred is None, "a user's layers defer no weight gradients"
         if hidden is None:
-            inputs = self._first(batch.inputs)
+            inputs = self._first_inputs(batch.inputs)
             token = torch.zeros((), device=self.module.context.device, requires_grad=torch.is_grad_enabled())
         else:
-            form = self.forms.incoming[batch.number]
-            token, *tensors = apply(Unpack, hidden, form)
-            inputs = tensors[0] if form.single else tuple(tensors)
+            spec = self.specs.incoming[batch.number]
+            token, *tensors = apply(Unpack, hidden, spec)
+            inputs = tensors[0] if spec.single else tuple(tensors)
         output = self.compute(inputs)
         if self.module.is_last_stage:
-            return self._end(output, self._own(batch.labels), token)
-        form = self._form(output, batch.number)
-        tensors = [output] if form.single else list(output)
-        return ChunkResult(apply(Pack, token, form, *tensors))
+            return self._loss(output, self._copy(batch.labels), token)
+        spec = self._spec(output, batch.number)
+        tensors = [output] if spec.single else list(output)
+        return ChunkResult(apply(Pack, token, spec, *tensors))
 
-    def _first(self, value: Any) -> Any:
-        inputs = self._own(value)
+    def _first_inputs(self, value: Tensor | tuple[Tensor, ...] | None) -> Any:
+        inputs = self._copy(value)
         if self.module.activation_checkpoint_interval and torch.is_grad_enabled():
-            # A reentrant function computes no gradients unless some input needs one.
+            # A reentrant recomputation computes no gradients unless an input requires one.
             return map_tensors(inputs, lambda t: t.requires_grad_(t.is_floating_point()))
         return inputs
 
-    def _own(self, value: Any) -> Any:
-        """A copy on the device: layers and losses may change what they are given in place."""
+    def _copy(self, value: object) -> Any:
+        """Copy to the device, because layers and losses may change their inputs in place."""
         device = self.module.context.device
         if isinstance(value, list):
             value = tuple(value)
         return map_tensors(value, lambda t: t.detach().to(device, copy=True))
 
-    def _form(self, output: Any, number: int) -> Form:
+    def _spec(self, output: object, number: int) -> MessageSpec:
+        """The spec of an output, which must be the one that the next stage expects."""
         layer = self.module.last_layer
-        form = Form.of(output, layer)
-        known = self.forms.outgoing.setdefault(number, form)
-        if known != form:
+        spec = MessageSpec.of(output, layer)
+        known = self.specs.outgoing.setdefault(number, spec)
+        if known != spec:
             raise PipelineError(
                 f"`dynamic_shape` must be True where shapes depend on more than those of the inputs, but is "
-                f"False, and {layer} gave {_shown(known)} before and gives {_shown(form)} now; pass "
+                f"False, and {layer} gave {_shown(known)} before and gives {_shown(spec)} now; pass "
                 "`dynamic_shape=True` to PipelineModule"
             )
-        return form
+        return spec
 
-    def _end(self, output: Any, labels: Any, token: Tensor) -> ChunkResult:
-        """The last stage's loss."""
+    def _loss(self, output: Any, labels: object, token: Tensor) -> ChunkResult:
+        """Compute the last stage's loss."""
         loss = output
         if self.module.loss_fn is not None and (self.outputs.with_loss or torch.is_grad_enabled()):
             loss = self.module.loss_fn(output, labels)
@@ -148,5 +149,5 @@ class StageChunk(Chunk[StageBatch]):
         return {name: torch.as_tensor(loss).detach().float() for name, loss in losses.items()}
 
 
-def _shown(form: Form) -> str:
-    return ", ".join(f"{list(item.shape)} {item.dtype}" for item in form.items) or "nothing"
+def _shown(spec: MessageSpec) -> str:
+    return ", ".join(f"{list(item.shape)} {item.dtype}" for item in spec.items) or "nothing"

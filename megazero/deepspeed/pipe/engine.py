@@ -1,10 +1,10 @@
-"""`PipelineEngine`: trains a `PipelineModule` batch by batch."""
+"""`PipelineEngine`: train a `PipelineModule` batch by batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from megazero.deepspeed.engine.engine import DeepSpeedEngine
 from megazero.deepspeed.engine.state import EngineState
 from megazero.deepspeed.pipe import schedule
 from megazero.deepspeed.pipe.chunk import StageBatch
-from megazero.deepspeed.pipe.feed import PipelineFeed, StagePlace
+from megazero.deepspeed.pipe.feed import PipelineFeed, StagePosition
 from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.deepspeed.pipe.runner import StageRunner
 from megazero.deepspeed.pipe.specs import PipelineError
@@ -32,8 +32,8 @@ from megazero.pipeline.actions import Op
             "reads with_labels data_iterator batch_fn training_dataloader take set_dataloader "
             "set_dataiterator set_batch_fn",
         ),
-        "_place": (
-            StagePlace,
+        "_position": (
+            StagePosition,
             "grid num_stages stage_id is_first_stage is_last_stage get_pipeline_parallel_rank "
             "is_pipe_parallel is_data_parallel is_model_parallel",
         ),
@@ -42,11 +42,11 @@ from megazero.pipeline.actions import Op
 class PipelineEngine(DeepSpeedEngine):
     """Trains a `PipelineModule`: ``loss = engine.train_batch(data_iter)``.
 
-    All stages of ZeRO work. Checkpoints load on any number of stages.
+    Every ZeRO stage works. Checkpoints load on any number of pipeline stages.
 
     Attributes:
         agg_train_loss: the loss of the last batch, the same on all ranks; None before the first.
-        agg_additional_losses: further losses of that batch, by name, or None.
+        agg_additional_losses: the means of the module's `get_additional_losses` in the last batch, or None.
     """
 
     pipeline_parallelism = True
@@ -67,23 +67,23 @@ class PipelineEngine(DeepSpeedEngine):
 
     def __init__(self, state: EngineState):
         super().__init__(state)
-        self._place = StagePlace(self.module)
-        reads = self._place.is_first_stage(), self._place.is_last_stage()
+        self._position = StagePosition(self.module)
+        reads = self._position.is_first_stage(), self._position.is_last_stage()
         self._feed = PipelineFeed(reads, with_labels=self.module.loss_fn is not None)
         self.has_attention_mask = False
         self.agg_train_loss: Tensor | None = None
         self.agg_additional_losses: dict[str, Tensor] | None = None
         state.losses_are_means = True
-        if state.given.training_data is not None:
-            in_order = self._batches.deepspeed_io(state.given.training_data, route="eval")
+        if state.arguments.training_data is not None:
+            in_order = self._batches.deepspeed_io(state.arguments.training_data, route="eval")
             self._feed.set_dataloader(RepeatingLoader(in_order))
         parallel = state.states.parallel
-        assert isinstance(parallel, PipelineParallel), "`make_engine` lays a stage out"
+        assert isinstance(parallel, PipelineParallel), "`make_engine` builds it"
         self._runner = StageRunner(self.module, parallel, state.settings.zero, self._compute)
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches per batch of one pipeline."""
+        """Micro-batches per batch and pipeline."""
         return self._state.settings.batch.accumulation
 
     @property
@@ -91,19 +91,19 @@ class PipelineEngine(DeepSpeedEngine):
         """Samples per micro-batch."""
         return self._state.settings.batch.micro
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Forward, backward and update for the next `micro_batches` micro-batches; every rank calls this.
+    def train_batch(self, data_iter: Iterator[object] | None = None) -> Tensor:
+        """Train on the next `micro_batches` micro-batches; every rank calls this.
 
         Args:
-            data_iter: gives pairs (inputs, labels) on the first and the last stage, the same on both. By
-                default, that of `set_dataiterator`, of `set_dataloader` or of `training_data`.
+            data_iter: yields the same pairs (inputs, labels) on the first and on the last stage. By default
+                that of `set_dataiterator`, `set_dataloader` or `training_data`.
 
         Returns:
-            The mean loss over micro-batches and pipelines, a tensor of no dims, the same on all ranks.
+            The mean loss over micro-batches and pipelines, a scalar, the same on all ranks.
 
         Raises:
-            DataError: the iterator ended, or a micro-batch is not such a pair.
-            PipelineError: gradients are off, or see `StageRunner.train`.
+            DataError: the iterator ended, or a micro-batch is no such pair.
+            PipelineError: gradients are disabled; or see `StageRunner.train`.
         """
         if not torch.is_grad_enabled():
             raise PipelineError(
@@ -142,70 +142,70 @@ class PipelineEngine(DeepSpeedEngine):
     @torch.no_grad()
     def eval_batch(
         self,
-        data_iter: Iterator[Any],
+        data_iter: Iterator[object],
         return_logits: bool = False,
         compute_loss: bool = True,
         reduce_output: str | None = "avg",
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Forward of the next micro-batches; every rank calls this. It leaves the module in eval mode.
+        """Evaluate the next micro-batches; every rank calls this. The module stays in evaluation mode.
 
         Args:
-            data_iter: as in `train_batch`; micro-batches may have other sizes than there.
-            return_logits: return the last layer's output of the last micro-batch, too.
-            compute_loss: call the loss function; otherwise the last layer's output is what counts.
-            reduce_output: ``avg`` for the mean over micro-batches and pipelines, item by item where there are
-                several; None for a list of each micro-batch's.
-            bcast_loss: bring losses to all stages.
-            num_micro_batches: how many there are; by default `micro_batches`.
+            data_iter: as in `train_batch`; micro-batches may have other shapes.
+            return_logits: also return the output of the last micro-batch.
+            compute_loss: return losses; otherwise outputs of the last layer.
+            reduce_output: ``avg`` for the mean over micro-batches and pipelines (of each item of a tuple);
+                None for the list of all micro-batches' results.
+            bcast_loss: broadcast losses to all stages.
+            num_micro_batches: the number of micro-batches; by default `micro_batches`.
 
         Returns:
-            The loss or the output, and None on the stages that do not have it; with `return_logits` a pair of
-            that and the logits, which are None on all stages but the last.
+            The loss or the output, None on stages without it; with `return_logits` a pair of that and the
+            logits, which are None on all stages but the last.
 
         Raises:
-            ConfigError: `reduce_output` is neither.
+            ConfigError: `reduce_output` is neither ``avg`` nor None.
             DataError: as for `train_batch`.
-            PipelineError: losses to bring to all stages are no scalars.
+            PipelineError: losses to broadcast are no scalars.
         """
         if reduce_output not in ("avg", None):
             raise ConfigError(f"`reduce_output` must be avg or None, but is {reduce_output!r}; choose one")
         self.module.eval()
         count = num_micro_batches or self.micro_batches
         outputs = self._runner.evaluate(lambda: self._feed.take(data_iter, count), count, compute_loss)
-        result: Any = outputs.values if self._place.is_last_stage() else None
-        if self._place.is_last_stage() and reduce_output == "avg":
+        result: Any = outputs.values if self._position.is_last_stage() else None
+        if self._position.is_last_stage() and reduce_output == "avg":
             result = self._mean(result)
         if compute_loss and bcast_loss:
-            result = self._spread(result)
+            result = self._broadcast(result)
         return (result, outputs.logits) if return_logits else result
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused. Raises PipelineError."""
+    def forward(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise PipelineError: the script must not call this."""
         raise PipelineError(_WHOLE_BATCHES.format("forward"))
 
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused. Raises PipelineError."""
+    def backward(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise PipelineError: the script must not call this."""
         raise PipelineError(_WHOLE_BATCHES.format("backward"))
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused. Raises PipelineError."""
+    def step(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise PipelineError: the script must not call this."""
         raise PipelineError(_WHOLE_BATCHES.format("step"))
 
     def reset_activation_shape(self) -> None:
-        """Forget the forms of messages between stages; every rank calls this.
+        """Forget the shapes of messages between stages; every rank calls this.
 
-        New shapes of inputs need no call. Unfreezing layers does.
+        It must be called after layers are unfrozen. New shapes of inputs are noticed without it.
         """
         self._runner.forget()
 
     def set_has_attention_mask(self, value: bool) -> None:
-        """Note that inputs have a mask. Changes nothing: tensors of any dtype are sent."""
+        """Set `has_attention_mask`, which has no effect: tensors of any dtype can be sent."""
         self.has_attention_mask = value
 
     def get_additional_losses(self) -> dict[str, Tensor] | None:
-        """The means of what the module's `get_additional_losses` gave in the last batch."""
+        """The means of the module's `get_additional_losses` in the last batch."""
         return self.agg_additional_losses
 
     def _compute(self, inputs: Any) -> Any:
@@ -216,14 +216,14 @@ class PipelineEngine(DeepSpeedEngine):
     def _additional(self, tallies: Mapping[str, Tensor], count: int) -> dict[str, Tensor] | None:
         if type(self.module).get_additional_losses is PipelineStage.get_additional_losses:
             return None
-        context, mine = self._state.context, {name: float(total) / count for name, total in tallies.items()}
-        everyone = gather_values(context.batch, mine, context.device) if self._place.is_last_stage() else []
-        mean = {name: sum(means[name] for means in everyone) / len(everyone) for name in mine}
+        context, own = self._state.context, {name: float(total) / count for name, total in tallies.items()}
+        everyone = gather_values(context.batch, own, context.device) if self._position.is_last_stage() else []
+        mean = {name: sum(means[name] for means in everyone) / len(everyone) for name in own}
         (*_, last) = gather_values(context.pp, mean, context.device)
         return {name: torch.tensor(value, device=context.device) for name, value in last.items()} or None
 
     def _mean(self, values: list[Any]) -> Any:
-        """The mean over micro-batches and pipelines, of each item if there are several."""
+        """The mean over micro-batches and pipelines, of each item of a tuple."""
         if not isinstance(values[0], Tensor):
             kind = type(values[0])
             return kind(self._mean(list(items)) for items in zip(*values, strict=True))
@@ -231,11 +231,11 @@ class PipelineEngine(DeepSpeedEngine):
         self._state.context.batch.all_reduce(total).wait()
         return total / self._state.context.batch.size
 
-    def _spread(self, result: Any) -> Any:
-        """Bring the last stage's losses to the others."""
+    def _broadcast(self, result: Any) -> Tensor | list[Tensor]:
+        """Broadcast the last stage's losses to all stages."""
         values = result if isinstance(result, (tuple, list)) else [result]
         message: dict[str, Any] = {}
-        if self._place.is_last_stage():
+        if self._position.is_last_stage():
             if not all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
                 message["problem"] = "losses must be scalars to be brought to all stages, but are not; "
             else:

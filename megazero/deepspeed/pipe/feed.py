@@ -1,4 +1,4 @@
-"""A pipeline's micro-batches: the first stage reads inputs, the last one labels."""
+"""`PipelineFeed`: a pipeline's micro-batches; the first stage reads inputs, the last one labels."""
 
 from __future__ import annotations
 
@@ -8,37 +8,42 @@ from typing import Any
 from torch import Tensor
 
 from megazero.deepspeed.pipe.chunk import StageBatch
+from megazero.deepspeed.pipe.grid import PipelineParallelGrid
+from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.errors import DataError
+
+BatchFn = Callable[[Any], Any]
+"""Makes (inputs, labels) of a micro-batch."""
 
 
 class DataEnded(DataError, StopIteration):
-    """The data iterator ended within a batch; scripts may catch it as `StopIteration`."""
+    """The data iterator ended within a batch; a `StopIteration` too, which scripts catch."""
 
 
-class StagePlace:
-    """The place of an engine's rank in the pipeline.
+class StagePosition:
+    """The members of a `PipelineEngine` that concern the rank's position in the pipeline.
 
     Args:
-        module: the stage, see `PipelineStage`.
+        module: the stage.
     """
 
-    def __init__(self, module: Any):
+    def __init__(self, module: PipelineStage):
         self._module = module
 
     @property
-    def grid(self) -> Any:
-        """This rank's place and its groups."""
+    def grid(self) -> PipelineParallelGrid:
+        """This rank's coordinates and groups."""
         return self._module.mpu()
 
     @property
     def num_stages(self) -> int:
         """The number of stages."""
-        return int(self._module.num_stages)
+        return self._module.num_stages
 
     @property
     def stage_id(self) -> int:
         """This rank's stage."""
-        return int(self._module.stage_id)
+        return self._module.stage_id
 
     def get_pipeline_parallel_rank(self) -> int:
         """This rank's stage."""
@@ -50,7 +55,7 @@ class StagePlace:
 
     def is_last_stage(self) -> bool:
         """Whether this rank holds the last layers, and computes the loss."""
-        return bool(self._module.is_last_stage)
+        return self._module.is_last_stage
 
     @property
     def is_pipe_parallel(self) -> bool:
@@ -60,64 +65,63 @@ class StagePlace:
     @property
     def is_data_parallel(self) -> bool:
         """Whether there is more than one pipeline."""
-        return bool(self.grid.data_parallel_size > 1)
+        return self.grid.data_parallel_size > 1
 
     @property
     def is_model_parallel(self) -> bool:
-        """Whether layers are sliced over ranks."""
-        return bool(self.grid.model_parallel_size > 1)
+        """Whether the tensor-parallel size is above 1."""
+        return self.grid.model_parallel_size > 1
 
 
 class PipelineFeed:
-    """The source of the micro-batches that `train_batch` reads.
+    """The source of the micro-batches of `train_batch`.
 
     Attributes:
-        data_iterator: gives the micro-batches; None on stages between the first and the last.
-        batch_fn: called with each of them first; None leaves them as they are.
-        training_dataloader: what `data_iterator` iterates over, or None.
-        reads, with_labels: see below.
+        data_iterator: yields the micro-batches; None on stages between the first and the last.
+        batch_fn: applied to each micro-batch; None leaves them unchanged.
+        training_dataloader: the dataloader of `data_iterator`, or None.
 
     Args:
-        reads: whether this rank has the first stage, and whether the last.
+        reads: whether this rank has the first stage, and whether it has the last.
         with_labels: whether a micro-batch must have labels.
     """
 
     def __init__(self, reads: tuple[bool, bool], *, with_labels: bool):
         self.reads, self.with_labels = reads, with_labels
-        self.data_iterator: Iterator[Any] | None = None
-        self.batch_fn: Callable[[Any], Any] | None = None
-        self.training_dataloader: Any = None
+        self.data_iterator: Iterator[object] | None = None
+        self.batch_fn: BatchFn | None = None
+        self.training_dataloader: Iterable[object] | None = None
 
-    def set_dataloader(self, loader: Iterable[Any] | None) -> None:
-        """Read from a loader, from its beginning, until it ends; `RepeatingLoader` never does."""
+    def set_dataloader(self, loader: Iterable[object] | None) -> None:
+        """Read from the beginning of a dataloader until it ends; a `RepeatingLoader` never ends."""
         if any(self.reads):
             self.training_dataloader = loader
             self.data_iterator = None if loader is None else iter(loader)
 
-    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+    def set_dataiterator(self, iterator: Iterator[object] | None) -> None:
         """Read from an iterator."""
         if any(self.reads):
             self.training_dataloader = None
             self.data_iterator = iterator
 
-    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
-        """Call a function with each micro-batch; it returns inputs and labels."""
+    def set_batch_fn(self, fn: BatchFn | None) -> None:
+        """Set the function that makes (inputs, labels) of each micro-batch."""
         self.batch_fn = fn
 
-    def take(self, iterator: Iterator[Any] | None, count: int) -> list[StageBatch]:
-        """The next micro-batches.
+    def take(self, iterator: Iterator[object] | None, count: int) -> list[StageBatch]:
+        """Read the next micro-batches.
 
         Raises:
             DataEnded: the iterator ended.
-            DataError: a micro-batch is not a pair of inputs and labels.
+            DataError: a micro-batch is no pair (inputs, labels).
         """
         if not any(self.reads):
             return [StageBatch(number) for number in range(count)]
         return [self._split(self._next(iterator, number, count), number) for number in range(count)]
 
-    def _next(self, iterator: Iterator[Any] | None, number: int, count: int) -> Any:
+    def _next(self, iterator: Iterator[object] | None, number: int, count: int) -> object:
         batch = None
-        if iterator is not None:  # a `batch_fn` may bring it from another rank
+        if iterator is not None:  # without one, `batch_fn` may receive the batch from another rank
             if not hasattr(iterator, "__next__"):
                 raise DataError(
                     f"`data_iter` must be an iterator, but is a {type(iterator).__name__}; pass "
@@ -136,7 +140,7 @@ class PipelineFeed:
             )
         return batch if self.batch_fn is None else self.batch_fn(batch)
 
-    def _split(self, batch: Any, number: int) -> StageBatch:
+    def _split(self, batch: object, number: int) -> StageBatch:
         sizes = (2,) if self.with_labels else (1, 2)
         if not isinstance(batch, (tuple, list)) or len(batch) not in sizes:
             many = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
@@ -149,8 +153,8 @@ class PipelineFeed:
         return StageBatch(number, _inputs(batch[0]) if first else None, labels if last else None)
 
 
-def _inputs(value: Any) -> Any:
-    """A tensor or a tuple of tensors."""
+def _inputs(value: object) -> Tensor | tuple[Tensor, ...]:
+    """Check a micro-batch's inputs; returns a tensor or a tuple of tensors."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, (tuple, list)) and all(isinstance(item, Tensor) for item in value):

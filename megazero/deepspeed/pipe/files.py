@@ -1,9 +1,9 @@
-"""One file for each layer, in DeepSpeed's names and format, which any number of stages can load."""
+"""Write and read one file per layer, in DeepSpeed's format; any number of stages can load them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,32 +11,33 @@ import torch
 from torch import Tensor, nn
 
 from megazero.deepspeed.pipe.grid import PipelineParallelGrid
+from megazero.deepspeed.pipe.stage import LayerFunction
 from megazero.deepspeed.zero.gathered import GatheredParameters
 from megazero.errors import CheckpointError
 from megazero.formats.deepspeed.pickles import load_states
 
 
 class LayerFiles:
-    """A stage's layers as files."""
+    """The methods of a stage that write and read its layers' files."""
 
-    forward_funcs: list[Callable[[Any], Any]]
+    forward_funcs: list[LayerFunction]
     _local_start: int
     _grid: PipelineParallelGrid
 
     def ckpt_prefix(self, checkpoints_path: str | os.PathLike[str], tag: str) -> str:
-        """The path that this rank's further files begin with, such as ``PATH/TAG/module-pipe_00``."""
+        """The prefix of the paths of this rank's other files, such as ``PATH/TAG/module-pipe_00``."""
         topology = self._grid.topology()
         place = topology.get_rank_repr(self._grid.global_rank, omit_axes=("data",))
         return str(Path(checkpoints_path, str(tag), f"module-{place}"))
 
     def ckpt_layer_path(self, ckpt_dir: str | os.PathLike[str], local_layer_idx: int) -> str:
-        """The file of one of this stage's layers, which has its number in the whole model."""
+        """The path of a layer of this stage; the file's name has the layer's number in the whole model."""
         name = f"layer_{self._local_start + local_layer_idx:02d}"
         slices = self._grid.topology().get_rank_repr(self._grid.global_rank)
         return str(Path(ckpt_dir, "-".join(part for part in (name, slices, "model_states.pt") if part)))
 
     def ckpt_layer_path_list(self, ckpt_dir: str | os.PathLike[str], local_layer_idx: int) -> list[str]:
-        """The files of this layer that are there, one for each of its slices."""
+        """The existing files of a layer of this stage, one per tensor-parallel rank."""
         name = f"layer_{self._local_start + local_layer_idx:02d}-*model_states.pt"
         return sorted(str(path) for path in Path(ckpt_dir).glob(name))
 
@@ -48,12 +49,12 @@ class LayerFiles:
     ) -> None:
         """Write the weights and buffers of each layer to its file; every rank calls this.
 
-        A function has no file, and neither has a tied layer with a `forward_fn`.
+        A function has no file, nor has a tied layer with a `forward_fn`.
 
         Args:
             save_dir: a folder that every rank sees.
             checkpoint_engine: writes the files; by default `torch.save` does.
-            exclude_frozen_params: leave these out.
+            exclude_frozen_params: leave out frozen parameters.
         """
         Path(save_dir).mkdir(parents=True, exist_ok=True)
         for place, layer in self._files():
@@ -62,7 +63,7 @@ class LayerFiles:
                 frozen = {name for name, param in layer.named_parameters() if not param.requires_grad}
                 for name, value in layer.state_dict().items():
                     if not (exclude_frozen_params and name in frozen):
-                        # A clone: a view would be written with all of the memory that it is a part of.
+                        # Cloned, because `torch.save` writes the whole storage of a view.
                         state[name] = value.detach().clone().cpu() if isinstance(value, Tensor) else value
             if self._grid.data_parallel_id == 0:
                 path = self.ckpt_layer_path(save_dir, place)
@@ -79,11 +80,11 @@ class LayerFiles:
 
         Args:
             load_dir: the folder of `save_state_dict`, or of a checkpoint that DeepSpeed wrote.
-            checkpoint_engine: as in DeepSpeed, without effect.
-            strict: refuse a file that does not fit its layer exactly.
+            checkpoint_engine: has no effect, as in DeepSpeed.
+            strict: refuse a file with missing or unexpected names.
 
         Raises:
-            CheckpointError: a file is missing, damaged, or does not fit.
+            CheckpointError: a file is missing, is damaged, or does not fit its layer.
         """
         for place, layer in self._files():
             path = Path(self.ckpt_layer_path(load_dir, place))
@@ -102,9 +103,9 @@ class LayerFiles:
         self._copy_ties()
 
     def _copy_ties(self) -> None:
-        """Bring tied weights of the first stage that has them to the others."""
-        raise NotImplementedError("the module knows what is tied")
+        """Broadcast tied weights from their first stage to the others."""
+        raise NotImplementedError("the module has the tied weights")
 
     def _files(self) -> list[tuple[int, nn.Module]]:
-        """This stage's layers that are modules, with their places."""
+        """This stage's layers that are modules, with their indices."""
         return [(i, func) for i, func in enumerate(self.forward_funcs) if isinstance(func, nn.Module)]

@@ -1,11 +1,11 @@
-"""`PipelineParallelGrid`: a rank's place in a topology and its groups, under DeepSpeed's names."""
+"""`PipelineParallelGrid`: a rank's coordinates in a topology and its groups, by DeepSpeed's names."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from megazero.deepspeed.comm.adopt import find_context
+from megazero.deepspeed.comm.mpu import Mpu
 from megazero.deepspeed.pipe.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
@@ -20,8 +20,8 @@ _AXES = ("pipe", "data", "model")
 
 
 @dataclass(frozen=True)
-class _Sizes:
-    """The sizes that `find_context` asks of an `mpu`."""
+class _TopologyMpu:
+    """A topology as an `mpu` for `find_context`."""
 
     topology: ProcessTopology
 
@@ -33,11 +33,11 @@ class _Sizes:
 
 
 def context_of(topology: ProcessTopology) -> ParallelContext:
-    """This rank's context in a world of this topology, which is joined unless it has been.
+    """This rank's context in a world of this topology; joins the world if necessary.
 
     Raises:
-        ConfigError: the topology is not as large as the world, or has other axes or another order than
-            pipe, data, model.
+        ConfigError: the topology has another size than the world, or its axes are not pipe, data and model,
+            in this order.
     """
     names = topology.get_axis_names()
     if names != [axis for axis in _AXES if axis in names] or "pipe" not in names:
@@ -45,7 +45,7 @@ def context_of(topology: ProcessTopology) -> ParallelContext:
             f"the axes of `topology` must be pipe, data and model, in this order, but are "
             f"{', '.join(names)}; use PipeDataParallelTopology or PipeModelDataParallelTopology"
         )
-    context = find_context(_Sizes(topology))
+    context = find_context(_TopologyMpu(topology))
     if context.world_size != topology.world_size():
         raise ConfigError(
             f"`topology` must have as many ranks as the world ({context.world_size}), but has "
@@ -62,15 +62,15 @@ def topology_of(context: ParallelContext) -> ProcessTopology:
     return PipeDataParallelTopology(stages, replicas)
 
 
-class _Placed:
-    """A rank in a topology."""
+class _GridBase:
+    """A rank and its coordinates in a topology."""
 
     context: ParallelContext
     global_rank: int
     _topo: ProcessTopology
 
     def _is_grid_valid(self) -> bool:
-        """Whether the topology is as large as the world."""
+        """Whether the topology has the size of the world."""
         return self._topo.world_size() == self.context.world_size
 
     def topology(self) -> ProcessTopology:
@@ -81,24 +81,24 @@ class _Placed:
         """This rank."""
         return self.global_rank
 
-    def _at(self, axis: str) -> int:
+    def _coordinate(self, axis: str) -> int:
         return int(getattr(self._topo.get_coord(self.global_rank), axis, 0))
 
     def _size(self, axis: str) -> int:
         return max(1, self._topo.get_dim(axis))
 
 
-class _Stages(_Placed):
-    """Which stage this rank is at."""
+class _PipeAxis(_GridBase):
+    """The members of a grid for the axis of stages."""
 
     def get_stage_id(self) -> int:
         """This rank's stage."""
-        return self._at("pipe")
+        return self._coordinate("pipe")
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """The rank at another stage with the same other coordinates, except those that are given."""
-        place = self._topo.get_coord(self.global_rank)._replace(pipe=stage_id, **kwargs)
-        return self._topo.get_rank(**place._asdict())
+        """The rank at another stage; other coordinates are this rank's unless `kwargs` has them."""
+        coordinates = self._topo.get_coord(self.global_rank)._replace(pipe=stage_id, **kwargs)
+        return self._topo.get_rank(**coordinates._asdict())
 
     def get_pipe_parallel_rank(self) -> int:
         """This rank's stage."""
@@ -109,7 +109,7 @@ class _Stages(_Placed):
         return self._size("pipe")
 
     def get_pipe_parallel_group(self) -> Group:
-        """The ranks of this pipeline."""
+        """The group of this pipeline's ranks."""
         return self.context.pp
 
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank
@@ -117,12 +117,12 @@ class _Stages(_Placed):
     get_pipeline_model_parallel_group = get_pipe_parallel_group
 
 
-class _Replicas(_Placed):
-    """Which samples this rank reads."""
+class _DataAxis(_GridBase):
+    """The members of a grid for the axis of pipelines."""
 
     def get_data_parallel_id(self) -> int:
         """The number of this rank's pipeline."""
-        return self._at("data")
+        return self._coordinate("data")
 
     get_data_parallel_rank = get_data_parallel_id
 
@@ -131,27 +131,27 @@ class _Replicas(_Placed):
         return self._size("data")
 
     def get_data_parallel_group(self) -> Group:
-        """The ranks of this stage in all pipelines."""
+        """The group of this stage's ranks in all pipelines."""
         return self.context.replica
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """The numbers of these ranks."""
+        """The world ranks of this group."""
         return list(self.context.replica.ranks)
 
 
-class _Slices(_Placed):
-    """Which slices of the weights this rank holds."""
+class _ModelAxis(_GridBase, Mpu):
+    """The members of a grid for the tensor-parallel axis, and for the ranks of a whole model."""
 
     def get_slice_parallel_rank(self) -> int:
-        """This rank's number among those that hold slices of the same layers."""
-        return self._at("model")
+        """This rank among the tensor-parallel ranks."""
+        return self._coordinate("model")
 
     def get_slice_parallel_world_size(self) -> int:
-        """The number of ranks that the layers' weights are sliced over."""
+        """The number of tensor-parallel ranks."""
         return self._size("model")
 
     def get_slice_parallel_group(self) -> Group:
-        """These ranks."""
+        """The group of tensor-parallel ranks."""
         return self.context.tp
 
     get_tensor_model_parallel_rank = get_slice_parallel_rank
@@ -159,31 +159,32 @@ class _Slices(_Placed):
     get_tensor_model_parallel_group = get_slice_parallel_group
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's number among those that hold one whole model: its stages and slices."""
+        """This rank among the ranks of one whole model: all its stages and slices."""
         return self.context.model.rank
 
     def get_model_parallel_world_size(self) -> int:
-        """The number of ranks that hold one whole model."""
+        """The number of ranks of one whole model."""
         return self.context.model.size
 
     def get_model_parallel_group(self) -> Group:
-        """These ranks."""
+        """The group of the ranks of one whole model."""
         return self.context.model
 
 
-class PipelineParallelGrid(_Stages, _Replicas, _Slices):
-    """A rank's place and its groups.
+class PipelineParallelGrid(_PipeAxis, _DataAxis, _ModelAxis):
+    """A rank's coordinates and groups.
 
     Args:
-        topology: where each rank sits; by default the world's prime factors go to stages and replicas in
-            turn. A `ParallelContext` is taken as it is.
-        process_group: as in DeepSpeed, without effect: the grid spans the world.
+        topology: the coordinates of all ranks, by default `default_topology`; or a `ParallelContext`.
+        process_group: has no effect; the grid spans the world.
 
     Raises:
         ConfigError: see `context_of`.
     """
 
-    def __init__(self, topology: ProcessTopology | ParallelContext | None = None, process_group: Any = None):
+    def __init__(
+        self, topology: ProcessTopology | ParallelContext | None = None, process_group: object = None
+    ):
         if topology is None:
             topology = default_topology(find_context().world_size)
         if isinstance(topology, ParallelContext):
@@ -197,18 +198,15 @@ class PipelineParallelGrid(_Stages, _Replicas, _Slices):
         self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
-        # DeepSpeed's names of the groups, and of the lists of all of them.
+        # DeepSpeed's attributes for the groups, and for the ranks of all groups.
         self.ds_model_proc_group, self.ds_model_rank = context.model, context.model.rank
         self.ds_model_world_size = context.model.size
         self.dp_groups, self.dp_group = topo.get_axis_comm_lists("data"), list(context.replica.ranks)
         self.pipe_groups, self.pp_group = topo.get_axis_comm_lists("pipe"), list(context.pp.ranks)
         self.slice_group = list(context.tp.ranks)
-        self.dp_proc_group, self.pp_proc_group, self.slice_proc_group = (
-            context.replica,
-            context.pp,
-            context.tp,
-        )
-        line = {rank: ranks for ranks in self.pipe_groups for rank in ranks}
+        self.dp_proc_group, self.pp_proc_group = context.replica, context.pp
+        self.slice_proc_group = context.tp
+        pipelines = {rank: ranks for ranks in self.pipe_groups for rank in ranks}
         self.p2p_groups = [
-            [rank, line[rank][(line[rank].index(rank) + 1) % len(line[rank])]] for rank in sorted(line)
+            [rank, ranks[(ranks.index(rank) + 1) % len(ranks)]] for rank, ranks in sorted(pipelines.items())
         ]

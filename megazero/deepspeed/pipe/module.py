@@ -1,4 +1,4 @@
-"""A model as a row of layers, of which each rank builds those of its stage."""
+"""`PipelineStage`: a model as a sequence of layers, of which each rank builds those of its stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.modules import module as torch_module
 
 from megazero.deepspeed.pipe.files import LayerFiles
 from megazero.deepspeed.pipe.grid import PipelineParallelGrid
-from megazero.deepspeed.pipe.specs import TiedLayerSpec, name_of, trained_parameters
+from megazero.deepspeed.pipe.specs import Layer, TiedLayerSpec, name_of, trained_parameters
 from megazero.deepspeed.pipe.stage import StageLayers, recompute, weight_of
 from megazero.deepspeed.pipe.ties import TieGroup
 from megazero.deepspeed.pipe.topology import PipeDataParallelTopology, ProcessTopology
@@ -26,7 +26,7 @@ from megazero.mpu.torch_group import joined_world
 
 
 class TiedWeights:
-    """The weights that this stage shares with others."""
+    """The tied weights of a stage, which other stages hold too."""
 
     tied_modules: nn.ModuleDict
     tied_weight_attrs: dict[str, list[str]]
@@ -34,7 +34,7 @@ class TiedWeights:
 
     @property
     def tied_comms(self) -> dict[str, dict[str, Any]]:
-        """The keys that other stages have too, each with its ranks, group, weights and module."""
+        """Key of tied weights -> their ranks, group, weights and module."""
         return {
             key: {
                 "ranks": list(group.ranks),
@@ -47,7 +47,7 @@ class TiedWeights:
 
     @property
     def copied_buffers(self) -> set[str]:
-        """The names of buffers that a stage before this one has, too, and writes to checkpoints."""
+        """The names of buffers that an earlier stage has too; that stage writes them to checkpoints."""
         return {
             f"tied_modules.{key}.{name}"
             for key, group in self.ties.items()
@@ -56,7 +56,7 @@ class TiedWeights:
         }
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, TieGroup]]:
-        """Each weight that a `tied_weight_attr` names and another stage has too, with the stages' group."""
+        """Each tied weight that a `tied_weight_attr` names, with the group of its stages."""
         return [
             (weight_of(self.tied_modules[key], name, key), group)
             for key, group in sorted(self.ties.items())
@@ -64,7 +64,7 @@ class TiedWeights:
         ]
 
     def allreduce_tied_weight_gradients(self) -> None:
-        """Sum the gradients of tied weights over their stages; an engine does this itself."""
+        """Sum the gradients of tied weights over their stages; an engine calls this by itself."""
         for key, group in sorted(self.ties.items()):
             for param in self.tied_modules[key].parameters():
                 if param.grad is not None:
@@ -74,9 +74,9 @@ class TiedWeights:
     def _copy_ties(self) -> None:
         for key, group in sorted(self.ties.items()):
             for tensor in (*self.tied_modules[key].parameters(), *self.tied_modules[key].buffers()):
-                home = partition_of(tensor) if isinstance(tensor, nn.Parameter) else None
-                if home is not None:
-                    group.broadcast(home.shard)
+                partition = partition_of(tensor) if isinstance(tensor, nn.Parameter) else None
+                if partition is not None:
+                    group.broadcast(partition.shard)
                     continue
                 with GatheredParameters(tensor, modifier_rank=None):
                     value = tensor.detach().clone().contiguous()
@@ -84,41 +84,43 @@ class TiedWeights:
                 self._write(tensor, value)
 
     def _write(self, tensor: Tensor, value: Tensor) -> None:
-        home = getattr(tensor, "zero_home", None)
-        if home is None:
+        holder = getattr(tensor, "shard_holder", None)
+        if holder is None:
             tensor.copy_(value)
             return
-        with home.gathered([tensor], write_back=True):
+        with holder.gathered([tensor], write_back=True):
             tensor.copy_(value)
 
 
 class PipelineStage(TiedWeights, LayerFiles, StageLayers):
-    """A model whose forward is ``for layer in layers: x = layer(x)``, cut into stages.
+    """A model whose forward is ``for layer in layers: x = layer(x)``, split into stages.
 
-    `PipelineModule` is this with a way to its engine. Parameters have the number of their layer in the
-    whole model in their names, as in ``3.weight``, or ``tied_modules.KEY.weight``.
+    Names of parameters have the number of their layer in the whole model, as in ``3.weight``; those of tied
+    weights are ``tied_modules.KEY.weight``.
 
     Args:
         layers: modules, specs, and functions.
         num_stages: the number of stages; the ranks of the world are divided over them.
-        topology: where each rank sits, instead of `num_stages`; also a `ParallelContext`.
-        loss_fn: the loss of the last layer's output and the labels; without it, the output is the loss.
-        seed_layers: give each layer a seed of its own when it is built and each time it runs, so that neither
-            depends on the number of stages.
+        topology: the coordinates of all ranks, instead of `num_stages`; or a `ParallelContext`.
+        loss_fn: computes the loss from the last layer's output and the labels; by default the output is the
+            loss.
+        seed_layers: seed each layer when it is built and each time it runs, so that neither depends on the
+            number of stages.
         seed_fn: called with each seed; by default Python's, numpy's and torch's generators are seeded.
         base_seed: the first layer's seed.
         partition_method: see `split_layers`.
-        activation_checkpoint_interval: how many layers are recomputed together in backward; 0 for none.
-        activation_checkpoint_func: recomputes a function of some inputs; by default torch's, not reentrant.
+        activation_checkpoint_interval: the number of layers that are recomputed together; 0 recomputes none.
+        activation_checkpoint_func: calls a function and recomputes it in backward; by default torch's
+            `checkpoint`, not reentrant.
         checkpointable_layers: names of the classes whose layers may be recomputed; by default all layers with
             parameters.
-        dynamic_shape: whether the shapes between stages depend on more than those of the inputs.
+        dynamic_shape: whether shapes between stages may change while those of the inputs do not.
 
     Attributes:
-        parts: the bounds of the stages: stage p has the layers from ``parts[p]`` up to ``parts[p + 1]``.
+        parts: the bounds of the stages: stage p has layers ``parts[p]`` up to ``parts[p + 1]``.
         stage_id: this rank's stage.
         num_stages: the number of stages.
-        context: this rank's place and groups.
+        context: this rank's groups and device.
 
     Raises:
         ConfigError: an argument is wrong, or the stages do not fit the world.
@@ -126,12 +128,12 @@ class PipelineStage(TiedWeights, LayerFiles, StageLayers):
 
     def __init__(
         self,
-        layers: Iterable[Any],
+        layers: Iterable[Layer],
         num_stages: int | None = None,
         topology: ProcessTopology | ParallelContext | None = None,
         loss_fn: Callable[..., Any] | None = None,
         seed_layers: bool = False,
-        seed_fn: Callable[[int], Any] | None = None,
+        seed_fn: Callable[[int], object] | None = None,
         base_seed: int = 1234,
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,
@@ -188,44 +190,43 @@ class PipelineStage(TiedWeights, LayerFiles, StageLayers):
         return next(stage for stage in range(self.num_stages) if layer_idx < self.parts[stage + 1])
 
     def topology(self) -> ProcessTopology:
-        """Where each rank sits."""
+        """The coordinates of all ranks."""
         return self._grid.topology()
 
     def mpu(self) -> PipelineParallelGrid:
-        """This rank's place and its groups."""
+        """This rank's coordinates and groups."""
         return self._grid
 
     def num_pipeline_stages(self) -> int:
         """The number of stages."""
         return self.num_stages
 
-    def get_additional_losses(self) -> dict[str, Any] | None:
-        """Losses by name that are reported beside the one that is trained on; a subclass may have some."""
+    def get_additional_losses(self) -> dict[str, Tensor | float] | None:
+        """Further losses to report, by name; a subclass may override this."""
         return None
 
     def _find_ties(self) -> dict[str, TieGroup]:
-        """The keys of this stage that other stages have too."""
+        """Key -> the group of stages, for each key of this stage that other stages have too."""
         stages: dict[str, set[int]] = {}
         for number, layer in enumerate(self._layer_specs):
             if isinstance(layer, TiedLayerSpec):
                 stages.setdefault(layer.key, set()).add(self.stage_owner(number))
-        pp = self.context.pp
         return {
-            key: TieGroup(pp, list(holders))
+            key: TieGroup(self.context.pp, list(holders))
             for key, holders in sorted(stages.items())
             if len(holders) > 1 and self.stage_id in holders
         }
 
     def _refuse_shared(self) -> None:
-        """Refuse a module with parameters at two places on different stages, which would drift apart."""
+        """Refuse a module with parameters that two stages use, because its copies would diverge."""
         first: dict[int, int] = {}
         for number, layer in enumerate(self._layer_specs):
             if isinstance(layer, nn.Module) and any(True for _ in layer.parameters()):
-                before = first.setdefault(id(layer), number)
-                if self.stage_owner(before) != self.stage_owner(number):
+                earlier = first.setdefault(id(layer), number)
+                if self.stage_owner(earlier) != self.stage_owner(number):
                     raise ConfigError(
                         f"`layers` must name a module that two stages use in a TiedLayerSpec, but layers "
-                        f"{before} and {number} are the same {type(layer).__name__}; use TiedLayerSpec"
+                        f"{earlier} and {number} are the same {type(layer).__name__}; use TiedLayerSpec"
                     )
 
 
@@ -246,7 +247,7 @@ def _topology(
 
 
 def _refuse_init(context: ParallelContext) -> None:
-    """Refuse a `zero.Init` that would cut this stage's layers over the ranks of other stages."""
+    """Refuse a `zero.Init` that would shard this stage's layers over the ranks of other stages."""
     for hook in torch_module._global_module_registration_hooks.values():
         init = getattr(hook, "__self__", None)
         if isinstance(init, Init) and init.context.replica.ranks != context.replica.ranks:

@@ -1,4 +1,4 @@
-"""Runs batches through this rank's stage: the programs, the executor, and what stages agree on first."""
+"""`StageRunner`: run batches through this rank's stage, after the stages have agreed on shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from megazero.config.tree.zero import ZeroConfig
 from megazero.deepspeed.pipe.chunk import Outputs, StageBatch, StageChunk
 from megazero.deepspeed.pipe.feed import DataEnded
-from megazero.deepspeed.pipe.messages import DescribingGroup, Forms
+from megazero.deepspeed.pipe.messages import DescribingGroup, MessageSpecs
 from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.deepspeed.pipe.specs import PipelineError
 from megazero.deepspeed.pipe.ties import PipelineParallel
@@ -28,15 +28,15 @@ _ENDED = -1
 
 
 class StageRunner:
-    """One stage of the pipeline.
+    """Runs one stage of the pipeline.
 
-    The forms of the messages between stages are sent with the first batch whose inputs have certain shapes,
-    and are known from then on. `dynamic_shape` sends them with every batch.
+    The specs of messages between stages are sent with the first batch of certain input shapes, and are known
+    from then on. With `dynamic_shape` they are sent with every batch.
 
     Args:
         module: the stage.
-        parallel: its parameters.
-        zero: the stage of ZeRO, and whether gradients are reduced while backward runs.
+        parallel: the stage's data parallelism.
+        zero: the ZeRO stage, and whether reductions of gradients overlap with backward.
         compute: calls the module on its input.
     """
 
@@ -51,7 +51,7 @@ class StageRunner:
         self.module, self._pp, self._device = module, context.pp, context.device
         self._group = DescribingGroup(context.pp, context.device)
         self._chunk = StageChunk(module, self._group, compute)
-        self._known: dict[int, Forms] = {}
+        self._known: dict[int, MessageSpecs] = {}
         self._executor: Executor[StageBatch] = Executor(
             {context.pp.rank: self._chunk}, self._group, parallel, context.device
         )
@@ -69,43 +69,42 @@ class StageRunner:
         self._program = program
 
     def train(self, take: Callable[[], list[StageBatch]], count: int, factor: float, step: int) -> StepSums:
-        """Forward and backward of a batch.
+        """Run forward and backward of a batch.
 
         Args:
-            take: gives its micro-batches.
-            count: their number.
-            factor: the factor of each one's loss in backward.
+            take: reads the micro-batches.
+            count: the number of micro-batches.
+            factor: multiplies each micro-batch's loss before backward.
             step: the number of the step.
 
         Raises:
-            DataError: on every stage if the first one has no data; see `PipelineFeed`.
-            PipelineError: the layers at the ends of stages give what cannot be sent, or the loss is no
-                scalar.
+            DataError: on every stage, if the first one has no data; see `PipelineFeed`.
+            PipelineError: a stage's output cannot be sent, or the loss is no scalar.
         """
         batches = self._agree(take, count, training=True)
         factors = torch.full((1,), factor, device=self._device)
         try:
             return self._executor.train(self._program("1f1b", count), batches, factors, step)
         finally:
-            self._group.be_silent()
+            self._group.stop_specs()
 
     def evaluate(self, take: Callable[[], list[StageBatch]], count: int, with_loss: bool) -> Outputs:
-        """Forward of a batch; on the last stage, what it gave. Raises as `train` does."""
+        """Run forward of a batch; the last stage's results. It raises the same errors as `train`."""
         self._chunk.outputs = outputs = Outputs(with_loss)
         batches = self._agree(take, count, training=False)
         try:
             self._executor.evaluate(self._program("forward", count), batches)
         finally:
-            self._group.be_silent()
+            self._group.stop_specs()
             self._chunk.outputs = Outputs()
         return outputs
 
     def forget(self) -> None:
-        """Send the forms of all messages anew; every rank calls this."""
+        """Forget all specs of messages, so that they are sent again; every rank calls this."""
         self._known.clear()
 
     def _agree(self, take: Callable[[], list[StageBatch]], count: int, *, training: bool) -> list[StageBatch]:
-        """Take the micro-batches, and learn from the first stage which shapes there are."""
+        """Read the micro-batches, and broadcast a hash of the first stage's input shapes to all stages."""
         if self._pp.size == 1:
             return take()
         batches: list[StageBatch] = []
@@ -114,35 +113,37 @@ class StageRunner:
             try:
                 batches = take()
                 key = _key(batches, training)
-            except DataError as raised:  # the other stages must not wait for what never comes
+            except DataError as raised:  # the other stages must not wait for activations
                 error = raised
         message = torch.tensor([key, key in self._known], dtype=torch.int64, device=self._device)
         self._pp.broadcast(message, 0).wait()
-        key, fixed = message.tolist()
+        key, known = message.tolist()
         if key == _ENDED:
             raise error or DataEnded("the first stage must have data, but has none; its rank says why")
-        if fixed and key not in self._known:
+        if known and key not in self._known:
             raise PipelineError(
                 "`reset_activation_shape` must be called on every rank, but was not called on the first "
                 "stage; call it everywhere"
             )
-        forms = self._known[key] if fixed else Forms()
-        self._chunk.forms, self._chunk.fixed = forms, bool(fixed)
-        if not fixed:
-            self._group.describe(forms.outgoing, count)
+        specs = self._known[key] if known else MessageSpecs()
+        self._chunk.specs, self._chunk.specs_known = specs, bool(known)
+        if not known:
+            self._group.send_specs(specs.outgoing, count)
             if not self.module.dynamic_shape:
-                self._known[key] = forms
+                self._known[key] = specs
         return batches if self._pp.rank == 0 else take()
 
 
 def _key(batches: Sequence[StageBatch], training: bool) -> int:
-    """A number for the shapes of a batch's inputs, at least 0."""
+    """A hash of the shapes of a batch's inputs, at least 0."""
 
     def shape(value: Tensor) -> str:
         return f"{tuple(value.shape)} {value.dtype}"
 
     parts = [
-        [shape(batch.inputs)] if isinstance(batch.inputs, Tensor) else [*map(shape, batch.inputs), "tuple"]
+        [shape(batch.inputs)]
+        if isinstance(batch.inputs, Tensor)
+        else [*map(shape, batch.inputs or ()), "tuple"]
         for batch in batches
     ]
     digest = hashlib.blake2b(repr((training, parts)).encode(), digest_size=8).digest()

@@ -1,19 +1,18 @@
-"""DeepSpeed's names of schedules and instructions, as descriptions of what our executor runs.
+"""DeepSpeed's schedules and instructions, which describe what our executor runs.
 
-The engine does not execute them: it runs a `Program` of `megazero.pipeline`, whose forwards and backwards
-come in the order that is described here.
+The engine does not execute them: it runs a `Program` of `megazero.pipeline`, with forwards and backwards in
+the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 
 class PipeInstruction:
-    """Something that a stage does; its keyword arguments are attributes."""
+    """An instruction of a stage; its keyword arguments are attributes."""
 
-    def __init__(self, **kwargs: Any):
+    def __init__(self, **kwargs: object):
         self.name = type(self).__name__
         self.kwargs = kwargs
         self.__dict__.update(kwargs)
@@ -23,38 +22,38 @@ class PipeInstruction:
 
 
 class BufferOpInstruction(PipeInstruction):
-    """An instruction on the micro-batch in one of the stage's buffers."""
+    """An instruction on the micro-batch in a buffer of the stage."""
 
-    def __init__(self, buffer_id: int, **kwargs: Any):
+    def __init__(self, buffer_id: int, **kwargs: object):
         super().__init__(buffer_id=buffer_id, **kwargs)
 
 
 class LoadMicroBatch(BufferOpInstruction):
-    """Take the next micro-batch from the data iterator."""
+    """Read the next micro-batch from the data iterator."""
 
 
 class ForwardPass(BufferOpInstruction):
-    """Compute the stage's layers."""
+    """Run forward of the stage's layers."""
 
 
 class BackwardPass(BufferOpInstruction):
-    """Compute the gradients of the stage's layers."""
+    """Run backward of the stage's layers."""
 
 
 class SendActivation(BufferOpInstruction):
-    """Send a result to the next stage."""
+    """Send the stage's output to the next stage."""
 
 
 class RecvActivation(BufferOpInstruction):
-    """Receive the result of the stage before."""
+    """Receive the output of the previous stage."""
 
 
 class SendGrad(BufferOpInstruction):
-    """Send a gradient to the stage before."""
+    """Send the gradient of the stage's input to the previous stage."""
 
 
 class RecvGrad(BufferOpInstruction):
-    """Receive a gradient from the next stage."""
+    """Receive the gradient of the stage's output from the next stage."""
 
 
 class ReduceTiedGrads(PipeInstruction):
@@ -70,7 +69,7 @@ class OptimizerStep(PipeInstruction):
 
 
 class PipeSchedule:
-    """The instructions of one stage, step by step.
+    """The instructions of one stage by step; a base class.
 
     Args:
         micro_batches: the number of micro-batches.
@@ -84,10 +83,10 @@ class PipeSchedule:
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """The instructions of each step."""
-        raise NotImplementedError("a schedule says what its steps are")
+        raise NotImplementedError("each schedule has steps of its own")
 
     def num_pipe_buffers(self) -> int:
-        """The most micro-batches that the stage holds at a time."""
+        """The number of buffers: the most micro-batches that the stage holds at a time."""
         return self.micro_batches
 
     @property
@@ -107,28 +106,28 @@ class PipeSchedule:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether there is no stage before."""
+        """Whether this is the first stage."""
         return self.stage_id == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether there is no stage after."""
+        """Whether this is the last stage."""
         return self.stage_id == self.stages - 1
 
     def __iter__(self) -> Iterator[list[PipeInstruction]]:
         return self.steps()
 
     def _at(self, step: int, first: int, stride: int) -> int | None:
-        """The micro-batch whose turn this step is, if it is one's; the first one's is step `first`."""
-        micro, between = divmod(step - first, stride)
-        return micro if not between and 0 <= micro < self.micro_batches else None
+        """The micro-batch at a step, if any; they come every `stride` steps from step `first` on."""
+        micro, rest = divmod(step - first, stride)
+        return micro if not rest and 0 <= micro < self.micro_batches else None
 
     def _buffer(self, micro: int) -> int:
         return micro % self.num_pipe_buffers()
 
 
 class TrainSchedule(PipeSchedule):
-    """One forward, one backward: what `train_batch` runs."""
+    """The schedule of `train_batch`: one forward, one backward."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """The instructions of each step; a forward or a backward takes one step."""
@@ -140,7 +139,7 @@ class TrainSchedule(PipeSchedule):
             yield instructions
 
     def num_pipe_buffers(self) -> int:
-        """The most micro-batches that await their backward; at least 2, one of which may be on its way."""
+        """The most micro-batches between forward and backward; at least 2, as one may be in transfer."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def _forward(self, step: int) -> int | None:
@@ -150,20 +149,20 @@ class TrainSchedule(PipeSchedule):
         return self._at(step, 2 * self.stages - 1 - self.stage_id, 2)
 
     def _transfers(self, step: int) -> Iterator[PipeInstruction]:
-        """The messages to and from the one neighbour that this step's work has to do with."""
+        """The messages before the work of a step; a step exchanges messages with one neighbour alone."""
         forward, backward = self._forward(step), self._backward(step)
         if (step - self.stage_id) % 2 == 0:
-            before = self._backward(step - 1)
-            if before is not None and not self.is_first_stage:
-                yield SendGrad(self._buffer(before))
+            done = self._backward(step - 1)
+            if done is not None and not self.is_first_stage:
+                yield SendGrad(self._buffer(done))
             if forward is not None and not self.is_first_stage:
                 yield RecvActivation(self._buffer(forward))
         else:
-            before = self._forward(step - 1)
+            done = self._forward(step - 1)
             if backward is not None and not self.is_last_stage:
                 yield RecvGrad(self._buffer(backward))
-            if before is not None and not self.is_last_stage:
-                yield SendActivation(self._buffer(before))
+            if done is not None and not self.is_last_stage:
+                yield SendActivation(self._buffer(done))
 
     def _work(self, step: int) -> Iterator[PipeInstruction]:
         if (forward := self._forward(step)) is not None:
@@ -175,31 +174,31 @@ class TrainSchedule(PipeSchedule):
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forwards alone: what `eval_batch` runs."""
+    """The schedule of `eval_batch`: forwards alone."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """The instructions of each step; a forward takes one step."""
         odd = self.stage_id % 2
         for step in range(self.micro_batches + self.stages - 1):
-            mine, done = self._at(step, self.stage_id, 1), self._at(step - 1, self.stage_id, 1)
-            here, there = (step + odd) % 2, (step + 1 + odd) % 2
-            loads = mine is not None and (self.is_first_stage or self.is_last_stage)
-            send = [SendActivation(there)] if done is not None and not self.is_last_stage else []
-            receive = [RecvActivation(here)] if mine is not None and not self.is_first_stage else []
+            current, done = self._at(step, self.stage_id, 1), self._at(step - 1, self.stage_id, 1)
+            buffer, other = (step + odd) % 2, (step + 1 + odd) % 2
+            loads = current is not None and (self.is_first_stage or self.is_last_stage)
+            send = [SendActivation(other)] if done is not None and not self.is_last_stage else []
+            receive = [RecvActivation(buffer)] if current is not None and not self.is_first_stage else []
             yield [
-                *([LoadMicroBatch(here)] if loads else []),
-                # Neighbours must not both send first.
+                *([LoadMicroBatch(buffer)] if loads else []),
+                # Of two neighbours, one sends first and the other receives first.
                 *([*receive, *send] if odd else [*send, *receive]),
-                *([ForwardPass(here)] if mine is not None else []),
+                *([ForwardPass(buffer)] if current is not None else []),
             ]
 
     def num_pipe_buffers(self) -> int:
-        """Two: one to receive into beside the one that is computed."""
+        """The number of buffers, which is 2: one to receive into, and one in computation."""
         return 2
 
 
 class DataParallelSchedule(PipeSchedule):
-    """Accumulation on one stage."""
+    """A schedule of gradient accumulation without stages."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """The instructions of each step; a micro-batch takes one step."""
@@ -208,5 +207,5 @@ class DataParallelSchedule(PipeSchedule):
             yield [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0), *last]
 
     def num_pipe_buffers(self) -> int:
-        """One."""
+        """The number of buffers, which is 1."""
         return 1

@@ -1,4 +1,4 @@
-"""A layer as something that is built later, and only by the stage that holds it."""
+"""`LayerSpec`: a description of a layer, which only the stage that holds the layer builds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megazero.errors import ConfigError, MegazeroError
 
 
 class PipelineError(MegazeroError):
-    """A pipeline is used in a way that only a whole model could be."""
+    """A use of a pipeline that only a whole model allows."""
 
 
 class LayerSpec:
@@ -46,18 +46,18 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer whose weights are those of every other layer with the same key.
+    """A layer that shares its weights with every other layer of the same key.
 
-    Each stage that uses it holds a copy; the copies begin equal and stay equal.
+    Each stage that uses it holds a copy; the copies are always equal.
 
     Args:
-        key: names the weights: ``tied_modules.KEY``.
+        key: the name of the weights, as in ``tied_modules.KEY``.
         typename: the class.
-        *module_args: its arguments; those of the stage's first layer with this key count.
+        *module_args: its arguments; the stage's first layer with this key determines them.
         **module_kwargs: its arguments by name.
-        forward_fn: called with the module and the input instead of the module's forward.
-        tied_weight_attr: the module's weights that scripts ask for, such as ``weight`` or ``norm.weight``.
-            All its weights are tied.
+        forward_fn: called with the module and the input, instead of the module's forward.
+        tied_weight_attr: names of weights that `tied_comms` lists, such as ``weight`` or ``norm.weight``; all
+            weights of the module are tied.
     """
 
     def __init__(
@@ -77,8 +77,12 @@ class TiedLayerSpec(LayerSpec):
         )
 
 
-def name_of(layer: Any) -> str | None:
-    """The name of a layer's class, or of the function that it is; None if it has none."""
+Layer = LayerSpec | nn.Module | Callable[..., Any]
+"""A layer of a pipeline: a spec, a module, or a function."""
+
+
+def name_of(layer: object) -> str | None:
+    """The name of a layer's class, or of a function; None if it has none."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     if isinstance(layer, nn.Module):
@@ -87,8 +91,8 @@ def name_of(layer: Any) -> str | None:
     return name
 
 
-def trained_parameters(layer: Any) -> int:
-    """The number of trained parameters of a layer; a spec is built for it, as DeepSpeed does."""
+def trained_parameters(layer: object) -> int:
+    """The number of trained parameters of a layer; a spec is built to count them, as in DeepSpeed."""
     built = layer.build() if isinstance(layer, LayerSpec) else layer
     if not isinstance(built, nn.Module):
         return 0

@@ -1,4 +1,4 @@
-"""The layers of one stage: built in their order, run one after another, and recomputed in runs."""
+"""`StageLayers`: build the layers of one stage, run them in order, and recompute groups of them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megazero.deepspeed.pipe.specs import LayerSpec, TiedLayerSpec, name_of
+from megazero.deepspeed.pipe.specs import Layer, LayerSpec, TiedLayerSpec, name_of
 from megazero.errors import ConfigError
 
-recompute = partial(checkpoint, use_reentrant=False)
-"""Computes a function again in backward instead of keeping its activations."""
+LayerFunction = Callable[[Any], Any]
+"""Computes a layer's output from its input."""
 
-# GPT models of Megatron name their layers in this way, and their embeddings must not be recomputed.
+recompute = partial(checkpoint, use_reentrant=False)
+"""Calls a function without keeping its activations, and recomputes it in backward."""
+
+# Of Megatron's GPT models only these layers are recomputed, because embeddings must not be.
 _GPT = ("GPTModelPipe", "GPT2ModelPipe")
 _GPT_LAYER = "ParallelTransformerLayerPipe"
 
@@ -26,23 +29,22 @@ _GPT_LAYER = "ParallelTransformerLayerPipe"
 def seed_everything(seed: int) -> None:
     """Seed Python's, numpy's and torch's generators."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # user's layers draw from it
+    np.random.seed(seed % 2**32)  # layers of users may draw from it
     torch.manual_seed(seed % 2**63)
 
 
 class StageLayers(nn.Module):
-    """The layers of one stage, under their numbers in the whole model.
+    """The layers of one stage, named by their numbers in the whole model.
 
     Attributes:
-        forward_funcs: what is called, layer by layer.
-        fwd_map: name of a layer -> its place in `forward_funcs`.
-        tied_modules: the modules that layers share, by key.
-        activation_checkpoint_interval: how many layers are recomputed together; 0 recomputes none.
-        activation_checkpoint_func: called with a function and its inputs, calls it and computes it again in
-            backward.
+        forward_funcs: the function of each layer.
+        fwd_map: name of a layer -> its index in `forward_funcs`.
+        tied_modules: key -> the module that layers share.
+        activation_checkpoint_interval: the number of layers that are recomputed together; 0 recomputes none.
+        activation_checkpoint_func: calls a function and recomputes it in backward.
         checkpointable_layers: names of the classes whose layers may be recomputed; None for all.
-        seed_layers: whether each layer has a seed of its own.
-        seed_fn: called with a seed; by default `seed_everything`.
+        seed_layers: whether each layer is seeded.
+        seed_fn: called with a seed; None for `seed_everything`.
         base_seed: the first layer's seed.
         micro_offset: calls of forward so far.
     """
@@ -51,23 +53,23 @@ class StageLayers(nn.Module):
     activation_checkpoint_func: Callable[..., Any]
     checkpointable_layers: Sequence[str] | None
     seed_layers: bool
-    seed_fn: Callable[[int], Any] | None
+    seed_fn: Callable[[int], object] | None
     base_seed: int
 
     def __init__(self) -> None:
         super().__init__()
-        self.forward_funcs: list[Callable[[Any], Any]] = []
+        self.forward_funcs: list[LayerFunction] = []
         self.fwd_map: dict[str, int] = {}
         self.tied_modules = nn.ModuleDict()
         self.tied_weight_attrs: dict[str, list[str]] = {}
         self.micro_offset = 0
         self._local_start = 0
 
-    def build_layers(self, layers: Sequence[Any], first: int) -> None:
-        """Build layers, of which the first one has the number `first` in the whole model.
+    def build_layers(self, layers: Sequence[Layer], first: int) -> None:
+        """Build layers; `first` is the number of the first one in the whole model.
 
         Raises:
-            ConfigError: a layer cannot be called, or a tied module lacks a weight that it should have.
+            ConfigError: a layer cannot be called, or a tied module lacks a `tied_weight_attr`.
         """
         self._local_start = first
         for number, layer in enumerate(layers, first):
@@ -88,7 +90,7 @@ class StageLayers(nn.Module):
                     f"{type(layer).__name__}; wrap it"
                 )
 
-    def _tied(self, spec: TiedLayerSpec) -> Callable[[Any], Any]:
+    def _tied(self, spec: TiedLayerSpec) -> LayerFunction:
         if spec.key not in self.tied_modules:
             module = spec.build()
             for name in spec.tied_weight_attr:
@@ -99,7 +101,7 @@ class StageLayers(nn.Module):
         return module if spec.forward_fn is None else partial(spec.forward_fn, module)
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Recompute runs of so many layers from now on; 0 recomputes none.
+        """Recompute this many layers together from now on; 0 recomputes none.
 
         Raises:
             ConfigError: it is negative.
@@ -109,7 +111,7 @@ class StageLayers(nn.Module):
         self.activation_checkpoint_interval = interval
 
     def forward(self, forward_input: Any) -> Any:
-        """This stage's layers, one after another."""
+        """Run this stage's layers in order."""
         self.micro_offset += 1
         interval = self.activation_checkpoint_interval or len(self.forward_funcs) or 1
         x = forward_input
@@ -122,17 +124,17 @@ class StageLayers(nn.Module):
                 x = run(x)
         return x
 
-    def _run(self, funcs: Sequence[Callable[[Any], Any]], first: int, offset: int, *inputs: Any) -> Any:
-        """Call some layers, of which the first one has the number `first`."""
+    def _run(self, funcs: Sequence[LayerFunction], first: int, offset: int, *inputs: Any) -> Any:
+        """Run some layers; `first` is the number of the first one, and `offset` that of the micro-batch."""
         x = inputs[0] if len(inputs) == 1 else inputs
         for number, layer in enumerate(funcs, first):
-            if self.seed_layers:  # the same in a recomputation, as the micro-batch's offset is an argument
+            if self.seed_layers:  # the same seed in a recomputation
                 (self.seed_fn or seed_everything)(self.base_seed * offset + number)
             x = layer(x)
         return x
 
-    def _recomputes(self, funcs: Sequence[Callable[[Any], Any]]) -> bool:
-        """Whether a run of layers may be recomputed."""
+    def _recomputes(self, funcs: Sequence[LayerFunction]) -> bool:
+        """Whether these layers may be recomputed."""
         names = None if self.checkpointable_layers is None else set(self.checkpointable_layers)
         if type(self).__name__ in _GPT:
             names = (names or set()) | {_GPT_LAYER}
@@ -141,7 +143,7 @@ class StageLayers(nn.Module):
         return any(isinstance(func, nn.Module) and any(True for _ in func.parameters()) for func in funcs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile each layer; the arguments are those of `torch.compile`."""
+        """Compile each layer with torch; the arguments are those of `torch.compile`."""
         for place, layer in enumerate(self.forward_funcs):
             if isinstance(layer, nn.Module):
                 layer.compile(*args, **kwargs)
@@ -150,7 +152,7 @@ class StageLayers(nn.Module):
 
     @property
     def last_layer(self) -> str:
-        """The last layer in words, for errors."""
+        """The number and class of the last layer, for messages."""
         if not self.forward_funcs:
             return "an empty stage"
         number = self._local_start + len(self.forward_funcs) - 1
@@ -165,13 +167,13 @@ def weight_of(module: nn.Module, name: str, key: str) -> nn.Parameter:
     Raises:
         ConfigError: it has none.
     """
-    held: Any = module
+    weight: object = module
     for part in name.split("."):
-        held = getattr(held, part, None)
-    if not isinstance(held, nn.Parameter):
+        weight = getattr(weight, part, None)
+    if not isinstance(weight, nn.Parameter):
         raise ConfigError(
             f"`tied_weight_attr` must name parameters of the module of {key!r}, but its "
             f"{type(module).__name__} has no {name!r}; it has "
             f"{', '.join(own for own, _ in module.named_parameters()) or 'none'}"
         )
-    return held
+    return weight

@@ -1,9 +1,9 @@
-"""The places of ranks as DeepSpeed names them: coordinates along named axes, no communication."""
+"""DeepSpeed's topologies: coordinates of ranks along named axes, without communication."""
 
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -11,7 +11,7 @@ from megazero.errors import ConfigError
 
 
 class ProcessTopology:
-    """Ranks numbered along named axes, the last axis fastest.
+    """Ranks on a grid with named axes; the last axis varies fastest.
 
     Args:
         axes: the names of the axes.
@@ -21,15 +21,16 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]):
         self.axes = list(axes)
         self.dims = list(dims)
-        self.ProcessCoord = _place_type(self.axes)
+        make: Callable[..., Any] = namedtuple
+        self.ProcessCoord = make("ProcessCoord", self.axes)
         places = product(*(range(size) for size in self.dims))
         self.mapping: dict[Any, int] = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at a coordinate along every axis.
+        """The rank at coordinates along all axes.
 
         Raises:
-            ConfigError: an axis is missing, unknown, or not that long.
+            ConfigError: an axis is missing or unknown, or a coordinate is outside of the grid.
         """
         if set(coord_kwargs) != set(self.axes):
             raise ConfigError(
@@ -45,7 +46,7 @@ class ProcessTopology:
         return self.mapping[place]
 
     def get_axis_names(self) -> list[str]:
-        """The names of the axes, slowest first."""
+        """The names of the axes."""
         return self.axes
 
     def get_rank_repr(
@@ -55,7 +56,7 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """A rank's coordinates as text for the names of files, such as ``model_01``."""
+        """A rank's coordinates as text for names of files, such as ``model_01``."""
         place = self.get_coord(rank)
         named = zip(self.axes, place, strict=True)
         return outer_sep.join(f"{axis}{inner_sep}{at:02d}" for axis, at in named if axis not in omit_axes)
@@ -79,7 +80,7 @@ class ProcessTopology:
         )
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The groups of ranks that differ along `axis` alone; none if there is no such axis."""
+        """The groups of ranks that differ in `axis` alone; none if there is no such axis."""
         if axis not in self.axes:
             return []
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -104,7 +105,7 @@ class ProcessTopology:
         ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks at index `idx` of an axis.
+        """The ranks with coordinate `idx` along an axis.
 
         Raises:
             ConfigError: there is no such axis.
@@ -119,27 +120,22 @@ class ProcessTopology:
         return str(self.mapping)
 
 
-def _place_type(axes: list[str]) -> Any:
-    made: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]  # the caller names the fields
-    return made
-
-
 class PipeDataParallelTopology(ProcessTopology):
-    """`num_pp` stages of `num_dp` ranks each; the ranks of a stage are adjacent."""
+    """`num_pp` stages of `num_dp` replicas; the ranks of a stage are adjacent."""
 
     def __init__(self, num_pp: int, num_dp: int):
         super().__init__(["pipe", "data"], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Stages, replicas, and in each replica `num_mp` adjacent tensor-parallel ranks."""
+    """`num_pp` stages of `num_dp` replicas of `num_mp` tensor-parallel ranks, which are adjacent."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int):
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
 def default_topology(world_size: int) -> PipeDataParallelTopology:
-    """The topology that DeepSpeed takes without one: the world's prime factors to stages and data in turn."""
+    """DeepSpeed's default: the world size's prime factors go to stages and replicas in turn."""
     sizes, left, factor, turn = [1, 1], world_size, 2, 0
     while left > 1:
         if left % factor:

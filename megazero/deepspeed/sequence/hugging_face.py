@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megazero.deepspeed.comm.logged_group import logged_group
+from megazero.deepspeed.comm.groups import logged_group
 from megazero.deepspeed.sequence.masks import PieceMask, documents_of, gather_positions
 from megazero.deepspeed.sequence.state import SequenceMpu, initialize_sequence_parallel
 from megazero.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.deepspeed.comm.logged_group import logged_group
+from megazero.deepspeed.comm.groups import logged_group
 from megazero.deepspeed.comm.world import AnyGroup
 from megazero.deepspeed.sequence.pieces import check_pieces
 from megazero.errors import ConfigError

@@ -97,7 +97,7 @@ class Cutter:
         home = partition_of(param)
         if home is not None:  # cut by `zero.Init` over ranks that now hold different slices
             param.data = home.whole()
-            del param.__dict__["zero_home"], param.__dict__["__deepcopy__"]
+            del param.__dict__["shard_holder"], param.__dict__["__deepcopy__"]
         sliced = Sliced(name, tuple(param.shape), dim, tuple(pieces), whole)
         slice_parameter(param, sliced, self.group, trained=self.trained)
 

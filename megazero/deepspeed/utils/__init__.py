@@ -1,1 +1,1 @@
-"""utils: helpers around tensors and modules that a DeepSpeed script imports, and classes made of parts."""
+"""utils: helpers for tensors and modules that DeepSpeed scripts import, and classes composed of parts."""

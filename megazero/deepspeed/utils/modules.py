@@ -1,4 +1,4 @@
-"""Helpers around modules: attributes by a dotted name, construction on a device, and marks for profilers."""
+"""Helpers for modules: dotted attributes, construction on a device, profiler ranges, and versions."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def recursive_getattr(model: nn.Module, module_name: str) -> Any:
     return functools.reduce(getattr, module_name.split("."), model)
 
 
-def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
+def recursive_setattr(model: nn.Module, module_name: str, module: object) -> None:
     """Set the attribute at a dotted name."""
     path, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, path) if path else model, name, module)
 
 
 def instrument_w_nvtx(func: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Mark each call as a range in the profiler's picture; under `torch.compile` nothing is marked."""
+    """Decorate a function whose calls are ranges in the profiler, except under `torch.compile`."""
 
     @functools.wraps(func)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -47,12 +47,12 @@ def instrument_w_nvtx(func: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class OnDevice(TorchFunctionMode):
-    """A context in which tensors, and so modules, are made on a device and in a floating-point type.
+    """Context in which new tensors, and so modules, get a device and a floating-point type.
 
     Args:
         dtype: the type of floating-point tensors.
-        device: the device of tensors made without one; ``meta`` gives them no memory.
-        enabled: False changes nothing.
+        device: the device of tensors that are made without one; ``meta`` allocates no memory.
+        enabled: False makes the context do nothing.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str = "meta", enabled: bool = True):
@@ -71,8 +71,12 @@ class OnDevice(TorchFunctionMode):
             super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch does not annotate it
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = dict(kwargs or {})
         if func in (torch.empty, torch.zeros, torch.ones, torch.full):
             if kwargs.get("device") is None:
@@ -85,7 +89,7 @@ class OnDevice(TorchFunctionMode):
 def required_torch_version(
     min_version: float | str | None = None, max_version: float | str | None = None
 ) -> bool:
-    """Whether torch's version is within these bounds, both included."""
+    """Whether torch's version is within bounds, both inclusive."""
     own = version.parse(torch.__version__)
     lowest = min_version is None or version.parse(str(min_version)) <= own
     return lowest and (max_version is None or own <= version.parse(str(max_version)))
@@ -101,11 +105,11 @@ def is_compiling() -> bool:
     return torch.compiler.is_compiling()
 
 
-def disable(func: Callable[..., Any]) -> Any:
-    """The function, which `torch.compile` leaves as it is."""
-    return torch.compiler.disable(func)
+def disable(func: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Exclude a function from `torch.compile`."""
+    return torch.compiler.disable(func)  # type: ignore[no-any-return]  # torch does not annotate it
 
 
 def get_default_autocast_lower_precision_modules() -> list[str]:
-    """The modules whose gradients DeepSpeed sends in 16 bits under `torch_autocast`, by name."""
+    """DeepSpeed's default `torch_autocast.lower_precision_safe_modules`: names of module classes."""
     return [f"torch.nn.modules.{name}" for name in ("linear.Linear", *(f"conv.Conv{d}d" for d in (1, 2, 3)))]

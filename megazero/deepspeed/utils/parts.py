@@ -1,4 +1,4 @@
-"""A class made of parts, which shows what they have under the names of a table."""
+"""`made_of`: compose a class of parts, whose members it exposes by a table of names."""
 
 from __future__ import annotations
 
@@ -7,57 +7,57 @@ from functools import wraps
 from inspect import getattr_static
 from operator import attrgetter
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
 Parts = Mapping[str, tuple[type, str]]
-"""Attribute that holds a part -> the part's class, and the names under which the whole shows what it has."""
+"""Attribute that holds a part -> the part's class, and the names of its members to expose."""
 
 
 def made_of(parts: Parts) -> Callable[[type[T]], type[T]]:
     """Decorate a class whose instances hold parts.
 
-    Methods and properties of a part are found on the whole with their signature and docstring; other names
-    are attributes, which are read and written there. A class derived from the whole may override them, and
-    has further parts of its own by the same decorator.
+    Methods and properties of a part become members of the class, with signature and docstring. Names that the
+    part's class lacks are instance attributes of the part, which the class reads and writes. A derived class
+    may override members, and may have further parts by the same decorator.
     """
 
-    def made(whole: type[T]) -> type[T]:
+    def decorate(whole: type[T]) -> type[T]:
         for part, (kind, names) in parts.items():
             for name in names.split():
                 member = getattr_static(kind, name, None)
-                setattr(whole, name, _shown(f"{part}.{name}", member))
+                setattr(whole, name, _exposed(f"{part}.{name}", member))
         return whole
 
-    return made
+    return decorate
 
 
-def _shown(path: str, member: Any) -> Any:
+def _exposed(path: str, member: object) -> object:
     read = attrgetter(path)
     if isinstance(member, FunctionType):
 
         @wraps(member)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(self: object, *args: object, **kwargs: object) -> object:
             return read(self)(*args, **kwargs)
 
         return call
 
     part, _, name = path.partition(".")
 
-    def write(self: Any, value: Any) -> None:
+    def write(self: object, value: object) -> None:
         setattr(getattr(self, part), name, value)
 
-    fixed = isinstance(member, property) and member.fset is None
-    return property(read, None if fixed else write, doc=getattr(member, "__doc__", None))
+    read_only = isinstance(member, property) and member.fset is None
+    return property(read, None if read_only else write, doc=getattr(member, "__doc__", None))
 
 
-def asked(name: str, path: str, what: str) -> Any:
-    """A method of no arguments that returns what a path leads to; the docstring is `what`."""
+def getter_method(name: str, path: str, doc: str) -> Callable[[object], object]:
+    """A method without arguments that returns the attribute at a dotted path."""
     read = attrgetter(path)
 
-    def ask(self: Any) -> Any:
+    def get(self: object) -> object:
         return read(self)
 
-    ask.__name__, ask.__doc__ = name, what
-    return ask
+    get.__name__, get.__doc__ = name, doc
+    return get

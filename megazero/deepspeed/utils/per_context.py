@@ -1,4 +1,4 @@
-"""`PerContext`: a choice that DeepSpeed keeps for the process, kept here for each context of execution."""
+"""`PerContext`: a value per execution context (a thread, or a task), for what DeepSpeed keeps per process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 class PerContext(Generic[T]):
-    """One value, None until it is set; ranks that are threads each have their own.
+    """A value that is None until it is set; ranks that are threads each have their own.
 
     Args:
-        name: what it is, for debuggers.
+        name: its name in debuggers.
     """
 
     def __init__(self, name: str):
@@ -23,5 +23,5 @@ class PerContext(Generic[T]):
         return self._variable.get()
 
     def set(self, value: T | None) -> None:
-        """Set the value, or forget it."""
+        """Set the value; None clears it."""
         self._variable.set(value)

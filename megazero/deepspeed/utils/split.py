@@ -1,4 +1,4 @@
-"""Which layers each stage gets: bounds as DeepSpeed draws them, so that old scripts keep their stages."""
+"""Split layers into pipeline stages with DeepSpeed's bounds, so that scripts keep their stages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megazero.errors import ConfigError
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """The bounds of `num_parts` parts of equal size; those left over go to the first parts, one each.
+    """Split items into parts of equal size; the first parts get one more if the sizes do not divide.
 
     Returns:
-        ``num_parts + 1`` bounds: part p holds the items from bound p up to bound p + 1.
+        ``num_parts + 1`` bounds: part p has the items from bound p up to bound p + 1.
     """
     size, left = divmod(num_items, num_parts)
     sizes = [size + (part < left) for part in range(num_parts)]
@@ -22,12 +22,11 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """The bounds of contiguous parts whose heaviest and lightest weigh as much the same as possible.
+    """Split weighted items into contiguous parts, minimizing the heaviest part minus the lightest.
 
-    The parts are found one cut after another, as DeepSpeed does since 0.12.6: the best cut of the first i
-    items into j parts extends a best cut of fewer items into j - 1. That is not always the best of all cuts.
-    Among equal ones, the last one counts. `megazero.pipeline.partition` makes the heaviest part as light as
-    possible instead.
+    The method is DeepSpeed's since 0.12.6: dynamic programming over the first i items in j parts, each from
+    the best split of fewer items into j - 1 parts. The result is not always optimal; the last of equal splits
+    is taken. `megazero.pipeline.partition` minimizes the heaviest part instead.
     """
     count = len(weights)
     if count <= num_parts:
@@ -61,14 +60,14 @@ def split_layers(
     """The bounds of the stages.
 
     Args:
-        method: ``uniform``, ``parameters`` (as many trained parameters each) or ``type:REGEX`` (as many
-            layers each whose class or function has a name that matches, ignoring case); in any case.
+        method: the quantity to balance: ``uniform`` (layers), ``parameters`` (trained parameters) or
+            ``type:REGEX`` (layers whose name matches). Case is ignored.
         stages: the number of stages.
-        types: the name of each layer's class, or of the function; None if it has none.
-        count_parameters: the number of trained parameters of each layer.
+        types: the name of each layer's class or function; None if it has none.
+        count_parameters: counts the trained parameters of each layer.
 
     Raises:
-        ConfigError: there is no such method, or the regular expression is invalid or matches nothing.
+        ConfigError: the method is unknown, or the regular expression is invalid or matches nothing.
     """
     kind, colon, regex = method.partition(":")
     kind = kind.lower() + colon

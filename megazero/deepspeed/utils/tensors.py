@@ -1,4 +1,4 @@
-"""`runtime.utils`: seeds, memory, tensors on devices, norms of gradients, and ways of cutting things up."""
+"""DeepSpeed's `runtime.utils`: seeds, memory reports, tensors on devices, norms, and `PartitionedTensor`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from math import inf, isfinite, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from megazero.deepspeed.accelerator.choose import get_accelerator
 from megazero.deepspeed.accelerator.cpu import Accelerator
 from megazero.deepspeed.comm.collectives import all_gather_into_tensor, all_reduce
+from megazero.deepspeed.comm.mpu import Mpu
 from megazero.deepspeed.comm.world import AnyGroup, ReduceOp, get_rank, get_world_size
 from megazero.deepspeed.reports.logging import print_dist
 from megazero.deepspeed.utils.split import partition_uniform
@@ -34,7 +35,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """With `force`, print the memory in use, on the first rank; peaks begin anew."""
+    """With `force`, print the memory in use on rank 0, and reset the peaks."""
     if not force:
         return
     gc.collect()
@@ -55,7 +56,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Print the device's memory in use on one rank, or on all."""
+    """Print the device's memory in use, on rank `print_rank` or, for -1, on all ranks."""
     device = get_accelerator()
     device.synchronize()
     if reset_max:
@@ -68,7 +69,7 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
 
 
 def empty_cache() -> None:
-    """Give memory that no tensor uses back to the device, and forget its peak."""
+    """Release cached memory of the device, and reset the peak."""
     get_accelerator().empty_cache()
     get_accelerator().reset_peak_memory_stats()
 
@@ -80,9 +81,8 @@ def move_to_device(
 
     Args:
         item: a tensor or a collection.
-        device: where to.
-        criterion_func: chooses what is moved in place; everything else stays. By default all tensors move,
-            as copies.
+        device: the device.
+        criterion_func: chooses the tensors to move, in place; by default all are moved, as copies.
     """
     if criterion_func is not None and criterion_func(item):
         item.data = item.to(device).data
@@ -94,14 +94,14 @@ def move_to_device(
 
 
 def copy_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool]) -> Any:
-    """Copies of what `criterion_func` chooses on a device, in the same nesting; the rest as it is."""
+    """Copy the tensors that `criterion_func` chooses to a device; returns the same nesting."""
     if criterion_func(item):
         return item.to(device)
     return _mapped(item, lambda part: copy_to_device(part, device, criterion_func))
 
 
 def _mapped(item: Any, change: Callable[[Any], Any]) -> Any:
-    """A collection of changed parts; anything else as it is."""
+    """Apply a function to the items of a collection; other values are returned unchanged."""
     if isinstance(item, dict):
         return {key: change(value) for key, value in item.items()}
     if isinstance(item, (list, tuple)):
@@ -109,11 +109,14 @@ def _mapped(item: Any, change: Callable[[Any], Any]) -> Any:
     return item
 
 
-def get_only_unique_item(items: Iterable[Any]) -> Any:
-    """The one value that all items have.
+T = TypeVar("T")
+
+
+def get_only_unique_item(items: Iterable[T]) -> T:
+    """The value that all items are equal to.
 
     Raises:
-        ConfigError: there are several, or none.
+        ConfigError: items differ, or there are none.
     """
     values = set(items)
     if len(values) != 1:
@@ -122,17 +125,17 @@ def get_only_unique_item(items: Iterable[Any]) -> Any:
 
 
 def ensure_directory_exists(filename: str) -> None:
-    """Make the folder of a file."""
+    """Make the folder that a file is in."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
-def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """A call as it would be written: ``base(1, key=2)``."""
+def call_to_str(base: str, *args: object, **kwargs: object) -> str:
+    """The text of a call, such as ``base(1, key=2)``."""
     return f"{base}({', '.join([*map(repr, args), *(f'{k}={v!r}' for k, v in kwargs.items())])})"
 
 
 def is_model_parallel_parameter(p: Tensor) -> bool:
-    """Whether a parameter is a slice that other ranks have other parts of."""
+    """Whether a parameter is marked as a tensor-parallel slice."""
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
 
 
@@ -143,56 +146,65 @@ def is_invalid_grad_norm(norm: float | Tensor) -> bool:
 
 
 def has_inf_or_nan(x: Tensor) -> Tensor:
-    """Whether a tensor holds an infinity or no number at all, as a tensor on its device."""
+    """Whether a tensor has an inf or NaN, as a bool tensor on its device."""
     values = x._values() if x.is_sparse else x
     return ~torch.isfinite(values).all()
 
 
 def get_global_norm(norm_list: Iterable[float | Tensor]) -> float:
-    """The norm of all parts together; infinity if one is not a norm."""
+    """The 2-norm of a whole from the norms of its parts; inf if one is negative or not finite."""
     norms = [float(norm) for norm in norm_list]
     return inf if any(map(is_invalid_grad_norm, norms)) else sum(norm**2 for norm in norms) ** 0.5
 
 
-def get_grad_norm(parameters: Iterable[Tensor] | Tensor, norm_type: float = 2, mpu: Any = None) -> float:
-    """The norm of all gradients, over the model-parallel ranks of `mpu` too."""
-    params = [parameters] if isinstance(parameters, Tensor) else parameters
-    return float(_norm([p for p in params if p.grad is not None], lambda p: p.grad, float(norm_type), mpu))
+def get_grad_norm(
+    parameters: Iterable[Tensor] | Tensor, norm_type: float = 2, mpu: Mpu | None = None
+) -> float:
+    """The norm of all gradients, over the model-parallel ranks of `mpu`."""
+    params, grads = _with_gradients(parameters)
+    return float(_norm(params, grads, norm_type, mpu))
 
 
-def get_weight_norm(parameters: Iterable[Tensor] | Tensor, norm_type: float = 2, mpu: Any = None) -> float:
-    """The norm of all parameters, over the model-parallel ranks of `mpu` too."""
+def get_weight_norm(
+    parameters: Iterable[Tensor] | Tensor, norm_type: float = 2, mpu: Mpu | None = None
+) -> float:
+    """The norm of all parameters, over the model-parallel ranks of `mpu`."""
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    return float(_norm(params, lambda p: p.detach(), float(norm_type), mpu))
+    return float(_norm(params, [p.detach() for p in params], norm_type, mpu))
 
 
 def get_global_norm_of_tensors(
-    input_tensors: Sequence[Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: AnyGroup = None
+    input_tensors: Sequence[Tensor],
+    norm_type: float = 2,
+    mpu: Mpu | None = None,
+    moe_ep_group: AnyGroup = None,
 ) -> Tensor:
-    """The norm of all tensors, over the model-parallel ranks of `mpu` and the experts' group too."""
+    """The norm of all tensors, over the model-parallel ranks of `mpu` and over `moe_ep_group`."""
     norm_type = float(norm_type)
-    total = _norm(list(input_tensors), lambda t: t.detach(), norm_type, None)
-    groups = [moe_ep_group] if moe_ep_group is not None else []
+    total = _norm(input_tensors, [tensor.detach() for tensor in input_tensors], norm_type, None)
+    groups: list[AnyGroup] = [moe_ep_group] if moe_ep_group is not None else []
     groups += [mpu.get_model_parallel_group()] if mpu is not None else []
     for group in groups:
-        total = _over(total, norm_type, group)
+        total = _combine(total, norm_type, group)
     return total
 
 
 def clip_grad_norm_(
-    parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2, mpu: Any = None
+    parameters: Iterable[Tensor] | Tensor,
+    max_norm: float,
+    norm_type: float = 2,
+    mpu: Mpu | None = None,
 ) -> Tensor:
     """Scale gradients in place so that their norm is at most `max_norm`; returns the norm before.
 
-    With `mpu`, the norm is that of the whole model: slices are added up over its model-parallel ranks, and
-    other parameters count on its first one.
+    With `mpu`, the norm is that of the whole model: slices count on each model-parallel rank, and other
+    parameters on the first one alone.
     """
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    params = [p for p in params if p.grad is not None]
-    total = _norm(params, lambda p: p.grad, float(norm_type), mpu)
-    share = float(max_norm) / (total + 1e-6)
-    for p in params:
-        p.grad.mul_(share.clamp(max=1.0).to(p.grad))  # type: ignore[union-attr]  # chosen above
+    params, grads = _with_gradients(parameters)
+    total = _norm(params, grads, norm_type, mpu)
+    scale = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(scale.to(grad))
     return total
 
 
@@ -200,7 +212,7 @@ def clip_tensors_by_global_norm(
     input_tensors: Sequence[Tensor],
     max_norm: float = 1.0,
     global_norm: float | Tensor | None = None,
-    mpu: Any = None,
+    mpu: Mpu | None = None,
     eps: float = 1e-6,
 ) -> float:
     """Scale tensors in place so that their norm is at most `max_norm`; returns the norm before."""
@@ -212,18 +224,26 @@ def clip_tensors_by_global_norm(
     return float(norm)
 
 
-def _norm(params: Sequence[Tensor], values: Callable[[Tensor], Any], norm_type: float, mpu: Any) -> Tensor:
-    first = mpu is None or mpu.get_model_parallel_rank() == 0
-    counted = [values(p) for p in params if first or is_model_parallel_parameter(p)]
-    place = values(params[0]).device if params else get_accelerator().current_device_name()
-    norms = [torch.linalg.vector_norm(v, norm_type, dtype=torch.float32).to(place) for v in counted]
-    stacked = torch.stack(norms) if norms else torch.zeros(1, device=place)
+def _with_gradients(parameters: Iterable[Tensor] | Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    source = [parameters] if isinstance(parameters, Tensor) else parameters
+    params = [param for param in source if param.grad is not None]
+    return params, [param.grad for param in params if param.grad is not None]
+
+
+def _norm(params: Sequence[Tensor], values: Sequence[Tensor], norm_type: float, mpu: Mpu | None) -> Tensor:
+    """The norm of the values of parameters; with `mpu`, over its ranks: see `clip_grad_norm_`."""
+    norm_type, first = float(norm_type), mpu is None or mpu.get_model_parallel_rank() == 0
+    pairs = zip(params, values, strict=True)
+    counted = [value for param, value in pairs if first or is_model_parallel_parameter(param)]
+    device = values[0].device if values else get_accelerator().current_device_name()
+    norms = [torch.linalg.vector_norm(v, norm_type, dtype=torch.float32).to(device) for v in counted]
+    stacked = torch.stack(norms) if norms else torch.zeros(1, device=device)
     total = torch.linalg.vector_norm(stacked, norm_type)
-    return total if mpu is None else _over(total, norm_type, mpu.get_model_parallel_group())
+    return total if mpu is None else _combine(total, norm_type, mpu.get_model_parallel_group())
 
 
-def _over(norm: Tensor, norm_type: float, group: AnyGroup) -> Tensor:
-    """The norm of what all ranks of a group have together."""
+def _combine(norm: Tensor, norm_type: float, group: AnyGroup) -> Tensor:
+    """Combine the norms of all ranks of a group."""
     if norm_type == inf:
         all_reduce(norm, ReduceOp.MAX, group)
         return norm
@@ -233,17 +253,17 @@ def _over(norm: Tensor, norm_type: float, group: AnyGroup) -> Tensor:
 
 
 def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
-    """The sums of the first one, two, ... weights."""
+    """The running sums of weights."""
     return list(accumulate(weights))
 
 
 class PartitionedTensor:
-    """A tensor of which each rank of a group keeps a piece, the first ranks the larger ones.
+    """A tensor of which each rank of a group keeps a slice; the first ranks' slices may be larger by one.
 
     Args:
-        tensor: the whole; every rank of the group has it.
+        tensor: the whole tensor, on every rank of the group.
         group: the ranks.
-        partition_meta: has no effect; `from_meta` makes one from another rank's description.
+        partition_meta: has no effect; see `from_meta`.
     """
 
     def __init__(self, tensor: Tensor, group: AnyGroup, partition_meta: Tensor | None = None):
@@ -258,10 +278,10 @@ class PartitionedTensor:
     def from_meta(
         cls, meta: Tensor, local_part: Tensor, group: AnyGroup, device: torch.device | str | None = None
     ) -> PartitionedTensor:
-        """The same tensor on other ranks: `meta` is the other's `to_meta`, and `local_part` its `data`.
+        """Build the tensor from the results of `to_meta` and `data` on the rank that has sent them.
 
         Raises:
-            ConfigError: the group has another number of ranks.
+            ConfigError: the sender's rank or group size differs from this one's.
         """
         dims, *rest = meta.tolist()
         size, (parts, rank, *bounds) = rest[:dims], rest[dims:]
@@ -281,25 +301,26 @@ class PartitionedTensor:
         largest = self.partition[1]
         own = self.local_data.new_zeros(largest)
         own[: self.local_data.numel()] = self.local_data
-        pieces = own.new_empty(largest * self.num_parts)
-        all_gather_into_tensor(pieces, own, self.group)
+        slices = own.new_empty(largest * self.num_parts)
+        all_gather_into_tensor(slices, own, self.group)
         sizes = (end - start for start, end in zip(self.partition, self.partition[1:], strict=False))
-        joined = torch.cat([row[:size] for row, size in zip(pieces.view(-1, largest), sizes, strict=True)])
-        return joined.view(self.orig_size).to(device) if prod(self.orig_size) else joined.view(self.orig_size)
+        rows = zip(slices.view(-1, largest), sizes, strict=True)
+        whole = torch.cat([row[:size] for row, size in rows]).view(self.orig_size)
+        return whole.to(device) if prod(self.orig_size) else whole
 
     def to_meta(self) -> Tensor:
-        """Its shape, this rank and the pieces' bounds as a tensor of integers."""
+        """Encode the shape, this rank and the slices' bounds as a tensor of integers."""
         numbers = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition]
         return torch.tensor(numbers, dtype=torch.long, device=self.orig_device)
 
     def data(self) -> Tensor:
-        """This rank's piece."""
+        """This rank's slice."""
         return self.local_data
 
     def local_size(self) -> torch.Size:
-        """The shape of this rank's piece."""
+        """The shape of this rank's slice."""
         return self.local_data.size()
 
     def full_size(self) -> list[int]:
-        """The shape of the whole."""
+        """The shape of the whole tensor."""
         return self.orig_size

@@ -1,4 +1,4 @@
-"""`GatheredParameters`: sharded parameters made whole for a while, and parameters read by other modules."""
+"""`GatheredParameters`, in which sharded parameters are whole, and external parameters of modules."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from types import TracebackType
 
 import torch
 from torch import Tensor, nn
 
-from megazero.deepspeed.zero.parameter import Home, ZeroParamStatus
+from megazero.deepspeed.zero.parameter import ShardHolder, ZeroParamStatus
 from megazero.errors import ConfigError, MegazeroError
 from megazero.mpu.group import Group
 from megazero.mpu.host import read_values
@@ -19,23 +19,23 @@ from megazero.zero.fingerprint import Fingerprints
 
 
 class GatheredParameters:
-    """Context in which sharded parameters are whole and can be read. Every rank enters it.
+    """Context in which sharded parameters are whole; every rank enters it.
 
-    A context within another one over the same parameter does nothing to it if it only reads or has the same
-    `modifier_rank`.
+    If a context around it has gathered a parameter already, this one leaves the parameter alone; it must then
+    only read or have the same `modifier_rank`.
 
     Args:
-        params: one parameter or several; tensors that are not sharded, and None, are left alone.
-        modifier_rank: the rank whose changes every rank takes over at the end: a rank of the world, or else
-            a number among the ranks that hold the same parameters. None means that the parameters are only
-            read. With a rank, there is no autograd in the context.
-        fwd_module: a module whose forward is going to read them, see `register_external_parameter`.
-        enabled: if False, nothing happens.
+        params: one or several parameters; tensors that are not sharded, and None, are ignored.
+        modifier_rank: the rank whose changes are broadcast at the end: a rank of the world, or else a rank
+            within the group that holds the same parameters. None allows no changes. With a rank, autograd is
+            off in the context.
+        fwd_module: a module whose forward reads the parameters, see `register_external_parameter`.
+        enabled: False makes the context do nothing.
 
     Raises:
-        ConfigError: `params` is something else, such as a module or a generator that has been used up, or
-            `modifier_rank` does not hold the same parameters.
-        MegazeroError: on leaving, on all ranks: a parameter has been changed without a `modifier_rank`.
+        ConfigError: `params` are no parameters, such as a module or an exhausted generator, or
+            `modifier_rank` does not hold the parameters.
+        MegazeroError: at the end, on all ranks, if a parameter was changed without a `modifier_rank`.
     """
 
     def __init__(
@@ -58,33 +58,35 @@ class GatheredParameters:
                 register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> None:
-        by_home: dict[int, tuple[Home, list[nn.Parameter]]] = {}
+        by_holder: dict[int, tuple[ShardHolder, list[nn.Parameter]]] = {}
         for param in dict.fromkeys(self.params):
-            home = getattr(param, "zero_home", None)
-            if home is not None and not self._is_open(param):
-                by_home.setdefault(id(home), (home, []))[1].append(param)
+            holder = getattr(param, "shard_holder", None)
+            if holder is not None and not self._is_gathered(param):
+                by_holder.setdefault(id(holder), (holder, []))[1].append(param)
         modified, grad = self.modifier_rank is not None, torch.is_grad_enabled()
-        read: dict[int, tuple[Group, list[nn.Parameter]]] = {}
+        read_only: dict[int, tuple[Group, list[nn.Parameter]]] = {}
         with ExitStack() as stack:
-            for home, params in by_home.values():
-                absent = [p for p in params if home.status(p) is not ZeroParamStatus.AVAILABLE]
-                read.setdefault(id(home.group), (home.group, []))[1].extend(absent)
-                stack.enter_context(home.gathered(params, write_back=modified))
+            for holder, params in by_holder.values():
+                absent = [p for p in params if holder.status(p) is not ZeroParamStatus.AVAILABLE]
+                read_only.setdefault(id(holder.group), (holder.group, []))[1].extend(absent)
+                stack.enter_context(holder.gathered(params, write_back=modified))
                 stack.enter_context(self._marked(params))
                 if modified:
-                    stack.push(partial(_spread, params, home.group, self._source(home.group)))
+                    stack.push(partial(_broadcast, params, holder.group, self._source(holder.group)))
             if not modified:
-                # A forward may read them within the context, see `fwd_module`.
+                # A forward may run within the context, see `fwd_module`.
                 stack.enter_context(torch.set_grad_enabled(grad))
-                for group, params in read.values():
+                for group, params in read_only.values():
                     stack.enter_context(_unchanged(group, params))
             self._stack = stack.pop_all()
 
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._stack.__exit__(*error)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._stack.__exit__(kind, error, trace)
 
-    def _is_open(self, param: nn.Parameter) -> bool:
-        """Whether a context around this one does all that this one would."""
+    def _is_gathered(self, param: nn.Parameter) -> bool:
+        """Whether a context around this one has gathered the parameter."""
         outer = param.__dict__.get("zero_open")
         if outer is None:
             return False
@@ -109,7 +111,7 @@ class GatheredParameters:
 
     def _source(self, group: Group) -> int:
         rank = self.modifier_rank
-        assert rank is not None, "somebody modifies"
+        assert rank is not None, "only a context with a modifier has a source"
         if rank in group.ranks:
             return group.ranks.index(rank)
         if 0 <= rank < group.size:  # as in DeepSpeed, if the group is not the world
@@ -121,21 +123,21 @@ class GatheredParameters:
 
 
 @contextmanager
-def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     """Context in which all weights of an engine or a module are whole, so that generation gathers nothing."""
     with GatheredParameters(list(model.parameters())):
         yield model
 
 
-def _tensors(params: Any) -> list[nn.Parameter]:
-    """The parameters among what `GatheredParameters` was given."""
+def _tensors(params: object) -> list[nn.Parameter]:
+    """Check the argument of `GatheredParameters`; returns the tensors in it."""
     if isinstance(params, Tensor):
-        return [params]  # type: ignore[list-item]  # buffers are left alone
-    used_up = inspect.isgenerator(params) and inspect.getgeneratorstate(params) == inspect.GEN_CLOSED
-    if isinstance(params, (nn.Module, str, Mapping)) or not isinstance(params, Iterable) or used_up:
-        given = "a generator that has been used up" if used_up else f"a {type(params).__name__}"
+        return [params]  # type: ignore[list-item]  # buffers are ignored later
+    exhausted = inspect.isgenerator(params) and inspect.getgeneratorstate(params) == inspect.GEN_CLOSED
+    if isinstance(params, (nn.Module, str, Mapping)) or not isinstance(params, Iterable) or exhausted:
+        kind = "a generator that has been used up" if exhausted else f"a {type(params).__name__}"
         raise ConfigError(
-            f"`params` must be a parameter or several, but is {given}; pass `list(module.parameters())`"
+            f"`params` must be a parameter or several, but is {kind}; pass `list(module.parameters())`"
         )
     items = list(params)
     for item in items:
@@ -149,19 +151,19 @@ def _tensors(params: Any) -> list[nn.Parameter]:
 
 @contextmanager
 def _unchanged(group: Group, params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Context in which nobody may change these whole parameters; each rank looks after a part of them."""
+    """Context that raises if parameters were changed in it; each rank fingerprints its slice of them."""
     if not params:
         yield
         return
     prints = Fingerprints(params[0].device)
 
     def state() -> Tensor:
-        prints_now = []
+        current = []
         for param in params:
             size = -(-param.numel() // group.size)
-            mine = param.data.reshape(-1)[group.rank * size : (group.rank + 1) * size]
-            prints_now.append(prints.of(mine.to(params[0].device)))
-        return torch.stack(prints_now)
+            own = param.data.reshape(-1)[group.rank * size : (group.rank + 1) * size]
+            current.append(prints.of(own.to(params[0].device)))
+        return torch.stack(current)
 
     with torch.no_grad():
         before = state()
@@ -176,8 +178,8 @@ def _unchanged(group: Group, params: Sequence[nn.Parameter]) -> Iterator[None]:
             )
 
 
-def _spread(params: list[nn.Parameter], group: Group, source: int, kind: object, *error: object) -> None:
-    """At the end of a block that did not fail, bring one rank's changes to all ranks."""
+def _broadcast(params: list[nn.Parameter], group: Group, source: int, kind: object, *error: object) -> None:
+    """Broadcast one rank's values at the end of a context; not after an error of type `kind`."""
     for param in params if kind is None else ():
         value = param.data.contiguous()
         group.broadcast(value, source).wait()
@@ -187,9 +189,9 @@ def _spread(params: list[nn.Parameter], group: Group, source: int, kind: object,
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Declare that the forward of `module` reads a parameter of another module.
 
-    An engine also detects such reads by itself; it then keeps the parameter whole from the read on, and from
-    the start of backward on. A parameter registered before `initialize` is gathered together with `module`'s
-    own parameters. Registering it later has no effect.
+    Before `initialize`, it makes the engine gather the parameter with `module`'s own; later it has no effect.
+    An engine also detects such reads itself: it gathers the parameter at the read, and in later steps at the
+    start of backward too.
 
     Raises:
         ConfigError: `parameter` is not a parameter.
@@ -201,7 +203,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Take back `register_external_parameter`; after `initialize` this has no effect.
+    """Undo `register_external_parameter`; after `initialize` this has no effect.
 
     Raises:
         ConfigError: `parameter` is not a parameter, or was not registered.
@@ -216,7 +218,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     module.__dict__["external_parameters"] = left
 
 
-def _check_parameter(parameter: Any) -> None:
+def _check_parameter(parameter: object) -> None:
     if not isinstance(parameter, nn.Parameter):
         raise ConfigError(
             f"`parameter` must be a torch.nn.Parameter, but is a {type(parameter).__name__}; "
@@ -225,20 +227,20 @@ def _check_parameter(parameter: Any) -> None:
 
 
 def external_parameters(module: nn.Module) -> tuple[nn.Parameter, ...]:
-    """The parameters that `register_external_parameter` recorded for the module."""
+    """The parameters that `register_external_parameter` has recorded for a module."""
     recorded: tuple[nn.Parameter, ...] = module.__dict__.get("external_parameters", ())
     return recorded
 
 
 EXTERNAL = "ds_external_parameters"
-"""The method of a stage-3 module that lists what `register_external_parameter` recorded for it."""
+"""The method of a stage-3 module that lists its external parameters."""
 
 
 class DeepSpeedZeRoOffload:
-    """A stage-3 model without an optimizer, or the part of an optimizer that gathers its weights.
+    """DeepSpeed's object with the hooks of stage 3, which libraries remove to generate, and put back.
 
-    Our hooks are not among `forward_hooks` and `backward_hooks`: where weights are whole, as within
-    `GatheredParameters`, they have nothing to do, so that they may stay while a library removes those.
+    Our hooks need not be removed: they do nothing while weights are whole, as within `GatheredParameters`. So
+    the lists of hooks are empty.
 
     Attributes:
         module: the model.
@@ -246,20 +248,20 @@ class DeepSpeedZeRoOffload:
 
     Args:
         module: the model.
-        free: frees what is gathered.
+        free: frees gathered weights.
     """
 
     def __init__(self, module: nn.Module, free: Callable[[], None]):
         self.module, self._free = module, free
-        self.forward_hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
+        self.forward_hooks: list[object] = []
+        self.backward_hooks: list[object] = []
         module.__dict__[EXTERNAL] = partial(_external, module)
 
-    def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
-        """Do nothing: the hooks are there."""
+    def _register_deepspeed_module(self, module: nn.Module, count: object = None) -> None:
+        """Do nothing: the hooks have not been removed."""
 
     def partition_all_parameters(self) -> None:
-        """Free the weights that have been gathered and kept for their next use."""
+        """Free the weights that stage 3 keeps gathered for their next use."""
         self._free()
 
     empty_partition_cache = partition_all_parameters

@@ -1,65 +1,73 @@
-"""`Init`: shards a model over the ranks while it is being built, so that no rank ever holds all of it.
+"""`Init`: shard a model over the ranks while it is being built, so that no rank ever holds all of it.
 
-The names and their meaning are DeepSpeed's (`deepspeed.zero.Init`, `GatheredParameters`,
-`register_external_parameter`), so that a script needs no change; the method is that of Rajbhandari et al.
-2021, "ZeRO-Infinity", section 7.2.
+The method is that of Rajbhandari et al. 2021, "ZeRO-Infinity", section 7.2.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from megazero.config.deepspeed.read import read_deepspeed
 from megazero.deepspeed.comm.adopt import find_context
+from megazero.deepspeed.comm.world import AnyGroup
 from megazero.deepspeed.config.settings import JsonSource
-from megazero.deepspeed.zero.partition import Builder, Partition, Shelf, can_be_sharded, partition_of
+from megazero.deepspeed.zero.partition import Builder, Partition, SliceStorage, can_be_sharded, partition_of
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
+from megazero.mpu.group import Group
 from megazero.mpu.torch_group import adopted_group
 
-_MOST_OPEN = 4  # parameters that a constructor may have made whole at a time
+_MOST_OPEN = 4  # parameters that constructors keep gathered at a time
 _DTYPES: Mapping[str | None, torch.dtype] = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
+
+
+class DeepSpeedTensorOverride(Enum):
+    """The properties of new tensors that `Init` may decide."""
+
+    dtype = 1
+    device = 2
 
 
 class Init(Builder):
     """Context in which the parameters of each submodule are sharded as soon as the submodule has been built.
 
-    A submodule counts as built when it becomes part of a larger module; everything else is sharded at the
-    end. A constructor may go on to read and write sharded weights, as it may without the context: they are
-    whole for a while, and the first rank's values count. Code after the context must do so within
-    `GatheredParameters`. Buffers stay as they are, as do `torch`'s functions, `Module.apply` included.
-    Parameters on the meta device are left alone until they have values.
+    A submodule counts as built when it becomes part of a larger module; all others are sharded at the end. A
+    constructor may still read and write sharded weights: they are gathered meanwhile, and the first rank's
+    values are kept. Code after the context must use `GatheredParameters`. Buffers are not sharded, `torch`'s
+    functions are not patched, and parameters on the meta device stay there until they have values.
 
     Args:
         module: a finished module, which is sharded at once.
-        data_parallel_group: the ranks to shard over, a group of torch's or ours; default: all ranks that hold
-            the same parameters.
-        mem_efficient_linear: no effect, as a linear layer keeps no second copy of its weights here.
-        remote_device: where slices are kept until `initialize` decides: ``cpu``, or ``none`` for the device;
-            ``nvme`` stands for ``cpu`` here. Default: the configuration's `offload_param.device`.
-        pin_memory: whether slices on the host are in locked memory.
+        data_parallel_group: the ranks to shard over, a group of torch's or ours; by default all ranks that
+            hold the same parameters.
+        mem_efficient_linear: has no effect.
+        remote_device: the device of slices until `initialize`: ``cpu``, or ``none`` for the rank's device;
+            ``nvme`` means ``cpu`` here. By default the configuration's `offload_param.device`.
+        pin_memory: whether slices on the host are in pinned memory.
         config_dict_or_path: path or content of a DeepSpeed JSON, which determines the dtype of the weights.
         config: another name for `config_dict_or_path`.
-        enabled: if False, nothing happens.
-        dtype: dtype of the weights; takes precedence over the configuration. Default: the one they have.
+        enabled: False makes the context do nothing.
+        dtype: dtype of the weights; takes precedence over the configuration. By default they keep theirs.
         mpu: see `find_context`.
-        zero_param_parallel_group: no effect; `zero_hpz_partition_size` in the configuration makes the group.
-        zero_quantized_weights: no effect; the configuration decides how an engine gathers.
-        zero_quantized_nontrainable_weights: no effect, likewise.
+        zero_param_parallel_group: has no effect; see `zero_hpz_partition_size` in the configuration.
+        zero_quantized_weights: has no effect; the configuration decides how an engine gathers.
+        zero_quantized_nontrainable_weights: has no effect.
         sequence_data_parallel_group: another name for `data_parallel_group`.
-        param_swapper: no effect; slices go to disk when `initialize` moves them there.
-        tensor_overrides: members of `DeepSpeedTensorOverride`; without `dtype` the weights keep theirs.
+        param_swapper: has no effect; `initialize` moves slices to disk.
+        tensor_overrides: members of `DeepSpeedTensorOverride`; without `dtype`, weights keep their dtype.
 
     Raises:
         ConfigError: the configuration is refused, or an argument contradicts another.
@@ -68,7 +76,7 @@ class Init(Builder):
     def __init__(
         self,
         module: nn.Module | None = None,
-        data_parallel_group: Any = None,
+        data_parallel_group: AnyGroup = None,
         mem_efficient_linear: bool = True,
         remote_device: str | None = None,
         pin_memory: bool = False,
@@ -76,18 +84,18 @@ class Init(Builder):
         config: JsonSource | None = None,
         enabled: bool = True,
         dtype: torch.dtype | None = None,
-        mpu: Any = None,
-        zero_param_parallel_group: Any = None,
+        mpu: object = None,
+        zero_param_parallel_group: object = None,
         zero_quantized_weights: bool = False,
         zero_quantized_nontrainable_weights: bool = False,
-        sequence_data_parallel_group: Any = None,
-        param_swapper: Any = None,
-        tensor_overrides: Iterable[Any] | None = None,
+        sequence_data_parallel_group: AnyGroup = None,
+        param_swapper: object = None,
+        tensor_overrides: Iterable[DeepSpeedTensorOverride | str] | None = None,
     ):
         self.enabled = enabled
         if not enabled:
             return
-        _say_without_effect(
+        _warn_without_effect(
             zero_param_parallel_group=zero_param_parallel_group,
             zero_quantized_weights=zero_quantized_weights,
             zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights,
@@ -98,25 +106,25 @@ class Init(Builder):
         self.context = find_context(mpu)
         remote = remote_device or settings.get("offload.parameters")
         pin_memory = pin_memory or bool(settings.get("offload.pin_memory"))
-        self._shelf = _shelf(self.context, group, remote, pin_memory)
+        self._storage = _slice_storage(self.context, group, remote, pin_memory)
         self.dtype = dtype or _DTYPES.get(settings.get("precision.dtype"))
         if tensor_overrides is not None and "dtype" not in {getattr(x, "name", x) for x in tensor_overrides}:
             self.dtype = None
-        self._pending: dict[int, nn.Module] = {}
-        self._whole: list[nn.Parameter] = []
+        self._unsharded: dict[int, nn.Module] = {}
+        self._gathered: list[nn.Parameter] = []
         self._thread = 0
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         if module is not None:
-            self._cut(module)
+            self._shard(module)
 
     def __enter__(self) -> Init:
         if self.enabled:
-            # Hooks belong to the process, but ranks may be its threads: each rank reacts only to its own
-            # thread, and none adds or removes a hook while another is building.
+            # Hooks are the process's, but ranks may be threads: each rank reacts to its own thread alone, and
+            # the barriers keep a rank from adding or removing hooks while another one is building.
             self._thread = threading.get_ident()
             self._hooks = [
-                register_module_parameter_registration_hook(self._met),
-                register_module_module_registration_hook(self._registered),
+                register_module_parameter_registration_hook(self._note_module),
+                register_module_module_registration_hook(self._shard_child),
             ]
             self.context.world.barrier()
         return self
@@ -129,64 +137,64 @@ class Init(Builder):
         for hook in self._hooks:
             hook.remove()
         if kind is None:
-            for module in self._pending.values():
-                self._cut(module)
-            self.close(self._whole)
-        self._hooks, self._pending, self._whole = [], {}, []
+            for module in self._unsharded.values():
+                self._shard(module)
+            self.close(self._gathered)
+        self._hooks, self._unsharded, self._gathered = [], {}, []
         if kind is None:
             self.context.world.barrier()
 
     @property
     def active(self) -> bool:
-        """Whether the context has begun and not ended."""
+        """Whether the context is entered."""
         return bool(self._hooks)
 
     def open(self, params: Sequence[nn.Parameter]) -> None:
-        """Make these parameters whole, until others are needed or the context ends; every rank calls this."""
-        # The oldest ones are sharded again first: what the caller needs together must stay.
+        """Gather parameters until others need the memory or the context ends; every rank calls this."""
+        # The oldest are sharded again first, so that the parameters of one call stay gathered together.
         room = max(0, _MOST_OPEN - len(params))
-        self.close(self._whole[: max(0, len(self._whole) - room)])
+        self.close(self._gathered[: max(0, len(self._gathered) - room)])
         for param in params:
-            home = partition_of(param)
-            assert home is not None, "only sharded parameters are opened"
-            home.show(param)
-            self._whole.append(param)
+            partition = partition_of(param)
+            assert partition is not None, "only sharded parameters are opened"
+            partition.show(param)
+            self._gathered.append(param)
 
     def close(self, params: Iterable[nn.Parameter]) -> None:
-        """Shard those of these parameters that `open` made whole."""
+        """Shard the parameters that `open` has gathered; leave all others alone."""
         for param in list(params):
-            home = partition_of(param)
-            if home is not None and any(param is other for other in self._whole):
-                self._whole = [other for other in self._whole if other is not param]
-                home.take(param.data.to(self._shelf.device))
-                home.hide(param)
-                home.mark(param)
+            partition = partition_of(param)
+            if partition is not None and any(param is other for other in self._gathered):
+                self._gathered = [other for other in self._gathered if other is not param]
+                partition.take(param.data.to(self._storage.device))
+                partition.hide(param)
+                partition.mark(param)
 
-    def _met(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        """Note a module that has got a parameter."""
+    def _note_module(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        """Record a module that has been given a parameter."""
         if threading.get_ident() == self._thread:
-            self._pending[id(module)] = module
+            self._unsharded[id(module)] = module
 
-    def _registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    def _shard_child(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         """Shard a module that has become part of another."""
         if child is None or threading.get_ident() != self._thread:
             return
-        self._pending.pop(id(child), None)
-        self._pending[id(parent)] = parent
-        self._cut(child)
+        self._unsharded.pop(id(child), None)
+        self._unsharded[id(parent)] = parent
+        self._shard(child)
 
     @torch.no_grad()
-    def _cut(self, module: nn.Module) -> None:
+    def _shard(self, module: nn.Module) -> None:
         builder = self if self.active else None
         for param in module.parameters():
             if can_be_sharded(param):
-                Partition(param, self._shelf, self.dtype if param.is_floating_point() else None, builder)
-            elif (home := partition_of(param)) is not None and not home.building:
-                home.builder = builder  # it was built in a context within this one
+                Partition(param, self._storage, self.dtype if param.is_floating_point() else None, builder)
+            elif (partition := partition_of(param)) is not None and not partition.building:
+                partition.builder = builder  # it was built in a context within this one
 
 
 def _settings(config: JsonSource | None) -> Mapping[str, Any]:
-    """The settings in a DeepSpeed JSON."""
+    """The settings in a DeepSpeed JSON, by path."""
     if config is None:
         return {}
     read = read_deepspeed(config)
@@ -195,9 +203,9 @@ def _settings(config: JsonSource | None) -> Mapping[str, Any]:
     return read.values
 
 
-def _say_without_effect(**given: Any) -> None:
-    """Warn of arguments that were given and change nothing."""
-    names = [name for name, value in given.items() if value]
+def _warn_without_effect(**arguments: object) -> None:
+    """Warn of arguments that were given and have no effect."""
+    names = [name for name, value in arguments.items() if value]
     if names:
         warnings.warn(
             f"`zero.Init` makes nothing of {', '.join(names)}: how an engine gathers follows from its JSON",
@@ -205,8 +213,8 @@ def _say_without_effect(**given: Any) -> None:
         )
 
 
-def _one_group(data: Any, sequence: Any) -> Any:
-    """The group that was given under either name."""
+def _one_group(data: AnyGroup, sequence: AnyGroup) -> AnyGroup:
+    """The group that was given, under one of its two names."""
     if data is not None and sequence is not None:
         raise ConfigError(
             "`data_parallel_group` must be given alone, but `sequence_data_parallel_group` is given too; "
@@ -215,23 +223,46 @@ def _one_group(data: Any, sequence: Any) -> Any:
     return sequence if data is None else data
 
 
-def _shelf(context: ParallelContext, given: Any, remote: str | None, pin: bool) -> Shelf:
-    """Where slices are kept, and which ranks share a parameter."""
-    place = getattr(remote, "value", remote) or "none"
-    if place not in ("none", "cpu", "nvme", context.device.type):
+def _slice_storage(context: ParallelContext, given: AnyGroup, remote: str | None, pin: bool) -> SliceStorage:
+    """The ranks to shard over, and the memory of slices."""
+    device = getattr(remote, "value", remote) or "none"
+    if device not in ("none", "cpu", "nvme", context.device.type):
         raise ConfigError(
-            f"`remote_device` must be none, cpu or nvme, but is {place}; leave it out to keep slices on "
+            f"`remote_device` must be none, cpu or nvme, but is {device}; leave it out to keep slices on "
             f"{context.device}"
         )
-    on_host = place in ("cpu", "nvme")
+    on_host = device in ("cpu", "nvme")
     group = context.replica
     if given is not None:
-        group = given if hasattr(given, "all_gather") else adopted_group(given)
+        group = given if isinstance(given, Group) else adopted_group(given)
         if set(group.ranks) == set(context.replica.ranks):
             group = context.replica
-    return Shelf(
+    return SliceStorage(
         group,
         context.device,
         torch.device("cpu") if on_host else context.device,
         pin=pin and on_host and context.device.type == "cuda",
     )
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., Tensor],
+    target_fp_dtype: torch.dtype | None = None,
+    target_device: torch.device | None = None,
+) -> Callable[..., Tensor]:
+    """Wrap a constructor of tensors: a default device, and a type for floating-point tensors.
+
+    `Init` patches no constructors; the name exists because transformers replaces it while it builds a model.
+    """
+
+    def wrapped(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("device") is None and target_device is not None:
+            kwargs["device"] = target_device
+        made = fn(*args, **kwargs)
+        return made.to(target_fp_dtype) if target_fp_dtype and made.is_floating_point() else made
+
+    return wrapped
+
+
+def init_context() -> None:
+    """Do nothing: `Init` patches no constructors that code outside of it would have to restore."""

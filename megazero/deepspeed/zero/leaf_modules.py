@@ -1,14 +1,13 @@
-"""Leaf modules: those whose parameters ZeRO stage 3 gathers together, whatever they run inside.
+"""Leaf modules: modules whose parameters, submodules included, ZeRO stage 3 gathers together.
 
-A module that chooses which of its parts to run, such as a mixture of experts, must be one where ranks may
-choose differently: every rank then gathers all parts when the module begins. The names are DeepSpeed's.
+A module that chooses which submodules to run, such as a mixture of experts, must be a leaf if ranks may
+choose differently. Every rank then gathers all of its parameters when it begins. The names are DeepSpeed's.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -20,7 +19,7 @@ DEFAULT_CLASSES = (
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
 )
-"""Classes of transformers that are leaves unless the JSON says otherwise."""
+"""Classes of transformers that are leaves by default."""
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
@@ -34,12 +33,12 @@ def z3_leaf_parameter(model: nn.Parameter) -> bool:
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The leaves among a model and the modules in it."""
+    """The leaves among all modules of a model, itself included."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Make this very module a leaf, or an ordinary module again."""
+    """Make this module a leaf, or no leaf any more; its submodules do not change."""
     model.__dict__["_z3_leaf"] = flag
 
 
@@ -47,18 +46,18 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Make leaves of all modules of these classes; call it before `initialize`.
+    """Make all modules of these classes leaves; call it before `initialize`.
 
     Args:
         model: the model.
-        leaf_module_classes: classes, their names, or their names with their modules.
-        raise_if_not_found: refuse classes of which there is no module.
+        leaf_module_classes: classes, their names, or their qualified names.
+        raise_if_not_found: raise if the model has no such module.
 
     Returns:
         The modules, in the order of `Module.apply`.
 
     Raises:
-        ConfigError: there is none, or something else than classes and names is given.
+        ConfigError: no module matches, or the classes are neither classes nor names.
     """
     return _flag_classes(model, leaf_module_classes, True, raise_if_not_found)
 
@@ -67,7 +66,7 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Take back `set_z3_leaf_modules`, whose arguments this has."""
+    """Undo `set_z3_leaf_modules`; the arguments are the same."""
     return _flag_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 
@@ -75,13 +74,13 @@ def unset_z3_leaf_modules(
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Make leaves, or ordinary modules again, of the modules with these names in `named_modules`.
+    """Make the modules with these names in `named_modules` leaves; with `flag` False, no leaves any more.
 
     Returns:
-        The modules, and the names that are not there.
+        The modules, and the names that match none.
 
     Raises:
-        ConfigError: a name is not there.
+        ConfigError: a name matches no module.
     """
     modules = dict(model.named_modules())
     return _flag_named(
@@ -93,7 +92,7 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """As `set_z3_leaf_modules_by_name`, for all modules whose names end with one of these."""
+    """Like `set_z3_leaf_modules_by_name`, for all modules whose names end with one of the suffixes."""
     modules = dict(model.named_modules())
 
     def ending(suffix: str) -> list[nn.Module]:
@@ -102,15 +101,17 @@ def set_z3_leaf_modules_by_suffix(
     return _flag_named(model, module_name_suffixes, ending, flag, raise_if_not_found)
 
 
-def apply_leaf_settings(model: nn.Module, section: Mapping[str, Any] | None = None) -> list[nn.Module]:
-    """Make the leaves that the JSON's `zero_optimization.leaf_module` names.
+def apply_leaf_settings(
+    model: nn.Module, section: Mapping[str, str | Sequence[str]] | None = None
+) -> list[nn.Module]:
+    """Make the modules in the JSON's `zero_optimization.leaf_module` leaves.
 
-    One file may serve several models, so names that match nothing are a warning and not an error.
+    Names that match nothing are a warning and no error, as a JSON may serve several models.
 
     Args:
         model: the model.
-        section: `classes`, `names` and `name_suffixes`, each a list or one text; without `classes` those of
-            `DEFAULT_CLASSES` are taken.
+        section: `classes` (by default `DEFAULT_CLASSES`), `names` and `name_suffixes`, each a list or a
+            string.
 
     Returns:
         The modules, each once.
@@ -118,22 +119,22 @@ def apply_leaf_settings(model: nn.Module, section: Mapping[str, Any] | None = No
     Raises:
         ConfigError: the section has another key.
     """
-    given = {
+    lists = {
         key: [value] if isinstance(value, str) else list(value) for key, value in (section or {}).items()
     }
-    unknown = given.keys() - {"classes", "names", "name_suffixes"}
+    unknown = lists.keys() - {"classes", "names", "name_suffixes"}
     if unknown:
         raise ConfigError(
             "`leaf_module` must have `classes`, `names` or `name_suffixes`, but has "
             f"{', '.join(sorted(unknown))}"
         )
-    leaves = _flag_classes(model, given.get("classes", DEFAULT_CLASSES), True, False)
-    missing = [] if leaves else list(given.get("classes", ()))
+    leaves = _flag_classes(model, lists.get("classes", DEFAULT_CLASSES), True, False)
+    missing = [] if leaves else list(lists.get("classes", ()))
     for flag_named, key in (
         (set_z3_leaf_modules_by_name, "names"),
         (set_z3_leaf_modules_by_suffix, "name_suffixes"),
     ):
-        modules, unmatched = flag_named(model, given.get(key, ()), raise_if_not_found=False)
+        modules, unmatched = flag_named(model, lists.get(key, ()), raise_if_not_found=False)
         leaves += modules
         missing += unmatched
     if missing:
@@ -145,7 +146,7 @@ def apply_leaf_settings(model: nn.Module, section: Mapping[str, Any] | None = No
 
 
 def chooses(leaf: nn.Module) -> bool:
-    """Whether a leaf has parts to choose among: several modules in a list or a dict."""
+    """Whether a leaf may choose among submodules: it has several in a `ModuleList` or `ModuleDict`."""
     lists = [part for part in leaf.modules() if isinstance(part, (nn.ModuleList, nn.ModuleDict))]
     return any(len(part) > 1 for part in lists)
 
@@ -195,5 +196,5 @@ def _flag_named(
 
 
 def _in_order_of_apply(module: nn.Module) -> list[nn.Module]:
-    """A module's parts before the module, each as often as it occurs."""
+    """All submodules, each before its parent, and as often as it occurs."""
     return [part for child in module.children() for part in _in_order_of_apply(child)] + [module]

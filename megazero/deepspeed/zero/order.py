@@ -1,4 +1,4 @@
-"""`GatherOrder`: whether all ranks gathered the same layers in the same order."""
+"""`GatherOrder`: check that all ranks gather the same layers in the same order."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _PATIENCE = 10.0  # seconds; all ranks reach their timeouts at about the same ti
 
 
 class GatherOrder:
-    """Notes the buckets that are gathered, and compares them over the replicas when it is asked.
+    """Records the buckets that are gathered, and compares the records of all replicas.
 
-    A gather is matched with those of other ranks by its place in the order of calls alone. If ranks run
-    different layers of one size, each would get weights that are pieces of both, without any error.
+    Ranks' gathers are matched by the order of calls alone. If ranks run different layers of the same size,
+    each gets weights that mix slices of both, without any error.
 
     Args:
-        numbers: a number for each bucket, the same on every rank.
-        context: the groups; only buckets of dense parameters are compared.
+        numbers: the number of each bucket, the same on every rank.
+        context: this rank's groups; only buckets of dense parameters are compared.
     """
 
     def __init__(self, numbers: Mapping[Bucket, int], context: ParallelContext):
@@ -37,68 +37,69 @@ class GatherOrder:
         self._names = {n: bucket.layout.specs[0].name for bucket, n in self._numbers.items()}
         self._group, self._device = context.replica, context.device
         self._gathered: list[int] = []
-        self._print = 0
+        self._hash = 0
         self._checks = 0
 
     def note(self, bucket: Bucket) -> None:
-        """Note that a bucket is being gathered."""
+        """Record that a bucket is gathered."""
         number = self._numbers.get(bucket)
         if number is not None and self._group.size > 1:
             self._gathered.append(number)
-            self._print = (self._print * _FACTOR + number + 1) % _PRIME
+            self._hash = (self._hash * _FACTOR + number + 1) % _PRIME
 
     def check(self) -> None:
-        """Compare what was gathered since the last check; every replica calls this.
+        """Compare the gathers since the last check; every replica calls this.
 
         Raises:
-            CommunicationError: on all of them: they gathered different layers.
+            CommunicationError: on all replicas, if they gathered different layers.
         """
         if self._group.size == 1:
             return
-        bounds = torch.tensor([self._print, -self._print], dtype=torch.int64, device=self._device)
+        bounds = torch.tensor([self._hash, -self._hash], dtype=torch.int64, device=self._device)
         with self.explaining():
             self._group.all_reduce(bounds, "max").wait()
         greatest, least = read_values(bounds) or (0.0, 0.0)
-        mine, self._gathered, self._print = self._gathered, [], 0
+        own, self._gathered, self._hash = self._gathered, [], 0
         self._checks += 1
         if greatest != -least:
-            raise CommunicationError(self._difference(gather_values(self._group, mine, self._device)))
+            raise CommunicationError(self._difference(gather_values(self._group, own, self._device)))
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Name what is behind a failure of a call between the ranks in the block: they run different layers.
+        """Context that explains a failed collective if the cause is that ranks run different layers.
 
-        Where one rank gathers more layers than another, each waits in a call that the other does not make.
-        When the calls have failed, the ranks compare what they gathered through the world's store.
+        A rank that gathers more layers than another waits in a collective that the other never calls. After
+        the timeout, the ranks compare their gathers through the world's store.
 
         Raises:
-            CommunicationError: they differ. Without an answer from each rank, the call's own error goes on.
+            CommunicationError: the gathers differ. The collective's own error propagates if they are equal,
+                or if a rank does not answer.
         """
         try:
             yield
         except CommunicationError as error:
             alone = self._group.size == 1 or joined_world() is None
             everyone = [] if alone else self._exchange()
-            if all(theirs == everyone[0] for theirs in everyone):
+            if all(gathered == everyone[0] for gathered in everyone):
                 raise
             raise CommunicationError(self._difference(everyone)) from error
 
     def _exchange(self) -> list[list[int]]:
-        """The numbers that each rank has gathered since the last check, by the store; none if one is mute."""
+        """Each rank's gathers since the last check, through the store; empty if a rank does not answer."""
         name, deadline = f"gathered/{self._checks}", time.monotonic() + _PATIENCE
         try:
             notes = StoreJobNotes.of_world()
             everyone = self._share(notes, name, self._gathered, deadline)
         except CommunicationError:
-            return []  # the process that keeps the store has ended
-        with suppress(CommunicationError):  # it stays until all have read
+            return []  # the process with the store has ended
+        with suppress(CommunicationError):  # the process with the store must not end before all have read
             self._share(notes, f"{name}/read", [], deadline)
         return everyone
 
-    def _share(self, notes: StoreJobNotes, name: str, mine: list[int], deadline: float) -> list[list[int]]:
-        """The lists of all ranks; none, when one's is not there by the deadline."""
+    def _share(self, notes: StoreJobNotes, name: str, own: list[int], deadline: float) -> list[list[int]]:
+        """All ranks' lists; empty if one is missing at the deadline."""
         keys = [f"{name}/{rank}" for rank in self._group.ranks]
-        notes.post(keys[self._group.rank], json.dumps(mine))
+        notes.post(keys[self._group.rank], json.dumps(own))
         while None in (texts := notes.read_all(keys)):
             if time.monotonic() > deadline:
                 return []
@@ -107,12 +108,12 @@ class GatherOrder:
 
     def _difference(self, everyone: list[list[int]]) -> str:
         shortest = min(map(len, everyone))
-        place = next((i for i in range(shortest) if len({theirs[i] for theirs in everyone}) > 1), shortest)
+        first = next((i for i in range(shortest) if len({own[i] for own in everyone}) > 1), shortest)
         ranks: dict[str, list[int]] = {}
-        for rank, theirs in zip(self._group.ranks, everyone, strict=True):
-            layer = f"`{self._names[theirs[place]]}`" if place < len(theirs) else "nothing more"
+        for rank, own in zip(self._group.ranks, everyone, strict=True):
+            layer = f"`{self._names[own[first]]}`" if first < len(own) else "nothing more"
             ranks.setdefault(layer, []).append(rank)
-        layers = ", ".join(f"{layer} on {name_ranks(where)}" for layer, where in ranks.items())
+        layers = ", ".join(f"{layer} on {name_ranks(numbers)}" for layer, numbers in ranks.items())
         return (
             "all ranks must run the same layers in the same order at ZeRO stage 3, but gathered "
             f"{layers}, so the results since the last step are wrong; call "

@@ -1,4 +1,4 @@
-"""ZeRO around a module that knows nothing of it: its parameters, and reads out of order."""
+"""`UserParallel`: data parallelism and ZeRO for a user's module, which knows nothing of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from megazero.deepspeed.zero.leaf_modules import chooses, get_z3_leaf_modules
 from megazero.deepspeed.zero.order import GatherOrder
-from megazero.deepspeed.zero.parameter import Home, ZeroParamStatus, mark
+from megazero.deepspeed.zero.parameter import ShardHolder, ZeroParamStatus, mark
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
 from megazero.mpu.param_spec import spec_of
@@ -34,23 +34,23 @@ _STATUS: Mapping[ShardedState, ZeroParamStatus] = MappingProxyType(
 )
 
 
-class UserParallel(DataParallel, Home):
+class UserParallel(DataParallel, ShardHolder):
     """`DataParallel` of a module whose forward may read parameters of other modules.
 
-    If weights are sharded, each read of a module's parameter is noticed. A read outside of the forward of the
-    parameter's unit gathers it then and there, and from then on at the start of each backward (DeepSpeed's
-    "external parameters").
+    If weights are sharded, each access to a module's parameter is detected. An access outside of the forward
+    of the parameter's unit gathers it at once, and from then on at the start of each backward too: these are
+    DeepSpeed's "external parameters".
 
     Attributes:
-        uninvited: called when a gradient arrives that no `begin_backward` announced, to call it.
-        factor: each gradient that arrives is multiplied by it.
-        in_backward: whether a backward has begun and has not ended.
-        arrived: the parameters with a gradient since `arrived` was last emptied, by ``id``.
-        optimizer: the optimizer over the gradients, which knows how they are scaled.
+        unannounced: called at a gradient that no `begin_backward` preceded; it must call `begin_backward`.
+        factor: multiplies each gradient when it is collected.
+        in_backward: whether a backward is in progress.
+        arrived: the parameters that have got a gradient since it was last cleared, by ``id``.
+        optimizer: the optimizer over the gradients, which knows their scale.
         has_gradients: whether there has been a backward since the last step.
         module: the model.
-        stage: the stage of ZeRO.
-        away: what `offload_states` has moved; None if nothing is.
+        stage: the ZeRO stage.
+        offloaded: the state that `offload_states` has moved; None if there is none.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class UserParallel(DataParallel, Home):
         super().__init__(units, store, policy, context)
         self.context, self.group, self.module = context, context.replica, model
         self.stage = policy.stage
-        self.away: Any = None
+        self.offloaded: Any = None
         self._place = {
             id(param): (bucket, number)
             for bucket in store.buckets
@@ -76,22 +76,22 @@ class UserParallel(DataParallel, Home):
         self.optimizer: Any = None
         self._running: Counter[int] = Counter()
         self._forwards = 0
-        self.uninvited: Callable[[], None] | None = None
+        self.unannounced: Callable[[], None] | None = None
         self.factor = 1.0
         self.arrived: dict[int, nn.Parameter] = {}
         self.in_backward = False
         self._external: dict[int, nn.Parameter] = {}
-        experts = ExpertHome(self, context.groups["expert_replica"])
+        experts = ExpertShards(self, context.groups["expert_replica"])
         for param in model.parameters():
-            home = experts if spec_of(param).expert else self
-            param.__dict__["zero_home"] = home
+            holder = experts if spec_of(param).expert else self
+            param.__dict__["shard_holder"] = holder
             if policy.stage == 3 and id(param) in self._place:
-                mark(param, home.group, persist=param.numel() < policy.gathers.persistence_threshold)
+                mark(param, holder.group, persist=param.numel() < policy.gathers.persistence_threshold)
         leaves = get_z3_leaf_modules(model)
-        # Reductions during a backward begin when gradients are there, which depends on the parts that a rank
-        # has chosen; among gathers, all ranks must make them in the same order.
+        # A reduction during backward starts when its gradients are there. If ranks have chosen different
+        # submodules, its place among the gathers would differ between them.
         self._routes = bool(self._gatherer.buckets) and any(map(chooses, leaves))
-        self._late = False
+        self._reduces_at_end = False
         for leaf in leaves:
             for param in leaf.parameters():
                 param.__dict__["ds_z3_leaf_module"] = leaf
@@ -104,24 +104,24 @@ class UserParallel(DataParallel, Home):
 
     def begin_backward(self, chunk: int, *, reduce: bool, ends: bool = True) -> None:
         if self._gatherer.buckets:
-            self.order.check()  # in backward, ranks that differ would wait for each other's calls
-        self._late = reduce and self._routes
+            self.order.check()  # ranks whose backwards gather different layers would wait for each other
+        self._reduces_at_end = reduce and self._routes
         super().begin_backward(chunk, reduce=reduce and not self._routes, ends=ends)
         self.in_backward, self._settled, self.has_gradients = True, False, True
         self.need(self._external.values())
 
     def approach(self) -> None:
-        """Gather what the very first step of a backward may read, which begins when a gradient arrives."""
+        """Gather external parameters for a backward that a script has started."""
         self.need(self._external.values())
 
     def end_backward(self) -> None:
         super().end_backward()
         self.in_backward = False
-        if self._late:
+        if self._reduces_at_end:
             self.reduce(0)
 
     def settle(self) -> None:
-        """Wait until the sums of the gradients so far are complete; every rank calls this."""
+        """Wait until the gradient sums so far are complete; every rank calls this."""
         if not self._settled:
             self._reducer.finish()
             self._settled = True
@@ -130,9 +130,9 @@ class UserParallel(DataParallel, Home):
         """See `DataParallel.finish`.
 
         Raises:
-            CommunicationError: on all ranks: they have run different layers since the last step.
+            CommunicationError: on all ranks, if they have run different layers since the last step.
         """
-        self.settle()  # once: a script may have written to the sums since
+        self.settle()  # unlike `super().finish()` not twice, because a script may have changed the sums since
         self.has_gradients = False
         self._gatherer.finish()
         if self._gatherer.buckets:
@@ -143,7 +143,7 @@ class UserParallel(DataParallel, Home):
         self._gatherer.finish()
 
     def place(self, param: nn.Parameter) -> tuple[Bucket, int]:
-        """The bucket of a parameter, and its number there."""
+        """The bucket of a parameter, and its number in the bucket."""
         return self._place[id(param)]
 
     def status(self, param: nn.Parameter) -> ZeroParamStatus:
@@ -156,14 +156,14 @@ class UserParallel(DataParallel, Home):
         return self.store.shard(bucket)[bucket.layout.overlap(*bucket.layout.spans[number])]
 
     def interrupted(self) -> None:
-        """Note that the backward has failed: `start` will drop what it has brought."""
+        """End a backward that has failed; `start` will drop its gradients."""
         self.in_backward = False
 
     def collect(self, param: nn.Parameter, product: Product | None = None) -> None:
         """Take `param.grad`."""
-        assert product is None, "a user's layers hand no products over"
-        if not self.in_backward and self.uninvited is not None:
-            self.uninvited()
+        assert product is None, "a user's layers defer no weight gradients"
+        if not self.in_backward and self.unannounced is not None:
+            self.unannounced()
         if self.factor != 1.0 and param.grad is not None:
             with torch.no_grad():
                 param.grad.mul_(self.factor)
@@ -171,14 +171,14 @@ class UserParallel(DataParallel, Home):
         self.arrived[id(param)] = param
 
     def _watch(self, model: nn.Module, units: Sequence[Unit]) -> None:
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: object) -> None:
             self._forwards += 1
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._forwards = max(0, self._forwards - 1)  # `enter` has not run if a hook before it failed
+        def leave(module: nn.Module, args: object, output: object) -> None:
+            self._forwards = max(0, self._forwards - 1)  # `enter` did not run if an earlier hook failed
             if not torch.is_grad_enabled() and not self._forwards:
                 self.release(0)
-                if output is not None:  # None after an error
+                if output is not None:  # it is None after an error
                     self.order.check()
 
         self._gatherer.observer = self.order.note
@@ -193,32 +193,31 @@ class UserParallel(DataParallel, Home):
     def _count_running(self, unit: Unit) -> None:
         keys = [id(param) for param in unit.params]
 
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: object) -> None:
             self._running.update(keys)
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+        def leave(module: nn.Module, args: object, output: object) -> None:
             self._running.subtract(key for key in keys if self._running[key] > 0)
 
         unit.module.register_forward_pre_hook(enter)
         unit.module.register_forward_hook(leave, always_call=True)
 
     def _read(self, param: nn.Parameter) -> None:
-        """Note that a module's parameter is being looked up."""
+        """Gather a parameter that is accessed outside of the forward of its unit."""
         if self._running[id(param)] == 0 and (self._forwards or self.in_backward):
-            if torch.is_grad_enabled():  # otherwise no backward will need it
+            if torch.is_grad_enabled():  # otherwise no backward follows
                 self._external[id(param)] = param
             self.need([param])
 
 
 @dataclass(frozen=True)
-class ExpertHome(Home):
-    """The home of experts' parameters, which have other replicas than dense ones."""
+class ExpertShards(ShardHolder):
+    """The `ShardHolder` of experts' parameters, which are sharded over another group than dense ones."""
 
     parallel: UserParallel
     group: Group
 
     def gathered(self, params: Iterable[nn.Parameter], *, write_back: bool) -> AbstractContextManager[None]:
-        """See `DataParallel.gathered`."""
         return self.parallel.gathered(params, write_back=write_back)
 
     def status(self, param: nn.Parameter) -> ZeroParamStatus:
@@ -229,11 +228,11 @@ class ExpertHome(Home):
 
 
 class WatchedParameters(dict[str, nn.Parameter | None]):
-    """A module's parameters by name; reports each one that is looked up as an attribute.
+    """A module's parameters by name; detects each access to a parameter.
 
     Args:
-        params: the dict in which torch keeps them.
-        read: called with each parameter that is looked up.
+        params: the module's own dict.
+        read: called with each parameter that is accessed.
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter | None], read: Callable[[nn.Parameter], None]):

@@ -1,4 +1,4 @@
-"""A parameter of ZeRO stage 3 as DeepSpeed's scripts see it, and who holds its slices."""
+"""`ZeroParameter`: a parameter of ZeRO stage 3, with DeepSpeed's attributes; and `ShardHolder`."""
 
 from __future__ import annotations
 
@@ -22,46 +22,46 @@ class ZeroParamStatus(Enum):
 
 
 class ZeroParamType(Enum):
-    """The kinds of parameters that DeepSpeed tells apart; here all are `PARTITIONED`."""
+    """The types of parameters that DeepSpeed distinguishes; here all are `PARTITIONED`."""
 
     NORMAL = 1
     PARTITIONED = 2
     REMOTE = 3
 
 
-class Home(Protocol):
-    """The holder of a parameter's shards: a `Partition` while the model is built, later an engine.
+class ShardHolder(Protocol):
+    """The holder of a parameter's slice: a `Partition` until an engine takes it over.
 
-    A parameter's `zero_home` attribute is its home; a parameter without one is whole.
+    It is the parameter's attribute `shard_holder`; a parameter without one is whole.
     """
 
     group: Group
 
     def gathered(self, params: Iterable[nn.Parameter], *, write_back: bool) -> AbstractContextManager[None]:
-        """A context manager within which `params` are whole; see `DataParallel.gathered`."""
+        """A context in which `params` are whole; see `DataParallel.gathered`."""
 
     def status(self, param: nn.Parameter) -> ZeroParamStatus:
-        """Whether the parameter's values are here."""
+        """Whether the parameter's values are on this rank."""
 
     def piece(self, param: nn.Parameter) -> Tensor:
-        """The elements of the parameter that this rank keeps, flat; there may be none."""
+        """The elements of the parameter that this rank keeps, flat; possibly none."""
 
 
 class ZeroParameter(nn.Parameter):
     """A parameter of ZeRO stage 3, with the attributes and methods that DeepSpeed's scripts use.
 
     Attributes:
-        ds_id: a number of its own in this process.
-        ds_shape: the shape of the whole parameter; `shape` is the same.
-        ds_numel: the number of its elements; `numel()` is the same.
+        ds_id: a unique number in this process.
+        ds_shape: the shape of the whole parameter, the same as `shape`.
+        ds_numel: its number of elements, the same as `numel()`.
         ds_persist: whether it stays whole because it is small.
-        ds_process_group: the ranks that it is sharded over.
-        ds_zero_partition_rank: this rank's number among them.
-        ds_zero_partition_world_size: how many they are.
+        ds_process_group: the group that it is sharded over.
+        ds_zero_partition_rank: this rank within the group.
+        ds_zero_partition_world_size: the size of the group.
         ds_param_type: `ZeroParamType.PARTITIONED`.
-        ds_active_sub_modules: empty; nothing is counted here.
-        ds_secondary_tensor: None; `zero_hpz_partition_size` keeps its second slices elsewhere.
-        is_external_param: whether `register_external_parameter` named it.
+        ds_active_sub_modules: empty; our hooks do not use it.
+        ds_secondary_tensor: None; the slices of `zero_hpz_partition_size` are kept elsewhere.
+        is_external_param: whether it was registered with `register_external_parameter`.
     """
 
     numbers: ClassVar[Iterator[int]] = count()
@@ -69,25 +69,25 @@ class ZeroParameter(nn.Parameter):
     @property
     def ds_status(self) -> ZeroParamStatus:
         """Whether the values are on this rank."""
-        return home_of(self).status(self)
+        return holder_of(self).status(self)
 
     @property
     def ds_tensor(self) -> Tensor:
-        """The elements that this rank keeps between uses, flat; an engine's slices may be of any length."""
-        return home_of(self).piece(self)
+        """The elements that this rank keeps between uses, flat; of an engine's parameter, any number."""
+        return holder_of(self).piece(self)
 
     def all_gather(
         self, param_list: Sequence[nn.Parameter] | None = None, async_op: bool = False, hierarchy: int = 0
     ) -> None:
-        """Make the parameters whole until `partition`; every rank calls this, and all wait."""
+        """Gather parameters until `partition`; every rank calls this, and it returns when they are whole."""
         for param in [self] if param_list is None else param_list:
             if "zero_open" not in param.__dict__:
                 stack = ExitStack()
-                stack.enter_context(home_of(param).gathered([param], write_back=False))
+                stack.enter_context(holder_of(param).gathered([param], write_back=False))
                 param.__dict__["zero_open"] = stack
 
-    def all_gather_coalesced(self, params: Iterable[nn.Parameter], **options: Any) -> Done:
-        """See `all_gather`; options have no effect, and there is nothing left to wait for."""
+    def all_gather_coalesced(self, params: Iterable[nn.Parameter], **options: object) -> Done:
+        """Call `all_gather`; options have no effect, and the returned handle is done."""
         self.all_gather(list(params))
         return Done()
 
@@ -98,13 +98,13 @@ class ZeroParameter(nn.Parameter):
         has_been_updated: bool = False,
         free_data: bool = True,
     ) -> None:
-        """Leave each rank its slice again; every rank calls this after `all_gather`.
+        """Shard parameters again after `all_gather`; every rank calls this.
 
         Args:
-            param_list: the parameters; default: this one.
-            hierarchy: no effect.
+            param_list: the parameters; by default this one.
+            hierarchy: has no effect.
             has_been_updated: keep changes, which must be the same on every rank.
-            free_data: no effect; the memory is freed.
+            free_data: has no effect; the memory is always freed.
         """
         for param in [self] if param_list is None else param_list:
             stack = param.__dict__.pop("zero_open", None)
@@ -113,7 +113,7 @@ class ZeroParameter(nn.Parameter):
             value = param.data.clone() if has_been_updated else None
             stack.close()
             if value is not None:
-                with home_of(param).gathered([param], write_back=True):
+                with holder_of(param).gathered([param], write_back=True):
                     param.data.copy_(value)
 
     def partition_numel(self) -> int:
@@ -121,8 +121,8 @@ class ZeroParameter(nn.Parameter):
         return self.ds_tensor.numel()
 
     def padding_size(self) -> int:
-        """The number of elements by which the last rank's slice exceeds what is left for it."""
-        return max(0, int(self.__dict__["ds_slice"]) * home_of(self).group.size - self.numel())
+        """The number of padding elements in the last rank's slice."""
+        return max(0, int(self.__dict__["ds_slice"]) * holder_of(self).group.size - self.numel())
 
     def ds_summary(self) -> dict[str, Any]:
         """The attributes as plain values, for messages."""
@@ -150,14 +150,14 @@ def mark(
     persist: bool = False,
     slice_size: int = 0,
 ) -> None:
-    """Give a parameter, which has a home, DeepSpeed's attributes.
+    """Set DeepSpeed's attributes of a parameter that has a `shard_holder`.
 
     Args:
         param: the parameter.
-        group: the ranks that it is sharded over.
+        group: the group that it is sharded over.
         kind: its class from now on; parameters of other libraries' classes keep theirs.
         persist: whether it stays whole.
-        slice_size: the number of elements of a slice, if all ranks have as many.
+        slice_size: the number of elements of every rank's slice; 0 if ranks have different numbers.
     """
     become(param, kind)
     facts = param.__dict__
@@ -177,18 +177,18 @@ def mark(
     )
 
 
-def home_of(param: nn.Parameter) -> Home:
-    """The holder of a parameter's shards."""
-    home: Home = param.__dict__["zero_home"]
-    return home
+def holder_of(param: nn.Parameter) -> ShardHolder:
+    """The `shard_holder` of a parameter."""
+    holder: ShardHolder = param.__dict__["shard_holder"]
+    return holder
 
 
-def is_zero_param(param: Any) -> bool:
-    """Whether the parameter is one of ZeRO stage 3."""
+def is_zero_param(param: object) -> bool:
+    """Whether `param` is a parameter of ZeRO stage 3."""
     return isinstance(param, Tensor) and "ds_id" in param.__dict__
 
 
 def become(param: nn.Parameter, kind: type[nn.Parameter]) -> None:
-    """Change a parameter's class; those of other libraries keep theirs."""
+    """Change a parameter's class, unless it is another library's."""
     if type(param) is nn.Parameter or isinstance(param, ZeroParameter):
         param.__class__ = kind

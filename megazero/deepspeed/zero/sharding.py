@@ -1,4 +1,4 @@
-"""Moving a script's model into the buckets of a store: groups, devices, types, first values."""
+"""Move a script's model into the buckets of a store: parameter groups, devices, types, first values."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store.store import Store
 from megazero.zero.unit import Unit, module_units
 
-_OF_PARTITIONS = ("zero_home", "__deepcopy__")
+_OF_PARTITIONS = ("shard_holder", "__deepcopy__")
 
 
 def group_numbers(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """The parameter group by ``id`` of the parameter. Parameters in no group are frozen, with one warning.
+    """The group's number by ``id`` of the parameter. Parameters in no group are frozen, with a warning.
 
     Raises:
-        ConfigError: a group holds something that is not a parameter of the model.
+        ConfigError: a group holds a tensor that is no parameter of the model.
     """
     numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
-    mine = {id(param) for param in model.parameters()}
-    strangers = sum(key not in mine for key in numbers)
-    if strangers:
+    own = {id(param) for param in model.parameters()}
+    foreign = sum(key not in own for key in numbers)
+    if foreign:
         raise ConfigError(
-            f"`optimizer` must only hold parameters of `model`, but {strangers} of {len(numbers)} are not; "
+            f"`optimizer` must only hold parameters of `model`, but {foreign} of {len(numbers)} are not; "
             "build it from `model.parameters()`"
         )
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in numbers]
@@ -60,26 +60,26 @@ def prepare(
     context: ParallelContext,
     dtype: torch.dtype,
 ) -> dict[int, Partition]:
-    """Move the model to the device and its weights to `dtype`, with the values of the first replica.
+    """Move the model to the device and its weights to `dtype`, with the first replica's values.
 
     Buffers keep their types, as in DeepSpeed. Parameters that `zero.Init` has sharded move to the meta
     device.
 
     Args:
         model: the model.
-        params: its parameters by name, and those of experts that other ranks keep.
-        gone: the ``id`` of the parameters that other ranks keep.
+        params: its parameters by name, including those of experts that other ranks hold from now on.
+        gone: the ``id`` of the parameters of those experts.
         context: this rank's groups and device.
         dtype: the dtype of the weights.
 
     Returns:
-        The slices of the parameters that `zero.Init` has sharded, by ``id`` of the parameter.
+        The partitions of the parameters that `zero.Init` has sharded, by ``id`` of the parameter.
 
     Raises:
-        ConfigError: a parameter has no values, or another floating type although `dtype` is fp32, or an
-            embedding has sparse gradients.
+        ConfigError: a parameter has no values or is not fp32 although `dtype` is, or an embedding has sparse
+            gradients.
     """
-    homes: dict[int, Partition] = {}
+    partitions: dict[int, Partition] = {}
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise ConfigError(
@@ -93,13 +93,13 @@ def prepare(
                 f"`{name}` must be fp32 where neither fp16 nor bf16 is enabled, but is {param.dtype}; enable "
                 "one of them or convert the model"
             )
-        if (home := partition_of(param)) is not None:
+        if (partition := partition_of(param)) is not None:
             if id(param) in gone:
-                home.whole()  # the other ranks need this rank's slice
+                partition.whole()  # the ranks that hold the expert gather this rank's slice
                 continue
             if hasattr(param, "spec") and param.spec.expert:
-                home.move(context.groups["expert_replica"])
-            homes[id(param)] = home
+                partition.move(context.groups["expert_replica"])
+            partitions[id(param)] = partition
             for name in [n for n in param.__dict__ if n in _OF_PARTITIONS or n.startswith("ds_")]:
                 del param.__dict__[name]
             empty = nn.Parameter(torch.empty(param.shape, dtype=wanted, device="meta"), param.requires_grad)
@@ -110,29 +110,29 @@ def prepare(
                 f"`{name}` must have values, but is on the meta device; build the model within `zero.Init`"
             )
         else:
-            value = _spread(param.data.to(context.device, wanted), context)
+            value = _broadcast_first(param.data.to(context.device, wanted), context)
             param.data = value.new_empty(0) if id(param) in gone else value
     for buffer in model.buffers():
-        buffer.data = _spread(buffer.data.to(context.device), context)
-    return homes
+        buffer.data = _broadcast_first(buffer.data.to(context.device), context)
+    return partitions
 
 
-def _spread(value: torch.Tensor, context: ParallelContext) -> torch.Tensor:
-    """Copy the first replica's value to every replica."""
+def _broadcast_first(value: torch.Tensor, context: ParallelContext) -> torch.Tensor:
+    """Broadcast the first replica's value to every replica."""
     value = value.contiguous()
     context.replica.broadcast(value, 0).wait()
     return value
 
 
 @dataclass(frozen=True)
-class Sharding:
-    """How the parameters of a model are to be sharded.
+class ShardingPlan:
+    """A plan for sharding the parameters of a model.
 
     Attributes:
-        client: the torch optimizer with their groups.
-        policy: what is sharded, and where it lies.
-        groups: the parameter group by ``id`` of the parameter.
-        whole: numbers of the groups whose parameters are matrices that an optimizer needs whole.
+        client: the torch optimizer with the parameter groups.
+        policy: the ZeRO stage and the placement of state.
+        groups: the group's number by ``id`` of the parameter.
+        whole: the numbers of groups whose parameters the optimizer updates as whole matrices.
         kind: makes the store.
     """
 
@@ -145,9 +145,9 @@ class Sharding:
 
 def build_parallel(
     model: nn.Module,
-    how: Sharding,
+    plan: ShardingPlan,
     context: ParallelContext,
-    homes: Mapping[int, Partition],
+    partitions: Mapping[int, Partition],
     units: Sequence[Unit],
     make: Callable[..., UserParallel] = UserParallel,
 ) -> UserParallel:
@@ -155,33 +155,32 @@ def build_parallel(
 
     Args:
         model: the model, or a stage.
-        how: how its parameters are sharded.
+        plan: the plan for its parameters.
         context: this rank's groups and device.
-        homes: the slices of parameters without memory, by ``id``; each bucket gathers its own ones.
-        units: the parts that are gathered together; see `user_units`.
+        partitions: the partitions of parameters on the meta device, by ``id``; a bucket gathers its own.
+        units: the modules whose parameters are gathered together; see `user_units`.
         make: makes the result.
     """
 
     def fill(params: Sequence[nn.Parameter]) -> None:
         for param in params:
-            param.data.copy_(homes[id(param)].whole())
+            param.data.copy_(partitions[id(param)].whole())
 
     for param in model.parameters():
-        if how.groups.get(id(param)) in how.whole:
+        if plan.groups.get(id(param)) in plan.whole:
             param.__dict__["spec"] = replace(spec_of(param), matrices=Matrices())
-    store = build_store(units, how.policy, context, fill, how.groups, how.kind)
-    return make(model, units, store, how.policy, context)
+    store = build_store(units, plan.policy, context, fill, plan.groups, plan.kind)
+    return make(model, units, store, plan.policy, context)
 
 
-# Their forward passes the weights of modules inside them to one function, without calling those modules.
+# Modules whose forward reads the weights of their submodules without calling those.
 _TOGETHER = (nn.MultiheadAttention,)
 
 
 def user_units(model: nn.Module, tp_size: int) -> list[Unit]:
-    """One unit per module that owns parameters or reads those of others, in module order.
+    """One unit per module that has parameters of its own or reads external ones, in module order.
 
-    A parameter that Megatron's layers have marked as sliced over tensor-parallel ranks gets a spec that says
-    so.
+    A parameter that Megatron's layers mark as tensor-parallel gets a spec with that cut.
     """
     for name, param in model.named_parameters():
         if getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False):

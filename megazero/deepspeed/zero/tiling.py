@@ -1,4 +1,4 @@
-"""`TiledLinear`: a linear layer made of small ones, of which ZeRO stage 3 gathers one at a time."""
+"""`TiledLinear`: a linear layer of tiles, which ZeRO stage 3 gathers one at a time."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megazero.deepspeed.utils.split import partition_uniform
 from megazero.deepspeed.zero.gathered import GatheredParameters
 from megazero.errors import ConfigError
 
 
 class TiledLinear(nn.Module):
-    """A linear layer whose weight is cut into tiles, each a layer of its own in ``linears[out][in]``.
+    """A linear layer whose weight is split into tiles: ``linears[out][in]`` are layers of their own.
 
     Args:
         in_features, out_features, bias: as in `torch.nn.Linear`.
         in_splits: number of tiles along the input.
         out_splits: number of tiles along the output.
         input_is_already_split: whether `forward` gets a sequence of `in_splits` inputs.
-        combine_out_splits: whether the outputs are joined; if not, they are returned as a list.
-        linear_cls: makes a tile of ``(in_features, out_features, bias=...)``.
-        init_linear: a layer whose weights are copied.
+        combine_out_splits: whether the outputs are concatenated; if not, `forward` returns a list.
+        linear_cls: makes a tile from ``(in_features, out_features, bias=...)``.
+        init_linear: a layer whose weights are copied to the tiles.
         kwargs: further arguments for `linear_cls`.
 
     Raises:
@@ -49,7 +50,7 @@ class TiledLinear(nn.Module):
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
         self.in_parts = _bounds(in_features, in_splits, "in_splits")
         self.out_parts = _bounds(out_features, out_splits, "out_splits")
-        # The last tile of each row adds the bias, once for the sum.
+        # Only the last tile of a row has the bias, because the row's outputs are summed.
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 linear_cls(right - left, bottom - top, bias=bias and right == in_features, **kwargs)
@@ -61,7 +62,7 @@ class TiledLinear(nn.Module):
             self.copy_params_from(init_linear)
 
     def forward(self, input_: Any) -> Any:
-        """The layer's output [..., out], or a list of `out_splits` parts of it.
+        """Compute the output [..., out], or the list of its `out_splits` parts.
 
         Raises:
             ConfigError: the input is split into another number of parts.
@@ -80,27 +81,27 @@ class TiledLinear(nn.Module):
         return self._join(rows) if self.combine_out_splits else rows
 
     def _sum(self, outputs: Sequence[Any]) -> Any:
-        """One row's output from those of its tiles."""
+        """Sum the outputs of the tiles of a row."""
         total = outputs[0]
         for output in outputs[1:]:
             total = total + output
         return total
 
     def _join(self, rows: Sequence[Any]) -> Any:
-        """The layer's output from those of its rows."""
+        """Concatenate the outputs of all rows."""
         return torch.cat(list(rows), dim=-1)
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
-        """Copy the weights of a whole layer; every rank calls this, and the first rank's count.
+        """Copy the weights of a whole layer, those of rank 0; every rank calls this.
 
         Raises:
-            ConfigError: it is of another size, or one of both has no bias.
+            ConfigError: the layer has other sizes, or only one of the two has a bias.
         """
         wanted = (self.out_features, self.in_features, self.use_bias)
-        given = (*other.weight.shape, other.bias is not None)
-        if wanted != given:
-            raise ConfigError(f"`other` must have the sizes (out, in, bias) {wanted}, but has {given}")
+        sizes = (*other.weight.shape, other.bias is not None)
+        if wanted != sizes:
+            raise ConfigError(f"`other` must have the sizes (out, in, bias) {wanted}, but has {sizes}")
         with GatheredParameters(list(other.parameters())):
             for row, (top, bottom) in zip(self.linears, pairwise(self.out_parts), strict=True):
                 for tile, (left, right) in zip(row.children(), pairwise(self.in_parts), strict=True):
@@ -112,7 +113,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """`TiledLinear` of layers that return their output and their bias, for the caller to add."""
+    """`TiledLinear` of layers that return (output, bias), for the caller to add."""
 
     def _sum(self, outputs: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
         biases = [bias for _, bias in outputs if bias is not None]
@@ -124,7 +125,7 @@ class TiledLinearReturnBias(TiledLinear):
 
 
 def _bounds(size: int, parts: int, name: str) -> list[int]:
-    """The bounds of parts that differ by at most one, the larger ones first."""
+    """The bounds of nearly equal parts, the larger ones first."""
     if not 1 <= parts <= size:
         raise ConfigError(f"`{name}` must be from 1 to the number of features ({size}), but is {parts}")
-    return [number * (size // parts) + min(number, size % parts) for number in range(parts + 1)]
+    return partition_uniform(size, parts)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megazero.deepspeed.pipe.messages import Form, Pack, Unpack
+from megazero.deepspeed.pipe.messages import MessageSpec, Pack, Unpack
 from megazero.deepspeed.pipe.specs import PipelineError
 from tests.deepspeed.pipe.models import engine_of, item, on_stages, settings
 from tests.deepspeed.pipe.test_training import mean_square
@@ -37,13 +37,13 @@ def test_values_and_gradients_arrive_as_they_were(name):
     tensors = [t.clone() for t in ([value] if single else value)]
     for tensor in tensors:
         tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
-    form = Form.of(tensors[0] if single else tuple(tensors), "layer 3")
-    assert Form.decode(form.encode()) == form
-    sent = Pack.apply(torch.zeros((), requires_grad=True), form, *tensors)
+    spec = MessageSpec.of(tensors[0] if single else tuple(tensors), "layer 3")
+    assert MessageSpec.decode(spec.encode()) == spec
+    sent = Pack.apply(torch.zeros((), requires_grad=True), spec, *tensors)
     assert sent.requires_grad
-    assert (tuple(sent.shape), sent.dtype) == form.boundary
+    assert (tuple(sent.shape), sent.dtype) == spec.boundary
     received = sent.detach().clone().requires_grad_()
-    token, *found = Unpack.apply(received, form)
+    token, *found = Unpack.apply(received, spec)
     for mine, theirs in zip(found, tensors, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
         assert mine.requires_grad == theirs.requires_grad
@@ -55,8 +55,8 @@ def test_values_and_gradients_arrive_as_they_were(name):
 
 
 def test_a_stage_may_change_its_input_in_place():
-    form = Form.of(torch.ones(2, requires_grad=True), "layer 0")
-    token, x = Unpack.apply(torch.ones(2, requires_grad=True), form)
+    spec = MessageSpec.of(torch.ones(2, requires_grad=True), "layer 0")
+    token, x = Unpack.apply(torch.ones(2, requires_grad=True), spec)
     assert x.mul_(2).sum().item() == 4
     assert token.item() == 0
 
@@ -66,7 +66,7 @@ def test_what_is_no_tensor_is_refused_by_the_name_of_its_layer(value):
     with pytest.raises(
         PipelineError, match=r"^`layer 7 \(Linear\)` must give a tensor or a tuple of tensors"
     ):
-        Form.of(value, "layer 7 (Linear)")
+        MessageSpec.of(value, "layer 7 (Linear)")
 
 
 def test_shapes_may_change_from_batch_to_batch_and_within_one():

@@ -1,9 +1,6 @@
-"""An engine's stay on a model: its hooks and buckets are taken off before another engine moves in."""
+"""`Attachment`: what an engine has put on a model, to take off again before another engine is built on it."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +9,7 @@ from megazero.deepspeed.engine.script_backward import ScriptBackward
 from megazero.deepspeed.moe.experts import expert_layers
 from megazero.deepspeed.zero.gathered import EXTERNAL
 from megazero.deepspeed.zero.parallel import UserParallel
-from megazero.deepspeed.zero.partition import Partition, Shelf
+from megazero.deepspeed.zero.partition import Partition, SliceStorage
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.zero.bucket import ShardedState
@@ -26,8 +23,10 @@ _HOOKS = (
 )
 
 
-class Tenancy:
-    """An engine's stay on a model. Made before the model is moved into buckets, to know what came with it.
+class Attachment:
+    """An engine's hooks and buckets on a model.
+
+    Make it before the model is moved into buckets: it records the hooks and specs that `detach` must leave.
 
     Args:
         model: the model.
@@ -41,7 +40,7 @@ class Tenancy:
             for hooks in (getattr(module, n) for n in _HOOKS)
         ]
         self._params = [
-            (param, param.requires_grad, param.__dict__.get("spec"), set(_hooks_of(param)))
+            (param, param.requires_grad, param.__dict__.get("spec"), set(_grad_hooks(param)))
             for param in model.parameters()
         ]
         self._parallel: UserParallel | None = None
@@ -49,31 +48,31 @@ class Tenancy:
         self._script: ScriptBackward | None = None
 
     def freeze(self) -> None:
-        """Let the model be moved into buckets that nothing trains, until `thaw`."""
+        """Turn `requires_grad` off for all parameters, until `thaw`."""
         for param, *_ in self._params:
             param.requires_grad_(False)
 
     def thaw(self) -> None:
-        """Let each parameter require gradients as it did before."""
+        """Restore each parameter's `requires_grad`."""
         for param, trained, *_ in self._params:
             param.requires_grad_(trained)
 
     def begin(self, parallel: UserParallel, context: ParallelContext) -> None:
-        """Note what holds the model now, and on which ranks."""
+        """Record the data parallelism that holds the model's parameters from now on, and its ranks."""
         self._parallel, self._context = parallel, context
-        parallel.__dict__["tenancy"] = self
+        parallel.__dict__["attachment"] = self
 
-    def serve(self, script: ScriptBackward) -> None:
-        """Note whose backwards end with the stay."""
+    def watch(self, script: ScriptBackward) -> None:
+        """Record the watch over the script's backwards, which `detach` ends."""
         self._script = script
 
     @torch.no_grad()
-    def end(self, *, whole: bool) -> None:
-        """Take everything off the model; every rank calls this. The engine can no longer train.
+    def detach(self, *, whole: bool) -> None:
+        """Take the engine off the model, which it can no longer train; every rank calls this.
 
         Args:
-            whole: leave sharded weights whole on each rank; otherwise they stay sharded, as in `zero.Init`,
-                if the model has no experts.
+            whole: leave sharded weights whole on each rank; otherwise they stay sharded, as in `zero.Init`.
+                A model with experts is always left whole.
         """
         parallel, context, self._parallel = self._parallel, self._context, None
         if parallel is None or context is None:
@@ -89,7 +88,7 @@ class Tenancy:
                 values = [param.detach().clone() for param in bucket.params]
             for param, value in zip(bucket.params, values, strict=True):
                 param.data = value
-            bucket.presence = ShardedState.WHOLE  # so that hooks of graphs from before gather nothing
+            bucket.presence = ShardedState.WHOLE  # so that hooks of older autograd graphs gather nothing
         for hooks, before in self._hooks:
             for key in [key for key in hooks if key not in before]:
                 del hooks[key]
@@ -98,43 +97,39 @@ class Tenancy:
             module.__dict__.pop(EXTERNAL, None)
         sharded = {id(p) for b in parallel.store.buckets if b.layout.row.shard_params for p in b.params}
         for param, trained, spec, before in self._params:
-            for key in [key for key in _hooks_of(param) if key not in before]:
-                del _hooks_of(param)[key]
+            grad_hooks = _grad_hooks(param)
+            for key in [key for key in grad_hooks if key not in before]:
+                del grad_hooks[key]
             param.grad = None
             param.requires_grad_(trained)
-            param.__dict__.pop("zero_home", None)
+            param.__dict__.pop("shard_holder", None)
             param.__dict__.pop("spec", None)
             if spec is not None:
                 param.__dict__["spec"] = spec
             if id(param) in sharded and not whole:
-                Partition(param, Shelf(context.replica, context.device, context.device))
+                Partition(param, SliceStorage(context.replica, context.device, context.device))
 
 
-def _hooks_of(param: nn.Parameter) -> Any:
+def _grad_hooks(param: nn.Parameter) -> dict[int, object]:
     return param._post_accumulate_grad_hooks or {}
 
 
-def end_tenancies(model: nn.Module) -> None:
-    """Let every earlier engine go from the parameters of a model; every rank calls this.
+def detach_engines(model: nn.Module) -> None:
+    """Detach every earlier engine from the parameters of a model; every rank calls this.
 
     Raises:
-        ConfigError: the model has experts, which an engine gives to the ranks for good.
+        ConfigError: the model has experts, which an engine distributes over the ranks for good.
     """
-    tenancies = list(_tenancies(model.parameters()))
-    if tenancies and expert_layers(model):
+    attachments: dict[int, Attachment] = {}
+    for param in model.parameters():
+        holder = param.__dict__.get("shard_holder")
+        attachment = getattr(getattr(holder, "parallel", holder), "attachment", None)
+        if attachment is not None:
+            attachments[id(attachment)] = attachment
+    if attachments and expert_layers(model):
         raise ConfigError(
             "`model` must not have had an engine before if it has layers of experts, which that one spread "
             "over the ranks, but has; build the model anew"
         )
-    for tenancy in tenancies:
-        tenancy.end(whole=True)
-
-
-def _tenancies(params: Iterable[nn.Parameter]) -> Iterable[Tenancy]:
-    tenancies: dict[int, Tenancy] = {}
-    for param in params:
-        home: Any = getattr(param, "zero_home", None)
-        tenancy = getattr(getattr(home, "parallel", home), "tenancy", None)
-        if tenancy is not None:
-            tenancies[id(tenancy)] = tenancy
-    return tenancies.values()
+    for attachment in attachments.values():
+        attachment.detach(whole=True)

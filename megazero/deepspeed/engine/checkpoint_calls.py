@@ -1,11 +1,11 @@
-"""An engine's checkpoints and whole weights, by DeepSpeed's names."""
+"""An engine's calls that save and load checkpoints and whole weights, by DeepSpeed's names."""
 
 from __future__ import annotations
 
 import os
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from megazero.deepspeed.asserted import asserts
 from megazero.deepspeed.checkpoint.tags import agree_on_tag, folder_of, newest_tag, warn_of_nothing
 from megazero.deepspeed.engine.checkpoint import (
+    CustomLoad,
     LoadParts,
     load_checkpoint,
     load_module_state,
@@ -23,8 +24,8 @@ from megazero.deepspeed.engine.weights import frozen_names, module_state, save_m
 from megazero.errors import ConfigError
 
 
-class Keeper:
-    """An engine's checkpoints and whole weights."""
+class CheckpointCalls:
+    """An engine's calls that save and load checkpoints and whole weights."""
 
     def __init__(self, state: EngineState):
         self.state = state
@@ -34,30 +35,29 @@ class Keeper:
         self,
         save_dir: str | os.PathLike[str],
         tag: str | None = None,
-        client_state: Mapping[str, Any] | Namespace | None = None,
+        client_state: Mapping[str, object] | Namespace | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write everything needed to continue to ``save_dir/tag``; every rank calls this.
+        """Write a checkpoint to ``save_dir/tag``; every rank calls this.
 
         Args:
             save_dir: a folder that every rank sees.
-            tag: by default ``global_step`` and the number of steps. If ranks give different ones, that of
-                rank 0 counts, and the JSON's `checkpoint.tag_validation` says whether that is an error.
-            client_state: the script's own values, kept apart from the engine's. Objects that are neither
+            tag: by default ``global_step`` and the number of steps. If ranks give different tags, rank 0's
+                is used, and the JSON's `checkpoint.tag_validation` decides whether this is an error.
+            client_state: the script's own values, kept apart from the engine's. Values that are neither
                 plain nor tensors are pickled.
-            save_latest: name it in ``save_dir/latest``, which `load_checkpoint` reads.
-            exclude_frozen_parameters: leave out parameters that are not trained; a load then leaves them as
-                they are.
+            save_latest: write the tag to ``save_dir/latest``, which `load_checkpoint` reads.
+            exclude_frozen_parameters: leave out frozen parameters; loading then leaves them unchanged.
 
         Raises:
-            CheckpointError: it cannot be written, or `client_state` holds what cannot be pickled.
+            CheckpointError: it cannot be written, or a value in `client_state` cannot be pickled.
             CommunicationError: not every rank calls this.
         """
         folder = folder_of(save_dir, "save_dir")
-        named = f"global_step{self.state.global_steps}" if tag is None else tag
-        differing = self.state.settings.extras.checkpoint.tag_validation.lower()
-        chosen = agree_on_tag(named, "save_checkpoint", self.state.context, differing)
+        own = f"global_step{self.state.global_steps}" if tag is None else tag
+        validation = self.state.settings.extras.checkpoint.tag_validation.lower()
+        chosen = agree_on_tag(own, "save_checkpoint", self.state.context, validation)
         client = vars(client_state) if isinstance(client_state, Namespace) else dict(client_state or {})
         left_out = frozen_names(self.state.module) if exclude_frozen_parameters else ()
         save_checkpoint(self.state, folder, chosen, client, save_latest, left_out)
@@ -72,32 +72,33 @@ class Keeper:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
+        custom_load_fn: CustomLoad | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Continue from a checkpoint, on any number of replicas and at any stage; every rank calls this.
+        """Load a checkpoint, written by any number of replicas at any ZeRO stage; every rank calls this.
 
-        DeepSpeed's own checkpoints are loaded too, universal ones included.
+        It may be DeepSpeed's own, universal checkpoints included.
 
         Args:
             load_dir: the folder given to `save_checkpoint`.
-            tag: by default the one that ``latest`` names; without that file nothing is loaded.
-            load_module_strict: refuse a checkpoint that lacks weights of this module or has others.
-            load_optimizer_states: False leaves moments, loss scale and parameter groups as they are.
-            load_lr_scheduler_states: False leaves the schedule as it is.
+            tag: by default the tag in ``latest``; without that file nothing is loaded.
+            load_module_strict: refuse a checkpoint with missing or unexpected weights.
+            load_optimizer_states: load moments, loss scale and the options of parameter groups.
+            load_lr_scheduler_states: load the schedule's state.
             load_module_only: load only weights and buffers.
-            custom_load_fn: called with the saved weights as `src` and the module as `dst`, which is whole;
-                what it does takes the place of loading weights.
+            custom_load_fn: loads the weights instead; called with the saved weights as `src` and the module,
+                whose parameters are whole, as `dst`.
 
         Returns:
-            The checkpoint's folder and the `client_state`; None and None, with a warning, if there is none.
+            The checkpoint's folder and its `client_state`. If there is no checkpoint, both are None, with a
+            warning.
 
         Raises:
-            CheckpointError: it is missing, damaged, belongs to another model or optimizer, or names a class
-                that is neither known nor trusted.
+            CheckpointError: it is missing, damaged, belongs to another model or optimizer, or pickles a class
+                that is not trusted.
         """
         folder = folder_of(load_dir, "load_dir")
-        result = newest_tag(folder) if tag is None else tag
-        chosen = agree_on_tag(result or "", "load_checkpoint", self.state.context)
+        own = newest_tag(folder) if tag is None else tag
+        chosen = agree_on_tag(own or "", "load_checkpoint", self.state.context)
         if not chosen:
             if self.state.context.rank == 0:
                 warn_of_nothing(folder)
@@ -116,7 +117,7 @@ class Keeper:
     def _get_optimizer_ckpt_name(
         self, checkpoints_path: str | os.PathLike[str], tag: object, expp_rank: int
     ) -> str:
-        """The file in DeepSpeed's own folders that has the optimizer of a rank's experts."""
+        """The path of the optimizer file of a rank's experts in a folder that DeepSpeed wrote."""
         name = f"expp_rank_{expp_rank}_mp_rank_{self.state.context.tp.rank:02d}_optim_states.pt"
         return os.path.join(checkpoints_path, str(tag), name)
 
@@ -127,13 +128,13 @@ class Keeper:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The module's weights and buffers, whole at every stage, on the CPU; every rank calls this.
+        """The module's whole weights and buffers on the CPU, at any stage; every rank calls this.
 
         Args:
-            destination: receives them; by default a new dictionary.
-            prefix: stands before each name.
-            keep_vars: give the parameters themselves, where they are whole.
-            exclude_frozen_parameters: leave out parameters that are not trained.
+            destination: the dictionary to fill; by default a new one.
+            prefix: put before each name.
+            keep_vars: return the parameters themselves instead of copies.
+            exclude_frozen_parameters: leave out frozen parameters.
 
         Raises:
             ConfigError: `keep_vars` is set at stage 3.
@@ -147,8 +148,8 @@ class Keeper:
             )
         else:
             frozen = frozen_names(self.state.module) if exclude_frozen_parameters else set()
-            kept = self.state.module.state_dict(keep_vars=True)
-            state = {name: value for name, value in kept.items() if name not in frozen}
+            own = self.state.module.state_dict(keep_vars=True)
+            state = {name: value for name, value in own.items() if name not in frozen}
         result = {} if destination is None else destination
         result.update({prefix + name: value for name, value in state.items()})
         return result
@@ -157,19 +158,19 @@ class Keeper:
         self,
         checkpoint: Mapping[str, Any],
         strict: bool = True,
-        custom_load_fn: Callable[..., Any] | None = None,
+        custom_load_fn: CustomLoad | None = None,
         fetch_z3_params: bool = False,
     ) -> None:
-        """Put whole weights into the module; every rank calls this with the same ones.
+        """Load whole weights into the module; every rank calls this with the same weights.
 
         Args:
-            checkpoint: has them as its `module`.
-            strict: refuse names that are not those of the module.
-            custom_load_fn: called with them as `src` and the module as `dst` instead.
-            fetch_z3_params: has no effect: weights are whole while they are loaded in any case.
+            checkpoint: holds the weights under the key `module`.
+            strict: refuse missing and unexpected names.
+            custom_load_fn: loads the weights instead; called with them as `src` and the module as `dst`.
+            fetch_z3_params: has no effect: weights are always gathered while they are loaded.
 
         Raises:
-            CheckpointError: they are not the module's.
+            CheckpointError: names or shapes differ from the module's.
         """
         load_module_state(self.state, checkpoint["module"], strict, custom_load_fn)
 
@@ -179,16 +180,16 @@ class Keeper:
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write `module_state_dict` for use elsewhere; every rank calls this.
+        """Write the result of `module_state_dict` to a file; every rank calls this.
 
         Args:
-            save_dir: the folder, made if it does not exist.
-            save_filename: ``.safetensors`` chooses that format, anything else torch's.
-            exclude_frozen_parameters: leave these out.
+            save_dir: the folder; it is made if it does not exist.
+            save_filename: a name that ends in ``.safetensors`` chooses that format, any other torch's.
+            exclude_frozen_parameters: leave out frozen parameters.
 
         Returns:
-            False with a warning, and nothing written, at stage 3 without
-            `stage3_gather_16bit_weights_on_model_save`.
+            Whether the file was written: at stage 3 without `stage3_gather_16bit_weights_on_model_save` it is
+            not, with a warning.
 
         Raises:
             CheckpointError: it cannot be written.
