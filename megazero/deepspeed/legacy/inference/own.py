@@ -1,4 +1,4 @@
-"""Models of megazero's own in an inference engine."""
+"""Inference engines around megazero's own models."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from megazero.models.language_model import LanguageModel
 
 
 class OwnModel:
-    """Generation by a model of megazero's, with the arguments of Hugging Face's `generate`."""
+    """Generates with one of megazero's models, by the arguments of Hugging Face's `generate`."""
 
     def __init__(self, model: LanguageModel):
         self.model = model
 
     def check(self, config: DeepSpeedInferenceConfig) -> torch.dtype:
-        """The type of the weights, which stays.
+        """Return the dtype of the weights, which is never converted.
 
         Raises:
-            ConfigError: the configuration says another.
+            ConfigError: the configuration asks for another dtype.
         """
         dtype = next(self.model.parameters()).dtype
         if "dtype" in config.model_fields_set and config.dtype != dtype:
             raise ConfigError(
-                f"`dtype` must be that of the model ({dtype}), which is built for it, but is {config.dtype}; "
-                "leave it out, or build the model in that type"
+                f"`dtype` must be that of the model ({dtype}), but is {config.dtype}; leave it out, or build "
+                "the model in that dtype"
             )
         return dtype
 
@@ -46,21 +46,19 @@ class OwnModel:
         eos_token_id: int | None = None,
         seed: int = 0,
     ) -> Tensor:
-        """Prompts [b, s] and their continuations, [b, s + new]; a sequence that ended is filled with `eos`.
+        """Return prompts [b, s] with their continuations, [b, s + new], padded with `eos_token_id` (or 0).
 
         Args:
-            input_ids: prompts, all of one length if they are a tensor.
-            max_new_tokens: most tokens to add.
-            do_sample: draw tokens; otherwise the likeliest is taken.
+            input_ids: the prompts; lists may differ in length.
+            max_new_tokens: the most tokens to add.
+            do_sample: whether to sample; otherwise the most probable token is taken.
             temperature, top_k, top_p, seed: see `Sampling`.
             eos_token_id: the token that ends a sequence.
         """
         prompts = input_ids.tolist() if isinstance(input_ids, Tensor) else [list(p) for p in input_ids]
-        sampling = (
-            Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-            if do_sample
-            else Sampling(greedy=True)
-        )
+        sampling = Sampling(greedy=True)
+        if do_sample:
+            sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         added = generate(
             self.model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, eod=eos_token_id
         )
@@ -71,10 +69,10 @@ class OwnModel:
 
 
 def own_model(model: nn.Module) -> OwnModel | None:
-    """A model of megazero's that can generate; None for any other module.
+    """Wrap a model of megazero's; return None for any other module.
 
     Raises:
-        ConfigError: it is sequence-parallel.
+        ConfigError: the model is sequence-parallel.
     """
     if not isinstance(model, LanguageModel):
         return None
