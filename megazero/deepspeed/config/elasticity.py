@@ -191,7 +191,8 @@ def compute_elastic_config(
     """
     if not elasticity_enabled(ds_config):
         raise ElasticityError("`elasticity.enabled` must be true, but is not; enable the section")
-    if _release(target_deepspeed_version) < _OLDEST:
+    release = tuple(map(int, re.findall(r"\d+", target_deepspeed_version)[:3]))
+    if release < _OLDEST:
         raise ElasticityError(
             f"`target_deepspeed_version` must be 0.3.8 or later, but is {target_deepspeed_version}"
         )
@@ -213,10 +214,6 @@ def compute_elastic_config(
             f"but gives {replicas}; start another number of ranks"
         )
     return batch, fitting, section.micro_batch(batch, replicas)
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def elasticity_enabled(ds_config: Json) -> bool:

@@ -9,27 +9,27 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megazero.deepspeed.config.shown import value_at
-from megazero.deepspeed.engine.engine import DeepSpeedEngine
 from megazero.deepspeed.legacy.indexed import MMapIndexedDataset, dataset_exists
 from megazero.deepspeed.legacy.variable_lr import VariableBatchSizeLR, lr_scheduler_for_variable_batch_size
 from megazero.deepspeed.schedules.warmup import RateSchedule
 from megazero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megazero.deepspeed.engine.engine import DeepSpeedEngine
 
 _Sample = tuple[int, int]
 """The length of a sample, and its index in the dataset."""
 _MicroBatch = tuple[int, list[int]]
 """The number of the batch that a micro-batch belongs to, and the indices of its samples."""
 _Collate = Callable[[list[Any]], Any]
-"""Collates samples."""
 _Pad = Callable[[Any, int], Any]
-"""Pads a sample to a length."""
 _SECTION = "data_efficiency.data_sampling.dynamic_batching"
 _ORDERS = ("dataloader", "random", "seqlen")
 _PACKING = ("min_batch_size", "max_batch_size", "sequence_picking_order", "seed")

@@ -49,7 +49,7 @@ def checkpoint_files(checkpoint: str | Mapping[str, Any], base_dir: str = "") ->
         with parsed(path, "a list of files"):
             checkpoint = json.loads(read_regular_text(path))
             if isinstance(checkpoint, Mapping) and "weight_map" in checkpoint:
-                return sorted({path.parent / name for name in checkpoint["weight_map"].values()})
+                return _files_of_index(checkpoint, path.parent)
     if not isinstance(checkpoint, Mapping) or not isinstance(checkpoint.get("checkpoints"), list):
         raise CheckpointError(
             "`checkpoint` must list the files of whole weights as `checkpoints`, but does not; give a list, "
@@ -68,8 +68,7 @@ def _in_folder(folder: Path) -> list[Path]:
     for name in _INDEXES:
         if (folder / name).is_file():
             with parsed(folder / name, "an index of weights"):
-                weights = json.loads(read_regular_text(folder / name))["weight_map"]
-                return sorted({folder / file for file in weights.values()})
+                return _files_of_index(json.loads(read_regular_text(folder / name)), folder)
     for name in _WHOLE:
         if (folder / name).is_file():
             return [folder / name]
@@ -80,6 +79,10 @@ def _in_folder(folder: Path) -> list[Path]:
             "`save_pretrained` wrote"
         )
     return files
+
+
+def _files_of_index(index: Mapping[str, Any], folder: Path) -> list[Path]:
+    return sorted({folder / name for name in index["weight_map"].values()})
 
 
 def _tensors(path: Path) -> Generator[tuple[str, Tensor], None, None]:
