@@ -19,12 +19,12 @@ from tests.tables import over_table
 
 @pytest.fixture(autouse=True)
 def _own_settings():
-    """What a test configures ends with it."""
-    chosen, tracker = recompute._CHOSEN, get_cuda_rng_tracker()
-    before, states = chosen.get(), tracker.get_states()
-    chosen.set(recompute.Settings())
+    """Restore the settings after each test."""
+    settings, tracker = recompute._SETTINGS, get_cuda_rng_tracker()
+    before, states = settings.get(), tracker.get_states()
+    settings.set(recompute.CheckpointingSettings())
     yield
-    chosen.set(before)
+    settings.set(before)
     tracker.set_states(states)
 
 
@@ -86,27 +86,18 @@ def test_tensor_parallel_ranks_keep_a_part_each(in_cpu):
         assert recompute.is_configured()
         x, y = value.clone().requires_grad_(), odd.clone().requires_grad_()
         mask = torch.ones(3, 4, dtype=torch.bool)
-        sizes = []
-        pack = recompute._Keeping._packed
-
-        class Watch(recompute._Keeping):
-            def _packed(self, x):
-                packed = pack(self, x)
-                sizes.append(packed[0].numel())
-                return packed
-
         (recompute.checkpoint(lambda x, y, mask: (x.sin() * y * mask).cos(), x, y, mask)).sum().backward()
         recompute.partition_activations_in_checkpoint(False)
-        keeping = Watch(thread_context(world, grid, rank).tp)
-        keeping._pack(torch.ones(4, 4))
-        return x.grad, y.grad, sizes
+        keeping = recompute._Keeping(thread_context(world, grid, rank).tp)
+        _, (kept, *_) = keeping._pack(torch.ones(4, 4))
+        return x.grad, y.grad, kept.numel()
 
     plain_x, plain_y = value.clone().requires_grad_(), odd.clone().requires_grad_()
     (plain_x.sin() * plain_y).cos().sum().backward()
-    for x, y, sizes in world.run(work):
+    for x, y, size in world.run(work):
         torch.testing.assert_close(x, plain_x.grad, rtol=0, atol=0)
         torch.testing.assert_close(y, plain_y.grad, rtol=0, atol=0)
-        assert sizes == [8]
+        assert size == 8
     assert not recompute.is_configured()  # the ranks' settings are theirs
 
 
@@ -156,16 +147,16 @@ def test_the_json_is_the_default_and_arguments_win(tmp_path):
     section = {"partition_activations": True, "cpu_checkpointing": True, "number_checkpoints": 4}
     content = {"train_batch_size": 1, "activation_checkpointing": section}
     recompute.configure(None, content)
-    chosen = recompute.chosen_settings()
-    assert (chosen.partition, chosen.in_cpu, chosen.num_layers) == (True, True, 4)
+    settings = recompute.current_settings()
+    assert (settings.partition, settings.in_cpu, settings.num_layers) == (True, True, 4)
     recompute.configure(None, content, partition_activations=False, contiguous_checkpointing=False)
-    assert recompute.chosen_settings().partition is False
+    assert recompute.current_settings().partition is False
     with pytest.raises(ConfigError, match="`partition_activations` must be given for `contiguous_check"):
         recompute.configure(None, contiguous_checkpointing=True, num_checkpoints=2)
     with pytest.raises(ConfigError, match="`num_checkpoints` must be given"):
         contextvars.copy_context().run(
             lambda: (
-                recompute._CHOSEN.set(recompute.Settings()),
+                recompute._SETTINGS.set(recompute.CheckpointingSettings()),
                 recompute.configure(None, partition_activations=True, contiguous_checkpointing=True),
             )
         )

@@ -112,7 +112,10 @@ def test_gradients_are_sent_as_asked_and_a_note_says_their_scale(ranks, stage, g
     more = {} if given is None else {"seq_parallel_communication_data_type": given}
     settings = for_sequences(read_settings(config(stage, **more), 1), contexts(ranks)[0])
     assert settings.zero.grad_reduce_dtype == sent
-    assert any("multiply one that adds up over these ranks by 2" in note for note in settings.notes) == noted
+    assert (
+        any("multiply a loss that is summed over these ranks by 2" in note for note in settings.notes)
+        == noted
+    )
 
 
 class Elsewhere:

@@ -12,7 +12,7 @@ from megazero.errors import ConfigError
 
 
 class _Choice:
-    """The accelerator of this process: chosen once, because scripts ask for it anywhere."""
+    """The accelerator of this process, which is chosen once for all callers."""
 
     def __init__(self) -> None:
         self.accelerator: Accelerator | None = None
@@ -22,7 +22,7 @@ _CHOICE = _Choice()
 
 
 def get_accelerator() -> Accelerator:
-    """This process's accelerator: CUDA if there is a device, else the CPU; DS_ACCELERATOR decides otherwise.
+    """Return this process's accelerator: by DS_ACCELERATOR, or else CUDA if available, or else the CPU.
 
     Raises:
         ConfigError: DS_ACCELERATOR is neither cpu nor cuda.
@@ -41,10 +41,10 @@ def get_accelerator() -> Accelerator:
 
 
 def set_accelerator(accel_obj: Accelerator) -> None:
-    """Take this accelerator from now on.
+    """Set this process's accelerator.
 
     Raises:
-        ConfigError: it is no `Accelerator`.
+        ConfigError: the object is no `Accelerator`.
     """
     if not isinstance(accel_obj, Accelerator):
         kind = type(accel_obj).__name__
@@ -53,5 +53,5 @@ def set_accelerator(accel_obj: Accelerator) -> None:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether megazero runs on it."""
+    """Whether megazero runs on this process's accelerator."""
     return get_accelerator().name() in ("cpu", "cuda")

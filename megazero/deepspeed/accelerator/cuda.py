@@ -1,8 +1,9 @@
-"""The calls of an accelerator, passed on to `torch.cuda`."""
+"""The accelerator interface for CUDA devices, by `torch.cuda`."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,45 +13,48 @@ from torch import Tensor
 from megazero.deepspeed.accelerator.cpu import Accelerator
 
 
-def _ask(name: str) -> Any:
-    """A method that gives the answer of `torch.cuda`'s function of this name."""
+def _call(name: str) -> Any:
+    """Make a method that calls a function of `torch.cuda`."""
 
-    def ask(self: Accelerator) -> Any:
+    def method(self: Accelerator) -> object:
         return getattr(torch.cuda, name)()
 
-    return ask
+    return method
 
 
-def _ask_device(name: str) -> Any:
-    """A method that gives the answer of `torch.cuda`'s function of this name for a device."""
+def _call_on_device(name: str) -> Any:
+    """Make a method that calls a function of `torch.cuda` with the index of a device."""
 
-    def ask(self: Accelerator, device_index: int | None = None) -> Any:
+    def method(self: Accelerator, device_index: int | None = None) -> object:
         return getattr(torch.cuda, name)(device_index)
 
-    return ask
+    return method
 
 
-def _constructor(dtype: torch.dtype) -> Any:
+def _constructor(dtype: torch.dtype) -> Callable[..., Tensor]:
     return functools.partial(torch.tensor, dtype=dtype, device="cuda")
 
 
 class _CudaDevice(Accelerator):
-    """Devices and memory."""
+    """The devices and their memory."""
 
     _name, _backend, _random = "cuda", "nccl", torch.cuda
     BFloat16Tensor, HalfTensor = _constructor(torch.bfloat16), _constructor(torch.float16)
     DoubleTensor, FloatTensor = _constructor(torch.float64), _constructor(torch.float32)
     IntTensor, LongTensor = _constructor(torch.int32), _constructor(torch.int64)
     ByteTensor = _constructor(torch.uint8)
-    current_device, device_count = _ask("current_device"), _ask("device_count")
-    is_available, empty_cache = _ask("is_available"), _ask("empty_cache")
-    set_device, synchronize = _ask_device("set_device"), _ask_device("synchronize")
-    memory_allocated, memory_reserved = _ask_device("memory_allocated"), _ask_device("memory_reserved")
-    max_memory_allocated = _ask_device("max_memory_allocated")
-    max_memory_reserved = _ask_device("max_memory_reserved")
+    current_device, device_count = _call("current_device"), _call("device_count")
+    is_available, empty_cache = _call("is_available"), _call("empty_cache")
+    set_device, synchronize = _call_on_device("set_device"), _call_on_device("synchronize")
+    memory_allocated, memory_reserved = (
+        _call_on_device("memory_allocated"),
+        _call_on_device("memory_reserved"),
+    )
+    max_memory_allocated = _call_on_device("max_memory_allocated")
+    max_memory_reserved = _call_on_device("max_memory_reserved")
     memory_stats, reset_peak_memory_stats = (
-        _ask_device("memory_stats"),
-        _ask_device("reset_peak_memory_stats"),
+        _call_on_device("memory_stats"),
+        _call_on_device("reset_peak_memory_stats"),
     )
 
     def device_name(self, device_index: int | None = None) -> str:
@@ -81,7 +85,7 @@ class _CudaDevice(Accelerator):
     def export_envs(self) -> list[str]:
         return ["NCCL"]
 
-    def _place(self, device_index: int | None) -> tuple[int, ...]:
+    def _index(self, device_index: int | None) -> tuple[int, ...]:
         return () if device_index is None else (device_index,)
 
 
@@ -89,18 +93,18 @@ class CudaAccelerator(_CudaDevice):
     """This process's CUDA device."""
 
     Stream, Event = torch.cuda.Stream, torch.cuda.Event
-    current_stream, default_stream = _ask_device("current_stream"), _ask_device("default_stream")
-    create_graph = _ask("CUDAGraph")
+    current_stream, default_stream = _call_on_device("current_stream"), _call_on_device("default_stream")
+    create_graph = _call("CUDAGraph")
 
-    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+    def stream(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         return torch.cuda.stream(stream)
 
     def capture_to_graph(
-        self, graph: Any, pool: Any = None, stream: Any = None
-    ) -> AbstractContextManager[Any]:
+        self, graph: torch.cuda.CUDAGraph, pool: Any = None, stream: torch.cuda.Stream | None = None
+    ) -> AbstractContextManager[object]:
         return torch.cuda.graph(graph, pool, stream)
 
-    def replay_graph(self, graph: Any) -> None:
+    def replay_graph(self, graph: torch.cuda.CUDAGraph) -> None:
         graph.replay()
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
@@ -109,7 +113,7 @@ class CudaAccelerator(_CudaDevice):
     def range_pop(self, domain: str | None = None) -> None:
         torch.cuda.nvtx.range_pop()
 
-    def lazy_call(self, callback: Any) -> Any:
+    def lazy_call(self, callback: Callable[[], object]) -> object:
         return torch.cuda._lazy_call(callback)
 
     def is_bf16_supported(self) -> bool:

@@ -1,7 +1,7 @@
-"""`ops.op_builder`: whether an operator is here, and the module that has it.
+"""`ops.op_builder`: which of DeepSpeed's operators megazero has, and in which modules.
 
-Nothing is compiled when a script asks: kernels are built when megazero is installed, and every operator also
-runs without them. `BUILDERS` says where each operator of DeepSpeed's lives here.
+Builders compile nothing: kernels are built when megazero is installed, and every operator also runs without
+them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megazero.errors import ConfigError
 _NONE = "megazero has no such kernel and needs none: "
 _ATTENTION = _NONE + "torch's scaled_dot_product_attention runs instead"
 _INFERENCE = _NONE + "`init_inference` runs the model's own layers"
+# Builder -> the module that has the operator, or the reason why there is none.
 BUILDERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "AsyncIOBuilder": ("megazero.zero.store.disk", ""),
@@ -52,7 +53,7 @@ BUILDERS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 class OpBuilder:
-    """Says whether an operator is here; `builder_class` makes one of each name."""
+    """A builder of one operator; `builder_class` returns the class of each name."""
 
     NAME = ""
 
@@ -60,17 +61,17 @@ class OpBuilder:
         self.name = name or self.NAME
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether megazero has the operator; with `verbose` it prints why not."""
+        """Whether megazero has the operator; with `verbose`, print why not."""
         home, reason = BUILDERS[type(self).__name__]
         if reason and verbose:
             print(f"{self.name}: {reason}", flush=True)
         return bool(home)
 
     def load(self, verbose: bool = True) -> ModuleType:
-        """The module that has the operator; nothing is compiled.
+        """Import the module of the operator.
 
         Raises:
-            ConfigError: megazero has no such operator.
+            ConfigError: megazero does not have the operator.
         """
         home, reason = BUILDERS[type(self).__name__]
         if not home:
@@ -78,17 +79,17 @@ class OpBuilder:
         return import_module(home)
 
     def absolute_name(self) -> str:
-        """The module that has the operator; empty if none has."""
+        """Return the name of the operator's module; empty if megazero does not have the operator."""
         return BUILDERS[type(self).__name__][0]
 
     @staticmethod
     def installed_rocm_version() -> tuple[int, int]:
-        """The version of ROCm that torch is built with; 0.0 without one."""
+        """Return the version of ROCm that torch is built with; (0, 0) without ROCm."""
         major, minor, *_ = map(int, (torch.version.hip or "0.0").split("-")[0].split("."))
         return major, minor
 
     def builder(self) -> None:
-        """Nothing: `setup.py` builds all kernels.
+        """Refuse to build: `setup.py` builds all kernels.
 
         Raises:
             ConfigError: always.
@@ -109,22 +110,22 @@ _CLASSES: Mapping[str, type[OpBuilder]] = MappingProxyType(
 
 
 def builder_class(name: str) -> type[OpBuilder]:
-    """The builder of this name; `NotImplementedBuilder` for one that DeepSpeed does not have."""
+    """Return the class of a builder; `NotImplementedBuilder` for an unknown name."""
     return _CLASSES.get(name, _CLASSES["NotImplementedBuilder"])
 
 
 ALL_OPS: Mapping[str, OpBuilder] = MappingProxyType(
     {builder_class(name).NAME: builder_class(name)() for name in BUILDERS}
 )
-"""Operator -> its builder."""
+"""Operator -> builder."""
 COMPATIBLE: Mapping[str, bool] = MappingProxyType(
     {name: builder.is_compatible() for name, builder in ALL_OPS.items()}
 )
-"""Operator -> whether it is here."""
+"""Operator -> whether megazero has it."""
 
 
 def get_default_compute_capabilities() -> str:
-    """No capabilities: nothing is compiled when a script asks."""
+    """Return no capabilities, because builders compile nothing."""
     return ""
 
 

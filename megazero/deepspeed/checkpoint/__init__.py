@@ -1,1 +1,1 @@
-"""checkpoint: saved states, in our format or in DeepSpeed's files, read as whole tensors."""
+"""checkpoint: reading saved states, in megazero's format or in DeepSpeed's, as whole tensors."""

@@ -1,7 +1,7 @@
-"""Values of a script as JSON and tensors, and back.
+"""A script's values as JSON and tensors, and back.
 
-What these can express is never pickled. Objects of other classes are, where the caller allows it, each by
-itself: a value that cannot be read back then does not take others with it.
+Only values that JSON and tensors cannot express are pickled, if the caller allows it. Each is pickled by
+itself, so that one that cannot be read back does not affect the others.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megazero.errors import CheckpointError
 from megazero.formats.deepspeed.pickles import dump_object, load_object
 
 
-def encode(value: Any, name: str, tensors: dict[str, Tensor], *, objects: bool = False) -> Any:
-    """A value as JSON, with its tensors separate; `decode` restores it, including tuples and number keys.
+def encode(value: object, name: str, tensors: dict[str, Tensor], *, objects: bool = False) -> object:
+    """Encode a value as JSON and tensors; `decode` restores it, including tuples and keys that are numbers.
 
     Args:
         value: None, numbers, text, lists, tuples, mappings, namespaces and tensors.
-        name: its name in errors and in the tensors' keys.
-        tensors: receives the tensors.
-        objects: whether objects of other classes are pickled.
+        name: the name of the value, for errors and for the keys of tensors.
+        tensors: receives the tensors by key.
+        objects: whether to pickle objects of other classes.
 
     Raises:
-        CheckpointError: for anything else.
+        CheckpointError: the value is of another class, and `objects` is false.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -39,7 +39,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor], *, objects: bool =
         items = [encode(item, f"{name}.{i}", tensors, objects=objects) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, (Mapping, Namespace)):
-        # As pairs: JSON would turn numbers that are keys into text.
+        # As pairs, because JSON would turn keys that are numbers into text.
         content = vars(value) if isinstance(value, Namespace) else value
         pairs = [
             [
@@ -63,11 +63,11 @@ def _keep(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
     return key
 
 
-def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that `encode` was given.
+def decode(value: object, tensors: Mapping[str, Tensor]) -> Any:
+    """Restore the value that `encode` was given.
 
     Raises:
-        CheckpointError: it holds a pickled object of a class that is neither known nor trusted.
+        CheckpointError: the value holds a pickled object of a class that is neither known nor trusted.
     """
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]

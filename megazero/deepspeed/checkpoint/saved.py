@@ -1,4 +1,4 @@
-"""A saved state of an engine, in our format or in DeepSpeed's: tensors, and what stands beside them."""
+"""A saved state of an engine, in megazero's format or in DeepSpeed's: tensors and further values."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from megazero.formats.deepspeed.vectors import Scale
 from megazero.optim.loss_scaler import LossScaler, ScalerState
 
 STATE = "state"
-"""Kind of tensors that belong to options, schedules and the script."""
+"""The kind of tensors that belong to options, schedules and the script's values."""
 
 
 @dataclass(frozen=True)
 class EngineCounters:
-    """How far an engine has come; checkpoints store it. See `EngineState` for the meaning."""
+    """The progress of an engine, which checkpoints store; see `EngineState`."""
 
     global_steps: int
     global_samples: int
@@ -36,47 +36,47 @@ class EngineCounters:
 
 
 class Renamed:
-    """A source whose tensors have other names.
+    """A source with renamed tensors.
 
     Args:
         source: the source.
-        names: name there -> name here; others stay.
+        names: name in the source -> new name; all others stay.
 
     Attributes:
-        shapes: the shapes of everything that it holds.
+        shapes: key -> shape.
     """
 
     def __init__(self, source: CheckpointReader | ForeignFolder, names: Mapping[str, str]):
         self._source = source
-        here = {key: Key(names.get(key.name, key.name), key.kind) for key in source.shapes}
-        self._there = {own: key for key, own in here.items()}
-        self.shapes = {own: source.shapes[key] for key, own in here.items()}
+        renamed = {key: Key(names.get(key.name, key.name), key.kind) for key in source.shapes}
+        self._original = {new: key for key, new in renamed.items()}
+        self.shapes = {new: source.shapes[key] for key, new in renamed.items()}
 
     def tensor(self, key: Key) -> Tensor:
-        """A whole tensor."""
-        return self._source.tensor(self._there[key])
+        """Return a whole tensor."""
+        return self._source.tensor(self._original[key])
 
     def read(self, parts: Iterable[Part]) -> None:
-        """Fill the memory of parts; see `Source`."""
-        self._source.read([replace(part, key=self._there[part.key]) for part in parts])
+        """Read parts; see `Source`."""
+        self._source.read([replace(part, key=self._original[part.key]) for part in parts])
 
 
 _: type[Source] = Renamed
 
 
 Tensors = CheckpointReader | ForeignFolder | Renamed
-"""Sources that also give whole tensors."""
+"""Sources that can also return whole tensors."""
 
 
 @dataclass(frozen=True)
 class SavedNames:
-    """The names in a saved state that need another treatment than most.
+    """The names in a saved state that are not those of trained parameters.
 
     Attributes:
         frozen: the parameters that were not trained.
         buffers: the buffers.
-        shared: other name of a parameter -> the name that its tensors have.
-        left_out: parameters that were left out on purpose.
+        shared: further name of a tied parameter -> the name under which it is saved.
+        left_out: the parameters that were excluded on purpose.
     """
 
     frozen: Collection[str] = ()
@@ -86,13 +86,13 @@ class SavedNames:
 
 
 @dataclass(frozen=True)
-class SavedBeside:
-    """The values beside the tensors of a saved state; each is made when it is asked for.
+class SavedValues:
+    """The values of a saved state besides model and optimizer tensors, as functions that read them.
 
     Attributes:
-        progress: the counters; given the micro-batches of a step.
+        progress: the number of micro-batches in a step -> the counters.
         options: the options of each parameter group.
-        scaler: the loss scale for a scaler; None if nothing fits it.
+        scaler: a loss scaler -> its state; None if the saved state does not fit the scaler.
         schedule: the state of the learning rate schedule; None if there was none.
         client: the script's own values.
     """
@@ -109,67 +109,67 @@ class Saved:
     """A saved state.
 
     Attributes:
-        where: its folder, for messages.
-        source: its tensors.
-        updates: updates so far; None if no optimizer was saved.
-        beside: the values beside its tensors.
-        names: names that need another treatment than most.
-        sparse: whether a parameter without moments is one that had no gradients yet.
+        where: the folder, for messages.
+        source: the tensors.
+        updates: the number of updates so far; None if no optimizer was saved.
+        beside: the further values.
+        names: the names that are not those of trained parameters.
+        sparse: whether moments are missing for parameters that had no gradients yet.
     """
 
     where: Path
     source: Tensors
     updates: int | None
-    beside: SavedBeside
+    beside: SavedValues
     names: SavedNames
     sparse: bool = False
 
     def renamed(self, model: nn.Module) -> Saved:
-        """The same, with the names that an older release gave to experts as the model has them."""
+        """Return the same state with an older release's names of experts replaced by the model's."""
         names = older_names(model, {key.name for key in self.source.shapes})
         if not names or isinstance(self.source, Renamed):
             return self
         return replace(self, source=Renamed(self.source, names))
 
     def weight_names(self) -> set[str]:
-        """The names of all parameters and buffers, but for other names of tied ones."""
+        """Return the names of all parameters and buffers, without further names of tied parameters."""
         return {key.name for key in self.source.shapes if key.kind == WEIGHT} - set(self.names.shared)
 
     def fill_missing_moments(self, wanted: Sequence[Part]) -> list[Part]:
-        """Zero the moments that no gradient has made yet; return the parts that are still to be read."""
+        """Zero the moments of parameters that had no gradients yet; return the parts still to be read."""
         if not self.sparse:
             return list(wanted)
         kinds = {key.kind for key in self.source.shapes}
-        left = []
+        remaining = []
         for part in wanted:
             if part.key.kind in kinds and part.key.kind != WEIGHT and part.key not in self.source.shapes:
                 part.tensor.zero_()
             else:
-                left.append(part)
-        return left
+                remaining.append(part)
+        return remaining
 
 
 def open_saved(folder: Path, groups: Groups = (), *, optimizer: bool = True) -> Saved:
-    """The saved state in the folder of a tag.
+    """Open the saved state in the folder of a tag.
 
     Args:
         folder: the folder.
         groups: the parameters of the optimizer's groups; see `ForeignFolder`.
-        optimizer: whether more than weights is wanted.
+        optimizer: whether to open more than weights.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is no saved state, or it cannot be read.
     """
     if files := find_files(folder):
-        return _foreign(files, groups, optimizer)
+        return _open_deepspeed(files, groups, optimizer)
     if newest := next(iter(candidates(folder).folders), None):
-        return _ours(CheckpointReader(newest), folder)
+        return _open_own(CheckpointReader(newest), folder)
     raise CheckpointError(
         f"`{folder}` must hold a checkpoint, but has {inventory(folder)}; check the path and the tag"
     )
 
 
-def _ours(reader: CheckpointReader, folder: Path) -> Saved:
+def _open_own(reader: CheckpointReader, folder: Path) -> Saved:
     facts = reader.facts
     if facts.get("kind") != "module":
         raise CheckpointError(
@@ -180,7 +180,7 @@ def _ours(reader: CheckpointReader, folder: Path) -> Saved:
         folder,
         reader,
         facts["updates"],
-        SavedBeside(
+        SavedValues(
             lambda accumulation: EngineCounters(**facts["progress"]),
             partial(decode, facts["options"], states),
             lambda scaler: ScalerState(**facts["scaler"]),
@@ -196,19 +196,19 @@ def _ours(reader: CheckpointReader, folder: Path) -> Saved:
     )
 
 
-def _foreign(files: TagFiles, groups: Groups, optimizer: bool) -> Saved:
+def _open_deepspeed(files: TagFiles, groups: Groups, optimizer: bool) -> Saved:
     source = ForeignFolder(files, groups, optimizer=optimizer)
     facts, counts = source.facts, source.facts.counts
 
     def progress(accumulation: int) -> EngineCounters:
-        done = counts.steps
-        return EngineCounters(done, counts.samples, done * accumulation, counts.skipped)
+        steps = counts.steps
+        return EngineCounters(steps, counts.samples, steps * accumulation, counts.skipped)
 
     return Saved(
         files.folder,
         source,
         counts.updates,
-        SavedBeside(
+        SavedValues(
             progress,
             lambda: facts.options,
             lambda scaler: None if facts.scale is None else _scaler_state(facts.scale, scaler),
@@ -221,7 +221,7 @@ def _foreign(files: TagFiles, groups: Groups, optimizer: bool) -> Saved:
 
 
 def _scaler_state(scale: Scale, scaler: LossScaler) -> ScalerState | None:
-    """DeepSpeed's loss scale as a scaler here holds it; it counts good steps since the last overflow."""
+    """Convert DeepSpeed's loss scale to the state of a scaler; None if the scaler's scale is static."""
     if not scaler.searches:
         return None
     left = scaler.initial().hysteresis_left if scale.hysteresis is None else int(scale.hysteresis)

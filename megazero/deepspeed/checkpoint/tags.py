@@ -1,11 +1,10 @@
-"""The folders of checkpoints and their tags: what a script may name, and what all ranks agree on."""
+"""The folders and tags of checkpoints: checks of a script's arguments, and agreement of all ranks."""
 
 from __future__ import annotations
 
 import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 from megazero.checkpoint.tensor_file import read_bytes
 from megazero.config.deepspeed.load import plain_paths
@@ -18,11 +17,11 @@ LATEST = "latest"
 UNIVERSAL = "latest_universal"
 
 
-def folder_of(folder: Any, name: str) -> Path:
-    """A folder that a script has named.
+def folder_of(folder: object, name: str) -> Path:
+    """Return the path of a folder that a script passed as the argument `name`.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: the value is no path.
     """
     if not isinstance(folder, (str, os.PathLike)) or not str(folder):
         shown = "empty" if folder == "" else f"of type {type(folder).__name__}"
@@ -32,18 +31,18 @@ def folder_of(folder: Any, name: str) -> Path:
     return Path(folder)
 
 
-def agree_on_tag(tag: Any, call: str, context: ParallelContext, differing: str = "fail") -> str:
-    """The tag of the first rank; every rank calls this.
+def agree_on_tag(tag: object, call: str, context: ParallelContext, differing: str = "fail") -> str:
+    """Return the first rank's tag; every rank calls this.
 
     Args:
-        tag: this rank's.
-        call: what the script called, for messages.
+        tag: the tag of this rank.
+        call: the function that the script called, for messages.
         context: the ranks.
-        differing: what tags that differ do: ``fail``, ``warn`` or ``ignore``.
+        differing: the reaction to different tags: ``fail``, ``warn`` or ``ignore``.
 
     Raises:
-        CheckpointError: on every rank, if they differ and must not.
-        CommunicationError: not every rank came here.
+        CheckpointError: on every rank, if tags differ and `differing` is ``fail``.
+        CommunicationError: a rank does not call this.
     """
     try:
         tags = gather_values(context.world, str(plain_paths(tag)), context.device)
@@ -66,10 +65,10 @@ def agree_on_tag(tag: Any, call: str, context: ParallelContext, differing: str =
 
 
 def newest_tag(load_dir: Path) -> str | None:
-    """The tag that a folder's file ``latest`` names; None without one.
+    """Return the tag in a folder's file ``latest``; None without that file.
 
     Raises:
-        CheckpointError: the file names no folder beside it.
+        CheckpointError: the tag is no name of a subfolder.
     """
     pointers = [load_dir / name for name in (LATEST, UNIVERSAL) if (load_dir / name).is_file()]
     if not pointers:
@@ -83,7 +82,7 @@ def newest_tag(load_dir: Path) -> str | None:
 
 
 def warn_of_nothing(load_dir: Path) -> None:
-    """Say that nothing is loaded, and what the folder has instead: a run would begin anew in silence."""
+    """Warn that nothing is loaded, and list what the folder has; the run starts from scratch."""
     warnings.warn(
         f"nothing is loaded: `{load_dir / LATEST}` must name the checkpoint to load, but is missing; "
         f"{load_dir} has {inventory(load_dir)}; correct the path or give a tag",

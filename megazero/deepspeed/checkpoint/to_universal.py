@@ -1,4 +1,4 @@
-"""DeepSpeed's conversion to universal checkpoints, which nothing here needs."""
+"""DeepSpeed's conversion to universal checkpoints, which megazero does not need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megazero.checkpoint.disk import Disk, appear
 from megazero.deepspeed.checkpoint.saved import open_saved
@@ -19,16 +18,16 @@ WHY = (
 )
 
 
-def main(words: Any = None) -> None:
-    """The command line of ``ds_to_universal``: checks that the checkpoint can be read, and converts nothing.
+def main(words: Sequence[str] | argparse.Namespace | None = None) -> None:
+    """Run ``ds_to_universal``, which checks that a checkpoint can be read, and converts nothing.
 
-    The output folder gets the same files, as links where the disk has them, so that scripts find it.
+    The output folder gets the same files, as hard links if possible, because scripts expect it.
 
     Args:
-        words: the words of the command line, or an object with its values; by default those of this process.
+        words: the arguments of the command line, or the parsed ones; by default those of this process.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the checkpoint cannot be read.
     """
     if words is None or isinstance(words, Sequence):
         parser = argparse.ArgumentParser(prog="ds_to_universal", description=WHY.format("a checkpoint"))
@@ -48,15 +47,15 @@ def main(words: Any = None) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """Make a file appear in another place too."""
+    """Link a file, or copy it if links are not supported."""
     try:
         os.link(source, target)
-    except OSError:  # the disk has no links, or it is another one
+    except OSError:  # no links on this file system, or the target is on another one
         shutil.copy2(source, target)
 
 
-def enable_universal_checkpoint(param_list: Any) -> None:
-    """Nothing: every checkpoint loads on any layout."""
+def enable_universal_checkpoint(param_list: object) -> None:
+    """Do nothing: every checkpoint loads on any layout."""
 
 
 if __name__ == "__main__":

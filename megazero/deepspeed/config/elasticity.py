@@ -1,7 +1,7 @@
-"""`deepspeed.elasticity`: one batch size that many numbers of ranks can train with.
+"""`deepspeed.elasticity`: a batch size that divides evenly over many numbers of ranks.
 
-A batch of this size is a whole number of micro-batches on each of them, so that a job may go on with another
-number of ranks and see the same batches. Releases of DeepSpeed before 0.19 read it from the JSON.
+A job may then continue with another number of ranks and the same batches. Releases of DeepSpeed before 0.19
+read the section ``elasticity`` of the JSON.
 """
 
 from __future__ import annotations
@@ -12,32 +12,41 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from megazero.deepspeed.config import Json
 from megazero.errors import ConfigError
 
 CHOSEN = "DEEPSPEED_ELASTICITY_CONFIG"
-"""The variable in which a scheduler of jobs says the JSON that it has chosen the number of ranks by."""
+"""The environment variable with the section by which a job scheduler chose the number of ranks."""
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _OLDEST = (0, 3, 8)
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23)
 
 
 class ElasticityError(ConfigError):
-    """A section ``elasticity`` cannot be used."""
+    """The section ``elasticity`` cannot be used."""
 
 
 class ElasticityConfigError(ElasticityError):
-    """A section ``elasticity`` lacks a key, or has a wrong value."""
+    """The section ``elasticity`` lacks a key or has a wrong value."""
 
 
 class ElasticityIncompatibleWorldSize(ElasticityError):
-    """A job has a number of ranks that its section ``elasticity`` does not allow."""
+    """The number of ranks does not fit the section ``elasticity``."""
 
 
 @dataclass(frozen=True)
-class _Section:
-    """A section's request: a batch of at most so many samples; `node_ranks` is 0 if nodes do not matter."""
+class _ElasticSection:
+    """The section ``elasticity``.
+
+    Attributes:
+        largest: the largest batch size.
+        micro_batches: the micro-batch sizes to choose from.
+        least_ranks, most_ranks: the bounds of the number of ranks.
+        prefers_larger: whether the largest of equally good sizes is chosen; otherwise the smallest.
+        node_ranks: the number of ranks on a node; 0 if any number of ranks is allowed.
+        model_ranks: the number of model-parallel ranks.
+    """
 
     largest: int
     micro_batches: tuple[int, ...]
@@ -48,15 +57,21 @@ class _Section:
     model_ranks: int
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> _Section:
-        """Read it. Raises ElasticityConfigError, which names what is wrong."""
+    def of(cls, section: Json) -> _ElasticSection:
+        """Read the section.
+
+        Raises:
+            ElasticityConfigError: a key is missing or a value is wrong.
+        """
         for key in ("max_train_batch_size", "micro_batch_sizes"):
-            if key not in given:
+            if key not in section:
                 raise ElasticityConfigError(f"`elasticity.{key}` must be given, but is missing; add it")
-        micro = given["micro_batch_sizes"]
-        counts = {key: given.get(key, 1) for key in ("min_gpus", "num_gpus_per_node", "model_parallel_size")}
-        counts |= {"max_train_batch_size": given["max_train_batch_size"]}
-        counts |= {"max_gpus": given.get("max_gpus", 10_000)}
+        micro = section["micro_batch_sizes"]
+        counts = {
+            key: section.get(key, 1) for key in ("min_gpus", "num_gpus_per_node", "model_parallel_size")
+        }
+        counts |= {"max_train_batch_size": section["max_train_batch_size"]}
+        counts |= {"max_gpus": section.get("max_gpus", 10_000)}
         if not isinstance(micro, list) or not micro:
             raise ElasticityConfigError(
                 f"`elasticity.micro_batch_sizes` must be a list of numbers, but is {micro!r}; write one"
@@ -66,7 +81,7 @@ class _Section:
                 raise ElasticityConfigError(
                     f"`elasticity.{key}` must hold whole numbers of at least 1, but has {value!r}; change it"
                 )
-        version, model = str(given.get("version", 0.2)), counts["model_parallel_size"]
+        version, model = str(section.get("version", 0.2)), counts["model_parallel_size"]
         if version not in ("0.1", "0.2"):
             raise ElasticityConfigError(f"`elasticity.version` must be 0.1 or 0.2, but is {version}")
         if model > 1 and version == "0.1":
@@ -83,30 +98,30 @@ class _Section:
             tuple(micro),
             counts["min_gpus"],
             counts["max_gpus"],
-            bool(given.get("prefer_larger_batch", True)),
+            bool(section.get("prefer_larger_batch", True)),
             counts["num_gpus_per_node"] if version == "0.2" else 0,
             model,
         )
 
     def solve(self, ranks: int) -> tuple[int, list[int]]:
-        """The batch size, and the numbers of data-parallel ranks that fit it; `ranks` is 0 if unknown."""
+        """Return the batch size and the numbers of data-parallel ranks for it; `ranks` is 0 if unknown."""
         if not self.node_ranks:
             return self._best(self.largest, self.least_ranks, self.most_ranks)
         nodes, per_node = self.node_ranks, self.node_ranks // self.model_ranks
         batch, fitting = self._best(
             self.largest // per_node, self.least_ranks // nodes, self.most_ranks // nodes
         )
-        batch, replicas = batch * per_node, [fit * per_node for fit in fitting]
-        here = ranks // nodes * per_node
-        if here in replicas or not here:
+        batch, replicas = batch * per_node, [count * per_node for count in fitting]
+        current = ranks // nodes * per_node
+        if current in replicas or not current:
             return batch, replicas
-        sizes = [self.largest // (size * here) * size * here for size in self.micro_batches]
+        sizes = [self.largest // (size * current) * size * current for size in self.micro_batches]
         if not any(sizes):
-            raise self._too_small(self.largest // here)
-        return (max if self.prefers_larger else min)(sizes), [here]
+            raise self._too_small(self.largest // current)
+        return (max if self.prefers_larger else min)(sizes), [current]
 
     def _best(self, largest: int, least: int, most: int) -> tuple[int, list[int]]:
-        """The size of at most `largest` that fits the most numbers of ranks, and these."""
+        """Return the size up to `largest` that fits the most numbers of ranks, and these numbers."""
         bases = {size for size in {*self.micro_batches, math.lcm(*self.micro_batches)} if size <= largest}
         if not bases:
             raise self._too_small(largest)
@@ -117,27 +132,28 @@ class _Section:
         return best, fitting[best]
 
     def _fitting(self, size: int, least: int, most: int) -> list[int]:
-        """The numbers of ranks that can share a batch of this size evenly in micro-batches."""
-        shares = {size // micro for micro in self.micro_batches if size % micro == 0}
-        last = min(max(shares, default=0), most)
-        return [n for n in range(max(least, 1), last + 1) if any(share % n == 0 for share in shares)]
+        """Return the numbers of ranks over which a batch divides into equally many micro-batches."""
+        counts = {size // micro for micro in self.micro_batches if size % micro == 0}
+        last = min(max(counts, default=0), most)
+        return [n for n in range(max(least, 1), last + 1) if any(count % n == 0 for count in counts)]
 
-    def _too_small(self, share: int) -> ElasticityConfigError:
+    def _too_small(self, samples: int) -> ElasticityConfigError:
         return ElasticityConfigError(
             "`elasticity.max_train_batch_size` must hold a micro-batch of each rank, one of "
-            f"{list(self.micro_batches)}, but leaves it {share} samples; raise it"
+            f"{list(self.micro_batches)}, but leaves it {samples} samples; raise it"
         )
 
     def micro_batch(self, batch: int, replicas: int) -> int | None:
-        """The micro-batch of each of so many replicas; None if none divides its samples."""
+        """Return the micro-batch size for `replicas` data-parallel ranks; None if no size fits."""
         sizes = [size for size in self.micro_batches if batch // replicas % size == 0]
         return (max if self.prefers_larger else min)(sizes, default=None)
 
 
 def _most_divisible(limit: int) -> int:
-    """The greatest number up to `limit` with more divisors than any smaller one."""
+    """Return the smallest of the numbers up to `limit` with the most divisors."""
     best = (1, -1)
-    # A number, its divisors, the primes after its own, and the greatest exponent of the next of them.
+    # A number, its count of divisors, the unused primes, and the largest exponent of the next prime, because
+    # exponents do not increase from prime to prime in the result.
     begun: list[tuple[int, int, tuple[int, ...], int]] = [(1, 1, _PRIMES, limit)]
     while begun:
         number, divisors, primes, most = begun.pop()
@@ -151,38 +167,39 @@ def _most_divisible(limit: int) -> int:
 
 
 def compute_elastic_config(
-    ds_config: Mapping[str, Any],
+    ds_config: Json,
     target_deepspeed_version: str,
     world_size: int = 0,
     return_microbatch: bool = False,
-) -> Any:
-    """The batch size of a JSON's section ``elasticity``.
+) -> tuple[int, list[int]] | tuple[int, list[int], int | None]:
+    """Return the batch size by the section ``elasticity`` of a JSON.
 
     Args:
         ds_config: the JSON's content.
-        target_deepspeed_version: the release that is to train; at least 0.3.8.
-        world_size: the number of ranks, which must fit; 0 if it is not known.
-        return_microbatch: return the micro-batch; the number of ranks may be in `WORLD_SIZE` then.
+        target_deepspeed_version: the release of DeepSpeed, at least 0.3.8.
+        world_size: the number of ranks; 0 if it is unknown.
+        return_microbatch: whether to return the micro-batch size too; without `world_size`, the environment
+            variable WORLD_SIZE is read.
 
     Returns:
-        The batch size and the numbers of ranks that fit it; with `world_size` or `return_microbatch` also the
-        micro-batch of that number.
+        The batch size, the numbers of ranks that fit it, and, with `world_size` or `return_microbatch`, the
+        micro-batch size.
 
     Raises:
         ElasticityError: the section is missing, off or wrong.
-        ElasticityIncompatibleWorldSize: so many ranks do not fit.
+        ElasticityIncompatibleWorldSize: the number of ranks does not fit.
     """
-    given = ds_config.get("elasticity")
-    if not isinstance(given, Mapping) or not given.get("enabled", False):
+    if not elasticity_enabled(ds_config):
         raise ElasticityError("`elasticity.enabled` must be true, but is not; enable the section")
-    if _release(target_deepspeed_version) < _OLDEST:
+    release = tuple(map(int, re.findall(r"\d+", target_deepspeed_version)[:3]))
+    if release < _OLDEST:
         raise ElasticityError(
             f"`target_deepspeed_version` must be 0.3.8 or later, but is {target_deepspeed_version}"
         )
-    section = _Section.of(given)
-    ranks = world_size or int(os.environ.get("WORLD_SIZE") or 0) * bool(
-        section.node_ranks or return_microbatch
-    )
+    section = _ElasticSection.of(ds_config["elasticity"])
+    ranks = world_size
+    if not ranks and (section.node_ranks or return_microbatch):
+        ranks = int(os.environ.get("WORLD_SIZE") or 0)
     if return_microbatch and not ranks:
         raise ElasticityConfigError(
             "`world_size` must be given for a micro-batch, here or as WORLD_SIZE, but is not; pass it"
@@ -199,21 +216,17 @@ def compute_elastic_config(
     return batch, fitting, section.micro_batch(batch, replicas)
 
 
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
-
-
-def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Whether a JSON has the section, and it is on."""
+def elasticity_enabled(ds_config: Json) -> bool:
+    """Whether a JSON has an enabled section ``elasticity``."""
     section = ds_config.get("elasticity")
     return isinstance(section, Mapping) and bool(section.get("enabled", False))
 
 
-def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
-    """Check a section against the one that the job's scheduler saw, if `DEEPSPEED_ELASTICITY_CONFIG` is set.
+def ensure_immutable_elastic_config(runtime_elastic_config_dict: Json) -> None:
+    """Check a section against the one in the environment variable `DEEPSPEED_ELASTICITY_CONFIG`, if set.
 
     Raises:
-        ElasticityConfigError: they disagree on the batch size.
+        ElasticityConfigError: they disagree on a key that decides the batch size.
     """
     if CHOSEN not in os.environ:
         return
@@ -230,20 +243,20 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
             )
 
 
-def with_elastic_batches(content: Mapping[str, Any], ranks: int, version: str) -> dict[str, Any]:
-    """A JSON's content with the batch sizes of its section ``elasticity``, which is taken out.
+def with_elastic_batches(content: Json, ranks: int, version: str) -> Json:
+    """Replace the section ``elasticity`` of a JSON, if enabled, by the batch sizes that follow from it.
 
     Args:
-        content: the JSON's content; without the section, or where it is off, it is returned as it is.
-        ranks: the data-parallel ranks.
-        version: the release of DeepSpeed whose rules hold.
+        content: the JSON's content.
+        ranks: the number of data-parallel ranks.
+        version: the release of DeepSpeed.
 
     Raises:
         ElasticityError: the section is wrong, or the JSON has batch sizes of its own.
     """
     if not elasticity_enabled(content):
-        return dict(content)
-    section: Mapping[str, Any] = content["elasticity"]
+        return content
+    section: Json = content["elasticity"]
     ensure_immutable_elastic_config(section)
     own = [key for key in _BATCHES if key in content]
     if own and not section.get("ignore_non_elastic_batch_info", False):
@@ -252,6 +265,6 @@ def with_elastic_batches(content: Mapping[str, Any], ranks: int, version: str) -
             "leave it out, or set `elasticity.ignore_non_elastic_batch_info`"
         )
     world = ranks * int(section.get("model_parallel_size", 1))
-    batch, _, micro = compute_elastic_config(content, version, world, return_microbatch=True)
+    batch, *_, micro = compute_elastic_config(content, version, world, return_microbatch=True)
     sizes = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": micro}
     return {k: v for k, v in content.items() if k not in (*_BATCHES, "elasticity")} | sizes

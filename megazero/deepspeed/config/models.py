@@ -1,11 +1,10 @@
-"""Sections of a JSON as pydantic models: DeepSpeed's base class for them, and those that scripts build."""
+"""Sections of a JSON as pydantic models: DeepSpeed's base class, and the sections that scripts construct."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, create_model, field_validator
 
@@ -13,22 +12,23 @@ from megazero.config.deepspeed.section import AUTO, JsonSection
 from megazero.config.deepspeed.sections.training import Bf16, Fp16
 from megazero.config.deepspeed.sections.zero import OffloadOptimizer, OffloadParam
 from megazero.deepspeed.asserted import AssertedConfigError
+from megazero.deepspeed.config import Json
 from megazero.deepspeed.reports.logging import logger
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """A section that refuses keys it does not know and leaves out those that are "auto".
+    """A section that refuses unknown keys and ignores values that are "auto".
 
-    A field whose `json_schema_extra` says ``deprecated`` warns when it is given; its ``new_param``, which may
-    be dotted, gets the value, through ``new_param_fn`` unless ``set_new_param`` is False.
+    A field with ``deprecated`` in its `json_schema_extra` warns if it is given. The value, converted by
+    ``new_param_fn``, is moved to the field ``new_param``, a dotted path, unless ``set_new_param`` is False.
 
     Args:
-        strict: keep "auto".
+        strict: whether to keep "auto".
         data: the section.
 
     Raises:
         pydantic.ValidationError: a key is unknown, or a value is of another type.
-        AssertedConfigError: a deprecated field and the one that replaces it are both given.
+        AssertedConfigError: a deprecated field and its replacement are both given.
     """
 
     model_config = ConfigDict(
@@ -41,7 +41,7 @@ class DeepSpeedConfigModel(BaseModel):
         protected_namespaces=(),
     )
 
-    def __init__(self, strict: bool = False, **data: Any):
+    def __init__(self, strict: bool = False, **data: object):
         kept = {key: value for key, value in data.items() if strict or value != AUTO}
         super().__init__(**kept)
         for name, field in type(self).model_fields.items():
@@ -49,12 +49,12 @@ class DeepSpeedConfigModel(BaseModel):
             if isinstance(extra, dict) and extra.get("deprecated") and name in self.model_fields_set:
                 self._replace(name, extra)
 
-    def _replace(self, old: str, extra: Mapping[str, Any]) -> None:
+    def _replace(self, old: str, extra: Json) -> None:
         new = str(extra.get("new_param", ""))
         logger.warning(f"`{old}` is deprecated{f'; use `{new}` instead' if new else ''}")
         if not new or not extra.get("set_new_param", True):
             return
-        value = extra.get("new_param_fn", lambda given: given)(getattr(self, old))
+        value = extra.get("new_param_fn", lambda unchanged: unchanged)(getattr(self, old))
         delattr(self, old)
         *parents, last = new.split(".")
         owner = reduce(getattr, parents, self)
@@ -63,11 +63,11 @@ class DeepSpeedConfigModel(BaseModel):
         setattr(owner, last, value)
 
 
-def get_config_default(config: type[BaseModel], field_name: str) -> Any:
-    """The default of a section's field.
+def get_config_default(config: type[BaseModel], field_name: str) -> object:
+    """Return the default of a section's field.
 
     Raises:
-        AssertedConfigError: there is no such field, or it has no default.
+        AssertedConfigError: the field does not exist or has no default.
     """
     field = config.model_fields.get(field_name)
     if field is None or field.is_required():
@@ -75,6 +75,9 @@ def get_config_default(config: type[BaseModel], field_name: str) -> Any:
             f"`{field_name}` must be a field of {config.__name__} with a default, but is not"
         )
     return field.get_default()
+
+
+_Base = TypeVar("_Base", bound=DeepSpeedConfigModel)
 
 
 class _Scaled(DeepSpeedConfigModel):
@@ -92,12 +95,15 @@ class _Piped(DeepSpeedConfigModel):
 
     @property
     def pipeline(self) -> bool:
-        """Whether reading or writing overlaps with the update."""
+        """Whether reading or writing overlaps with the optimizer step."""
         return self.pipeline_read or self.pipeline_write
 
 
-def _model(name: str, base: type[DeepSpeedConfigModel], section: type[JsonSection]) -> Any:
-    """A section's class; a default of None or a word takes any value, which the engine's reader checks."""
+def _model(name: str, base: type[_Base], section: type[JsonSection]) -> type[_Base]:
+    """Create the model of a section.
+
+    A field whose default is None or text accepts any value here, because the engine's reader checks them.
+    """
     fields: dict[str, Any] = {
         key: (Any if default is None or isinstance(default, str) else type(default), default)
         for key, default in section.defaults().items()
@@ -114,14 +120,14 @@ DeepSpeedZeroOffloadParamConfig = _model(
 )
 
 
-def get_float16_config(param_dict: Mapping[str, Any]) -> Any:
-    """The section `fp16` of a JSON's content."""
+def get_float16_config(param_dict: Json) -> DeepSpeedConfigModel:
+    """Read the section `fp16` of a JSON."""
     return DeepSpeedFP16Config(**param_dict.get("fp16", {}))
 
 
-def get_bfloat16_config(param_dict: Mapping[str, Any]) -> Any:
-    """The section `bf16` of a JSON's content, or `bfloat16`, as it was called."""
-    given = param_dict.get("bf16", param_dict.get("bfloat16", {}))
-    # Examples copy the keys of `fp16`, which the reader passes over.
-    copied = set(Bf16.names()) - Bf16.defaults().keys()
-    return DeepSpeedBF16Config(**{key: value for key, value in given.items() if key not in copied})
+def get_bfloat16_config(param_dict: Json) -> DeepSpeedConfigModel:
+    """Read the section `bf16` of a JSON, or `bfloat16`, its former name."""
+    section = param_dict.get("bf16", param_dict.get("bfloat16", {}))
+    # DeepSpeed's examples have keys of `fp16` here, which its reader ignores.
+    ignored = set(Bf16.names()) - Bf16.defaults().keys()
+    return DeepSpeedBF16Config(**{key: value for key, value in section.items() if key not in ignored})

@@ -1,11 +1,9 @@
-"""The settings in a DeepSpeed JSON for `megazero.initialize`, checked and complete."""
+"""The settings of a DeepSpeed JSON for `megazero.initialize`, checked and completed by defaults."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -24,47 +22,41 @@ from megazero.config.tree.option import Section
 from megazero.config.tree.precision import PrecisionConfig
 from megazero.config.tree.profiling import ProfilingConfig
 from megazero.config.tree.zero import ZeroConfig
+from megazero.deepspeed.config import Json
 from megazero.deepspeed.config.elasticity import elasticity_enabled, with_elastic_batches
-from megazero.deepspeed.config.sparse import sparse_faults
 from megazero.deepspeed.schedules.curriculum import LayerDropSchedule, ScriptLengths, layer_drop_of
 from megazero.deepspeed.surface import VERSION
 from megazero.errors import ConfigError
 
-JsonSource = str | os.PathLike[str] | Mapping[str, Any]
+JsonSource = str | os.PathLike[str] | Json
+"""The path of a JSON, or its content."""
 
-CLIPPED = 1.0
-"""The gradient norm to which DeepSpeed clips where `gradient_clipping` is absent, since 0.19.3."""
-_FOR_SCRIPTS_OF_OURS = ("data_efficiency.data_sampling.curriculum_learning",)
+DEFAULT_CLIP_GRAD = 1.0
+"""The default of `gradient_clipping` in DeepSpeed since 0.19.3."""
+_OWN_SCRIPTS_ONLY = ("data_efficiency.data_sampling.curriculum_learning",)
 _USED = (
-    "zero",
-    "offload",
-    "precision",
-    "logging",
-    "profiling",
-    "optimizer",
-    "batch",
-    "curriculum",
-    "skipping",
+    *("zero", "offload", "precision", "logging", "profiling", "optimizer", "batch", "curriculum", "skipping"),
 )
+"""The sections of the tree that an engine reads."""
 
 
 @dataclass(frozen=True)
 class UserSettings:
-    """All settings of the engine for a user's own module.
+    """All settings of an engine around a user's module.
 
     Attributes:
-        zero: what is sharded, and how it communicates.
-        offload: what is kept in the host's memory or on disk.
-        precision: the type of the weights, and the loss scale.
-        logging: which monitors there are.
-        profiling: whether to count the FLOPs of a step by module.
-        extras: the optimizer, the schedule, and whatever else has no field in the tree.
+        zero: the ZeRO stage and its communication.
+        offload: the states that are kept in host memory or on disk.
+        precision: the dtype of weights, and the loss scale.
+        logging: the monitors.
+        profiling: the FLOPs profiler.
+        extras: the optimizer, the schedule, and all other settings without a field in the tree.
         batch: the three batch sizes.
         clip_grad: the largest gradient norm; 0 is off.
-        notes: warnings to print, about keys that have no effect.
-        seqlen: the sequence length of each step, counted from 1, which the engine tells the module; None
+        notes: warnings to print.
+        seqlen: the sequence length at each step, counted from 1, which the engine passes to the module; None
             without a curriculum.
-        layer_drop: the share of layers to keep, which the engine tells the module; None for all.
+        layer_drop: the share of layers to keep, which the engine passes to the module; None for all.
     """
 
     zero: ZeroConfig
@@ -80,38 +72,39 @@ class UserSettings:
     layer_drop: LayerDropSchedule | None = None
 
 
-def choose_source(args: Any, config: JsonSource | None, config_params: JsonSource | None) -> JsonSource:
-    """The one configuration among the arguments that may hold it.
+def choose_source(args: object, config: JsonSource | None, config_params: JsonSource | None) -> JsonSource:
+    """Return the one configuration among these arguments of `initialize`.
 
     Raises:
-        ConfigError: there is none, or more than one.
+        ConfigError: there is no configuration, or more than one.
     """
-    named = {
+    candidates = {
         "config": config,
         "config_params": config_params,
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
         "args.deepscale_config": getattr(args, "deepscale_config", None),
     }
-    given = {name: source for name, source in named.items() if source is not None}
-    if len(given) != 1:
+    sources = {name: source for name, source in candidates.items() if source is not None}
+    if len(sources) != 1:
+        names = f" ({', '.join(sources)})" if sources else ""
         raise ConfigError(
-            f"`config` must be given once, but is given {len(given)} times"
-            f"{' (' + ', '.join(given) + ')' if given else ''}; pass a path or a dictionary as `config`"
+            f"`config` must be given once, but is given {len(sources)} times{names}; pass a path or a "
+            "dictionary as `config`"
         )
-    return next(iter(given.values()))
+    return next(iter(sources.values()))
 
 
 def read_settings(source: JsonSource, data_parallel: int, model: nn.Module | None = None) -> UserSettings:
-    """Read a JSON, or its content.
+    """Read the settings of a JSON.
 
     Args:
-        source: path or content.
+        source: the path of the JSON, or its content.
         data_parallel: the number of ranks that samples are split over.
-        model: its `config.hidden_size`, if it has one, resolves "auto" for the keys that depend on it; None
-            if it is not known yet.
+        model: the module; its `config.hidden_size`, if present, resolves keys that are "auto". None if it is
+            not known yet.
 
     Raises:
-        ConfigError: names everything that is wrong with it.
+        ConfigError: lists all faults of the JSON.
     """
     if elasticity_enabled(content := load_ds_config(source)):
         source = with_elastic_batches(content, data_parallel, VERSION)
@@ -127,12 +120,12 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module | Non
         except ConfigError as error:
             problems += error.violations
     problems += check_sections(sections)
-    problems += sparse_faults(read.values.get("model.sparse_attention"), model)
-    for name in _FOR_SCRIPTS_OF_OURS:
+    problems += _missing_sparse_attention(read.values.get("model.sparse_attention"), model)
+    for name in _OWN_SCRIPTS_ONLY:
         if any(name in setting.source and setting.value is not False for setting in read.settings):
             problems.append(
-                f"`{name}` must be off here, where a script has its own batches and layers, but is on; "
-                "pretrain_gpt.py and pretrain_bert.py take it"
+                f"`{name}` must be off for a script with its own batches, but is on; use pretrain_gpt.py or "
+                "pretrain_bert.py"
             )
     try:
         curriculum = build_section("curriculum", [*read.defaults, *read.settings])
@@ -143,7 +136,7 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module | Non
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     batch = read.batch
-    if batch is None:  # no batch size is given, which this refuses as DeepSpeed does
+    if batch is None:  # no batch size is given: `resolve_batch` raises the error
         batch = resolve_batch(None, None, None, data_parallel)
     if notes:
         sections["zero"] = sections["zero"].model_copy(update={"grad_reduce_dtype": "fp16"})
@@ -156,7 +149,7 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module | Non
         tree.profiling,
         extras=read.extras,
         batch=batch,
-        clip_grad=read.values.get("optimizer.clip_grad", CLIPPED),
+        clip_grad=read.values.get("optimizer.clip_grad", DEFAULT_CLIP_GRAD),
         notes=(*notes, *_without_effect(read), *read.strangers),
         seqlen=seqlen,
         layer_drop=layer_drop_of(read.values),
@@ -164,9 +157,10 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module | Non
 
 
 def _narrow_reduction(read: DeepSpeedSettings) -> tuple[str, ...]:
-    """Take gradients that are sent as fp16 without a loss scale out of the settings; a warning about them.
+    """Remove an fp16 reduction without a loss scale from the settings; return a warning about it.
 
-    Our own scripts refuse them; DeepSpeed sends them, and so does the engine.
+    A rule of the configuration refuses this combination. DeepSpeed allows it, so the caller sets the dtype
+    after the rules have been checked.
     """
     path = "zero.grad_reduce_dtype"
     if read.values.get(path) != "fp16" or read.values.get("precision.dtype") == "fp16":
@@ -178,8 +172,20 @@ def _narrow_reduction(read: DeepSpeedSettings) -> tuple[str, ...]:
     )
 
 
+def _missing_sparse_attention(mode: str | None, model: nn.Module | None) -> list[str]:
+    """Return a complaint if a JSON asks for sparse attention and the model, if known, has none."""
+    if mode in (None, "dense") or model is None:
+        return []
+    if any(hasattr(module, "sparsity_config") for module in model.modules()):
+        return []
+    return [
+        "the model must have a `SparseSelfAttention` with `sparse_attention`, but has none; replace its "
+        "attention by `deepspeed.ops.sparse_attention.SparseAttentionUtils`, or leave the section out"
+    ]
+
+
 def _seqlen(section: CurriculumConfig) -> Pacing | ScriptLengths | None:
-    """The sequence lengths of a curriculum; None if there is none."""
+    """Return the sequence lengths of a curriculum; None without one."""
     if section.seqlen_schedule == "none":
         return None
     if section.seqlen_schedule == "custom":
@@ -188,7 +194,7 @@ def _seqlen(section: CurriculumConfig) -> Pacing | ScriptLengths | None:
     lengths = None if last is None else section.seqlen(last)
     if lengths is None:
         raise ConfigError(
-            "`curriculum_learning` must say how lengths grow, but does not; give `min_difficulty`, "
+            "`curriculum_learning` must describe how lengths grow, but does not; give `min_difficulty`, "
             "`max_difficulty` and `total_curriculum_step`, with `root_degree` for fixed_root, or for "
             "fixed_discrete growing levels in `difficulty` and the last steps of all but one in `max_step`"
         )
@@ -196,7 +202,7 @@ def _seqlen(section: CurriculumConfig) -> Pacing | ScriptLengths | None:
 
 
 def _without_effect(read: DeepSpeedSettings) -> tuple[str, ...]:
-    """One line on the keys that change nothing for the user's own module."""
+    """Return a warning that lists the keys without effect, by reason."""
     reasons = {ignored.key: ignored.reason for ignored in read.ignored}
     for setting in read.settings:
         if setting.spec.section not in _USED:

@@ -1,4 +1,4 @@
-"""Sections of a JSON as objects with DeepSpeed's attributes and defaults; nothing here reads them."""
+"""Sections of a JSON as objects with DeepSpeed's attributes and defaults, for scripts alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from megazero.config.deepspeed.section import AUTO
 from megazero.config.deepspeed.sections.training import DTYPE_NAMES
 from megazero.config.deepspeed.table import MODELS, ROWS
-from megazero.deepspeed.config.sparse import sparse_section
+from megazero.deepspeed.config import Json
 from megazero.deepspeed.reports.monitor import get_monitor_config
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -21,30 +21,27 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         for name, short in DTYPE_NAMES.items()
     }
 )
-DEEPSPEED_OPTIMIZERS = (
-    *("adagrad", "adam", "adamw", "lamb", "muadam"),
-    *("muadamw", "musgd", "lion", "muon"),
-)
-"""DeepSpeed's own optimizers, whose names match in any case."""
+DEEPSPEED_OPTIMIZERS = (*("adagrad", "adam", "adamw", "lamb", "muadam", "muadamw", "musgd", "lion", "muon"),)
+"""The names of DeepSpeed's own optimizers, which match in any case."""
 
 
 class ConfigSection(SimpleNamespace):
-    """A section as an object; `model_dump` and its like give it as DeepSpeed's models do."""
+    """A section as an object, with the methods of DeepSpeed's pydantic models."""
 
-    def model_dump(self, **options: Any) -> dict[str, Any]:
-        """The section as a dictionary, sections within it likewise; options have no effect."""
+    def model_dump(self, **options: object) -> dict[str, object]:
+        """Return the section and those inside of it as dictionaries; options have no effect."""
         return {k: v.model_dump() if isinstance(v, ConfigSection) else v for k, v in vars(self).items()}
 
     dict = model_dump
 
     def model_dump_json(self, **options: Any) -> str:
-        """The section as the text of a JSON; options are those of `json.dumps`."""
+        """Return the section as JSON text; options are those of `json.dumps`."""
         return json.dumps(self.model_dump(), **options)
 
 
-def value_at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """The value at a dotted path of a JSON's content, with or without ``stage3_``; "auto" is the default."""
-    node: Any = config
+def value_at(config: Json, path: str, default: object = None) -> Any:
+    """Return the value at a dotted path, with or without ``stage3_``; the default if missing or "auto"."""
+    node: object = config
     *parents, last = path.split(".")
     for key in parents:
         node = node.get(key) if isinstance(node, Mapping) else None
@@ -57,27 +54,23 @@ def value_at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
     return default if value == AUTO else value
 
 
-def optimizer_name(config: Mapping[str, Any]) -> str | None:
-    """The name of the JSON's optimizer, in small letters if it is one of DeepSpeed's."""
+def optimizer_name(config: Json) -> str | None:
+    """Return the name of the JSON's optimizer, in lower case if it is one of DeepSpeed's own."""
     name: str | None = value_at(config, "optimizer.type")
-    small = name.lower() if isinstance(name, str) else None
-    return small if small in DEEPSPEED_OPTIMIZERS else name
+    lower = name.lower() if isinstance(name, str) else None
+    return lower if lower in DEEPSPEED_OPTIMIZERS else name
 
 
-def autocast_dtype(given: Mapping[str, Any]) -> torch.dtype | None:
-    """The type of products that `torch_autocast` names; None if it is off or names none."""
-    name = value_at(given, "torch_autocast.dtype")
-    on = value_at(given, "torch_autocast.enabled", False)
+def autocast_dtype(config: Json) -> torch.dtype | None:
+    """Return the dtype of the section `torch_autocast`; None if it is off or has none."""
+    name = value_at(config, "torch_autocast.dtype")
+    on = value_at(config, "torch_autocast.enabled", False)
     return DTYPES[str(name)] if on and name is not None else None
 
 
-def sections_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Attribute -> value, for all of `DeepSpeedConfig` that only shows what a JSON has.
-
-    Args:
-        given: the JSON's content.
-    """
-    shown: dict[str, Any] = {}
+def sections_of(given: Json) -> dict[str, object]:
+    """Return name -> value for the attributes of `DeepSpeedConfig` that mirror the JSON `given`."""
+    shown: dict[str, object] = {}
     for model in (model for model in MODELS if model.attribute):
         section = value_at(given, model.at, model.defaults())
         shown[str(model.attribute)] = section if model.mapping else _section(section, model.defaults())
@@ -101,15 +94,50 @@ def sections_of(given: Mapping[str, Any]) -> dict[str, Any]:
     shown["checkpoint_tag_validation_fail"] = tags == "FAIL"
     sent = value_at(given, "seq_parallel_communication_data_type", "fp32")
     shown["seq_parallel_communication_data_type"] = DTYPES[sent]
-    shown["sparse_attention"] = sparse_section(given)
+    shown["sparse_attention"] = _sparse_section(given)
     shown["monitor_config"] = get_monitor_config(given)
     defaults = {"enabled": False, "verbose": False, "prof_all": True, "debug": False, "prof_ops": []}
     log = value_at(given, "comms_logger", defaults)
-    shown["comms_config"] = ConfigSection(comms_logger_enabled=log["enabled"])
-    if log["enabled"]:
-        shown["comms_config"].comms_logger = ConfigSection(**log)
+    logger = {"comms_logger": ConfigSection(**log)} if log["enabled"] else {}
+    shown["comms_config"] = ConfigSection(comms_logger_enabled=log["enabled"], **logger)
     return shown
 
 
-def _section(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigSection:
-    return ConfigSection(**{**defaults, **{key: value for key, value in given.items() if value != AUTO}})
+def _section(values: Json, defaults: Json) -> ConfigSection:
+    return ConfigSection(**{**defaults, **{key: value for key, value in values.items() if value != AUTO}})
+
+
+_SHARED: Json = MappingProxyType({"block": 16, "different_layout_per_head": False})
+_DIRECTION: Json = MappingProxyType({"attention": "bidirectional", "horizontal_global_attention": False})
+_GLOBAL: Json = MappingProxyType({"global_block_indices": (0,), "global_block_end_indices": None})
+_SPARSE_DEFAULTS: Mapping[str, Json] = MappingProxyType(
+    {
+        "dense": {"block": 16},
+        "fixed": {
+            **_SHARED,
+            "num_local_blocks": 4,
+            "num_global_blocks": 1,
+            **_DIRECTION,
+            "num_different_global_patterns": 1,
+        },
+        "variable": {**_SHARED, "num_random_blocks": 0, "local_window_blocks": (4,), **_GLOBAL, **_DIRECTION},
+        "bigbird": {
+            **_SHARED,
+            "num_random_blocks": 0,
+            "num_sliding_window_blocks": 3,
+            "num_global_blocks": 1,
+        },
+        "bslongformer": {**_SHARED, "num_sliding_window_blocks": 3, **_GLOBAL},
+    }
+)
+"""Mode of sparse attention -> its keys with DeepSpeed's defaults."""
+
+
+def _sparse_section(given: Json) -> dict[str, object] | None:
+    """Return the section `sparse_attention` with the defaults of its mode; None without the section."""
+    section = given.get("sparse_attention")
+    if not isinstance(section, Mapping):
+        return None
+    mode = str(section.get("mode", "fixed")).lower()
+    defaults = {k: list(v) if isinstance(v, tuple) else v for k, v in _SPARSE_DEFAULTS[mode].items()}
+    return {"mode": mode, **{key: section.get(key, default) for key, default in defaults.items()}}

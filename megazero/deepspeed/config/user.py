@@ -1,4 +1,4 @@
-"""`DeepSpeedConfig`: a JSON as an object with DeepSpeed's attributes, for scripts that look into it."""
+"""`DeepSpeedConfig`: a JSON as an object with DeepSpeed's attributes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from megazero.config.deepspeed.load import load_ds_config
 from megazero.config.deepspeed.section import AUTO
 from megazero.config.deepspeed.sections.zero import Zero
 from megazero.deepspeed.asserted import asserts
+from megazero.deepspeed.config import Json
 from megazero.deepspeed.config.models import (
+    DeepSpeedConfigModel,
     DeepSpeedZeroOffloadOptimizerConfig,
     DeepSpeedZeroOffloadParamConfig,
     get_bfloat16_config,
@@ -24,46 +26,47 @@ from megazero.errors import ConfigError
 from megazero.mpu.torch_group import joined_world
 
 DeepSpeedConfigError = ConfigError
-"""What DeepSpeed calls the error about a configuration."""
+"""DeepSpeed's name of the error."""
 
-_OFFLOAD: Mapping[str, Any] = MappingProxyType(
+_OFFLOAD: Mapping[str, type[DeepSpeedConfigModel]] = MappingProxyType(
     {
         "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
         "offload_param": DeepSpeedZeroOffloadParamConfig,
     }
 )
-_FORMER: Mapping[str, tuple[str, Any]] = MappingProxyType(
+_FORMER: Mapping[str, tuple[str, object]] = MappingProxyType(
     {
         "cpu_offload": ("offload_optimizer", {"device": "cpu"}),
         "cpu_offload_param": ("offload_param", {"device": "cpu"}),
         "gather_fp16_weights_on_model_save": ("gather_16bit_weights_on_model_save", True),
     }
 )
-"""A key of older releases -> the key that has replaced it, and what it means there."""
+"""Key of older releases -> its replacement, and the value there that means the same as true."""
 
 
 class DeepSpeedConfig:
-    """A DeepSpeed JSON with everything in it checked.
+    """A checked DeepSpeed JSON.
 
     Attributes:
-        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: the batch sizes, each
-            of which follows from the others.
-        zero_config: the section `zero_optimization` with DeepSpeed's defaults; `zero_enabled` and
-            `zero_optimization_stage` are taken from it.
-        float16_config, bfloat16_config: the sections `fp16` and `bf16` likewise.
+        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: the batch sizes; those
+            that the JSON lacks are computed.
+        zero_config: the section `zero_optimization` with DeepSpeed's defaults.
+        zero_enabled, zero_optimization_stage: whether the stage is above 0, and the stage.
+        float16_config, bfloat16_config: the sections `fp16` and `bf16` with DeepSpeed's defaults.
         gradient_clipping: the largest gradient norm; 0 is off.
         aio_config, checkpoint_config, flops_profiler_config, monitor_config, ...: see `sections_of`.
-        optimizer_name, optimizer_params, scheduler_name, scheduler_params: what the JSON names, or None.
-        world_size: the ranks that samples are split over.
-        settings: the settings as `megazero.initialize` takes them.
+        optimizer_name, optimizer_params, scheduler_name, scheduler_params: the optimizer and the schedule of
+            the JSON, or None.
+        world_size: the number of ranks that samples are split over.
+        settings: the settings for `megazero.initialize`.
 
     Args:
-        config: path of the JSON, its content, or its text in base64.
-        mpu: says over how many of the ranks that have joined samples are split; without one, all.
-        mesh_device: a mesh whose dimension ``data_parallel`` says it.
+        config: the path of the JSON, its content, or its text in base64.
+        mpu: has the number of ranks that samples are split over; without one, all ranks count.
+        mesh_device: a device mesh whose dim ``data_parallel`` has this number of ranks.
 
     Raises:
-        ConfigError: names everything that is wrong with it.
+        ConfigError: lists all faults of the JSON.
     """
 
     @asserts
@@ -73,23 +76,23 @@ class DeepSpeedConfig:
         self._fill(content, read_settings(content, ranks), ranks)
 
     @classmethod
-    def of(cls, content: Mapping[str, Any], settings: UserSettings, world_size: int) -> DeepSpeedConfig:
-        """The configuration of an engine, whose settings have been read.
+    def of(cls, content: Json, settings: UserSettings, world_size: int) -> DeepSpeedConfig:
+        """Make the configuration of an engine from settings that have been read already.
 
         Args:
             content: the JSON's content.
-            settings: what was read from it.
-            world_size: the ranks that samples are split over.
+            settings: the settings that were read from it.
+            world_size: the number of ranks that samples are split over.
         """
-        made = cls.__new__(cls)
-        made._fill(dict(content), settings, world_size)
-        return made
+        config = cls.__new__(cls)
+        config._fill(dict(content), settings, world_size)
+        return config
 
     def _fill(self, given: dict[str, Any], settings: UserSettings, world_size: int) -> None:
         self._param_dict, self.world_size, self.settings = given, world_size, settings
         self._set_batch(settings.batch)
         self.gradient_clipping = settings.clip_grad
-        self.zero_config = _zero(_section(given, "zero_optimization"))
+        self.zero_config = _zero(_zero_section(given))
         self.zero_optimization_stage: int = self.zero_config.stage
         self.zero_enabled = self.zero_optimization_stage > 0
         self.float16_config = get_float16_config(given)
@@ -106,7 +109,7 @@ class DeepSpeedConfig:
 
     @asserts
     def _configure_train_batch_size(self) -> None:
-        """Complete the batch sizes anew, after a script has set some of them and others to None."""
+        """Compute the batch sizes that are None from the others, after a script has changed them."""
         sizes = self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
         self._set_batch(resolve_batch(*sizes, self.world_size))
 
@@ -116,11 +119,11 @@ class DeepSpeedConfig:
         self.gradient_accumulation_steps: int | None = batch.accumulation
 
     def print_user_config(self) -> None:
-        """Print the JSON."""
+        """Print the JSON's content."""
         print(self._param_dict)
 
     def print(self, name: str) -> None:
-        """Print each attribute, under a title."""
+        """Print a title and each attribute."""
         print(f"{name}:", *(f"  {key} {value}" for key, value in sorted(vars(self).items())), sep="\n")
 
 
@@ -133,33 +136,34 @@ class ZeroStageEnum(int, Enum):
     weights = max_stage = 3
 
 
-def zero_config(**section: Any) -> ConfigSection:
-    """A section `zero_optimization` as an object with DeepSpeed's defaults.
+def zero_config(**section: object) -> ConfigSection:
+    """Return a section `zero_optimization` with DeepSpeed's defaults.
 
     Raises:
-        ConfigError: names every key or value that is wrong.
+        ConfigError: lists all wrong keys and values.
     """
     checked = {"stage": 3, **section}
     DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": checked})
     return _zero({key: value for key, value in section.items() if value != AUTO})
 
 
-def _section(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The keys of a section that are not "auto"."""
-    section = given.get(name)
-    if isinstance(section, bool) and name == "zero_optimization":
+def _zero_section(given: Json) -> dict[str, Any]:
+    """Return the keys of `zero_optimization` that are not "auto"; older releases allow a bool."""
+    section = given.get("zero_optimization")
+    if isinstance(section, bool):
         return {"stage": int(section)}
     return {k: v for k, v in section.items() if v != AUTO} if isinstance(section, Mapping) else {}
 
 
-def _zero(section: Mapping[str, Any]) -> ConfigSection:
+def _zero(section: Json) -> ConfigSection:
+    """Replace the keys of older releases, and complete the section by DeepSpeed's defaults."""
     values = {key.removeprefix("stage3_"): value for key, value in section.items()}
     for old, (new, value) in _FORMER.items():
         if values.get(old):
             values.setdefault(new, value)
     for part, section_class in _OFFLOAD.items():
-        own = values.get(part)
-        values[part] = section_class(**own) if isinstance(own, Mapping) else None
+        keys = values.get(part)
+        values[part] = section_class(**keys) if isinstance(keys, Mapping) else None
     values = {**{key.removeprefix("stage3_"): v for key, v in Zero.defaults().items()}, **values}
     values["stage"] = int(values["stage"])
     if values["overlap_comm"] is None:
@@ -167,8 +171,8 @@ def _zero(section: Mapping[str, Any]) -> ConfigSection:
     return ConfigSection(**values)
 
 
-def _data_parallel(given: Mapping[str, Any], mpu: Any, mesh: Any) -> int:
-    """The number of ranks that samples are split over; one until a world has been joined, as in DeepSpeed."""
+def _data_parallel(given: Json, mpu: Any, mesh: Any) -> int:
+    """Return the number of ranks that samples are split over; 1 before torch's world is joined."""
     world = joined_world()
     if world is None:
         return 1

@@ -14,13 +14,13 @@ from megazero.errors import DataError
 
 @dataclass(frozen=True)
 class ResponseTokenBatch:
-    """The tokens of responses as targets: logits at place i are of `target_ids` [:, i].
+    """Prompts with responses as next-token targets: the logits at position i predict ``target_ids[:, i]``.
 
     Attributes:
         input_ids: int64 [b, s].
-        attention_mask: likewise.
-        target_ids: [b, s - 1].
-        response_mask: bool [b, s - 1], True for a response's tokens.
+        attention_mask: int64 [b, s].
+        target_ids: int64 [b, s - 1].
+        response_mask: bool [b, s - 1], True where the target belongs to a response.
     """
 
     input_ids: Tensor
@@ -30,7 +30,7 @@ class ResponseTokenBatch:
 
     @classmethod
     def from_rollout(cls, rollout: RolloutBatch) -> ResponseTokenBatch:
-        """The targets of a rollout.
+        """Return the targets of a rollout.
 
         Raises:
             DataError: a response begins at the first token or past the end.
@@ -43,10 +43,10 @@ class ResponseTokenBatch:
         return cls(ids, rollout.attention_mask, ids[:, 1:], mask)
 
     def select_causal_logits(self, logits: Tensor) -> Tensor:
-        """The logits [b, s - 1, v] of the targets, out of a model's [b, s, v].
+        """Return the logits [b, s - 1, v] that predict the targets, from a model's [b, s, v].
 
         Raises:
-            DataError: the shape is another.
+            DataError: `logits` have another shape.
         """
         if logits.dim() != 3 or logits.shape[:2] != self.input_ids.shape:
             raise DataError(
@@ -57,7 +57,7 @@ class ResponseTokenBatch:
 
 @dataclass(frozen=True)
 class JSDLossOutput:
-    """The mean over a response's tokens, and what it is made of, to be summed over ranks."""
+    """The mean loss over the tokens of responses, and the sum and the count to add up over ranks."""
 
     loss: Tensor
     loss_sum: Tensor
@@ -73,27 +73,28 @@ def generalized_jsd_loss(
     teacher_top_k: int | None = None,
     pointwise_clip: float | None = None,
 ) -> JSDLossOutput:
-    """The Jensen-Shannon divergence of teacher and student at weight `beta` of the teacher.
+    """Return the generalized Jensen-Shannon divergence of teacher t and student s.
 
-    With m = beta t + (1 - beta) s it is beta KL(t, m) + (1 - beta) KL(s, m); at 0 KL(t, s), at 1 KL(s, t).
+    With m = beta t + (1 - beta) s it is beta KL(t, m) + (1 - beta) KL(s, m). It is KL(t, s) for `beta` 0 and
+    KL(s, t) for `beta` 1.
 
     Args:
         student_logits: [b, s, v].
-        teacher_logits: likewise.
+        teacher_logits: [b, s, v].
         response_mask: [b, s], True for the tokens that count.
-        beta: see above.
+        beta: the teacher's weight in m.
         temperature: divides the logits.
-        teacher_top_k: take the teacher's most probable tokens alone; None for all.
-        pointwise_clip: the largest part of one token of the vocabulary.
+        teacher_top_k: compare only this many tokens, the most probable ones of the teacher; None for all.
+        pointwise_clip: the largest contribution of one vocabulary entry; None for no limit.
 
     Raises:
         DataError: shapes differ, or a number is out of its range.
     """
     vocabulary = student_logits.shape[-1]
     if student_logits.shape != teacher_logits.shape or student_logits.dim() != 3:
-        raise DataError("`teacher_logits` must have the three dimensions of `student_logits`, but have not")
+        raise DataError("`teacher_logits` must have the three dims of `student_logits`, but differ")
     if response_mask.shape != student_logits.shape[:2]:
-        raise DataError("`response_mask` must have the first two dimensions of the logits, but has not")
+        raise DataError("`response_mask` must have the first two dims of the logits, but differs")
     if not (0.0 <= beta <= 1.0 and temperature > 0.0 and (pointwise_clip is None or pointwise_clip >= 0.0)):
         raise DataError("`beta` must be from 0 to 1, `temperature` above 0 and `pointwise_clip` at least 0")
     if teacher_top_k is not None and not 1 <= teacher_top_k <= vocabulary:

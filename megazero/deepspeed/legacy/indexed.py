@@ -1,4 +1,4 @@
-"""Indexed datasets by the names of DeepSpeed's data pipeline, over `megazero.data.indexed`."""
+"""DeepSpeed's names for indexed datasets, over `megazero.data.indexed`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megazero.errors import ConfigError
 
 
 def index_file_path(prefix_path: str | os.PathLike[str]) -> str:
-    """The file with a dataset's sizes."""
+    """Return the path of a dataset's index, which holds the sizes."""
     return f"{os.fspath(prefix_path)}.idx"
 
 
 def data_file_path(prefix_path: str | os.PathLike[str]) -> str:
-    """The file with a dataset's tokens."""
+    """Return the path of a dataset's tokens."""
     return f"{os.fspath(prefix_path)}.bin"
 
 
@@ -30,7 +30,7 @@ class MMapIndexedDataset(IndexedDataset):
     """A memory-mapped dataset; ``[i]`` is a sequence, and ``[i:j]`` a list of them.
 
     Args:
-        path: its files' names without ``.idx`` and ``.bin``.
+        path: the path of its files without ``.idx`` and ``.bin``.
         skip_warmup: has no effect; nothing is read ahead.
     """
 
@@ -42,80 +42,80 @@ class MMapIndexedDataset(IndexedDataset):
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return type(self), (self.prefix,)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return [self.get(i) for i in range(*index.indices(len(self)))]
         return super().__getitem__(index)
 
     @property
     def sizes(self) -> np.ndarray:
-        """The tokens of each sequence."""
+        """The number of tokens of each sequence."""
         return self.lengths
 
     def size(self, index: int) -> int:
-        """The tokens of one sequence."""
+        """Return the number of tokens of a sequence."""
         return int(self.lengths[index])
 
     @property
     def doc_idx(self) -> np.ndarray:
-        """The sequence at which each document begins, and the number of sequences."""
+        """The index of each document's first sequence, and last the number of sequences."""
         return self.document_index
 
     def get_doc_idx(self) -> np.ndarray:
-        """`doc_idx`."""
+        """Return `doc_idx`."""
         return self.document_index
 
     @staticmethod
     def exists(path: str | os.PathLike[str]) -> bool:
-        """Whether both files are there."""
+        """Whether both files exist."""
         return all(Path(name(path)).exists() for name in (index_file_path, data_file_path))
 
 
 class MMapIndexedDatasetBuilder:
-    """Writes a dataset; it can be read once `finalize` has been called.
+    """Writes a dataset, which can be read after `finalize`.
 
     Args:
-        out_file: the file of tokens, with ``.bin`` at its end.
-        dtype: the type of a token.
+        out_file: the path of the tokens, which ends in ``.bin``.
+        dtype: the dtype of a token.
     """
 
-    def __init__(self, out_file: str | os.PathLike[str], dtype: Any = np.int64):
+    def __init__(self, out_file: str | os.PathLike[str], dtype: np.dtype | type | str = np.int64):
         self._writer = IndexedDatasetWriter(os.fspath(out_file).removesuffix(".bin"), dtype)
         self._document: list[np.ndarray] = []
 
     def add_item(self, tensor: Tensor) -> None:
-        """Add a sequence to the document."""
+        """Add a sequence to the current document."""
         self.add_item_numpy(tensor.cpu().numpy())
 
     def add_items(self, arr_list: Iterable[np.ndarray]) -> None:
-        """Add sequences to the document."""
+        """Add sequences to the current document."""
         for sequence in arr_list:
             self.add_item_numpy(sequence)
 
     def add_item_numpy(self, np_array: np.ndarray) -> None:
-        """Add a sequence to the document."""
+        """Add a sequence to the current document."""
         self._document.append(np.asarray(np_array).reshape(-1))
 
     def end_document(self) -> None:
-        """End the document."""
+        """End the current document."""
         self._writer.add_document(self._document)
         self._document = []
 
     def merge_file_(self, another_file: str | os.PathLike[str]) -> None:
-        """Add all documents of another dataset.
+        """Append the documents of another dataset.
 
         Raises:
-            ConfigError: a document has been begun and not ended.
+            ConfigError: the current document has not been ended.
         """
         if self._document:
             raise ConfigError("`end_document` must be called before `merge_file_`, but was not; call it")
         self._writer.append_dataset(os.fspath(another_file))
 
     def finalize(self, index_file: str | os.PathLike[str]) -> None:
-        """Write the sizes; a document that has been begun ends.
+        """End the current document and write the index.
 
         Raises:
-            ConfigError: `index_file` does not lie beside the file of tokens.
+            ConfigError: `index_file` is not beside the tokens.
         """
         if Path(index_file) != Path(index_file_path(self._writer.prefix)):
             raise ConfigError(
@@ -130,7 +130,7 @@ class MMapIndexedDatasetBuilder:
 def make_builder(
     out_file: str | os.PathLike[str], impl: str, vocab_size: int | None = None
 ) -> MMapIndexedDatasetBuilder:
-    """A builder; its tokens have the smallest type that holds `vocab_size`.
+    """Make a builder whose tokens have the dtype of `vocab_size`, see `dtype_for_vocab`; by default int32.
 
     Raises:
         ConfigError: `impl` is not mmap.
@@ -142,7 +142,7 @@ def make_builder(
 
 
 def make_dataset(path: str | os.PathLike[str], impl: str, skip_warmup: bool = False) -> MMapIndexedDataset:
-    """A dataset.
+    """Open a dataset.
 
     Raises:
         ConfigError: `impl` is neither mmap nor infer.
@@ -152,7 +152,7 @@ def make_dataset(path: str | os.PathLike[str], impl: str, skip_warmup: bool = Fa
 
 
 def dataset_exists(path: str | os.PathLike[str], impl: str) -> bool:
-    """Whether a dataset's files are there."""
+    """Whether the files of a dataset exist."""
     return MMapIndexedDataset.exists(path)
 
 

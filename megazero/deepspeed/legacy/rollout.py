@@ -1,4 +1,4 @@
-"""Texts that a model in training writes itself, for reinforcement learning and distillation."""
+"""Responses that a model in training generates, for reinforcement learning and distillation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megazero.errors import ConfigError, DataError
 
 @dataclass
 class RolloutConfig:
-    """Which engine writes: ``hybrid_engine`` alone, without CUDA graphs."""
+    """The engine that generates, which must be ``hybrid_engine``, without CUDA graphs."""
 
     engine: str = "hybrid_engine"
     use_graph_capture: bool = False
@@ -22,13 +22,13 @@ class RolloutConfig:
 
 @dataclass
 class SamplingConfig:
-    """How to draw tokens.
+    """How to sample tokens.
 
     Attributes:
-        max_new_tokens: tokens of each response.
+        max_new_tokens: the number of tokens of each response.
         temperature: 0 takes the most probable token.
-        top_p: draw from the most probable tokens that together have this probability.
-        top_k: draw from so many tokens; 0 or less is all.
+        top_p: sample from the most probable tokens that together have this probability.
+        top_k: sample from this many tokens; 0 or less for all.
         n_samples_per_prompt: responses to each prompt.
         continuous_batch_size: must be None.
     """
@@ -43,11 +43,11 @@ class SamplingConfig:
 
 @dataclass
 class RolloutRequest:
-    """Prompts that end at the right edge.
+    """Prompts, padded on the left.
 
     Attributes:
         prompt_ids: int64 [prompts, tokens].
-        prompt_attention_mask: likewise; 1 for tokens and 0 for padding.
+        prompt_attention_mask: int64 [prompts, tokens], 1 for tokens and 0 for padding.
 
     Raises:
         DataError: the shapes differ.
@@ -66,8 +66,9 @@ class RolloutBatch:
 
     Attributes:
         input_ids: int64 [responses, tokens], padded on both sides.
-        attention_mask: likewise; 1 for tokens, the first end of a text included.
-        response_start_idx: int64 [responses], where responses begin.
+        attention_mask: int64 [responses, tokens], 1 for tokens, including the first end-of-text of a
+            response.
+        response_start_idx: int64 [responses], the position at which each response begins.
 
     Raises:
         DataError: the shapes differ.
@@ -88,33 +89,34 @@ class RolloutBatch:
 
     @property
     def seq_len(self) -> int:
-        """The tokens of a prompt and its response."""
+        """The number of tokens of a prompt and its response."""
         return int(self.input_ids.shape[1])
 
 
 class RolloutEngine(ABC):
-    """Writes responses."""
+    """Generates responses."""
 
     name = "base"
 
     @abstractmethod
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
-        """Responses to prompts; every rank calls this."""
+        """Generate responses to prompts; every rank calls this."""
 
     @abstractmethod
     def sync_weights(self, step: int) -> None:
-        """Take over the weights of a training step."""
+        """Load the weights of a training step."""
 
     def shutdown(self) -> None:  # noqa: B027
-        """Let go of everything; there is nothing by default."""
+        """Release what the engine holds, by default nothing."""
 
 
 class HybridEngineRollout(RolloutEngine):
-    """Writes with the module that an engine trains, by its own `generate`.
+    """Generates with the `generate` of the module that an engine trains.
 
     Args:
         engine: the engine.
-        tokenizer: has `eos_token_id`, and `pad_token_id` unless the former stands for it.
+        tokenizer: has `eos_token_id` and `pad_token_id`; if the latter is None, the former is used for
+            padding.
         cfg: a `RolloutConfig`.
 
     Raises:
@@ -123,7 +125,7 @@ class HybridEngineRollout(RolloutEngine):
 
     name = "hybrid_engine"
 
-    def __init__(self, engine: Any, tokenizer: Any, cfg: Any = None):
+    def __init__(self, engine: Any, tokenizer: Any, cfg: object = None):
         for option in ("use_graph_capture", "use_shared_prefill", "align_decode_fronts"):
             if getattr(cfg, option, False):
                 raise ConfigError(f"`{option}` must be off, as the module's own `generate` writes, but is on")
@@ -131,10 +133,10 @@ class HybridEngineRollout(RolloutEngine):
 
     @torch.no_grad()
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
-        """Responses to prompts, those to one prompt after each other; every rank calls this.
+        """Generate responses, those to one prompt in consecutive rows; every rank calls this.
 
-        All ranks draw `max_new_tokens`, since at ZeRO stage 3 they gather weights together; what follows the
-        end of a text is padding.
+        Every rank generates exactly `max_new_tokens`, because at ZeRO stage 3 all ranks gather weights
+        together. Tokens after an end-of-text become padding.
 
         Raises:
             ConfigError: the tokenizer has no padding, or `continuous_batch_size` is given.
@@ -148,34 +150,34 @@ class HybridEngineRollout(RolloutEngine):
         times = sampling.n_samples_per_prompt
         prompts = request.prompt_ids.repeat_interleave(times, 0)
         mask = request.prompt_attention_mask.repeat_interleave(times, 0)
-        how: dict[str, Any] = {"do_sample": False}
+        options: dict[str, float] = {"do_sample": False}
         if sampling.temperature > 0:
-            how = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
-            how["top_k"] = max(sampling.top_k, 0)
+            options = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
+            options["top_k"] = max(sampling.top_k, 0)
         ids = self.engine.module.generate(
             prompts,
             attention_mask=mask,
             max_new_tokens=sampling.max_new_tokens,
             eos_token_id=None,
             pad_token_id=pad,
-            **how,
+            **options,
         )
         start = prompts.shape[1]
         ended = torch.zeros_like(ids[:, start:], dtype=torch.bool)
         if end is not None:
             ended[:, 1:] = (ids[:, start:-1] == end).cumsum(1) > 0
         ids = torch.cat([ids[:, :start], ids[:, start:].masked_fill(ended, pad)], 1)
-        whole = torch.cat([mask.long(), (~ended).long()], 1)
-        return RolloutBatch(ids, whole, torch.full((len(ids),), start, device=ids.device))
+        attention_mask = torch.cat([mask.long(), (~ended).long()], 1)
+        return RolloutBatch(ids, attention_mask, torch.full((len(ids),), start, device=ids.device))
 
     def sync_weights(self, step: int) -> None:
-        """Do nothing: the module that is trained writes."""
+        """Do nothing: the module that is trained generates."""
 
 
 def build_rollout(
-    rollout_cfg: Any, student_engine: Any = None, tokenizer: Any = None, **kwargs: Any
+    rollout_cfg: RolloutConfig, student_engine: Any = None, tokenizer: Any = None, **kwargs: object
 ) -> RolloutEngine:
-    """The engine that `rollout_cfg` names.
+    """Return the engine that `rollout_cfg` names.
 
     Raises:
         ConfigError: it names another, or an argument is missing.

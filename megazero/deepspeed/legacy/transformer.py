@@ -1,4 +1,4 @@
-"""`ops.transformer`: an encoder layer with the parameters of DeepSpeed's kernel, over torch's operators."""
+"""`ops.transformer`: an encoder layer with the parameters of DeepSpeed's kernel, on torch's operators."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from megazero.errors import ConfigError
 
 @dataclass
 class DeepSpeedTransformerConfig:
-    """The sizes and probabilities of a layer.
+    """The sizes and dropout probabilities of a layer.
 
     Args:
         batch_size: has no effect.
-        hidden_size: the width.
-        intermediate_size: the width within the MLP; four times `hidden_size` by default.
+        hidden_size: h, the model width.
+        intermediate_size: the width of the MLP; four times `hidden_size` by default.
         heads: the number of attention heads.
-        attn_dropout_ratio: the probability with which an attention weight is dropped.
-        hidden_dropout_ratio: that of an output of the attention or the MLP.
-        num_hidden_layers: the layers of the model, for the initial weights.
+        attn_dropout_ratio: the dropout probability of attention weights; negative for none.
+        hidden_dropout_ratio: the dropout probability of the outputs of attention and MLP; negative for none.
+        num_hidden_layers: the number of layers in the model, which scales initial weights.
         initializer_range: the standard deviation of initial weights.
-        layer_norm_eps: is added to variances.
-        local_rank: the CUDA device to use; -1 leaves it as it is.
-        seed: has no effect; torch's generator decides.
-        fp16: whether the layer is made in fp16.
+        layer_norm_eps: the epsilon of the layer norms.
+        local_rank: the CUDA device to select; -1 selects none.
+        seed: has no effect; torch's generator is used.
+        fp16: whether parameters are fp16.
         pre_layer_norm: whether norms come before the attention and the MLP, or after them.
         normalize_invertible, gelu_checkpoint, attn_dropout_checkpoint, stochastic_mode: have no effect; they
-            save memory or time in DeepSpeed's kernel and leave the numbers as they are.
-        adjust_init_range: whether weights that write to the residual stream begin smaller.
+            save memory or time in DeepSpeed's kernel and do not change the numbers.
+        adjust_init_range: whether weights that write to the residual stream start smaller.
         return_tuple: whether the layer returns a tuple of its output.
         training: has no effect; `Module.train` decides.
     """
@@ -69,30 +69,31 @@ class DeepSpeedTransformerConfig:
 
     @property
     def dropouts(self) -> tuple[float, float]:
-        """The probabilities of the attention and of the outputs; 0 where none is set."""
+        """The dropout probabilities of attention weights and of outputs."""
         return max(self.attn_dropout_ratio, 0.0), max(self.hidden_dropout_ratio, 0.0)
 
     @classmethod
     def from_dict(cls, json_object: Mapping[str, Any]) -> DeepSpeedTransformerConfig:
-        """The configuration of a dictionary."""
+        """Read a dictionary."""
         return cls(**json_object)
 
     @classmethod
     def from_json_file(cls, json_file: str) -> DeepSpeedTransformerConfig:
-        """The configuration of a JSON file."""
+        """Read a JSON file."""
         return cls.from_dict(json.loads(Path(json_file).read_text(encoding="utf-8")))
 
 
 class DeepSpeedTransformerLayer(nn.Module):
-    """Attention and MLP of an encoder, with the tanh form of GELU as DeepSpeed's kernel has it.
+    """Attention and MLP of an encoder; GELU is the tanh approximation, as in DeepSpeed's kernel.
 
     Args:
-        config: its sizes.
-        initial_weights: matrices of query, key, value, attention's output, its norm, the MLP's two, its norm.
+        config: the sizes.
+        initial_weights: the weights of query, key, value, attention's output, its norm, the MLP's two layers
+            and its norm.
         initial_biases: their biases.
 
     Raises:
-        ConfigError: a size is missing or heads do not divide it.
+        ConfigError: a size is missing, or `heads` does not divide `hidden_size`.
     """
 
     attn_qkvw: Tensor
@@ -117,21 +118,21 @@ class DeepSpeedTransformerLayer(nn.Module):
             raise ConfigError(
                 f"`hidden_size` must be a multiple of `heads` ({config.heads}), but is {width}; set both"
             )
-        place: dict[str, Any] = {"dtype": torch.float16 if config.fp16 else torch.float32}
+        dtype = torch.float16 if config.fp16 else torch.float32
         if config.local_rank >= 0:
             get_accelerator().set_device(config.local_rank)
         shapes = {"attn_qkv": (3 * width, width), "attn_o": (width, width), "attn_n": (width,)}
         shapes |= {"inter_": (inner, width), "output_": (width, inner), "norm_": (width,)}
         for name, shape in shapes.items():
-            setattr(self, f"{name}w", nn.Parameter(torch.empty(shape, **place)))
-            setattr(self, f"{name}b", nn.Parameter(torch.zeros(shape[0], **place)))
+            setattr(self, f"{name}w", nn.Parameter(torch.empty(shape, dtype=dtype)))
+            setattr(self, f"{name}b", nn.Parameter(torch.zeros(shape[0], dtype=dtype)))
         self.init_transformer_weights(config.adjust_init_range)
-        for kind, given in (("w", initial_weights), ("b", initial_biases)):
-            if given is not None:
-                self._take(kind, given)
+        for kind, values in (("w", initial_weights), ("b", initial_biases)):
+            if values is not None:
+                self._copy(kind, values)
 
     def init_transformer_weights(self, adjust_init_range: bool = False) -> None:
-        """Draw the weights; biases are 0 and norms 1."""
+        """Initialize the parameters: biases are 0, norm weights 1, and the rest normal."""
         deviation = abs(self.config.initializer_range)
         residual = deviation / math.sqrt(2.0 * max(self.config.num_hidden_layers, 1))
         for name, param in self.named_parameters():
@@ -140,24 +141,23 @@ class DeepSpeedTransformerLayer(nn.Module):
             elif name in ("attn_nw", "norm_w"):
                 nn.init.ones_(param)
             else:
-                writes = adjust_init_range and name in ("attn_ow", "output_w")
-                nn.init.normal_(param, std=residual if writes else deviation)
+                smaller = adjust_init_range and name in ("attn_ow", "output_w")
+                nn.init.normal_(param, std=residual if smaller else deviation)
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: object, **kwargs: object
     ) -> Tensor | tuple[Tensor]:
-        """The layer's output ``[b, s, h]``.
+        """Map ``[b, s, h]`` to ``[b, s, h]``.
 
         Args:
             hidden_states: ``[b, s, h]``.
-            attention_mask: is added to the attention's scores, ``[b, 1, 1, s]``.
-            args, kwargs: what Hugging Face's layers are also given; must be None or False.
+            attention_mask: ``[b, 1, 1, s]``, added to the attention scores.
+            args, kwargs: further arguments of Hugging Face's layers, each of which must be None or False.
 
         Raises:
-            ConfigError: one of them is not.
+            ConfigError: a further argument is set.
         """
-        given = [*args, *kwargs.values()]
-        if any(value is not None and value is not False for value in given):
+        if any(value is not None and value is not False for value in (*args, *kwargs.values())):
             raise ConfigError(
                 "`DeepSpeedTransformerLayer` must be given hidden states and a mask alone, but is given "
                 "more; leave out head masks, caches and `output_attentions`"
@@ -188,9 +188,9 @@ class DeepSpeedTransformerLayer(nn.Module):
     def _dropped(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.config.dropouts[1], self.training)
 
-    def _take(self, kind: str, given: Sequence[Tensor]) -> None:
-        """Copy weights or biases: the first three are those of query, key and value."""
+    def _copy(self, kind: str, values: Sequence[Tensor]) -> None:
+        """Copy initial weights ("w") or biases ("b"); query, key and value are fused."""
         names = ("attn_qkv", "attn_o", "attn_n", "inter_", "output_", "norm_")
         with torch.no_grad():
-            for name, value in zip(names, (torch.cat(tuple(given[:3])), *given[3:]), strict=True):
+            for name, value in zip(names, (torch.cat(tuple(values[:3])), *values[3:]), strict=True):
                 getattr(self, f"{name}{kind}").copy_(value)

@@ -1,25 +1,38 @@
-"""Batches of about as many tokens each, with a learning rate that follows their number of samples.
+"""Batches with similar numbers of tokens, and a learning rate that scales with their number of samples.
 
-Long sequences come in small batches and short ones in large ones (Vaswani et al. 2017, section 5.1).
+Batches of long sequences have few samples, batches of short ones many (Vaswani et al. 2017, section 5.1).
 """
 
 from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megazero.deepspeed.config.shown import value_at
 from megazero.deepspeed.legacy.indexed import MMapIndexedDataset, dataset_exists
 from megazero.deepspeed.legacy.variable_lr import VariableBatchSizeLR, lr_scheduler_for_variable_batch_size
+from megazero.deepspeed.schedules.warmup import RateSchedule
 from megazero.errors import ConfigError
 
-_Sample = tuple[int, int]  # its length and its number
+if TYPE_CHECKING:
+    from megazero.deepspeed.engine.engine import DeepSpeedEngine
+
+_Sample = tuple[int, int]
+"""The length of a sample, and its index in the dataset."""
+_MicroBatch = tuple[int, list[int]]
+"""The number of the batch that a micro-batch belongs to, and the indices of its samples."""
+_Collate = Callable[[list[Any]], Any]
+_Pad = Callable[[Any, int], Any]
 _SECTION = "data_efficiency.data_sampling.dynamic_batching"
 _ORDERS = ("dataloader", "random", "seqlen")
+_PACKING = ("min_batch_size", "max_batch_size", "sequence_picking_order", "seed")
 
 
 def batch_by_seqlens(
@@ -33,28 +46,27 @@ def batch_by_seqlens(
     required_microbatches_of_same_size: bool = False,
     verbose: bool = False,
     seed: int | None = None,
-) -> tuple[list[tuple[int, list[int]]], list[int], list[int]]:
-    """Pack samples into micro-batches of at most `max_tokens`, each as large as it can be.
+) -> tuple[list[_MicroBatch], list[int], list[int]]:
+    """Pack samples greedily into micro-batches of at most `max_tokens` tokens.
 
-    The samples of a last batch that is not full are left out.
+    An incomplete last batch is dropped.
 
     Args:
-        seqlens: each sample's length.
-        max_tokens: of a micro-batch; longer samples are left out, with a warning.
-        sequence_ids_per_mb: the samples to use; None for all.
-        min_batch_size: the least samples of a micro-batch.
-        max_batch_size: the most.
-        sequence_picking_order: ``dataloader`` (as they come), ``random`` or ``seqlen`` (short ones first).
-        effective_batch_size: micro-batches of a batch, over all ranks.
-        required_microbatches_of_same_size: give all micro-batches of a batch as many samples.
+        seqlens: the length of each sample.
+        max_tokens: the most tokens of a micro-batch; longer samples are dropped with a warning.
+        sequence_ids_per_mb: the indices of the samples to use; None for all.
+        min_batch_size, max_batch_size: the bounds of the number of samples in a micro-batch.
+        sequence_picking_order: ``dataloader`` (by index), ``random`` or ``seqlen`` (shortest first).
+        effective_batch_size: the number of micro-batches in a batch, over all ranks.
+        required_microbatches_of_same_size: whether all micro-batches of a batch have equally many samples.
         verbose: has no effect.
-        seed: of the random order.
+        seed: the seed of the random order.
 
     Returns:
-        The micro-batches, each with the number of its batch; each batch's samples; its greatest length.
+        The micro-batches; the number of samples of each batch; the longest sequence of each batch.
 
     Raises:
-        ConfigError: there is no such order, or there are too few samples for a batch.
+        ConfigError: the order is unknown, or there are too few samples for a batch.
     """
     if sequence_picking_order not in _ORDERS:
         raise ConfigError(
@@ -73,7 +85,7 @@ def batch_by_seqlens(
     micro: list[list[_Sample]] = []
     start = 0
     while (end := _end(samples, start, together, max_tokens, min_batch_size, max_batch_size)) > start:
-        micro += [samples[start + turn : end : together] for turn in range(together)]
+        micro += [samples[start + number : end : together] for number in range(together)]
         start = end
     whole = len(micro) - len(micro) % effective_batch_size
     if not whole:
@@ -90,121 +102,107 @@ def batch_by_seqlens(
 def _end(
     samples: Sequence[_Sample], start: int, together: int, tokens: int, least: int, most: int | None
 ) -> int:
-    """Where the largest group of micro-batches ends that begins at `start`; `start` if there is none."""
+    """Return the end of the largest run of samples from `start` that fills `together` micro-batches.
+
+    The samples are dealt to the micro-batches in turn. Without such a run, return `start`.
+    """
     sums, best = [0] * together, start
     for end in range(start + together, len(samples) + 1, together):
-        for turn in range(together):
-            sums[turn] += samples[end - together + turn][0]
+        for number in range(together):
+            sums[number] += samples[end - together + number][0]
         count = (end - start) // together
         if max(sums) > tokens or (most and count > most):
             break
-        best = end if count >= least else best
+        if count >= least:
+            best = end
     return best
 
 
+@dataclass(frozen=True)
 class _MicroBatches:
-    """Collates the samples of micro-batches, padded to the greatest length of their batch if asked."""
+    """Collates the samples of micro-batches; `pad`, if given, first pads each to its batch's longest."""
 
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        longest: Sequence[int],
-        collate: Callable[[list[Any]], Any] | None,
-        pad: Callable[[Any, int], Any] | None,
-    ):
-        self.dataset, self.longest, self.collate, self.pad = dataset, longest, collate, pad
+    dataset: Dataset[object]
+    longest: Sequence[int]
+    collate: _Collate | None
+    pad: _Pad | None
 
-    def __call__(self, parts: Sequence[tuple[int, list[int]]]) -> Any:
+    def __call__(self, micro_batches: Sequence[_MicroBatch]) -> object:
         samples = [
             self.pad(self.dataset[i], self.longest[batch]) if self.pad else self.dataset[i]
-            for batch, ids in parts
+            for batch, ids in micro_batches
             for i in ids
         ]
         return self.collate(samples) if self.collate else samples
 
 
 def dataloader_for_variable_batch_size(
-    dataset: Dataset[Any],
-    microbatch_ids: Sequence[tuple[int, list[int]]],
+    dataset: Dataset[object],
+    microbatch_ids: Sequence[_MicroBatch],
     batch_max_seqlens: Sequence[int],
     dataloader_rank: int = 0,
     dataloader_batch_size: int = 1,
     dataloader_num_replicas: int = 1,
-    dataloader_collate_fn: Callable[[list[Any]], Any] | None = None,
+    dataloader_collate_fn: _Collate | None = None,
     dataloader_num_workers: int = 2,
     dataloader_pin_memory: bool = False,
     required_microbatches_of_same_seqlen: bool = False,
-    sample_padding_fn: Callable[[Any, int], Any] | None = None,
-) -> tuple[DataLoader[Any], dict[str, Any]]:
-    """A loader of this rank's share of the micro-batches, which ranks take in turns.
+    sample_padding_fn: _Pad | None = None,
+) -> tuple[DataLoader[_MicroBatch], dict[str, object]]:
+    """Make a loader of this rank's micro-batches; micro-batches are dealt to the ranks in turn.
 
     Args:
         dataset: the samples.
-        microbatch_ids: see `batch_by_seqlens`.
-        batch_max_seqlens: likewise.
-        dataloader_rank: this rank, of `dataloader_num_replicas`.
-        dataloader_batch_size: micro-batches that are collated together.
-        dataloader_num_replicas: the ranks that samples are split over.
+        microbatch_ids, batch_max_seqlens: the micro-batches and longest sequences, see `batch_by_seqlens`.
+        dataloader_rank, dataloader_num_replicas: this rank, and the number of ranks that share the samples.
+        dataloader_batch_size: the number of micro-batches that are collated together.
         dataloader_collate_fn: collates samples; None gives lists of them.
-        dataloader_num_workers: processes that load; 0 for this one.
-        dataloader_pin_memory: whether batches go to locked memory.
-        required_microbatches_of_same_seqlen: pad all samples of a batch to one length.
+        dataloader_num_workers: the number of loading processes; 0 loads in this one.
+        dataloader_pin_memory: whether batches go to pinned memory.
+        required_microbatches_of_same_seqlen: whether all samples of a batch are padded to one length.
         sample_padding_fn: pads a sample to a length.
 
     Returns:
-        The loader, and the arguments with which `engine.deepspeed_io` makes it.
+        The loader, and the arguments with which `engine.deepspeed_io` makes the same one.
 
     Raises:
-        ConfigError: samples must be padded, but nothing does it.
+        ConfigError: lengths must be equal, but `sample_padding_fn` is missing.
     """
     if required_microbatches_of_same_seqlen and sample_padding_fn is None:
         raise ConfigError("`sample_padding_fn` must be given where lengths must be equal, but is not")
     pad = sample_padding_fn if required_microbatches_of_same_seqlen else None
     collate = _MicroBatches(dataset, batch_max_seqlens, dataloader_collate_fn, pad)
-    ids: Any = microbatch_ids
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        ids, dataloader_num_replicas, dataloader_rank, shuffle=False
-    )
-    shared = {"batch_size": dataloader_batch_size, "collate_fn": collate, "pin_memory": dataloader_pin_memory}
-    loader: DataLoader[Any] = DataLoader(
-        ids,
-        dataloader_batch_size,
-        sampler=sampler,
-        num_workers=dataloader_num_workers,
-        collate_fn=collate,
-        pin_memory=dataloader_pin_memory,
-    )
-    return loader, {
-        **shared,
-        "dataset": ids,
-        "data_sampler": sampler,
-        "num_local_io_workers": dataloader_num_workers,
-    }
+    ids = cast(Dataset[_MicroBatch], microbatch_ids)  # a sequence is all that a loader asks for
+    sampler = DistributedSampler(ids, dataloader_num_replicas, dataloader_rank, shuffle=False)
+    workers = dataloader_num_workers
+    shared: dict[str, Any] = {"batch_size": dataloader_batch_size, "pin_memory": dataloader_pin_memory}
+    shared["collate_fn"] = collate
+    loader = DataLoader(ids, sampler=sampler, num_workers=workers, **shared)
+    return loader, {**shared, "dataset": ids, "data_sampler": sampler, "num_local_io_workers": workers}
 
 
 def get_dataloader_and_lr_scheduler_for_variable_batch_size(
-    dataset: Dataset[Any],
+    dataset: Dataset[object],
     dataset_seqlens: Sequence[int],
     max_tokens: int,
     effective_batch_size: int,
     dataset_filter_ids: Sequence[int] | None = None,
     lr_scaling_method: str | None = "linear",
-    lr_scheduler_or_optimizer: Any = None,
+    lr_scheduler_or_optimizer: LRScheduler | RateSchedule | Optimizer | None = None,
     required_microbatches_of_same_size: bool = False,
     verbose: bool = False,
     **others: Any,
-) -> tuple[DataLoader[Any], VariableBatchSizeLR, dict[str, Any]]:
-    """The loader, the schedule, and the arguments of `deepspeed_io`.
+) -> tuple[DataLoader[_MicroBatch], VariableBatchSizeLR, dict[str, object]]:
+    """Return a loader of packed micro-batches, a scaled schedule, and the arguments of `deepspeed_io`.
 
     Args:
-        dataset: the samples.
-        dataset_seqlens: their lengths.
-        max_tokens: see `batch_by_seqlens`.
-        effective_batch_size: micro-batches of a batch, over all ranks; rates are those of as many samples.
-        dataset_filter_ids: the samples to use; None for all.
+        dataset, dataset_seqlens: the samples and their lengths.
+        max_tokens, required_microbatches_of_same_size: see `batch_by_seqlens`.
+        effective_batch_size: the number of micro-batches in a batch, over all ranks, and the number of
+            samples that the unscaled rates are for.
+        dataset_filter_ids: the indices of the samples to use; None for all.
         lr_scaling_method: see `scale_lr`.
-        lr_scheduler_or_optimizer: says the rates.
-        required_microbatches_of_same_size: see `batch_by_seqlens`.
+        lr_scheduler_or_optimizer: gives the unscaled rates.
         verbose: has no effect.
         others: further arguments of `batch_by_seqlens` and `dataloader_for_variable_batch_size`.
     """
@@ -226,32 +224,29 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size(
     return loader, schedule, arguments
 
 
-_PACKING = ("min_batch_size", "max_batch_size", "sequence_picking_order", "seed")
-
-
 def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
-    dataset: Any,
-    engine: Any,
+    dataset: Dataset[object],
+    engine: DeepSpeedEngine,
     dataset_seqlens: Sequence[int] | None = None,
     dataset_filter_ids: Sequence[int] | None = None,
-    dataloader_collate_fn: Callable[[list[Any]], Any] | None = None,
-    sample_padding_fn: Callable[[Any, int], Any] | None = None,
-    batch_seqlens_fn: Callable[[Any], Any] | None = None,
-) -> tuple[DataLoader[Any], VariableBatchSizeLR, dict[str, Any]]:
-    """The same for an engine, as the JSON's section `dynamic_batching` says.
+    dataloader_collate_fn: _Collate | None = None,
+    sample_padding_fn: _Pad | None = None,
+    batch_seqlens_fn: Callable[[Any], Iterable[int]] | None = None,
+) -> tuple[DataLoader[_MicroBatch], VariableBatchSizeLR, dict[str, object]]:
+    """Return the same for an engine, by the section `dynamic_batching` of its JSON.
 
     Args:
         dataset: the samples.
-        engine: of a model or of a pipeline, in which all micro-batches of a batch have one shape.
-        dataset_seqlens: their lengths; None reads ``seqlen/seqlen_sample_to_metric`` in the section's
-            `metrics_path`, or asks `batch_seqlens_fn` if there is none.
-        dataset_filter_ids: the samples to use; None for all.
+        engine: the engine; with a pipeline, all micro-batches of a batch have one shape.
+        dataset_seqlens: the length of each sample; None reads ``seqlen/seqlen_sample_to_metric`` in the
+            section's `metrics_path`, or calls `batch_seqlens_fn` if that file is missing.
+        dataset_filter_ids: the indices of the samples to use; None for all.
         dataloader_collate_fn: collates samples.
         sample_padding_fn: pads a sample to a length; a pipeline needs it.
-        batch_seqlens_fn: the lengths of collated samples. It is asked on every rank, and nothing is written.
+        batch_seqlens_fn: returns the lengths of collated samples; every rank calls it.
 
     Raises:
-        ConfigError: the section is not enabled, or there are no lengths.
+        ConfigError: the section is not enabled, or the lengths are unknown.
     """
     section: dict[str, Any] = value_at(engine.config, _SECTION, {"enabled": False})
     if not section["enabled"]:
@@ -286,20 +281,21 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
 
 
 def _lengths(
-    dataset: Any,
+    dataset: Dataset[object],
     folder: str | None,
-    collate: Callable[[list[Any]], Any] | None,
-    ask: Callable[[Any], Any] | None,
+    collate: _Collate | None,
+    measure: Callable[[Any], Iterable[int]] | None,
 ) -> Iterator[int]:
     path = f"{folder}/seqlen/seqlen_sample_to_metric"
     if folder is not None and dataset_exists(path, "mmap"):
         yield from (int(entry[0]) for entry in MMapIndexedDataset(path))
         return
-    if ask is None:
+    if measure is None:
         raise ConfigError(
-            "`dataset_seqlens` or `batch_seqlens_fn` must be given where no lengths have been analyzed, but "
-            "neither is"
+            "`dataset_seqlens` or `batch_seqlens_fn` must be given, but neither is, and `metrics_path` holds "
+            "no lengths; pass one of them"
         )
-    for start in range(0, len(dataset), 1024):
-        samples = [dataset[number] for number in range(start, min(start + 1024, len(dataset)))]
-        yield from map(int, ask(collate(samples) if collate else samples))
+    size = len(dataset)  # type: ignore[arg-type]  # torch's class has no length, its subclasses do
+    for start in range(0, size, 1024):
+        samples = [dataset[number] for number in range(start, min(start + 1024, size))]
+        yield from map(int, measure(collate(samples) if collate else samples))

@@ -1,4 +1,4 @@
-"""Learning rates that follow the sizes of batches."""
+"""Learning rates that scale with the batch size."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from megazero.deepspeed.schedules.warmup import RateSchedule
 from megazero.errors import ConfigError
 
 
 def scale_lr(
     base_batch_size: int, batch_size: int, base_lr: float = 1, method: str | None = "linear"
 ) -> float:
-    """The learning rate of a batch, from that of a batch of `base_batch_size`.
+    """Return the learning rate of a batch, given the rate for `base_batch_size` samples.
 
-    ``linear`` grows it with the size (Goyal et al. 2017), ``sqrt`` with its root (Krizhevsky 2014).
+    ``linear`` scales with the batch size (Goyal et al. 2017), ``sqrt`` with its square root (Krizhevsky
+    2014).
 
     Raises:
         ConfigError: there is no such method.
@@ -34,31 +37,31 @@ def scale_lr(
 
 
 class _Constant(LRScheduler):
-    """Leaves the learning rates as they are."""
+    """Keeps the learning rates constant."""
 
-    def get_lr(self) -> list[Any]:
+    def get_lr(self) -> list[float | Tensor]:
         return self.base_lrs
 
 
 class VariableBatchSizeLR(LRScheduler):
-    """Scales another schedule's learning rates by the sizes of the batches, in turns.
+    """Scales another schedule's learning rates by the size of each batch, cycling through `batch_sizes`.
 
     Args:
-        lr_scheduler: the other schedule, of batches of `base_batch_size`.
+        lr_scheduler: the other schedule, whose rates are for `base_batch_size` samples.
         base_batch_size: see `scale_lr`.
-        batch_sizes: of one pass through the loader.
-        dataloader: the loader; kept for whoever looks for it.
+        batch_sizes: the size of each batch of an epoch.
+        dataloader: the loader; only kept as an attribute.
         lr_scaling_method: see `scale_lr`.
-        last_epoch: the batch before the first.
+        last_epoch: the number of the batch before the first one.
         verbose: has no effect.
     """
 
     def __init__(
         self,
-        lr_scheduler: Any,
+        lr_scheduler: LRScheduler | RateSchedule,
         base_batch_size: int,
         batch_sizes: Sequence[int],
-        dataloader: Any,
+        dataloader: object,
         lr_scaling_method: str | None = "linear",
         last_epoch: int = -1,
         verbose: bool = False,
@@ -73,11 +76,9 @@ class VariableBatchSizeLR(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """The progress of both schedules."""
-        own = ("base_batch_size", "lr_scaling_method", "batch_sizes", "base_lrs", "last_epoch")
-        return {
-            "base_lr_scheduler": self.base_lr_scheduler.state_dict(),
-            **{name: getattr(self, name) for name in own},
-        }
+        names = ("base_batch_size", "lr_scaling_method", "batch_sizes", "base_lrs", "last_epoch")
+        values = {name: getattr(self, name) for name in names}
+        return {"base_lr_scheduler": self.base_lr_scheduler.state_dict(), **values}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
@@ -85,12 +86,12 @@ class VariableBatchSizeLR(LRScheduler):
         self.base_lr_scheduler.load_state_dict(own.pop("base_lr_scheduler"))
         vars(self).update(own)
 
-    def get_last_lr(self) -> list[Any]:
-        """The other schedule's rates, before they were scaled."""
+    def get_last_lr(self) -> list[float | Tensor]:
+        """The other schedule's rates, unscaled."""
         return list(self.base_lr_scheduler.get_last_lr())
 
-    def get_lr(self) -> list[Any]:
-        """The rates as they are."""
+    def get_lr(self) -> list[float | Tensor]:
+        """The rates of the parameter groups."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, epoch: int | None = None) -> None:
@@ -99,7 +100,7 @@ class VariableBatchSizeLR(LRScheduler):
         for group, rate in zip(self.optimizer.param_groups, unscaled, strict=True):
             group["lr"] = rate
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch deprecates the number of the step, and counts its own
+            warnings.simplefilter("ignore")  # torch deprecates the argument `epoch`
             self.base_lr_scheduler.step(epoch)
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         size = self.batch_sizes[self.last_epoch % len(self.batch_sizes)]
@@ -110,12 +111,13 @@ class VariableBatchSizeLR(LRScheduler):
 def lr_scheduler_for_variable_batch_size(
     base_batch_size: int,
     batch_sizes: Sequence[int],
-    dataloader: Any,
-    lr_scheduler_or_optimizer: Any,
+    dataloader: object,
+    lr_scheduler_or_optimizer: LRScheduler | RateSchedule | Optimizer,
     lr_scaling_method: str | None = "linear",
     verbose: bool = False,
 ) -> VariableBatchSizeLR:
-    """A `VariableBatchSizeLR` over a schedule, or over the constant rates of an optimizer."""
-    given = lr_scheduler_or_optimizer
-    base = _Constant(given) if isinstance(given, torch.optim.Optimizer) else given
+    """Wrap a schedule, or the constant rates of an optimizer, in a `VariableBatchSizeLR`."""
+    base = lr_scheduler_or_optimizer
+    if isinstance(base, Optimizer):
+        base = _Constant(base)
     return VariableBatchSizeLR(base, base_batch_size, batch_sizes, dataloader, lr_scaling_method)

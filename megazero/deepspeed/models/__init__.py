@@ -1,1 +1,1 @@
-"""models: what scripts build models of: recomputation, random-LTD, tiled and low-rank layers."""
+"""models: parts of a script's own models: recomputation, random-LTD, tiled and low-rank layers."""

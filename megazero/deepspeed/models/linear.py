@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,13 @@ class LoRAConfig:
     """The adapters of an `OptimizedLinear`.
 
     Attributes:
-        lora_r: their rank.
-        lora_alpha: their output is multiplied by ``lora_alpha / lora_r``.
+        lora_r: the rank of the adapters.
+        lora_alpha: the adapters' output is multiplied by ``lora_alpha / lora_r``.
         base_weight_sharding: must be 1; ZeRO stage 3 shards the frozen weight.
-        offload: must be false; ZeRO offloads it.
+        offload: must be false; ZeRO offloads the frozen weight.
         offload_ratio: must be 0.
-        delay_lora_init: whether `init_lora` makes the adapters later.
-        target_mods: names of modules that a loader gives adapters.
+        delay_lora_init: whether the adapters are made later, by `init_lora`.
+        target_mods: the names of modules to which a loader adds adapters.
     """
 
     lora_r: int = 64
@@ -41,24 +41,24 @@ class LoRAConfig:
         if self.base_weight_sharding != 1 or self.offload or self.offload_ratio:
             raise ConfigError(
                 "`base_weight_sharding` must be 1 and `offload` false, but the frozen weight is to be "
-                "sharded or offloaded; use ZeRO stage 3 with `offload_param`, which does both"
+                "sharded or offloaded; use ZeRO stage 3 with `offload_param` instead"
             )
 
 
 class OptimizedLinear(nn.Module):
-    """A linear layer; with `lora_config` its weight is frozen and two small matrices are trained.
+    """A linear layer; with `lora_config` its weight is frozen, and two low-rank matrices are trained.
 
     Args:
         input_dim, output_dim: the sizes.
-        bias: whether there is a bias, without adapters alone.
+        bias: whether there is a bias; must be false with adapters.
         lora_config: the adapters, or None.
         quantization_config: must be None.
-        device: where it is made; the accelerator's device by default.
-        dtype: its type.
-        linear_cls: makes the layers.
+        device: the device of the weights; by default the accelerator's.
+        dtype: the dtype of the weights.
+        linear_cls: the class of the linear layers.
 
     Raises:
-        ConfigError: the weight is to be quantized, or there are a bias and adapters.
+        ConfigError: `quantization_config` is given, or there are a bias and adapters.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class OptimizedLinear(nn.Module):
         output_dim: int,
         bias: bool = False,
         lora_config: LoRAConfig | None = None,
-        quantization_config: Any = None,
+        quantization_config: object = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
         linear_cls: type[nn.Linear] = nn.Linear,
@@ -80,12 +80,9 @@ class OptimizedLinear(nn.Module):
         if bias and lora_config is not None:
             raise ConfigError("`bias` must be false with `lora_config`, but is true; leave it out")
         self.input_dim, self.output_dim, self.lora_config = input_dim, output_dim, lora_config
-        self._place: dict[str, Any] = {
-            "device": device or get_accelerator().current_device_name(),
-            "dtype": dtype,
-        }
-        self._linear_cls = linear_cls
-        base = linear_cls(input_dim, output_dim, bias=bias, **self._place)
+        device = device or get_accelerator().current_device_name()
+        self._make_linear = partial(linear_cls, device=device, dtype=dtype)
+        base = self._make_linear(input_dim, output_dim, bias=bias)
         self.weight, self.bias = base.weight, base.bias
         self.disabled = lora_config is None
         if lora_config is not None:
@@ -95,26 +92,26 @@ class OptimizedLinear(nn.Module):
                 self.init_lora()
 
     def disable(self) -> None:
-        """Make it a plain layer."""
+        """Leave the adapters out of forward."""
         self.disabled = True
 
     def init_lora(self) -> None:
-        """Make the adapters, whose output is 0 at first."""
+        """Make the adapters, whose output is 0 initially."""
         if self.disabled or self.lora_config is None:
             return
         rank = self.lora_config.lora_r
         self.lora_scaling_factor = self.lora_config.lora_alpha / rank
-        self.lora_weight_1 = self._linear_cls(self.input_dim, rank, bias=False, **self._place)
-        self.lora_weight_2 = self._linear_cls(rank, self.output_dim, bias=False, **self._place)
+        self.lora_weight_1 = self._make_linear(self.input_dim, rank, bias=False)
+        self.lora_weight_2 = self._make_linear(rank, self.output_dim, bias=False)
         nn.init.kaiming_uniform_(self.lora_weight_1.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_weight_2.weight)
 
     def full_weight(self) -> Tensor:
-        """The frozen weight."""
+        """Return the frozen weight [output_dim, input_dim]."""
         return self.weight
 
     def forward(self, input_tensor: Tensor) -> Tensor:
-        """The layer's output, the adapters' included.
+        """Map [..., input_dim] to [..., output_dim], the sum of the linear layer and the adapters.
 
         Raises:
             ConfigError: `init_lora` has not been called.
@@ -124,14 +121,15 @@ class OptimizedLinear(nn.Module):
             return output
         if not hasattr(self, "lora_weight_1"):
             raise ConfigError(
-                "`init_lora` must be called before the layer is used, as `delay_lora_init` says; call it"
+                "`init_lora` must be called before forward, because `delay_lora_init` is set, but was not; "
+                "call it"
             )
-        change: Tensor = self.lora_weight_2(self.lora_weight_1(input_tensor))
-        return output + self.lora_scaling_factor * change
+        adapted: Tensor = self.lora_weight_2(self.lora_weight_1(input_tensor))
+        return output + self.lora_scaling_factor * adapted
 
 
 def init_lora(model: nn.Module) -> None:
-    """Make the adapters of all layers that wait for them, and freeze everything else."""
+    """Make the adapters of all `OptimizedLinear` layers, and freeze all other parameters."""
     model.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, OptimizedLinear):

@@ -13,13 +13,13 @@ from megazero.errors import ConfigError
 
 MODEL_PARALLEL = "model-parallel-rng"
 OFFSET = 2718
-"""What is added to a seed for the stream that differs between tensor-parallel ranks."""
+"""The offset of the seed for the stream that differs between tensor-parallel ranks."""
 
 
 class RandomStates:
-    """Named states of the generator of the device that computes: CUDA's current one, or else the CPU's.
+    """Named states of torch's generator on the current CUDA device, or on the CPU without CUDA.
 
-    Within `fork`, random numbers come from a named state, which goes on where it stopped.
+    Within `fork`, random numbers come from a named state, which continues where it stopped.
     """
 
     def __init__(self) -> None:
@@ -27,11 +27,11 @@ class RandomStates:
         self._seeds: set[int] = set()
 
     def reset(self) -> None:
-        """Forget all states."""
+        """Remove all states."""
         self._states, self._seeds = {}, set()
 
     def get_states(self) -> dict[str, Tensor]:
-        """The states by name, as they are now."""
+        """Return a copy of the states by name."""
         return dict(self._states)
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
@@ -39,10 +39,10 @@ class RandomStates:
         self._states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Begin a stream.
+        """Start a stream.
 
         Raises:
-            ConfigError: there is one of that name or seed.
+            ConfigError: the name or the seed is taken.
         """
         if name in self._states or seed in self._seeds:
             raise ConfigError(
@@ -57,10 +57,10 @@ class RandomStates:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Context whose random numbers are the stream's.
+        """Draw random numbers from a stream within this context.
 
         Raises:
-            ConfigError: there is no such stream.
+            ConfigError: the stream does not exist.
         """
         if name not in self._states:
             raise ConfigError(
@@ -80,7 +80,7 @@ _TRACKER: PerContext[RandomStates] = PerContext("random_states")
 
 
 def get_cuda_rng_tracker() -> RandomStates:
-    """This rank's streams."""
+    """Return the streams of this rank."""
     tracker = _TRACKER.get()
     if tracker is None:
         tracker = RandomStates()
@@ -89,7 +89,7 @@ def get_cuda_rng_tracker() -> RandomStates:
 
 
 def seed_streams(seed: int, rank: int, *, default: bool = True) -> None:
-    """Seed torch with `seed`, and the stream of tensor-parallel ranks with one of this rank's own."""
+    """Seed torch (if `default`) with `seed`, and the tensor-parallel stream with a seed for `rank`."""
     tracker = get_cuda_rng_tracker()
     tracker.reset()
     if default:

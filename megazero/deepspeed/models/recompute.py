@@ -1,17 +1,17 @@
 """Activation checkpointing by DeepSpeed's names (``deepspeed.checkpointing``).
 
-A checkpointed function's activations are dropped and computed again in backward (Chen et al. 2016); what it
-starts from is kept whole, split over the tensor-parallel ranks, or in host memory. What `configure` chose
-belongs to the thread of a rank, in a context variable, so that ranks that are threads do not share them.
+The activations of a checkpointed function are dropped and recomputed in backward (Chen et al. 2016). Its
+inputs are kept whole, partitioned over the tensor-parallel ranks, or in host memory. The settings of
+`configure` are in a context variable, so that ranks that are threads have their own.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from megazero.config.deepspeed.load import load_ds_config
 from megazero.config.deepspeed.read import read_deepspeed
 from megazero.deepspeed.comm.adopt import find_context
+from megazero.deepspeed.config import Json
 from megazero.deepspeed.config.settings import JsonSource
 from megazero.deepspeed.models.random_states import get_cuda_rng_tracker, seed_streams
 from megazero.deepspeed.utils.per_context import PerContext
@@ -27,18 +28,20 @@ from megazero.errors import ConfigError
 from megazero.layers.recompute import InputKeeping
 from megazero.mpu.group import Group
 
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True)
-class Settings:
-    """The choices of `configure`.
+class CheckpointingSettings:
+    """The settings of `configure`.
 
     Attributes:
         group: the tensor-parallel ranks; None without an `mpu`.
-        partition: whether inputs are split over them.
+        partition: whether inputs are partitioned over these ranks.
         in_cpu: whether inputs are kept in host memory.
-        synchronize: whether the device is waited for around each function.
-        profile: whether the time of each forward and backward is printed.
-        num_layers: how many functions there are; only a note of the script.
+        synchronize: whether to synchronize the device before and after each function.
+        profile: whether to print the time of each forward and backward.
+        num_layers: the number of checkpointed functions, as the script says; nothing depends on it.
         configured: whether `configure` was called.
     """
 
@@ -51,16 +54,16 @@ class Settings:
     configured: bool = False
 
 
-_CHOSEN: PerContext[Settings] = PerContext("activation_checkpointing")
+_SETTINGS: PerContext[CheckpointingSettings] = PerContext("activation_checkpointing")
 
 
-def chosen_settings() -> Settings:
-    """The choices of `configure` on this rank."""
-    return _CHOSEN.get() or Settings()
+def current_settings() -> CheckpointingSettings:
+    """Return the settings of this rank."""
+    return _SETTINGS.get() or CheckpointingSettings()
 
 
 def configure(
-    mpu_: Any,
+    mpu_: object,
     deepspeed_config: JsonSource | None = None,
     partition_activations: bool | None = None,
     contiguous_checkpointing: bool | None = None,
@@ -69,23 +72,23 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Choose what checkpointed functions keep; what is None is as the JSON says, and off without one.
+    """Set how inputs of checkpointed functions are kept; None takes the JSON's value, or else off.
 
     Args:
-        mpu_: names the tensor-parallel ranks; see `find_context`. None splits nothing.
-        deepspeed_config: a JSON whose section `activation_checkpointing` counts.
-        partition_activations: split inputs over the tensor-parallel ranks, which must have equal ones.
-        contiguous_checkpointing: has no effect: torch's allocator keeps memory together.
-        num_checkpoints: how many functions a step has; needed for `contiguous_checkpointing`.
+        mpu_: has the tensor-parallel ranks, see `find_context`; None keeps those of an earlier call.
+        deepspeed_config: a JSON with a section `activation_checkpointing`.
+        partition_activations: partition inputs over the tensor-parallel ranks, whose inputs must be equal.
+        contiguous_checkpointing: has no effect, because torch's allocator avoids fragmentation.
+        num_checkpoints: the number of functions in a step; needed for `contiguous_checkpointing`.
         checkpoint_in_cpu: keep inputs in host memory.
-        synchronize: wait for the device before and after each function.
+        synchronize: synchronize the device before and after each function.
         profile: print the time of each forward and backward.
 
     Raises:
-        ConfigError: the JSON is refused, or `contiguous_checkpointing` lacks what it needs.
+        ConfigError: the JSON is wrong, or `contiguous_checkpointing` lacks an argument that it needs.
     """
-    before, section = chosen_settings(), _section(deepspeed_config)
-    given = {
+    before, section = current_settings(), _section(deepspeed_config)
+    arguments = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,
         "number_checkpoints": num_checkpoints,
@@ -93,7 +96,7 @@ def configure(
         "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    chosen = {key: section.get(key) if value is None else value for key, value in given.items()}
+    chosen = {key: section.get(key) if value is None else value for key, value in arguments.items()}
     if chosen["contiguous_memory_optimization"]:
         for key, name in (
             ("partition_activations", "partition_activations"),
@@ -104,8 +107,8 @@ def configure(
                     f"`{name}` must be given for `contiguous_checkpointing`, but is {chosen[key]}; give it "
                     "or leave `contiguous_checkpointing` out, which has no effect here"
                 )
-    _CHOSEN.set(
-        Settings(
+    _SETTINGS.set(
+        CheckpointingSettings(
             before.group if mpu_ is None else find_context(mpu_).tp,
             bool(chosen["partition_activations"]),
             bool(chosen["cpu_checkpointing"]),
@@ -117,73 +120,71 @@ def configure(
     )
 
 
-def _section(config: JsonSource | None) -> Mapping[str, Any]:
-    """A JSON's section on activation checkpointing."""
+def _section(config: JsonSource | None) -> Json:
+    """Read the section `activation_checkpointing` of a JSON."""
     if config is None:
         return {}
     read = read_deepspeed(config)
     if read.problems:
         raise ConfigError(read.problems)
-    section: Mapping[str, Any] = load_ds_config(config).get("activation_checkpointing", {})
+    section: Json = load_ds_config(config).get("activation_checkpointing", {})
     return section
 
 
 def is_configured() -> bool:
     """Whether `configure` was called on this rank."""
-    return chosen_settings().configured
+    return current_settings().configured
 
 
 def reset() -> None:
-    """Begin a step anew. There is nothing to forget: inputs are kept by the graph that needs them."""
+    """Do nothing: inputs belong to autograd's graph, so there is nothing to reset."""
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Note how many functions a step has; nothing depends on it."""
-    _CHOSEN.set(replace(chosen_settings(), num_layers=nlayers))
+    """Set the number of checkpointed functions; nothing depends on it."""
+    _SETTINGS.set(replace(current_settings(), num_layers=nlayers))
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Switch the splitting of inputs over tensor-parallel ranks on or off."""
-    _CHOSEN.set(replace(chosen_settings(), partition=partition_activation))
+    """Switch partitioning of inputs over tensor-parallel ranks on or off."""
+    _SETTINGS.set(replace(current_settings(), partition=partition_activation))
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function whose activations are computed again in backward; returns what it returns.
+def checkpoint(function: Callable[..., _T], *args: object, **kwargs: object) -> _T:
+    """Call a function, recompute its activations in backward, and return its result.
 
-    No input needs to require gradients. Random numbers are drawn again as they were, those of
-    `get_cuda_rng_tracker` too.
+    Inputs need not require gradients. The recomputation repeats random numbers, including those of
+    `get_cuda_rng_tracker`.
     """
-    settings = chosen_settings()
+    settings = current_settings()
     keeping = _Keeping(settings.group if settings.partition else None, settings.in_cpu)
     runs = iter(("forward", "backward"))
 
-    def run(*inputs: Any) -> Any:
-        # All by position: torch has options of its own among the keywords.
+    def run(*inputs: object) -> _T:
+        # All inputs are positional, because torch's `checkpoint` has keywords of its own.
         named = dict(zip(kwargs, inputs[len(args) :], strict=True))
         with _watched(settings, next(runs, "backward")):
             return function(*inputs[: len(args)], **named)
 
     with keeping.hooks():
-        return recompute(run, *args, *kwargs.values(), use_reentrant=False, context_fn=_contexts)
+        result: _T = recompute(
+            run, *args, *kwargs.values(), use_reentrant=False, context_fn=lambda: (nullcontext(), _Replay())
+        )
+    return result
 
 
-def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As `checkpoint`, which is not reentrant either."""
-    return checkpoint(function, *args, **kwargs)
+non_reentrant_checkpoint = checkpoint
 
 
 @dataclass(frozen=True)
 class _Keeping(InputKeeping):
-    """Keeps whole what cannot be split evenly, and what is no activation."""
+    """Keeps tensors whole that do not divide by the ranks, and parameters and integers as they are."""
 
     def _pack(self, x: Tensor) -> Any:
-        split = self.partition is not None and x.numel() % self.partition.size == 0
         if isinstance(x, torch.nn.Parameter) or not x.is_floating_point():
             return x
-        return split, (self if split else replace(self, partition=None))._packed(x)
-
-    def _packed(self, x: Tensor) -> Any:
-        return super()._pack(x)
+        split = self.partition is not None and x.numel() % self.partition.size == 0
+        return split, InputKeeping._pack(self if split else replace(self, partition=None), x)
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
@@ -193,7 +194,7 @@ class _Keeping(InputKeeping):
 
 
 class _Replay:
-    """Context in which the tracker draws again what it drew since this was made."""
+    """A context in which the tracker repeats the random numbers that it drew since construction."""
 
     def __init__(self) -> None:
         self._tracker = get_cuda_rng_tracker()
@@ -207,21 +208,16 @@ class _Replay:
         self._tracker.set_states(self._after)
 
 
-def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The contexts of forward and of its repetition."""
-    return nullcontext(), _Replay()
-
-
 @contextmanager
-def _watched(settings: Settings, phase: str) -> Iterator[None]:
-    """Wait for the device around a call and print how long it took, where this is asked for."""
+def _watched(settings: CheckpointingSettings, phase: str) -> Iterator[None]:
+    """Synchronize the device around a call and print the time of the call, by the settings."""
     waits = (settings.synchronize or settings.profile) and torch.cuda.is_available()
     if waits:
         torch.cuda.synchronize()
     began = time.perf_counter()
     try:
         yield
-    finally:  # the repetition is left as soon as it has what backward needs
+    finally:  # torch stops the recomputation by an exception once backward has what it needs
         if waits:
             torch.cuda.synchronize()
         if settings.profile:
@@ -229,12 +225,12 @@ def _watched(settings: Settings, phase: str) -> Iterator[None]:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed torch, and a stream of `get_cuda_rng_tracker` that differs between tensor-parallel ranks."""
-    group = chosen_settings().group
+    """Seed torch, and the tracker's stream that differs between tensor-parallel ranks."""
+    group = current_settings().group
     seed_streams(seed, 0 if group is None else group.rank)
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed the tracker's stream alone, anew."""
-    group = chosen_settings().group
+    """Seed only the tracker's stream."""
+    group = current_settings().group
     seed_streams(seed, 0 if group is None else group.rank, default=False)

@@ -1,9 +1,9 @@
 """Layers and losses tile by tile (ALST, arXiv:2506.13996), with DeepSpeed's arguments.
 
-Backward computes each tile again, with the random numbers and the types that forward had for it. Parameters
-need not be named: those that the tiles' results depend on are looked for in their graphs. Each gets the sum
-of its tiles' gradients at once, so that ZeRO reduces it once. Where weights are sharded, all ranks must have
-as many tiles.
+Backward recomputes each tile with the random numbers and the autocast dtype of its forward. The parameters
+that the tiles depend on are discovered in the autograd graph, and the gradients of all tiles are summed
+before they reach a parameter, so that ZeRO reduces each gradient once. If weights are sharded, all ranks must
+have equally many tiles.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from megazero.ops.chunks import compute_dtype
 Reduction = Literal["mean", "sum"] | None
 
 IGNORED = -100
-"""The label that torch's cross-entropy leaves out."""
+"""The label that torch's cross-entropy ignores."""
 
 
 @dataclass(frozen=True)
 class _Tiling:
-    """How tensors are cut, and what is computed of a tile.
+    """A function of tiles, and how tensors are split into tiles.
 
     Attributes:
-        of_tile: the number of a tile and its pieces of the tensors -> its result.
+        of_tile: the index of a tile and its pieces of the tensors -> the tile's result.
         tiles: the number of tiles.
-        dim: the dim of the tensors that is cut.
+        dim: the dim along which tensors are split.
     """
 
     of_tile: Callable[[int, list[Tensor]], Tensor]
@@ -43,16 +43,16 @@ class _Tiling:
     dim: int
 
     def pieces(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The pieces of all tensors, tile after tile."""
-        cut = [x.tensor_split(self.tiles, self.dim) for x in tensors]
-        return [[parts[number] for parts in cut] for number in range(self.tiles)]
+        """Return the pieces of all tensors for each tile."""
+        split = [x.tensor_split(self.tiles, self.dim) for x in tensors]
+        return [[parts[number] for parts in split] for number in range(self.tiles)]
 
 
 class _InTiles(Function):
-    """The results of all tiles, which are given; backward computes each again.
+    """Returns the given results of all tiles; backward recomputes each tile.
 
-    `restores` let the generators draw what they drew for a tile. `tensors` are so many that are `cut`, which
-    it saves, then the leaves that results depend on.
+    `restores` reset the random generators to their states before each tile. The first `count` of `tensors`
+    are the ones that are split, and the rest are the leaves that the results depend on.
     """
 
     @staticmethod
@@ -61,56 +61,56 @@ class _InTiles(Function):
         tiling: _Tiling,
         results: Sequence[Tensor],
         restores: Sequence[Callable[[], None]],
-        cut: int,
+        count: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*tensors[:cut])
-        ctx.tiling, ctx.restores, ctx.leaves = tiling, restores, tensors[cut:]
-        kind = tensors[0].device.type
-        ctx.autocast = torch.autocast(kind, enabled=torch.is_autocast_enabled(kind))
+        ctx.save_for_backward(*tensors[:count])
+        ctx.tiling, ctx.restores, ctx.leaves = tiling, restores, tensors[count:]
+        device = tensors[0].device.type
+        ctx.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
         return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Gradients:
         tensors, leaves, tiling = ctx.saved_tensors, ctx.leaves, ctx.tiling
-        learns = ctx.needs_input_grad[4 : 4 + len(tensors)]
-        whole = [torch.zeros_like(x) if wanted else None for x, wanted in zip(tensors, learns, strict=True)]
-        into = tiling.pieces([x for x in whole if x is not None])
+        needed = ctx.needs_input_grad[4 : 4 + len(tensors)]
+        whole = [torch.zeros_like(x) if needs else None for x, needs in zip(tensors, needed, strict=True)]
+        targets = tiling.pieces([x for x in whole if x is not None])
         sums: list[Tensor | None] = [None] * len(leaves)
         device = tensors[0].device
         with torch.random.fork_rng([device] if device.type == "cuda" else []), ctx.autocast:
             for number, pieces in enumerate(tiling.pieces(tensors)):
                 ctx.restores[number]()
-                own = [x.detach().requires_grad_(w) for x, w in zip(pieces, learns, strict=True)]
+                tile = [x.detach().requires_grad_(needs) for x, needs in zip(pieces, needed, strict=True)]
                 with torch.enable_grad():
-                    out = tiling.of_tile(number, own)
-                inputs = [*leaves, *(x for x in own if x.requires_grad)]
-                made = torch.autograd.grad(out, inputs, grads[number], allow_unused=True)
-                for place, grad in zip(into[number], made[len(leaves) :], strict=True):
+                    out = tiling.of_tile(number, tile)
+                inputs = [*leaves, *(x for x in tile if x.requires_grad)]
+                tile_grads = torch.autograd.grad(out, inputs, grads[number], allow_unused=True)
+                for target, grad in zip(targets[number], tile_grads[len(leaves) :], strict=True):
                     if grad is not None:
-                        place.copy_(grad)
-                _add(sums, made[: len(leaves)])
-                del out, made  # before the next tile has its own
+                        target.copy_(grad)
+                _add(sums, tile_grads[: len(leaves)])
+                del out, tile_grads  # free the memory before the next tile
         totals = [None if x is None else x.to(leaf.dtype) for x, leaf in zip(sums, leaves, strict=True)]
         return None, None, None, None, *whole, *totals
 
 
 def _add(sums: list[Tensor | None], more: Sequence[Tensor | None]) -> None:
-    """Add up gradients of tiles in fp32 (or fp64), in memory of their own.
+    """Add gradients to sums in fp32 (or fp64).
 
-    Autograd may hand out one tensor as the gradient of two leaves, or an expanded one.
+    The first gradient is copied, because autograd may return one tensor for two leaves, or an expanded one.
     """
-    for place, grad in enumerate(more):
-        total = sums[place]
+    for index, grad in enumerate(more):
+        total = sums[index]
         if grad is not None and total is None:
-            sums[place] = grad.to(compute_dtype(grad.dtype), copy=True)
+            sums[index] = grad.to(compute_dtype(grad.dtype), copy=True)
         elif grad is not None and total is not None:
             total += grad
 
 
-def _noted(x: Tensor) -> Callable[[], None]:
-    """Note the states of torch's generators, on the CPU and on the device of x; the result restores them."""
+def _restore_later(x: Tensor) -> Callable[[], None]:
+    """Return a function that restores the present random states of the CPU and of the device of x."""
     cpu, devices = torch.get_rng_state(), get_device_states(x)
 
     def restore() -> None:
@@ -121,7 +121,7 @@ def _noted(x: Tensor) -> Callable[[], None]:
 
 
 def _leaves(out: Tensor) -> dict[int, Tensor]:
-    """The leaves that need a gradient and that a result depends on, by their ids."""
+    """Return id -> leaf for the leaves that need gradients and that a result depends on."""
     leaves: dict[int, Tensor] = {}
     stack, seen = [out.grad_fn], set()
     while stack:
@@ -131,7 +131,7 @@ def _leaves(out: Tensor) -> dict[int, Tensor]:
         seen.add(node)
         if hasattr(node, "variable"):
             leaves[id(node.variable)] = node.variable
-        stack += [following for following, _ in node.next_functions]
+        stack += [function for function, _ in node.next_functions]
     return leaves
 
 
@@ -141,16 +141,16 @@ def _in_tiles(tiling: _Tiling, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     results, restores = [], []
     leaves: dict[int, Tensor] = {}
     for number, pieces in enumerate(tiling.pieces([x.detach() for x in tensors])):
-        restores.append(_noted(pieces[0]))
-        with saved_tensors_hooks(lambda _: None, _not_kept):  # only the leaves of the graph are of use
+        restores.append(_restore_later(pieces[0]))
+        with saved_tensors_hooks(lambda _: None, _refuse_backward):  # the graph serves only to find leaves
             out = tiling.of_tile(number, pieces)
         leaves |= _leaves(out)
         results.append(out.detach())
     return apply(_InTiles, tiling, results, restores, len(tensors), *tensors, *leaves.values())
 
 
-def _not_kept(_: Any) -> Tensor:
-    """Refuse a backward within a tile's forward, which keeps nothing for one."""
+def _refuse_backward(_: object) -> Tensor:
+    """Raise ConfigError: a tile's forward saves no tensors for a backward inside of it."""
     raise ConfigError("`fn` must compute no gradients in its forward, but does; compute them outside of it")
 
 
@@ -166,28 +166,28 @@ def sequence_tiled_compute(
     seqlen: int,
     shards: int,
     kwargs_to_shard: Mapping[str, Tensor],
-    kwargs_to_pass: Mapping[str, Any],
+    kwargs_to_pass: Mapping[str, object],
     grad_requiring_tensor_key: str,
     compute_params: Sequence[Tensor] | None = None,
     output_unshard_dimension: int = 1,
     output_reduction: Reduction = "mean",
 ) -> Tensor:
-    """`fn(**kwargs_to_shard, **kwargs_to_pass)`, computed for a part of the sequence at a time.
+    """Compute `fn(**kwargs_to_shard, **kwargs_to_pass)` for one tile of the sequence at a time.
 
     Args:
-        fn: computes a tensor, whose rows follow those of its arguments; or a scalar.
+        fn: returns a tensor with a row for each row of its arguments, or a scalar.
         seqlen: the length of the sequence.
-        shards: the number of parts; they need not be equal.
-        kwargs_to_shard: tensors [batch, seqlen, ...], each of which gets its gradient if it needs one.
-        kwargs_to_pass: what every call gets as it is.
+        shards: the number of tiles, which need not be equal.
+        kwargs_to_shard: tensors [batch, seqlen, ...]; those that need a gradient get one.
+        kwargs_to_pass: passed whole to every call.
         grad_requiring_tensor_key: the name of one of `kwargs_to_shard`.
-        compute_params: not needed; parameters are found.
-        output_unshard_dimension: the dim along which results are put together; scalars are stacked.
-        output_reduction: "mean" or "sum" over all elements of that; None for it as it is.
+        compute_params: has no effect, because parameters are discovered.
+        output_unshard_dimension: the dim along which results are concatenated; scalars are stacked.
+        output_reduction: "mean" or "sum" over all elements of the output; None for no reduction.
 
     Raises:
-        ConfigError: `shards` does not suit the length, a tensor has another length, the key is unknown, or a
-            tensor that is not sharded needs a gradient.
+        ConfigError: `shards` exceeds the length, a tensor has another length, the key is unknown, or a tensor
+            of `kwargs_to_pass` needs a gradient.
     """
     names = list(kwargs_to_shard)
     if grad_requiring_tensor_key not in names:
@@ -221,7 +221,7 @@ def sequence_tiled_compute(
 
 
 class SequenceTiledCompute:
-    """`sequence_tiled_compute` with its tensors one by one, as DeepSpeed's Function takes them."""
+    """`sequence_tiled_compute` with the arguments of DeepSpeed's autograd function."""
 
     @staticmethod
     def apply(
@@ -236,15 +236,15 @@ class SequenceTiledCompute:
         output_reduction: Reduction,
         *args: Any,
     ) -> Tensor:
-        """The same; `args` are the values of `keys_to_shard`, then those of `keys_to_pass`."""
-        cut = dict(zip(keys_to_shard, args[: len(keys_to_shard)], strict=True))
+        """Compute; `args` are the values of `keys_to_shard`, then those of `keys_to_pass`."""
+        sharded = dict(zip(keys_to_shard, args[: len(keys_to_shard)], strict=True))
         passed = dict(zip(keys_to_pass, args[len(keys_to_shard) :], strict=True))
-        how = (grad_requiring_tensor_key, compute_params, output_unshard_dimension, output_reduction)
-        return sequence_tiled_compute(fn, seqlen, shards, cut, passed, *how)
+        options = (grad_requiring_tensor_key, compute_params, output_unshard_dimension, output_reduction)
+        return sequence_tiled_compute(fn, seqlen, shards, sharded, passed, *options)
 
 
 class TiledMLP:
-    """An MLP, tile by tile."""
+    """Computes an MLP tile by tile."""
 
     @staticmethod
     def apply(
@@ -254,24 +254,24 @@ class TiledMLP:
         shards: int,
         compute_params: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """`fn(self, x)` for x [..., s, h], computed for a part of s at a time.
+        """Compute `fn(self, x)` for one tile of s at a time.
 
         Args:
             fn: the forward of the MLP.
             self: the MLP.
-            x: its input.
-            shards: the number of parts; they need not be equal.
-            compute_params: not needed; parameters are found.
+            x: [..., s, h].
+            shards: the number of tiles, which need not be equal.
+            compute_params: has no effect, because parameters are discovered.
 
         Raises:
-            ConfigError: `shards` does not suit the length.
+            ConfigError: `shards` exceeds the length.
         """
         _check_tiles("shards", shards, x.shape[-2])
         return torch.cat(_in_tiles(_Tiling(lambda _, pieces: fn(self, *pieces), shards, -2), [x]), -2)
 
 
 class TiledFusedLogitsLoss:
-    """A head and its loss, tile by tile: the logits are never whole."""
+    """Computes an output layer and its loss tile by tile, so that logits are never whole."""
 
     @staticmethod
     def apply(
@@ -284,25 +284,24 @@ class TiledFusedLogitsLoss:
         compute_params: Sequence[Tensor] | None = None,
         output_reduction: Reduction = "mean",
     ) -> Tensor:
-        """The loss of x [batch, s, ...] against y [batch, s], computed for a part of s at a time.
+        """Compute the loss of x against y for one tile of s at a time.
 
-        Its gradient is that of the loss for the head and for x alike, whatever the loss is multiplied by. The
-        mean is that over all tokens that count, however they lie in the parts; 0 if none does. A token counts
-        unless its label is -100 or the mask leaves it out.
+        A token counts unless its label is -100 or the mask is 0. The mean is over all tokens that count,
+        however they are spread over the tiles; it is 0 without any.
 
         Args:
-            fn: `fn(self, x, y)`, or `fn(self, x, y, mask)` with a mask, of a part -> its loss, a scalar: by
-                `output_reduction` the mean over its tokens that count, or their sum.
-            self: handed to `fn`.
-            x: hidden states.
-            y: labels.
-            mask: [batch, s], not 0 for the tokens that `fn` counts; None for all.
-            shards: the number of parts; they need not be equal.
-            compute_params: not needed; parameters are found.
+            fn: `fn(self, x, y)`, or `fn(self, x, y, mask)` with a mask: returns the scalar loss of a tile, by
+                `output_reduction` the mean or the sum over its tokens that count.
+            self: passed to `fn`.
+            x: hidden states [batch, s, ...].
+            y: labels [batch, s].
+            mask: [batch, s], nonzero for tokens that count; None for all.
+            shards: the number of tiles, which need not be equal.
+            compute_params: has no effect, because parameters are discovered.
             output_reduction: "mean" or "sum".
 
         Raises:
-            ConfigError: `shards` does not suit the length, or the reduction is another one.
+            ConfigError: `shards` exceeds the length, or the reduction is unknown.
         """
         _check_tiles("shards", shards, x.shape[1])
         if output_reduction not in ("mean", "sum"):
@@ -313,13 +312,13 @@ class TiledFusedLogitsLoss:
         counted = torch.stack([part.sum() for part in counts.tensor_split(shards, 1)])
 
         def of_tile(number: int, pieces: list[Tensor]) -> Tensor:
-            rows, target, *chosen = pieces
-            # Of no token a mean is NaN, and so are gradients. Ranks that gather weights must all call `fn`,
-            # so one token counts, and then weighs nothing.
-            made_up = torch.zeros(target.shape, dtype=torch.bool, device=target.device)
-            made_up[:1, :1] = counted[number] == 0
-            chosen = [torch.where(made_up, 1, part) for part in chosen]
-            return fn(self, rows, target.masked_fill(made_up, 0), *chosen)
+            rows, target, *masks = pieces
+            # The mean over no token is NaN, and so are its gradients. All ranks must call `fn`, because they
+            # gather weights together, so a tile without tokens that count gets one, whose loss has weight 0.
+            dummy = torch.zeros(target.shape, dtype=torch.bool, device=target.device)
+            dummy[:1, :1] = counted[number] == 0
+            masks = [torch.where(dummy, 1, part) for part in masks]
+            return fn(self, rows, target.masked_fill(dummy, 0), *masks)
 
         tensors = [x, y] if mask is None else [x, y, mask]
         losses = torch.stack(_in_tiles(_Tiling(of_tile, shards, 1), tensors))

@@ -1,4 +1,4 @@
-"""`ExpertCopies`: experts that are modules of any kind, copies of one that start with values of their own."""
+"""`ExpertCopies`: experts that are copies of any module, each with initial values of its own."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megazero.mpu.rng import derive_key
 
 
 class ExpertCopies(nn.Module):
-    """Experts by number, each of them a copy of one module.
+    """Copies of one module by expert number.
 
-    Every copy draws its initial values anew: `reset_parameters` of its submodules is called under a seed that
-    is a function of torch's random state and of the expert's number. So experts differ, and are the same for
-    any `ep_size`. Submodules without that function keep the values of the original.
+    Each copy draws its own initial values: `reset_parameters` of its submodules is called under a seed that
+    depends on torch's random state and the expert's number, so values do not depend on `ep_size`. Submodules
+    without that method keep the values of the original.
 
     Args:
-        expert: the module to copy; its forward maps rows [n, h] to [n, h], or to such rows and a bias that is
-            to be added to them.
+        expert: the module to copy; its forward maps rows [n, h] to [n, h], or to [n, h] and a bias for its
+            caller to add.
         total: E, the number of experts.
 
     Raises:
@@ -38,11 +38,12 @@ class ExpertCopies(nn.Module):
         self.total = total
         base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         for number in range(total):
-            twin = copy.deepcopy(expert)
+            duplicate = copy.deepcopy(expert)
             with _seeded(derive_key(base, "expert", number), expert):
-                twin.apply(_reset)
-            self.add_module(str(number), twin)
-        if total > 1 and any(True for _ in expert.parameters()) and not _can_reset(expert):
+                duplicate.apply(_reset)
+            self.add_module(str(number), duplicate)
+        can_reset = any(_reset_of(module) is not None for module in expert.modules())
+        if total > 1 and any(True for _ in expert.parameters()) and not can_reset:
             warnings.warn(
                 f"all {total} experts start with the same values, because no submodule of "
                 f"{type(expert).__name__} has `reset_parameters`; add this method to it",
@@ -51,7 +52,7 @@ class ExpertCopies(nn.Module):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The experts that are on this rank, in order."""
+        """The numbers of the experts on this rank, in order."""
         return tuple(map(int, self._modules))
 
     def __len__(self) -> int:
@@ -61,29 +62,29 @@ class ExpertCopies(nn.Module):
         return self.children()
 
     def __getitem__(self, which: int | str) -> nn.Module:
-        """An expert by its number in the whole layer, as a word, or by its place on this rank."""
+        """Return an expert by its number in the layer, a str, or by its index on this rank, an int."""
         return self.get_submodule(which) if isinstance(which, str) else [*self][which]
 
     def forward(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Compute rows [R, h] -> [R, h].
+        """Map rows [R, h] to [R, h].
 
         Args:
-            rows: the rows of each expert here, one expert's after the other's.
-            sizes: how many rows each has.
+            rows: the rows of this rank's experts, concatenated in their order.
+            sizes: the number of rows of each expert.
         """
         parts = rows.split(list(sizes))
         return torch.cat([_apply(expert, part) for expert, part in zip(self, parts, strict=True)])
 
     def keep(self, first: int, count: int) -> list[nn.Parameter]:
-        """Remove all experts but `count` from `first` on; return the parameters of those removed."""
-        gone = [number for number in self.numbers if not first <= number < first + count]
-        params = [param for number in gone for param in self[str(number)].parameters()]
-        for number in gone:
+        """Keep `count` experts from `first` on; return the parameters of the removed ones."""
+        removed = [number for number in self.numbers if not first <= number < first + count]
+        params = [param for number in removed for param in self[str(number)].parameters()]
+        for number in removed:
             del self._modules[str(number)]
         return params
 
     def name_parameters(self, path: str) -> None:
-        """Give every parameter a spec with its global name; `path` is this module's name in the model."""
+        """Set the spec of each parameter, with its global name; `path` is this module's path in the model."""
         for name, param in self.named_parameters():
             whole = tuple(param.shape)
             spec = ParamSpec(f"{path}.{name}", whole, InitialValues("zeros"), expert=True)
@@ -91,7 +92,7 @@ class ExpertCopies(nn.Module):
 
 
 def plain_output(result: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
-    """The output of a module, plus the bias if it left one for its caller to add, as Megatron's do."""
+    """Return a module's output, with the bias added that Megatron's layers return separately."""
     if isinstance(result, Tensor):
         return result
     out, bias = result
@@ -99,11 +100,11 @@ def plain_output(result: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
 
 
 def _apply(expert: nn.Module, rows: Tensor) -> Tensor:
-    """The output of one expert for rows [n, h].
+    """Call one expert with rows [n, h].
 
-    Without any rows it gets one of zeros, whose result is not used: all ranks gather its weights together,
-    and not every module takes an empty tensor. That row depends on `rows`, so that backward takes the same
-    path everywhere.
+    Without rows, the expert is called with a row of zeros and the result is dropped: all ranks must call it,
+    because they gather its weights together, and not every module accepts an empty tensor. Padding keeps the
+    row in the graph of `rows`, so that backward is the same on all ranks.
     """
     count = len(rows)
     return plain_output(expert(rows if count else F.pad(rows, (0, 0, 0, 1))))[:count]
@@ -134,7 +135,7 @@ def _check(expert: nn.Module) -> None:
 
 
 def _reset(module: nn.Module) -> None:
-    """Let a module draw the values of its own parameters again, if it can."""
+    """Call a module's `reset_parameters`, if it has that method."""
     reset = _reset_of(module)
     if reset is not None:
         with torch.no_grad():
@@ -146,13 +147,9 @@ def _reset_of(module: nn.Module) -> Callable[[], object] | None:
     return reset or getattr(module, "_reset_parameters", None)
 
 
-def _can_reset(expert: nn.Module) -> bool:
-    return any(_reset_of(module) is not None for module in expert.modules())
-
-
 @contextmanager
 def _seeded(seed: int, module: nn.Module) -> Iterator[None]:
-    """Context in which torch draws from `seed` on the module's devices; afterwards it continues as before."""
+    """Seed torch within this context, on the CPU and the module's devices."""
     devices = sorted({param.device.index for param in module.parameters() if param.is_cuda})
     with torch.random.fork_rng(devices):
         torch.default_generator.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""MoE layers of a user's model: who holds which experts, and whole weights from all of them."""
+"""The MoE layers of a user's model: sharing experts over ranks, and gathering their weights."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megazero.mpu.context import ParallelContext
 
 
 def expert_layers(model: nn.Module) -> dict[str, MoE]:
-    """The MoE layers by name."""
+    """Return name -> layer for the MoE layers of a model."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
 def agreed_ep_size(model: nn.Module) -> int:
-    """How many ranks share the experts of each MoE layer; 1 without any.
+    """Return the `ep_size` of all MoE layers; 1 without layers.
 
     Raises:
-        ConfigError: the layers disagree.
+        ConfigError: the layers have different sizes.
     """
     sizes = {name or "the model": layer.ep_size for name, layer in expert_layers(model).items()}
     if len(set(sizes.values())) > 1:
@@ -34,10 +34,10 @@ def agreed_ep_size(model: nn.Module) -> int:
 
 
 def check_ep_size(model: nn.Module, context: ParallelContext) -> None:
-    """Refuse a context, which the script may have brought, that does not share experts as the layers do.
+    """Check that a context, which a script may have passed, has the layers' `ep_size`.
 
     Raises:
-        ConfigError: it has another expert-parallel size.
+        ConfigError: the context has another expert-parallel size.
     """
     size, layers = agreed_ep_size(model), expert_layers(model)
     if layers and context.grid.ep != size:
@@ -48,27 +48,27 @@ def check_ep_size(model: nn.Module, context: ParallelContext) -> None:
 
 
 def share_experts(model: nn.Module, context: ParallelContext) -> set[int]:
-    """Leave each MoE layer only the experts of this rank; return the ``id`` of all parameters of the others.
+    """Remove the experts of other ranks from each MoE layer; return the ``id`` of the removed parameters.
 
-    The parameters that stay get specs of their own.
+    The remaining parameters get their specs.
     """
-    gone: set[int] = set()
+    removed: set[int] = set()
     for name, layer in expert_layers(model).items():
-        gone |= {id(param) for param in layer.join(context)}
+        removed |= {id(param) for param in layer.join(context)}
         layer.experts.name_parameters(_path(name))
-    return gone
+    return removed
 
 
-def without(groups: list[dict[str, Any]], gone: set[int]) -> None:
-    """Remove parameters from an optimizer's groups; all ranks keep equally many groups."""
+def without(groups: list[dict[str, Any]], removed: set[int]) -> None:
+    """Remove parameters from an optimizer's groups; keep empty groups, as ranks need equally many."""
     for group in groups:
-        group["params"] = [param for param in group["params"] if id(param) not in gone]
+        group["params"] = [param for param in group["params"] if id(param) not in removed]
 
 
 def with_all_experts(
     state: Mapping[str, Tensor], model: nn.Module, context: ParallelContext
 ) -> dict[str, Tensor]:
-    """A module's state with the experts of all ranks, on the CPU; every rank calls this."""
+    """Add the experts of all ranks to a module's state, on the CPU; every rank calls this."""
     group = context.groups["ep"]
     paths = {f"{_path(name)}.": layer for name, layer in expert_layers(model).items()}
     if group.size == 1 or not paths:
@@ -81,25 +81,25 @@ def with_all_experts(
             continue
         number, _, rest = key.removeprefix(path).partition(".")
         per_rank = paths[path].num_experts // group.size
-        mine = value.to(context.device).contiguous()
-        everyone = mine.new_empty(group.size, *mine.shape)
-        group.all_gather(everyone.view(-1), mine.view(-1)).wait()
-        for rank, part in enumerate(torch.unbind(everyone.cpu())):
+        own = value.to(context.device).contiguous()
+        gathered = own.new_empty(group.size, *own.shape)
+        group.all_gather(gathered.view(-1), own.view(-1)).wait()
+        for rank, part in enumerate(torch.unbind(gathered.cpu())):
             whole[f"{path}{int(number) % per_rank + rank * per_rank}.{rest}"] = part.clone()
     return whole
 
 
-def older_names(model: nn.Module, held: Iterable[str]) -> dict[str, str]:
-    """Name in a checkpoint of an older release -> its present one, for what MoE layers have."""
+def older_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Return name in an older release's checkpoint -> present name, for the tensors of MoE layers."""
     return {
         name: f"{start}{new}{name.removeprefix(start + old)}"
         for start in (f"{layer}." if layer else "" for layer in expert_layers(model))
         for old, new in OLD_NAMES.items()
-        for name in held
+        for name in names
         if name.startswith(start + old)
     }
 
 
 def _path(layer: str) -> str:
-    """The name of a layer's experts in the model."""
+    """Return the path of a layer's experts in the model."""
     return f"{layer}.{EXPERTS}" if layer else EXPERTS

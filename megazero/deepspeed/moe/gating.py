@@ -1,24 +1,24 @@
-"""DeepSpeed's gates as functions: which experts each token goes to, as dense masks (Lepikhin et al. 2020).
+"""DeepSpeed's gates as functions: the experts of each token as dense masks (Lepikhin et al. 2020).
 
-`MoE` itself routes without such masks, which take tokens x experts x capacity elements.
+`MoE` does not use such masks, because they have tokens x experts x capacity elements.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.deepspeed.comm import collectives as dist
-from megazero.deepspeed.comm.world import ReduceOp, get_world_size
+from megazero.deepspeed.comm.world import AnyGroup, ReduceOp, get_world_size
 from megazero.errors import ConfigError
 
 Gated = tuple[Tensor, Tensor, Tensor, Tensor]
-"""The balance loss, the weights of each token's places [s, e, c], where they are not zero, and how often each
-expert was chosen, int64 [e]."""
+"""The balance loss; the weight of each token at each expert's capacity slot, [s, e, c]; whether that weight
+is nonzero; and how often each expert was chosen, int64 [e]."""
 
 
 def top1gating(
@@ -29,21 +29,21 @@ def top1gating(
     noisy_gate_policy: str | None = None,
     drop_tokens: bool = True,
     use_rts: bool = True,
-    ep_group: Any = None,
+    ep_group: AnyGroup = None,
     use_tutel: bool = False,
 ) -> Gated:
     """Send each token to its most probable expert.
 
     Args:
-        logits: [s, e], in fp32.
-        capacity_factor: an expert has room for s / e times this, at least `min_capacity`.
-        min_capacity: see there; at most s.
-        used_token: [s], zero for tokens that no expert is to see.
+        logits: fp32 [s, e].
+        capacity_factor: the capacity of an expert is s / e times this, or `min_capacity` if that is larger.
+        min_capacity: the least capacity, at most s.
+        used_token: [s], zero for tokens that no expert should see.
         noisy_gate_policy: ``RSample`` chooses by logits with Gumbel noise.
-        drop_tokens: False makes room for all.
-        use_rts: let a full expert keep a random choice of its tokens, instead of the first ones.
-        ep_group: the ranks that agree on the room if none is dropped.
-        use_tutel: without effect.
+        drop_tokens: whether capacity is limited; otherwise it fits the fullest expert.
+        use_rts: whether a full expert keeps a random choice of its tokens; otherwise the first ones.
+        ep_group: the ranks over which the fullest expert is looked for, without `drop_tokens`.
+        use_tutel: has no effect.
 
     Raises:
         ConfigError: there are fewer tokens than `min_capacity`.
@@ -72,15 +72,15 @@ def top2gating(
     capacity_factor: float,
     min_capacity: int,
     drop_tokens: bool = True,
-    ep_group: Any = None,
+    ep_group: AnyGroup = None,
     top2_2nd_expert_sampling: bool = True,
 ) -> Gated:
-    """Send each token to two experts; first choices go before second ones, earlier tokens before later ones.
+    """Send each token to two experts; a full expert keeps first choices before second ones, in token order.
 
     Args:
         logits, min_capacity, drop_tokens, ep_group: see `top1gating`.
-        capacity_factor: an expert has room for 2 s / e times this, at least `min_capacity`.
-        top2_2nd_expert_sampling: choose the second one by logits with Gumbel noise.
+        capacity_factor: the capacity of an expert is 2 s / e times this, or `min_capacity` if that is larger.
+        top2_2nd_expert_sampling: whether to choose the second expert by logits with Gumbel noise.
     """
     gates = logits.softmax(1)
     first = _marked(gates.argmax(1, keepdim=True), logits)
@@ -99,19 +99,19 @@ def topkgating(
     capacity_factor: float,
     min_capacity: int,
     drop_tokens: bool = True,
-    ep_group: Any = None,
+    ep_group: AnyGroup = None,
     drop_policy: str = "probs",
 ) -> Gated:
     """Send each token to its k most probable experts.
 
     Args:
         logits, min_capacity, drop_tokens, ep_group: see `top1gating`.
-        k: experts of each token.
-        capacity_factor: an expert has room for k s / e times this, at least `min_capacity`.
-        drop_policy: a full expert keeps the most probable tokens with ``probs``, the first with ``position``.
+        k: the number of experts of each token.
+        capacity_factor: the capacity of an expert is k s / e times this, or `min_capacity` if that is larger.
+        drop_policy: ``probs`` keeps the most probable tokens of a full expert, ``position`` the first ones.
 
     Raises:
-        ConfigError: there is no such policy.
+        ConfigError: the policy is unknown.
     """
     if drop_policy not in ("probs", "position"):
         raise ConfigError(f"`drop_policy` must be probs or position, but is {drop_policy}; choose one")
@@ -126,23 +126,23 @@ def topkgating(
     return loss, *_masks(_shares(gates, kept), places, kept, room), counts
 
 
-def gumbel_rsample(shape: Any, device: torch.device) -> Tensor:
-    """Gumbel noise."""
+def gumbel_rsample(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Draw Gumbel noise."""
     return -torch.empty(shape, device=device).exponential_().log()
 
 
 def multiplicative_jitter(x: Tensor, device: torch.device, epsilon: float = 1e-2) -> Tensor:
-    """Numbers times uniform noise in 1 - `epsilon` to 1 + `epsilon`."""
+    """Multiply x by uniform noise in 1 - `epsilon` to 1 + `epsilon`."""
     return x * (1 + epsilon * (2 * torch.rand(x.shape, device=device) - 1)) if epsilon else x
 
 
 def _marked(experts: Tensor, like: Tensor) -> Tensor:
-    """Whether each token [s] goes to each expert: bool [s, e]."""
+    """Return whether each token goes to each expert, bool [s, e], from the indices of experts [s, k]."""
     return torch.zeros_like(like, dtype=torch.bool).scatter_(1, experts, True)
 
 
 def _balance(gates: Tensor, chosen: Tensor) -> Tensor:
-    """The balance loss: 1 where loads are even and each token has one expert."""
+    """Return the balance loss, which is 1 if loads are even and each token has one expert."""
     return (gates.mean(0) * chosen.float().mean(0)).sum() * gates.shape[1]
 
 
@@ -150,8 +150,8 @@ def _capacity(logits: Tensor, factor: float, least: int) -> int:
     return max(math.ceil(logits.shape[0] / logits.shape[1] * factor), least)
 
 
-def _agreed(counts: Tensor, group: Any) -> int:
-    """The load of the fullest expert, among all ranks of a group."""
+def _agreed(counts: Tensor, group: AnyGroup) -> int:
+    """Return the load of the fullest expert over all ranks of a group."""
     most = counts.max()
     if group is not None and get_world_size(group) > 1:
         dist.all_reduce(most, op=ReduceOp.MAX, group=group)
@@ -159,23 +159,23 @@ def _agreed(counts: Tensor, group: Any) -> int:
 
 
 def _best(scores: Tensor, room: int) -> Tensor:
-    """Whether each is among the `room` best of its expert: bool [s, e]."""
+    """Return whether a token's score is among the `room` best of an expert, bool [s, e]."""
     best = scores.topk(min(room, len(scores)), 0).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(0, best, True)
 
 
 def _places(chosen: Tensor) -> Tensor:
-    """The place of each token at each of its experts, in order: int64 [s, e]."""
+    """Return the slot of each token at each of its experts, by order: int64 [s, e]."""
     return chosen.cumsum(0) - 1
 
 
 def _shares(gates: Tensor, kept: Tensor) -> Tensor:
-    """The probabilities of the experts that have room, as shares of their sum."""
-    held = gates * kept
-    return held / held.sum(1, keepdim=True).clamp_min(torch.finfo(held.dtype).eps)
+    """Return the probabilities of a token's experts with room, normalized to sum 1."""
+    probabilities = gates * kept
+    return probabilities / probabilities.sum(1, keepdim=True).clamp_min(torch.finfo(gates.dtype).eps)
 
 
 def _masks(weights: Tensor, places: Tensor, kept: Tensor, room: int) -> tuple[Tensor, Tensor]:
-    """The weights by place [s, e, c], and where they are not zero."""
+    """Return the weights by slot [s, e, c], and whether they are nonzero."""
     combine = weights.unsqueeze(2) * F.one_hot(places * kept, max(room, 1)).to(weights.dtype)
     return combine, combine.bool()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,21 +27,20 @@ from megazero.ops.grouped_linear import Groups
 from megazero.spec.experts import CapacitySpec, RouterSpec
 
 JITTER = 1e-2
-"""How far `noisy_gate_policy` Jitter moves the router's input, as a share of it."""
+"""The relative range of the noise that `noisy_gate_policy` Jitter multiplies the router's input by."""
 _TINY = torch.finfo(torch.float32).eps
 _NOISE = (None, "None", "Jitter", "RSample")
 
-
 EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
-"""Where a layer has its experts."""
+"""The path of the experts in a layer."""
 OLD_NAMES: Mapping[str, str] = MappingProxyType(
     {"router.": "deepspeed_moe.gate.wg.", "experts.": f"{EXPERTS}."}
 )
-"""The names' beginnings in checkpoints of older releases."""
+"""Prefix of a name in checkpoints of older releases -> the present prefix."""
 
 
-class _Parts(nn.Module):
-    """Modules under names, which it does not call."""
+class _Namespace(nn.Module):
+    """Holds modules by name, without a forward."""
 
     def __init__(self, **parts: nn.Module):
         super().__init__()
@@ -50,46 +49,45 @@ class _Parts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Experts of any kind, k for each token, as DeepSpeed's layer has them (Rajbhandari et al. 2022).
+    """A mixture of experts of any kind, as DeepSpeed's layer (Rajbhandari et al. 2022).
 
-    Until `megazero.initialize` the layer holds all E experts, and works by itself in one process. Then each
-    rank keeps E / ep_size of them. Built within `zero.Init`, a rank never has all of them. Weights and
-    checkpoints do not depend on `ep_size`.
+    The layer holds all E experts until `megazero.initialize`, which leaves each rank E / ep_size of them.
+    Within `zero.Init`, no rank ever holds all of them. Weights and checkpoints do not depend on `ep_size`.
 
-    Each expert is a copy of `expert` that draws initial values of its own (see `ExpertCopies`), where
-    DeepSpeed's all start equal. To give experts other values, write them before `initialize`, to
-    ``layer.experts["3"]``. Parameters have DeepSpeed's names: ``deepspeed_moe.gate.wg.weight`` and
-    ``deepspeed_moe.experts.deepspeed_experts.3....``, with the expert's number in the whole layer.
+    Each expert is a copy of `expert` with its own initial values (see `ExpertCopies`); DeepSpeed's experts
+    all start equal. To set other values, write to ``layer.experts["3"]`` before `initialize`. Parameters have
+    DeepSpeed's names: ``deepspeed_moe.gate.wg.weight`` and
+    ``deepspeed_moe.experts.deepspeed_experts.3....``, with the expert's number in the layer.
 
-    The router's logits are in fp32. The weight of an expert is its softmax probability, for k > 1 divided by
-    the sum over a token's experts that have room. An expert has room for ceil(T k / E factor) tokens, at
-    least `min_capacity`, out of the T that the layer is called with on a rank. For k = 1 it takes a random
-    choice of those that ask for it (`use_rts`), or the first ones; for k = 2 all first choices before all
-    second ones, each in order; for k > 2 the most probable ones. A token that no expert takes gets zeros.
+    The router's logits are fp32. The weight of an expert is its softmax probability, for k > 1 divided by the
+    sum over the token's experts that have room. The capacity of an expert is ceil(T k / E factor) tokens, at
+    least `min_capacity`, for the T tokens of a call on one rank. A full expert keeps, for k = 1, a random
+    choice (`use_rts`) or the first tokens; for k = 2, first choices before second ones, each in order; for
+    k > 2, the most probable tokens. A token that no expert keeps gets zeros.
 
-    Random numbers follow from torch's random state on the CPU, which is read once in each forward that needs
-    them, so that a recomputed forward (`torch.utils.checkpoint`) repeats them.
+    Random numbers are derived from torch's CPU generator, from which each forward that needs them draws once,
+    so that a recomputed forward (`torch.utils.checkpoint`) repeats them.
 
     Args:
         hidden_size: h.
-        expert: the module that is copied; see `ExpertCopies`. With `use_residual` it stays as the dense MLP.
+        expert: the module to copy, see `ExpertCopies`; with `use_residual` it is also the dense MLP.
         num_experts: E.
-        ep_size: how many ranks share the experts; the same in all layers of a model.
-        k: experts of each token.
+        ep_size: the number of ranks that share the experts; the same in all layers of a model.
+        k: the number of experts of each token.
         capacity_factor: the factor in training.
         eval_capacity_factor: the factor in evaluation.
-        min_capacity: see above, in tokens.
-        use_residual: mix the experts' result with that of a dense MLP, by a learned softmax.
+        min_capacity: the least capacity, in tokens.
+        use_residual: whether to mix the result with that of a dense MLP, by a learned softmax.
         noisy_gate_policy: in training, ``Jitter`` multiplies the router's input by uniform noise in 0.99 to
             1.01, and ``RSample`` chooses the expert for k = 1 by logits with Gumbel noise.
-        drop_tokens: False gives every token all its experts, whatever the factors.
+        drop_tokens: whether capacity is limited; otherwise every token reaches all of its experts.
         use_rts: see above.
-        use_tutel: accepted; the numbers are the same.
+        use_tutel: has no effect.
         enable_expert_tensor_parallelism: must be False.
         top2_2nd_expert_sampling: for k = 2, choose the second expert with Gumbel noise in training.
 
     Raises:
-        ConfigError: names everything that is wrong with the arguments.
+        ConfigError: lists everything that is wrong with the arguments.
     """
 
     def __init__(
@@ -150,7 +148,9 @@ class MoE(nn.Module):
         gate = nn.Linear(hidden_size, num_experts, bias=False)
         router = Router(0, gate.get_parameter("weight"), self.spec)
         experts = ExpertCopies(expert, num_experts)
-        self.deepspeed_moe = _Parts(gate=_Parts(wg=router), experts=_Parts(deepspeed_experts=experts))
+        self.deepspeed_moe = _Namespace(
+            gate=_Namespace(wg=router), experts=_Namespace(deepspeed_experts=experts)
+        )
         self.register_load_state_dict_pre_hook(_rename)  # type: ignore[no-untyped-call]  # torch's
         self.mlp: nn.Module | None = None
         self.coefficient: nn.Linear | None = None
@@ -160,12 +160,12 @@ class MoE(nn.Module):
         self.group: Group = SoloGroup("ep")
         self.data_rank = 0
         for param in self.experts.parameters():
-            # DeepSpeed's tools recognize an expert's parameters by these.
+            # DeepSpeed's tools recognize an expert's parameters by these attributes.
             param.__dict__.update(allreduce=False, group_name=f"ep_size_{ep_size}")
 
     @property
     def router(self) -> Router:
-        """Scores the experts."""
+        """The router."""
         return cast(Router, self.get_submodule("deepspeed_moe.gate.wg"))
 
     @property
@@ -174,7 +174,7 @@ class MoE(nn.Module):
         return cast(ExpertCopies, self.get_submodule(EXPERTS))
 
     def join(self, context: ParallelContext) -> list[nn.Parameter]:
-        """Share the experts with the other ranks; return the parameters of those that left this rank."""
+        """Keep only this rank's experts; return the parameters of the removed ones."""
         self.group, self.data_rank = context.groups["ep"], context.replica.rank
         count = self.num_experts // self.group.size
         return self.experts.keep(self.group.rank * count, count)
@@ -186,16 +186,16 @@ class MoE(nn.Module):
 
         Args:
             hidden_states: [..., h].
-            used_token: [...], zero for tokens that no expert is to see, such as padding; they get zeros.
+            used_token: [...], zero for tokens that no expert should see, such as padding; they get zeros.
 
         Returns:
-            The result [..., h]; the balance loss, a float32 scalar that is 1 where loads are even: E sum_e
-            f_e P_e over the tokens of this call, with f_e the share of tokens whose first choice is e (for
-            k > 2, of all choices) and P_e its mean probability; and int64 [E], how often each expert was
-            chosen, before any choice is dropped.
+            The result [..., h]; the balance loss, an fp32 scalar; and how often each expert was chosen before
+            choices are dropped, int64 [E]. The balance loss is E sum_e f_e P_e over the tokens of this call,
+            with f_e the share of tokens whose first choice is e (for k > 2, of all choices) and P_e the mean
+            probability of e; it is 1 if loads are even.
 
         Raises:
-            ConfigError: an argument has another shape.
+            ConfigError: an argument has a wrong shape.
         """
         if hidden_states.shape[-1] != self.hidden_size:
             raise ConfigError(
@@ -212,10 +212,8 @@ class MoE(nn.Module):
             real = tokens.real.unsqueeze(1).expand_as(choice.experts)
             kept = real if kept is None else kept & real
         weights = _of_kept(choice.weights, kept)
-        experts_placement = ExpertPlacement(self.num_experts, self._run_experts, self.group, 1)
-        out = all_to_all_dispatch(experts_placement, rows, weights, choice.experts, kept).view(
-            hidden_states.shape
-        )
+        placement = ExpertPlacement(self.num_experts, self._run_experts, self.group, 1)
+        out = all_to_all_dispatch(placement, rows, weights, choice.experts, kept).view(hidden_states.shape)
         if self.mlp is not None and self.coefficient is not None:
             mix = self.coefficient(hidden_states).softmax(-1)
             out = out * mix[..., :1] + plain_output(self.mlp(hidden_states)) * mix[..., 1:]
@@ -230,7 +228,7 @@ class MoE(nn.Module):
         return outputs
 
     def _noise_key(self, device: torch.device) -> Tensor | None:
-        """The key of this forward's random numbers, int64 [1]; None in evaluation."""
+        """Return the key of this forward's random numbers, int64 [1]; None in evaluation."""
         if not self.training:
             return None
         spec, capacity = self.spec, self.spec.capacity
@@ -241,26 +239,26 @@ class MoE(nn.Module):
         return derive(drawn, torch.tensor([self.data_rank])).to(device)
 
 
-def _rename(layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Give the entries of an older release in a state their present names."""
+def _rename(layer: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Rename the entries of an older release in a state dict, in place."""
     for old, new in OLD_NAMES.items():
         for name in [name for name in state if name.startswith(prefix + old)]:
             state[f"{prefix}{new}{name.removeprefix(prefix + old)}"] = state.pop(name)
 
 
 def _tokens_of(rows: Tensor, used: Tensor | None) -> Tokens:
-    """The tokens of a call, as one sequence: rows [T, h], of which `used` names the real ones."""
+    """Return the tokens of a call as one sequence: rows [T, h], which are real where `used` is nonzero."""
     count, device = len(rows), rows.device
     if used is not None and used.numel() != count:
         raise ConfigError(
             f"`used_token` must have one entry for each of the {count} tokens, but has {used.numel()}; give "
             "it the shape of `hidden_states` without the last dim"
         )
-    alone, places = SoloGroup("tokens"), torch.arange(count, device=device)
+    alone, positions = SoloGroup("tokens"), torch.arange(count, device=device)
     return Tokens(
-        places,
+        positions,
         torch.zeros(count, dtype=torch.int64, device=device),
-        places,
+        positions,
         None if used is None else used.reshape(-1).to(device) != 0,
         torch.full((1,), count, dtype=torch.int64, device=device),
         alone,
@@ -269,7 +267,7 @@ def _tokens_of(rows: Tensor, used: Tensor | None) -> Tokens:
 
 
 def _of_kept(weights: Tensor, kept: Tensor | None) -> Tensor:
-    """The weights, float32 [n, k]; for k > 1 divided by the sum of those whose choices have room."""
+    """Return the weights, fp32 [n, k]; for k > 1 normalized over the choices that have room."""
     if weights.shape[1] == 1:
         return weights
     if kept is not None:
@@ -278,7 +276,7 @@ def _of_kept(weights: Tensor, kept: Tensor | None) -> Tensor:
 
 
 def _counts(chosen: Tensor, tokens: Tokens, experts: int) -> Tensor:
-    """How often real tokens chose each expert: int64 [E]."""
+    """Return how often real tokens chose each expert, int64 [E]."""
     ones = tokens.masked(torch.ones_like(chosen))
     counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
     return counts.scatter_add_(0, chosen.reshape(-1), ones.reshape(-1))

@@ -1,4 +1,4 @@
-"""The functions of `deepspeed.moe.utils`, for scripts that tell experts' parameters from others."""
+"""The functions of `deepspeed.moe.utils`, which separate experts' parameters from others."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megazero.deepspeed.moe.experts import expert_layers
 
 LARGEST_GROUP = 178_956_971
+"""DeepSpeed's default for the most elements of a parameter group of experts."""
 
 
 def is_moe_param(param: nn.Parameter) -> bool:
@@ -17,31 +18,30 @@ def is_moe_param(param: nn.Parameter) -> bool:
     return not getattr(param, "allreduce", True)
 
 
-def is_moe_param_group(group: Mapping[str, Any]) -> bool:
-    """Whether `split_params_into_different_moe_groups_for_optimizer` made a parameter group for experts."""
+def is_moe_param_group(group: Mapping[str, object]) -> bool:
+    """Whether a parameter group is of experts, by its mark ``moe``."""
     return bool(group.get("moe", False))
 
 
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Mapping[str, Any] | Sequence[Mapping[str, Any]], max_group_size: int | None = LARGEST_GROUP
 ) -> list[dict[str, Any]]:
-    """Parameter groups in which experts' parameters are apart from others, as DeepSpeed's ZeRO needs them.
+    """Move experts' parameters to parameter groups of their own.
 
-    Here experts may be in any group: this only lets scripts run, or give experts a learning rate of their
-    own.
+    DeepSpeed's ZeRO needs this. Here experts may be in any group, so it only serves for options of their own.
 
     Args:
         param_groups: one group, or several, such as ``{"params": [...], "name": "parameters"}``.
-        max_group_size: most elements of a group of experts; None sets no limit.
+        max_group_size: the most elements of a group of experts; None for no limit.
 
     Returns:
-        The groups without experts' parameters, then for each of them those of experts with the same options,
-        marked by ``moe`` and named after DeepSpeed's group of ranks, such as ``ep_size_2``.
+        The groups without experts' parameters, followed by groups of experts with the same options, marked by
+        ``moe`` and named after DeepSpeed's group of ranks, such as ``ep_size_2``.
     """
-    given = [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
+    groups = [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
     dense: list[dict[str, Any]] = []
     experts: list[dict[str, Any]] = []
-    for group in given:
+    for group in groups:
         params = list(group["params"])
         dense.append({**group, "params": [param for param in params if not is_moe_param(param)]})
         by_name: dict[str, list[nn.Parameter]] = {}
@@ -53,15 +53,18 @@ def split_params_into_different_moe_groups_for_optimizer(
     return dense + experts
 
 
-def configure_moe_param_groups(model_parameters: Sequence[Any]) -> list[dict[str, Any]]:
-    """Parameters, or groups of them, as groups in which experts' parameters are apart from others."""
+def configure_moe_param_groups(
+    model_parameters: Sequence[Tensor] | Sequence[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Split parameters, or groups of them, into groups without and with experts' parameters."""
+    groups: Any = model_parameters
     if model_parameters and isinstance(model_parameters[0], Tensor):
-        model_parameters = [{"params": list(model_parameters), "name": "dense-params"}]
-    return split_params_into_different_moe_groups_for_optimizer(model_parameters)
+        groups = [{"params": list(model_parameters), "name": "dense-params"}]
+    return split_params_into_different_moe_groups_for_optimizer(groups)
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether a model has a `MoE` layer, and the number of experts of the first one."""
+    """Return whether a model has a `MoE` layer, and the number of experts in the first one."""
     counts = [layer.num_experts for layer in expert_layers(m).values()]
     return bool(counts), counts[0] if counts else 0
 
@@ -69,21 +72,21 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
 def split_params_into_shared_and_expert_params(
     params: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Other parameters, and experts'."""
-    given = list(params)
-    return [p for p in given if not is_moe_param(p)], [p for p in given if is_moe_param(p)]
+    """Return the parameters that are not experts', and those that are."""
+    params = list(params)
+    return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
 
 
 def split_params_grads_into_shared_and_expert_params(
     group: Iterable[nn.Parameter],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients of other parameters, and of experts'."""
+    """Return the gradients of parameters that are not experts', and of those that are."""
     shared, experts = split_params_into_shared_and_expert_params(group)
     return [p.grad for p in shared if p.grad is not None], [p.grad for p in experts if p.grad is not None]
 
 
 def _parts(params: Iterable[nn.Parameter], most: int | None) -> list[list[nn.Parameter]]:
-    """The parameters in runs of at most `most` elements, or of one parameter that has more."""
+    """Split parameters into runs of at most `most` elements, or of one larger parameter."""
     parts: list[list[nn.Parameter]] = []
     size = 0
     for param in params:

@@ -1,1 +1,1 @@
-"""reports: what a training takes and says: FLOPs, times, memory, and monitors of a script's own values."""
+"""reports: FLOPs, times and memory of a training, and monitors of a script's own values."""

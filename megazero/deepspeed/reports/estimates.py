@@ -1,7 +1,7 @@
-"""How much memory the states of a model take: DeepSpeed's estimators by name, with this library's layout.
+"""Estimates of the memory of model states: DeepSpeed's names, megazero's layout.
 
-Weights are of 2 bytes (bf16 or fp16); masters, both of Adam's moments and gradient sums are of 4 bytes each.
-Other needs of a step (activations, gradients on their way, state on its way from a disk) are left out.
+Weights take 2 bytes (bf16 or fp16); masters, each of Adam's two moments, and gradient sums take 4 bytes each.
+Activations and buffers for gradients and offloaded states are not counted.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.0,
 ) -> tuple[int, int]:
-    """Bytes of the states at ZeRO stage 2.
+    """Estimate the memory of model states at ZeRO stage 2.
 
     Args:
-        total_params: parameters of the model.
-        num_gpus_per_node: devices, and ranks, of a node.
-        num_nodes: number of nodes.
+        total_params: the number of parameters in the model.
+        num_gpus_per_node: the number of devices, and ranks, of a node.
+        num_nodes: the number of nodes.
         cpu_offload: whether masters, moments and gradient sums are on the host.
-        additional_buffer_factor: a factor of the host's bytes, as a reserve.
+        additional_buffer_factor: multiplies the host's bytes, as a reserve.
 
     Returns:
-        Bytes of a node's host memory, and of a device's memory.
+        The bytes of host memory per node, and of device memory per rank.
     """
     shard = -(-total_params // (num_gpus_per_node * num_nodes))
     whole, state = _WEIGHT * total_params, _STATE * shard
@@ -53,20 +53,18 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.0,
 ) -> tuple[int, int, int]:
-    """Bytes of the states at ZeRO stage 3, if one layer at a time is whole.
+    """Estimate the memory of model states at ZeRO stage 3, if one layer at a time is gathered.
 
     Args:
-        total_params: parameters of the model.
-        largest_layer_params: parameters of its largest module, those of modules inside left out.
-        num_gpus_per_node: devices, and ranks, of a node.
-        num_nodes: number of nodes.
-        cpu_offload: whether masters, moments and gradient sums are on the host.
-        cpu_offload_params: whether the slices of the weights are there too.
-        zero_init: whether the model is built under `Init`; otherwise each rank begins with all of it in fp32.
-        additional_buffer_factor: a factor of the host's bytes, as a reserve.
+        total_params, num_gpus_per_node, num_nodes: see `estimate_zero2_model_states_mem_needs`.
+        largest_layer_params: the number of parameters of the largest module, without those of its submodules.
+        cpu_offload, additional_buffer_factor: see there.
+        cpu_offload_params: whether the shards of the weights are on the host too.
+        zero_init: whether the model is built under `Init`; otherwise each rank starts with all of it in fp32.
 
     Returns:
-        Bytes of a node's host memory, of a device's memory, and of the largest layer, which is in the latter.
+        The bytes of host memory per node, of device memory per rank, and of the largest layer, which the
+        device memory includes.
     """
     shard, layer = -(-total_params // (num_gpus_per_node * num_nodes)), _WEIGHT * largest_layer_params
     slices, state = _WEIGHT * shard, _STATE * shard
@@ -84,7 +82,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> None:
-    """Print the estimates of `estimate_zero2_model_states_mem_needs` with and without offload."""
+    """Print the estimates of stage 2 with and without offload."""
     place = num_gpus_per_node, num_nodes
     rows = {
         f"offload_optimizer={_PLACE[offload]}": estimate_zero2_model_states_mem_needs(
@@ -101,7 +99,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> None:
-    """Print the same for a model."""
+    """Print the estimates of stage 2 for a model, with and without offload."""
     total, _ = count_parameters(model)
     estimate_zero2_model_states_mem_needs_all_cold(
         total, num_gpus_per_node, num_nodes, additional_buffer_factor
@@ -115,14 +113,14 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> None:
-    """Print the estimates of `estimate_zero3_model_states_mem_needs` for each way to offload and to begin."""
+    """Print the estimates of stage 3 for all offloads, with and without `Init`."""
     place = num_gpus_per_node, num_nodes
     rows = {}
     for optimizer, params in ((True, True), (True, False), (False, False)):
-        for begins in (True, False):
+        for init in (True, False):
             options = f"offload_param={_PLACE[params]}, offload_optimizer={_PLACE[optimizer]}"
-            rows[f"{options}, zero_init={int(begins)}"] = estimate_zero3_model_states_mem_needs(
-                *(total_params, largest_layer_params, *place, optimizer, params, begins),
+            rows[f"{options}, zero_init={int(init)}"] = estimate_zero3_model_states_mem_needs(
+                *(total_params, largest_layer_params, *place, optimizer, params, init),
                 additional_buffer_factor,
             )
     largest = f"{largest_layer_params / 1e6:,.1f}M of them in the largest layer"
@@ -135,20 +133,20 @@ def estimate_zero3_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> None:
-    """Print the same for a model."""
+    """Print the estimates of stage 3 for a model, for all offloads, with and without `Init`."""
     estimate_zero3_model_states_mem_needs_all_cold(
         *count_parameters(model), num_gpus_per_node, num_nodes, additional_buffer_factor
     )
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """The parameters of a model, each once, and those of its largest module without the modules inside."""
+    """Return the number of parameters in a model, and of its largest module without those of submodules."""
     layers = [sum(map(elements, module.parameters(recurse=False))) for module in model.modules()]
     return sum(map(elements, model.parameters())), max(layers)
 
 
 def _print_table(model: str, place: tuple[int, int], rows: Mapping[str, Sequence[int]]) -> None:
-    """Print bytes of a node's host and of a device, by options; what follows them in a row is left out."""
+    """Print the host's and the device's bytes, the first two of each row."""
     devices, nodes = place
     print(f"States of {model}, on {nodes} node(s) of {devices} device(s), weights of {_WEIGHT} bytes:")
     print("  per node's host |  per device | options")

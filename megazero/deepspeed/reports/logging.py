@@ -1,4 +1,4 @@
-"""The logger of DeepSpeed's name, and messages that only some ranks print."""
+"""DeepSpeed's logger, and messages from selected ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from megazero.errors import ConfigError
 from megazero.mpu.torch_group import joined_world
@@ -21,10 +21,10 @@ class LoggerFactory:
 
     @staticmethod
     def create_logger(name: str | None = None, level: int = logging.WARNING) -> OnceLogger:
-        """A logger that writes to standard output and to no logger above it.
+        """Return a logger that writes to standard output and does not propagate.
 
         Raises:
-            ValueError: there is no name.
+            ValueError: `name` is None.
         """
         if name is None:
             raise ValueError("`name` must be the logger's name, but is None; give one")
@@ -34,7 +34,7 @@ class LoggerFactory:
             made = logging.getLogger(name)
         finally:
             logging.setLoggerClass(kind)
-        assert isinstance(made, OnceLogger), f"{name} has been made by someone else"
+        assert isinstance(made, OnceLogger), f"a logger {name} of another class exists"
         made.setLevel(level)
         made.propagate = False
         if not made.handlers:
@@ -47,46 +47,45 @@ class LoggerFactory:
 
 
 class OnceLogger(logging.Logger):
-    """A logger that can say a thing only once."""
+    """A logger that can log a message only once."""
 
     def __init__(self, name: str, level: int = logging.NOTSET):
         super().__init__(name, level)
-        self._said: set[object] = set()
+        self._logged: set[object] = set()
 
     def warning_once(self, message: str, *args: object) -> None:
-        """Warn, unless the same warning has been given before."""
+        """Log a warning, unless it has been logged before."""
         self._once(("warning", message, *map(str, args)), logging.WARNING, message, *args)
 
     def log_dist_once(
         self, message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO
     ) -> None:
-        """`log_dist`, unless the same message has been logged before."""
+        """Log a message on these ranks, unless it has been logged before."""
         text = get_dist_msg(message, ranks)
         if text is not None:
             self._once(("dist", message, tuple(ranks or ()), level), level, text)
 
     def _once(self, key: object, level: int, message: str, *args: object) -> None:
-        if key not in self._said:
-            self._said.add(key)
+        if key not in self._logged:
+            self._logged.add(key)
             self.log(level, message, *args, stacklevel=3)
 
 
 class _StandardOutput(logging.StreamHandler[TextIO]):
-    """Writes to what is standard output at the time, which a notebook or a test may have replaced."""
+    """Writes to the current standard output, which a notebook or a test may have replaced."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
 
     @property
-    def stream(self) -> TextIO:  # type: ignore[override]  # logging sets it once, here it is looked up
+    def stream(self) -> TextIO:  # type: ignore[override]  # logging has an attribute
         return sys.stdout
 
 
 def get_dist_msg(message: object, ranks: Sequence[int] | None = None) -> str | None:
-    """The message with its rank before it, or None if this rank says nothing.
+    """Prefix a message with this rank; return None if this rank is not among `ranks`.
 
-    All processes speak as long as they have joined no world, then those of `ranks`; -1 as the first of them
-    means all.
+    If -1 is the first of `ranks`, all ranks are selected, as is every process that has joined no world.
     """
     joined = joined_world()
     if joined is None:
@@ -114,8 +113,8 @@ def print_dist(message: object, ranks: Sequence[int] | None = None) -> None:
         print(text, flush=True)
 
 
-def print_json_dist(message: dict[str, Any], ranks: Sequence[int] | None = None, path: str = "") -> None:
-    """Write a dictionary and the rank to a JSON file, on these ranks."""
+def print_json_dist(message: dict[str, object], ranks: Sequence[int] | None = None, path: str = "") -> None:
+    """Write a dictionary to a JSON file on these ranks, with the rank added."""
     if get_dist_msg("", ranks) is not None:
         joined = joined_world()
         message["rank"] = -1 if joined is None else joined[0]
@@ -130,10 +129,10 @@ def print_configuration(args: Namespace, name: str) -> None:
 
 
 def get_log_level_from_string(log_level_str: str) -> int:
-    """The number of a level that is given by its name.
+    """Return the number of a log level.
 
     Raises:
-        ConfigError: there is no such level.
+        ConfigError: the level is unknown.
     """
     levels = {"debug", "info", "warning", "error", "critical"}
     if log_level_str.lower() not in levels:
@@ -144,7 +143,7 @@ def get_log_level_from_string(log_level_str: str) -> int:
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Set the level of a logger and its handlers; by default that of DeepSpeed's name."""
+    """Set the level of a logger, by default DeepSpeed's, and of its handlers."""
     level = get_log_level_from_string(log_level_str)
     chosen = custom_logger or logger
     chosen.setLevel(level)
@@ -153,14 +152,14 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
 
 def get_current_level() -> int:
-    """The level of the logger of DeepSpeed's name."""
+    """Return the level of DeepSpeed's logger."""
     return logger.getEffectiveLevel()
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Whether the logger lets messages of this level pass."""
+    """Whether the logger's level is at most this level."""
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
 logger = LoggerFactory.create_logger("DeepSpeed", logging.WARNING)
-"""The logger to which scripts write; it writes to standard output and hides what is below a warning."""
+"""DeepSpeed's logger for scripts; it writes warnings and errors to standard output."""

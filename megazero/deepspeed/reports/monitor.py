@@ -9,48 +9,48 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from megazero.account.writers import CsvSeries, Scalars, over
+from megazero.account.writers import CsvSeries, Point, Scalars, over
 from megazero.config.deepspeed.load import plain_paths
 from megazero.errors import ConfigError
 from megazero.mpu.torch_group import joined_world
 
-Event = tuple[str, Any, int]
-"""A tag, a value, and where it stands on the x axis."""
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
-class _Section(BaseModel):
-    """A section of the JSON."""
+class MonitorSection(BaseModel):
+    """The section of a monitor."""
 
     model_config = ConfigDict(extra="forbid")
     _plain = model_validator(mode="before")(plain_paths)
     enabled: bool = False
 
 
-class TensorBoardConfig(_Section):
-    """Section ``tensorboard``."""
+class TensorBoardConfig(MonitorSection):
+    """The section ``tensorboard``."""
 
     output_path: str = ""
     job_name: str = "DeepSpeedJobName"
 
 
 class CSVConfig(TensorBoardConfig):
-    """Section ``csv_monitor``."""
+    """The section ``csv_monitor``."""
 
 
-class WandbConfig(_Section):
-    """Section ``wandb``."""
+class WandbConfig(MonitorSection):
+    """The section ``wandb``."""
 
     group: str | None = None
     team: str | None = None
     project: str = "deepspeed"
 
 
-class CometConfig(_Section):
-    """Section ``comet``, which must not be enabled."""
+class CometConfig(MonitorSection):
+    """The section ``comet``, which must not be enabled."""
 
     model_config = ConfigDict(extra="allow")
     samples_log_interval: int = 100
@@ -66,30 +66,30 @@ class DeepSpeedMonitorConfig(BaseModel):
 
     @property
     def enabled(self) -> bool:
-        """Whether one of them is."""
+        """Whether a monitor is enabled."""
         return any(part.enabled for part in (self.tensorboard, self.comet, self.wandb, self.csv_monitor))
 
 
-def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
-    """The monitors' sections of a JSON."""
+def get_monitor_config(param_dict: Mapping[str, object]) -> DeepSpeedMonitorConfig:
+    """Read the sections of the monitors from a JSON."""
     names = DeepSpeedMonitorConfig.model_fields.keys() & param_dict.keys()
     return DeepSpeedMonitorConfig.model_validate({name: param_dict[name] for name in names})
 
 
 class Monitor(ABC):
-    """Takes a script's values. Each key of its section is an attribute.
+    """Writes a script's values. The keys of the section are attributes.
 
     Args:
-        monitor_config: its section.
+        monitor_config: the section.
 
     Attributes:
-        enabled: whether the section is.
-        writes: whether this rank writes, as the first one does.
+        enabled: whether the section is enabled.
+        writes: whether this rank writes: it is the first one and the section is enabled.
     """
 
-    def __init__(self, monitor_config: Any):
+    def __init__(self, monitor_config: MonitorSection | DeepSpeedMonitorConfig):
         self.monitor_config = monitor_config
-        self.enabled = bool(monitor_config.enabled)
+        self.enabled = monitor_config.enabled
         self.writes = self.enabled and (joined_world() or (0, 1))[0] == 0
 
     def __getattr__(self, name: str) -> Any:
@@ -99,12 +99,12 @@ class Monitor(ABC):
         return getattr(section, name)
 
     @abstractmethod
-    def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write values, on the first rank."""
+    def write_events(self, event_list: Sequence[Point]) -> None:
+        """Write (tag, value, step) events on the first rank."""
 
 
 class csvMonitor(Monitor):
-    """One CSV file for each tag, in a folder of the job's name; no step is twice in a file."""
+    """Writes a CSV file for each tag into a folder with the job's name; a repeated step replaces its rows."""
 
     def __init__(self, csv_config: CSVConfig):
         super().__init__(csv_config)
@@ -113,14 +113,14 @@ class csvMonitor(Monitor):
         if self.writes:
             self.log_dir.mkdir(parents=True, exist_ok=True)
 
-    def write_events(self, event_list: Sequence[Event]) -> None:
+    def write_events(self, event_list: Sequence[Point]) -> None:
         for tag, value, x in event_list if self.writes else ():
             path = self.log_dir / f"{tag.replace('/', '_').replace(' ', '_')}.csv"
             self._series.add(path, ("step", tag.rpartition("/")[2]), x, value)
 
 
 class TensorBoardMonitor(Monitor):
-    """Scalars for TensorBoard, in a folder of the job's name; one for each tag and step.
+    """Writes scalars for TensorBoard into a folder with the job's name.
 
     Raises:
         ConfigError: the tensorboard package is missing.
@@ -133,24 +133,24 @@ class TensorBoardMonitor(Monitor):
             self._scalars = Scalars(str(folder)) if self.writes else None
 
     @property
-    def summary_writer(self) -> Any:
-        """Torch's writer; None where nothing is written."""
+    def summary_writer(self) -> SummaryWriter | None:
+        """Torch's writer; None if this rank does not write."""
         return None if self._scalars is None else self._scalars.writer
 
-    def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
+    def write_events(self, event_list: Sequence[Point], flush: bool = True) -> None:
         if self._scalars is not None:
             self._scalars.add(event_list)
         if flush:
             self.flush()
 
     def flush(self) -> None:
-        """Write out what is pending."""
+        """Write pending events to disk."""
         if self._scalars is not None:
             self._scalars.writer.flush()
 
 
 class WandbMonitor(Monitor):
-    """Values for Weights & Biases, drawn over the metric `step`: wandb's own steps cannot go back.
+    """Writes values to Weights & Biases, with the metric `step` as x axis: wandb's own steps cannot decrease.
 
     Raises:
         ConfigError: the wandb package is missing.
@@ -165,16 +165,16 @@ class WandbMonitor(Monitor):
             names = {"project": wandb_config.project, "group": wandb_config.group}
             self._run = over("step", wandb.init(**names, entity=wandb_config.team))
 
-    def write_events(self, event_list: Sequence[Event]) -> None:
+    def write_events(self, event_list: Sequence[Point]) -> None:
         for tag, value, x in event_list if self._run is not None else ():
             self._run.log({tag: value, "step": x})
 
 
 class CometMonitor(Monitor):
-    """A place for Comet, which does nothing.
+    """Refuses Comet, which is not supported.
 
     Raises:
-        ConfigError: it is enabled.
+        ConfigError: the section is enabled.
     """
 
     def __init__(self, comet_config: CometConfig):
@@ -182,15 +182,15 @@ class CometMonitor(Monitor):
         if self.enabled:
             raise ConfigError("`comet` must not be enabled, but is; use tensorboard, wandb or csv_monitor")
 
-    def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write nothing."""
+    def write_events(self, event_list: Sequence[Point]) -> None:
+        """Do nothing."""
 
 
 class MonitorMaster(Monitor):
-    """All monitors that a JSON enables.
+    """Writes to all monitors that a JSON enables.
 
     Args:
-        monitor_config: what `get_monitor_config` gives.
+        monitor_config: the result of `get_monitor_config`.
 
     Raises:
         ConfigError: Comet is enabled, or a package is missing.
@@ -203,14 +203,14 @@ class MonitorMaster(Monitor):
         self.wandb_monitor = WandbMonitor(monitor_config.wandb)
         self.csv_monitor = csvMonitor(monitor_config.csv_monitor)
 
-    def write_events(self, event_list: Sequence[Event]) -> None:
+    def write_events(self, event_list: Sequence[Point]) -> None:
         for monitor in (self.tb_monitor, self.wandb_monitor, self.csv_monitor):
             monitor.write_events(event_list)
 
 
 @contextmanager
 def _package(name: str) -> Iterator[None]:
-    """Use a package, which the section of this name needs."""
+    """Turn an ImportError of a monitor's package into a ConfigError."""
     try:
         yield
     except ImportError as error:

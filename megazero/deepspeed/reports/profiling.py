@@ -1,4 +1,4 @@
-"""The FLOPs profiler under DeepSpeed's names, for a model of any kind: `account/profilers/flops` does it."""
+"""The FLOPs profiler by DeepSpeed's names, for any model, over `account/profilers/flops`."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class FlopsProfiler:
     """Profiles the forward pass of a module, from `start_profile` to `end_profile`.
 
     Attributes:
-        flops, macs, params: the figures of the last profile that was stopped.
+        flops, macs, params: the totals of the last profile that was stopped.
 
     Args:
         model: the module.
-        ds_engine: the engine around it, which the printed report names.
-        recompute_fwd_factor: the part of the forward pass that the backward pass computes again.
+        ds_engine: the engine around the module, for the header of the printed report.
+        recompute_fwd_factor: the fraction of the forward pass that backward recomputes; only an attribute.
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0):
@@ -62,7 +62,7 @@ class FlopsProfiler:
         self._counter: ModuleCounter | None = None
 
     def start_profile(self, ignore_list: Iterable[type] | None = None) -> None:
-        """Begin to count; modules of the types in `ignore_list` are not listed by themselves."""
+        """Start to count; modules of the types in `ignore_list` are not listed separately."""
         self.stop_profile()
         self.profiles = profiles_of(self.model, ignore_list or ())
         device = torch.device("cuda" if get_accelerator().name() == "cuda" else "cpu")
@@ -71,7 +71,7 @@ class FlopsProfiler:
         self.started = True
 
     def stop_profile(self) -> None:
-        """Stop counting; the figures stay."""
+        """Stop counting and keep the counts."""
         if self._counter is not None:
             self._counter.stop()
             get_accelerator().synchronize()
@@ -82,34 +82,34 @@ class FlopsProfiler:
             self.flops, self.macs, self.params = total.flops, total.macs, total.params
 
     def reset_profile(self) -> None:
-        """Set all figures to zero."""
+        """Set all counts to zero."""
         for profile in self.profiles.values():
             profile.flops = profile.macs = 0
             profile.duration = 0.0
 
     def end_profile(self) -> None:
-        """Stop counting and forget the figures."""
+        """Stop counting and remove the counts."""
         self.stop_profile()
         self.profiles, self.started = {}, False
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
-        """The FLOPs of the forward pass."""
+        """Return the FLOPs of the forward pass."""
         flops = self._total.flops
         return number_to_string(flops) if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> int | str:
-        """The multiply-accumulate operations of the forward pass."""
+        """Return the multiply-accumulate operations of the forward pass."""
         macs = self._total.macs
         return macs_to_string(macs) if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> float | str:
-        """The seconds that the forward pass took."""
+        """Return the seconds of the forward pass."""
         self._settle()
         duration = self._total.duration
         return duration_to_string(duration) if as_string else duration
 
     def get_total_params(self, as_string: bool = False) -> int | str:
-        """The parameters on this rank, in whatever pieces ZeRO keeps them."""
+        """Return the number of parameters on this rank, whether ZeRO shards them or not."""
         params = self._total.params
         return params_to_string(params) if as_string else params
 
@@ -121,14 +121,14 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print the figures.
+        """Print a report.
 
         Args:
-            profile_step: the step that was profiled, for the heading.
-            module_depth: the depth down to which modules are summed up; -1 is all the way.
-            top_modules: how many types of modules are named at each depth.
-            detailed: whether each module follows.
-            output_file: the file to write instead.
+            profile_step: the profiled step, for the header.
+            module_depth: the greatest depth of listed modules; -1 for no limit.
+            top_modules: the number of module types to list at each depth.
+            detailed: whether to list each module.
+            output_file: the file to write to instead of standard output.
         """
         if not self.started:
             return
@@ -146,7 +146,7 @@ class FlopsProfiler:
                 print("\n".join(module_tree(rows, self._total, module_depth)), flush=True)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Print the types of modules with the most parameters, work and time at each depth."""
+        """Print the module types with the most parameters, FLOPs and time at each depth."""
         print("\n".join(largest_types(rows_of(self.model, self.profiles), module_depth, top_modules)))
 
     @property
@@ -154,7 +154,7 @@ class FlopsProfiler:
         return self.profiles.get(self.model, ModuleProfile())
 
     def _settle(self) -> None:
-        """Wait for the device, whose times are asked for."""
+        """Synchronize the device, so that times are complete."""
         if self._counter is not None:
             get_accelerator().synchronize()
             self._counter.settle()
@@ -181,8 +181,8 @@ class FlopsProfiler:
 def get_model_profile(
     model: nn.Module,
     input_shape: tuple[int, ...] | None = None,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] = MappingProxyType({}),
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] = MappingProxyType({}),
     print_profile: bool = True,
     detailed: bool = True,
     module_depth: int = -1,
@@ -192,23 +192,24 @@ def get_model_profile(
     output_file: str | None = None,
     ignore_modules: Iterable[type] | None = None,
     mode: Literal["forward", "generate"] = "forward",
-) -> tuple[Any, Any, Any]:
-    """The FLOPs, multiply-accumulate operations and parameters of one forward pass.
+) -> tuple[int | str, int | str, int | str]:
+    """Return the FLOPs, multiply-accumulate operations and parameters of one forward pass.
 
     The model is left in eval mode.
 
     Args:
         model: the model.
-        input_shape: the shape of its only input; else `args` and `kwargs` are its inputs.
-        args, kwargs: its inputs.
-        print_profile, detailed, module_depth, top_modules, output_file: see `print_model_profile`.
-        warm_up: how often it runs before it is timed.
-        as_string: whether figures have units.
-        ignore_modules: types of modules that are not listed by themselves.
+        input_shape: the shape of the only input; None if `args` and `kwargs` are the inputs.
+        args, kwargs: the inputs.
+        print_profile: whether to print a report.
+        detailed, module_depth, top_modules, output_file: see `print_model_profile`.
+        warm_up: the number of runs before the profiled one.
+        as_string: whether to return text with units.
+        ignore_modules: types of modules that are not listed separately.
         mode: ``generate`` calls the model's method of that name.
 
     Raises:
-        ConfigError: there is no input, or no such mode.
+        ConfigError: there is no input, or the mode is unknown.
     """
     if mode not in ("forward", "generate"):
         raise ConfigError(f"`mode` must be forward or generate, but is {mode}; choose one")
@@ -227,9 +228,7 @@ def get_model_profile(
     run(*args, **kwargs)  # type: ignore[operator]  # a module, or its method
     if print_profile:
         profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
-    figures = tuple(
-        ask(as_string)
-        for ask in (profiler.get_total_flops, profiler.get_total_macs, profiler.get_total_params)
-    )
+    flops, macs = profiler.get_total_flops(as_string), profiler.get_total_macs(as_string)
+    params = profiler.get_total_params(as_string)
     profiler.end_profile()
-    return figures  # type: ignore[return-value]  # three of them
+    return flops, macs, params

@@ -1,4 +1,4 @@
-"""Timers by name, which wait for the device, and the rate of samples, as DeepSpeed's scripts use them."""
+"""DeepSpeed's timers: named timers of work on the device, and the rate of samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from megazero.account.profilers.clock import clock_of
+from megazero.account.profilers.clock import Point, clock_of
 from megazero.deepspeed.accelerator.choose import get_accelerator
 from megazero.deepspeed.accelerator.cpu import Accelerator
 from megazero.deepspeed.reports.logging import logger, print_dist
@@ -27,7 +27,7 @@ TIME_EPSILON = 1e-6
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """The mean without this share of the smallest and of the largest values; 0 of nothing."""
+    """Return the mean without `trim_percent` of the values at either end; 0 if `data` is empty."""
     if not 0.0 <= trim_percent < 0.5:
         raise ConfigError(f"`trim_percent` must be from 0 to below 0.5, but is {trim_percent}; lower it")
     cut = round(len(data) * trim_percent)
@@ -35,34 +35,34 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
 
 
 class Timer:
-    """Adds up the time between `start` and `stop`. Work on a device is timed by the device itself.
+    """Adds up the times between `start` and `stop`, by the device's own clock.
 
     Args:
-        name: says in errors which one it is.
+        name: the name, for errors.
     """
 
     def __init__(self, name: str):
         self.name_ = name
         self.started_ = False
         self._clock = clock_of(get_accelerator().device())
-        self._start: Any = None
-        self._spans: list[tuple[Any, Any]] = []
+        self._start: Point = None
+        self._spans: list[tuple[Point, Point]] = []
 
     def start(self) -> None:
-        """Begin to measure.
+        """Start to measure.
 
         Raises:
-            ConfigError: it is under way.
+            ConfigError: the timer is running.
         """
         if self.started_:
             raise ConfigError(f"`{self.name_}` must be stopped before it is started again; call `stop`")
         self.started_, self._start = True, self._clock.now()
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
-        """Add the time since `start`, or with `reset` keep nothing but it.
+        """Add the time since `start`; with `reset`, remove all earlier times.
 
         Raises:
-            ConfigError: it has not been started.
+            ConfigError: the timer is not running.
         """
         if not self.started_:
             raise ConfigError(f"`{self.name_}` must be started before it is stopped; call `start`")
@@ -72,24 +72,24 @@ class Timer:
         self._spans.append((self._start, self._clock.now()))
 
     def reset(self) -> None:
-        """Forget all times."""
+        """Stop and remove all times."""
         self.started_ = False
         self._spans.clear()
 
     def elapsed(self, reset: bool = True) -> float:
-        """The milliseconds so far; a timer that is under way goes on."""
-        under_way = self.started_
-        if under_way:
+        """Return the total milliseconds so far; a running timer continues to run."""
+        running = self.started_
+        if running:
             self.stop()
         total = sum(self._milliseconds())
         if reset:
             self.reset()
-        if under_way:
+        if running:
             self.start()
         return total
 
     def mean(self) -> float:
-        """The mean of the times in milliseconds, without the largest and the smallest tenth."""
+        """Return the mean time in milliseconds, without the tenth at either end."""
         return trim_mean(self._milliseconds(), 0.1)
 
     def _milliseconds(self) -> list[float]:
@@ -104,7 +104,7 @@ class SynchronizedWallClockTimer:
         self.timers: dict[str, Timer] = {}
 
     def get_timers(self) -> dict[str, Timer]:
-        """The timers by name."""
+        """Return the timers by name."""
         return self.timers
 
     def __call__(self, name: str) -> Timer:
@@ -112,7 +112,7 @@ class SynchronizedWallClockTimer:
 
     @staticmethod
     def memory_usage() -> str:
-        """A line about the device's memory."""
+        """Return a line with the device's memory."""
         device = get_accelerator()
         amounts = {
             "mem_allocated": device.memory_allocated(),
@@ -130,14 +130,14 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Print the times of these timers, divided by `normalizer`, on the first rank or on `ranks`."""
+        """Print these timers' milliseconds, divided by `normalizer`, on the first rank or on `ranks`."""
         times = {name: self.timers[name].elapsed(reset) for name in names if name in self.timers}
-        line = "".join(f" | {name}: {spent / normalizer:.2f}" for name, spent in times.items())
+        line = "".join(f" | {name}: {time_ / normalizer:.2f}" for name, time_ in times.items())
         memory = self.memory_usage() if memory_breakdown else ""
         print_dist(f"time (ms){line}{memory}", ranks or [0])
 
     def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """The mean times of these timers in milliseconds, divided by `normalizer`."""
+        """Return the mean milliseconds of these timers, divided by `normalizer`."""
         means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
         if reset:
             for name in means:
@@ -146,22 +146,22 @@ class SynchronizedWallClockTimer:
 
 
 class NoopTimer:
-    """Has a timer's methods and measures nothing."""
+    """Has the methods of timers and does nothing."""
 
     def __call__(self, name: str) -> NoopTimer:
         return self
 
     def get_timers(self) -> dict[str, Timer]:
-        """No timers."""
+        """Return no timers."""
         return {}
 
     def start(self, *args: object, **kwargs: object) -> None:
-        """Measure nothing; the methods that stop, forget and report do nothing either."""
+        """Do nothing."""
 
     stop = reset = log = get_mean = start
 
     def elapsed(self, **kwargs: bool) -> float:
-        """Return no time, as `mean` does."""
+        """Return 0."""
         return 0
 
     mean = elapsed
@@ -171,19 +171,19 @@ SynchronizedWallClockTimer.Timer = Timer  # type: ignore[attr-defined]  # the na
 
 
 class ThroughputTimer:
-    """Measures how many samples a second a loop goes through.
+    """Measures the samples per second of a training loop.
 
     Attributes:
-        initialized, started: whether a micro-step has begun, and whether one is going on.
-        start_time, end_time: of the last one that counted, in seconds of a clock; 0 before.
+        initialized, started: whether a micro-step was ever started, and whether one is running.
+        start_time, end_time: the start and the end of the last measured micro-step, in seconds; 0 before.
 
     Args:
-        config: says whether it is ``enabled``, and whether it waits for the device (``synchronized``).
-        batch_size: the samples of a step.
-        start_step: the steps that are not counted, because they warm up.
-        steps_per_output: a line is logged after so many steps; None logs none.
-        monitor_memory: whether the line says how much memory of the host is in use.
-        logging_fn: takes the line; by default the logger at level info.
+        config: has `enabled`, and `synchronized`: whether to synchronize the device for each time.
+        batch_size: the number of samples in a step.
+        start_step: the number of warm-up steps, which are not measured.
+        steps_per_output: the number of steps between log lines; None logs nothing.
+        monitor_memory: whether log lines contain the host's memory usage.
+        logging_fn: logs a line; by default the logger at level info.
     """
 
     def __init__(
@@ -208,19 +208,19 @@ class ThroughputTimer:
         self._counted = 0
 
     def update_epoch_count(self) -> None:
-        """Say that an epoch is over."""
+        """Count an epoch."""
         self.epoch_count += 1
         self.micro_step_count = 0
 
     def start(self) -> None:
-        """Begin a micro-step."""
+        """Start a micro-step."""
         if self.config.enabled:
             self.initialized = self.started = True
             if self.global_step_count >= self.start_step:
                 self.start_time = self._now()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """End a micro-step, and with `global_step` a step."""
+        """End a micro-step, and a step if `global_step`."""
         if not self.started:
             return
         self.started = False
@@ -240,7 +240,7 @@ class ThroughputTimer:
             self.step_elapsed_time = 0.0
 
     def avg_samples_per_sec(self) -> float:
-        """The mean rate since the warm-up; minus infinity before there is one."""
+        """Return the mean rate since the warm-up; minus infinity during it."""
         if not self._counted:
             return float("-inf")
         return self.batch_size * self._counted / max(self.total_elapsed_time, TIME_EPSILON)

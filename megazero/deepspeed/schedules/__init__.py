@@ -1,1 +1,1 @@
-"""schedules: learning rates, lengths of a curriculum, and layers to drop, by the number of the step."""
+"""schedules: learning rates, sequence lengths of a curriculum, and shares of layers to keep, by step."""

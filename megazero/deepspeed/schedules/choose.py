@@ -1,4 +1,4 @@
-"""The schedule that a caller passes, or that a JSON names; and DeepSpeed's flags of schedules."""
+"""Building the schedule that a caller passes or a JSON names, and DeepSpeed's flags of schedules."""
 
 from __future__ import annotations
 
@@ -15,14 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from megazero.config.deepspeed.extras import Named
 from megazero.config.deepspeed.section import AUTO
-from megazero.deepspeed.schedules.one_cycle import OneCycle
-from megazero.deepspeed.schedules.warmup import (
-    LRRangeTest,
-    RateSchedule,
-    WarmupCosineLR,
-    WarmupDecayLR,
-    WarmupLR,
-)
+from megazero.deepspeed.schedules.one_cycle import LRRangeTest, OneCycle
+from megazero.deepspeed.schedules.warmup import RateSchedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from megazero.errors import ConfigError
 
 SCHEDULES: Mapping[str, type[RateSchedule]] = MappingProxyType(
@@ -31,36 +25,37 @@ SCHEDULES: Mapping[str, type[RateSchedule]] = MappingProxyType(
 """DeepSpeed's schedules by name."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> list[str]:
     if name == "VALID_LR_SCHEDULES":
         return list(SCHEDULES)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def build_schedule(
-    given: Any | Callable[[Optimizer], Any] | None,
+    given: Any,
     named: Named | None,
     optimizer: Optimizer,
     client: Optimizer,
 ) -> Any:
-    """The caller's schedule, or one that its function makes, or the JSON's; None for none.
+    """Return the caller's schedule, or else the JSON's; None without either.
 
     Args:
-        given: the schedule, or a function that makes it from `client`; takes precedence over the JSON's.
-        named: describes the JSON's, which is made from `optimizer`.
+        given: the caller's schedule, or a function that makes it from `client`; takes precedence.
+        named: the JSON's schedule, which is made from `optimizer`.
         optimizer: the engine's optimizer.
-        client: the optimizer inside it, which has the same groups.
+        client: the optimizer inside of it, which has the same parameter groups.
 
     Raises:
-        ConfigError: the caller's has no `step`, or the JSON's is unknown or has wrong arguments.
+        ConfigError: the caller's schedule has no `step`, or the JSON's is unknown or has wrong arguments.
     """
     if given is None:
         return None if named is None else of_json(named, optimizer)
     schedule = given if hasattr(given, "step") else given(client)
     if isinstance(given, LRScheduler) and given.optimizer.param_groups is not client.param_groups:
         warnings.warn(
-            "`lr_scheduler` should be of the optimizer that the engine uses, but is of another, whose rates "
-            "nothing reads; pass that optimizer as `optimizer`, or a function that makes the schedule",
+            "`lr_scheduler` should be of the optimizer that the engine uses, but is of another one, so that "
+            "its rates have no effect; pass that optimizer as `optimizer`, or a function that makes the "
+            "schedule",
             stacklevel=2,
         )
     if not hasattr(schedule, "step"):
@@ -72,69 +67,66 @@ def build_schedule(
 
 
 def of_json(named: Named, optimizer: Optimizer) -> Any:
-    """The schedule of DeepSpeed's or torch's that a JSON names.
+    """Build the schedule of DeepSpeed's or torch's that a JSON names.
 
     Raises:
-        ConfigError: there is no such schedule, or it takes other arguments.
+        ConfigError: the schedule is unknown, or takes other arguments.
     """
-    known = SCHEDULES.get(named.type) or getattr(torch.optim.lr_scheduler, named.type, None)
-    kind: Any = known
-    if not inspect.isclass(known) or not callable(getattr(kind, "step", None)):
+    kind: Any = SCHEDULES.get(named.type) or getattr(torch.optim.lr_scheduler, named.type, None)
+    if not inspect.isclass(kind) or not callable(getattr(kind, "step", None)):
         raise ConfigError(
             f"`scheduler.type` must be {', '.join(SCHEDULES)} or a class of torch.optim.lr_scheduler, but is "
             f"{named.type}"
         )
-    left_open = [name for name, value in named.params.items() if value == AUTO]
-    if left_open:
+    unresolved = [name for name, value in named.params.items() if value == AUTO]
+    if unresolved:
         raise ConfigError(
             [
                 f"`scheduler.params.{name}` must be a number where a script builds the model, but is "
                 '"auto"; write it down'
-                for name in left_open
+                for name in unresolved
             ]
         )
     fit(kind, named.params, "scheduler", named.type)
-    made: Any = kind(optimizer, **named.params)
-    return made
+    return kind(optimizer, **named.params)
 
 
-def fit(kind: Any, params: Mapping[str, Any], section: str, name: str) -> None:
-    """Refuse arguments of a JSON that a class does not take, and those that it lacks.
+def fit(kind: Callable[..., object], params: Mapping[str, object], section: str, name: str) -> None:
+    """Check that a class takes the arguments of a JSON.
 
     Raises:
-        ConfigError: names them all.
+        ConfigError: lists all unknown and missing arguments.
     """
-    signature = inspect.signature(kind).parameters.values()
-    takes = {
-        argument.name: argument
-        for argument in list(signature)[1:]
-        if argument.kind is not argument.VAR_POSITIONAL
-    }
-    if any(argument.kind is argument.VAR_KEYWORD for argument in takes.values()):
+    arguments = list(inspect.signature(kind).parameters.values())[1:]
+    if any(argument.kind is argument.VAR_KEYWORD for argument in arguments):
         return
-    strange = [key for key in params if key not in takes]
-    lacking = [
-        key for key, argument in takes.items() if argument.default is argument.empty and key not in params
-    ]
+    known = [argument for argument in arguments if argument.kind is not argument.VAR_POSITIONAL]
+    names = [argument.name for argument in known]
+    needed = [argument.name for argument in known if argument.default is argument.empty]
     problems = [
-        f"`{section}.params.{key}` must not be given with {name}; leave it out (it takes {', '.join(takes)})"
-        for key in strange
+        f"`{section}.params.{key}` must not be given with {name}; leave it out (it takes {', '.join(names)})"
+        for key in params
+        if key not in names
     ]
-    problems += [f"`{section}.params.{key}` must be given with {name}, but is missing" for key in lacking]
+    problems += [
+        f"`{section}.params.{key}` must be given with {name}, but is missing"
+        for key in needed
+        if key not in params
+    ]
     if problems:
         raise ConfigError(problems)
 
 
-_FLAGS: Mapping[str, tuple[Any, str]] = MappingProxyType(
+_FLAGS: Mapping[str, tuple[float | str, str]] = MappingProxyType(
     {
         "lr_range_test_min_lr": (0.001, "first learning rate of LRRangeTest"),
         "lr_range_test_step_rate": (1.0, "growth of the learning rate in LRRangeTest"),
         "lr_range_test_step_size": (1000, "steps in which it grows by that"),
         "lr_range_test_staircase": (False, "let it grow in stairs"),
-        "cycle_first_step_size": (1000, "steps of OneCycle's way up"),
-        "cycle_first_stair_count": (-1, "its stairs"),
-        "cycle_second_step_size": (-1, "steps of OneCycle's way down; -1 for as many as up"),
-        "cycle_second_stair_count": (-1, "its stairs"),
+        "cycle_first_step_size": (1000, "steps of OneCycle's first half"),
+        "cycle_first_stair_count": (-1, "stairs in OneCycle's first half"),
+        "cycle_second_step_size": (-1, "steps of OneCycle's second half; -1 for as many as in the first"),
+        "cycle_second_stair_count": (-1, "stairs in OneCycle's second half"),
         "decay_step_size": (1000, "steps of one interval of OneCycle's decay"),
         "cycle_min_lr": (0.01, "OneCycle's lowest learning rate"),
         "cycle_max_lr": (0.1, "OneCycle's highest learning rate"),
@@ -151,7 +143,7 @@ _FLAGS: Mapping[str, tuple[Any, str]] = MappingProxyType(
         "cos_min_ratio": (0.01, "share of the learning rate at the end of WarmupCosineLR"),
     }
 )
-"""Flag -> DeepSpeed's default of it, which is not that of the class, and its help."""
+"""Flag -> DeepSpeed's default, which differs from that of the class, and the help text."""
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -167,53 +159,53 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The flags of schedules on this command line, and its other words."""
+    """Parse the flags of schedules on this command line; return them and the remaining words."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
-def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
-    """The section `scheduler` that flags describe, or None and the reason.
+def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, object] | None, str | None]:
+    """Return the section `scheduler` that flags describe, or None and the reason.
 
-    -1, the default of `--cycle_second_step_size`, leaves a size out.
+    A size of -1, the default of `--cycle_second_step_size`, is left out.
     """
     name = getattr(args, "lr_schedule", None)
     if name is None:
         return None, "--lr_schedule not specified on command line"
     if name not in SCHEDULES:
         return None, f"{name} is not supported LR schedule"
-    params: dict[str, Any] = {}
+    params: dict[str, object] = {}
     _override(args, params, *inspect.signature(SCHEDULES[name]).parameters)
     return {"type": name, "params": params}, None
 
 
-def override_lr_range_test_params(args: Any, params: dict[str, Any]) -> None:
-    """Put what flags say of LRRangeTest into the arguments of a schedule."""
+def override_lr_range_test_params(args: argparse.Namespace, params: dict[str, object]) -> None:
+    """Override LRRangeTest's arguments by flags, in place."""
     _override(args, params, *inspect.signature(LRRangeTest).parameters)
 
 
-def override_1cycle_params(args: Any, params: dict[str, Any]) -> None:
-    """Put what flags say of OneCycle into the arguments of a schedule."""
+def override_1cycle_params(args: argparse.Namespace, params: dict[str, object]) -> None:
+    """Override OneCycle's arguments by flags, in place."""
     _override(args, params, *inspect.signature(OneCycle).parameters)
 
 
-def override_warmupLR_params(args: Any, params: dict[str, Any]) -> None:
-    """Put what flags say of WarmupLR into the arguments of a schedule."""
+def override_warmupLR_params(args: argparse.Namespace, params: dict[str, object]) -> None:
+    """Override WarmupLR's arguments by flags, in place."""
     _override(args, params, *inspect.signature(WarmupLR).parameters)
 
 
-def override_params(args: Any, params: dict[str, Any]) -> None:
-    """Put what flags say of these three into the arguments of a schedule."""
+def override_params(args: argparse.Namespace, params: dict[str, object]) -> None:
+    """Override the arguments of these three schedules by flags, in place."""
     for override in (override_lr_range_test_params, override_1cycle_params, override_warmupLR_params):
         override(args, params)
 
 
-def _override(args: Any, params: dict[str, Any], *names: str) -> None:
-    given = {name: getattr(args, name, None) for name in names if name in _FLAGS}
-    params.update({name: value for name, value in given.items() if value is not None and value != -1})
+def _override(args: argparse.Namespace, params: dict[str, object], *names: str) -> None:
+    values = {name: getattr(args, name, None) for name in names if name in _FLAGS}
+    params.update({name: value for name, value in values.items() if value is not None and value != -1})
 
 
-def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
-    """The highest learning rate that a section `scheduler` names, or None and the reason."""
+def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
+    """Return the highest learning rate in a section `scheduler`, or None and the reason."""
     for key in ("type", "params"):
         if key not in config:
             return None, f"LR schedule {key} not defined in config"

@@ -1,4 +1,4 @@
-"""`CurriculumScheduler`: how difficult the samples of a step may be, and lengths that a script decides."""
+"""`CurriculumScheduler`, and the schedules that an engine passes to the module: lengths, layers to keep."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from megazero.config.pacing import Discrete, Root
 from megazero.errors import ConfigError
 
 _BOUNDS = ("min_difficulty", "max_difficulty", "schedule_type")
@@ -19,20 +20,20 @@ _NEEDED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "custom": (),
     }
 )
-"""Schedule -> the keys of `schedule_config` that it needs."""
+"""Schedule type -> the required keys of `schedule_config`."""
 
 
 class CurriculumScheduler:
-    """The difficulty of each step, by one metric of a section ``curriculum_learning``.
+    """The difficulty of samples at each step, by one metric of the section ``curriculum_learning``.
 
-    `fixed_linear` and `fixed_root` grow from the lowest to the highest difficulty, in multiples of
-    `difficulty_step`; `fixed_discrete` has the levels that are listed; `custom` asks a function.
+    `fixed_linear` and `fixed_root` grow from the lowest to the highest difficulty in multiples of
+    `difficulty_step`; `fixed_discrete` has a list of levels; `custom` calls a function.
 
     Args:
-        config: the metric's section.
+        config: the section of the metric.
 
     Raises:
-        ConfigError: a key is missing, or there is no such schedule.
+        ConfigError: a key is missing, or the schedule is unknown.
     """
 
     def __init__(self, config: Mapping[str, Any]):
@@ -51,42 +52,40 @@ class CurriculumScheduler:
         self.custom_get_difficulty: Callable[[int], int] | None = None
 
     def get_difficulty(self, global_steps: int) -> int:
-        """The difficulty of a step.
+        """Return the difficulty at a step.
 
         Raises:
             ConfigError: the schedule is custom, and no function has been set.
         """
         state, details, kind = self.state, self.state["schedule"], self.state["schedule_type"]
         if kind == "custom":
-            return _asked(self.custom_get_difficulty, global_steps)
+            return _call(self.custom_get_difficulty, global_steps)
         if kind == "fixed_discrete":
-            level = sum(global_steps > last for last in details["max_step"])
-            return int(details["difficulty"][level])
-        low, high, step = state["min_difficulty"], state["max_difficulty"], details["difficulty_step"]
-        done = (global_steps / details["total_curriculum_step"]) ** (1 / details.get("root_degree", 1))
-        grown = int(done * (high - low) + low) // step * step
-        return int(min(max(grown, -(-low // step) * step), high))
+            return int(Discrete(details["difficulty"], details["max_step"]).at(global_steps))
+        low, high, total = state["min_difficulty"], state["max_difficulty"], details["total_curriculum_step"]
+        growth = Root(low, high, total, details["difficulty_step"], details.get("root_degree", 1))
+        return int(growth.at(global_steps))
 
     def update_difficulty(self, global_steps: int) -> int:
-        """Go to a step; the difficulty there, which stays once it is the highest."""
+        """Advance to a step; return its difficulty, which stays at the maximum once reached."""
         if self.state["current_difficulty"] < self.state["max_difficulty"]:
             self.set_current_difficulty(self.get_difficulty(global_steps))
         return self.get_current_difficulty()
 
     def get_current_difficulty(self) -> int:
-        """The difficulty now."""
+        """Return the current difficulty."""
         return int(self.state["current_difficulty"])
 
     def set_current_difficulty(self, difficulty: int) -> None:
-        """Set the difficulty now."""
+        """Set the current difficulty."""
         self.state["current_difficulty"] = difficulty
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], int]) -> None:
-        """Let a function of the step decide."""
+        """Set the function of a custom schedule: step -> difficulty."""
         self.custom_get_difficulty = schedule_function
 
     def get_state(self) -> dict[str, Any]:
-        """The state."""
+        """Return the state."""
         return self.state
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -96,20 +95,20 @@ class CurriculumScheduler:
 
 @dataclass(frozen=True)
 class ScriptLengths:
-    """The sequence lengths of a curriculum whose schedule is custom: those of the script's function."""
+    """The sequence lengths of a custom curriculum, by the script's function."""
 
     function: Callable[[int], int] | None = None
 
     def at(self, step: int) -> int:
-        """The length of a step, counted from 1.
+        """Return the length at a step, counted from 1.
 
         Raises:
             ConfigError: the script has set no function.
         """
-        return _asked(self.function, step)
+        return _call(self.function, step)
 
 
-def _asked(function: Callable[[int], int] | None, step: int) -> int:
+def _call(function: Callable[[int], int] | None, step: int) -> int:
     if function is None:
         raise ConfigError(
             "`schedule_type` must not be custom without a function, but none is set; call "
@@ -125,27 +124,27 @@ def _check(section: Mapping[str, Any], keys: tuple[str, ...], where: str) -> Non
 
 @dataclass(frozen=True)
 class LayerDropSchedule:
-    """The share of layers to keep, which falls from 1 to `theta` as `gamma` says.
+    """The share of layers to keep in progressive layer dropping: it decays exponentially from 1 to `theta`.
 
     Attributes:
-        theta: what it comes to.
-        gamma: how fast it falls.
+        theta: the limit of the share.
+        gamma: the rate of the decay per step.
     """
 
     theta: float
     gamma: float
 
     def kept(self, steps: int) -> float:
-        """The share after so many steps; as in DeepSpeed, the first two have all layers."""
+        """Return the share after `steps` steps; as in DeepSpeed, it is 1 in the first two."""
         return (1.0 - self.theta) * math.exp(-self.gamma * max(steps - 1, 0)) + self.theta
 
-    def arguments(self, steps: int) -> dict[str, Any]:
-        """The keyword arguments of the module's forward in training."""
+    def arguments(self, steps: int) -> dict[str, float]:
+        """Return the keyword arguments for the module's forward in training."""
         return {"progressive_layer_drop": True, "pld_theta": self.kept(steps)}
 
 
 def layer_drop_of(values: Mapping[str, Any]) -> LayerDropSchedule | None:
-    """The schedule in a JSON's settings by path; None if it is off."""
+    """Read the schedule from a JSON's settings by path; None if it is off."""
     if not values.get("skipping.progressive_layer_drop"):
         return None
     return LayerDropSchedule(float(values["skipping.pld_theta"]), float(values["skipping.pld_gamma"]))

@@ -1,35 +1,34 @@
-"""DeepSpeed's OneCycle: learning rate and momentum over one cycle, then decay (Smith 2018)."""
+"""DeepSpeed's OneCycle and LRRangeTest, the schedules of Smith 2018."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
 
-from megazero.deepspeed.schedules.warmup import PerGroup, RateSchedule, ScheduleError
+from megazero.deepspeed.schedules.warmup import PerGroup, RateSchedule, ScheduleError, positive
 
 HIGHEST_MOMENTUM = 0.9999
-"""What a growing momentum stops at: at 1, an average never learns of a new gradient."""
+"""The limit of a growing momentum: at 1, an average would ignore new gradients."""
 
 
 class OneCycle(RateSchedule):
-    """The rate goes up to `cycle_max_lr` and back while the momentum goes down and back; then both decay.
+    """Raises the rate to `cycle_max_lr` and lowers it again, and the momentum inversely; then both decay.
 
-    The momentum is the first of an optimizer's `betas`; the second is left as it is. An optimizer without
-    `betas` keeps its momentum, with a warning.
+    The momentum is the first of an optimizer's `betas`. An optimizer without `betas` keeps its momentum, with
+    a warning.
 
     Args:
         optimizer, last_batch_iteration: see `RateSchedule`.
-        cycle_min_lr, cycle_max_lr: the bounds of the rate; one, or one for each group.
-        decay_lr_rate: in `decay_step_size` steps after the cycle, 1 / rate grows by this share of its value.
-        cycle_first_step_size: steps of the way up.
-        cycle_second_step_size: steps of the way down; by default the same.
-        cycle_first_stair_count, cycle_second_stair_count: stairs on each way; 0 for a line.
-        decay_step_size: see `decay_lr_rate`; 0 turns decay off.
-        cycle_momentum: whether the momentum moves.
-        cycle_min_mom, cycle_max_mom: the bounds of the momentum; one, or one for each group.
-        decay_mom_rate: in `decay_step_size` steps after the cycle, the momentum grows by this share of its
-            value, to `HIGHEST_MOMENTUM` at most.
+        cycle_min_lr, cycle_max_lr: the bounds of the rate; one value, or one for each group.
+        decay_lr_rate: after the cycle, the rate is divided by 1 + this for each `decay_step_size` steps.
+        cycle_first_step_size: the number of steps in which the rate rises.
+        cycle_second_step_size: the number of steps in which it falls; by default the same.
+        cycle_first_stair_count, cycle_second_stair_count: the number of stairs in each half; 0 for a line.
+        decay_step_size: the number of steps of a decay interval; 0 turns decay off.
+        cycle_momentum: whether the momentum changes.
+        cycle_min_mom, cycle_max_mom: the bounds of the momentum; one value, or one for each group.
+        decay_mom_rate: after the cycle, the momentum is multiplied by 1 + this for each `decay_step_size`
+            steps, up to `HIGHEST_MOMENTUM`.
 
     Raises:
         ScheduleError: a size is out of range, or a list has the wrong length.
@@ -37,7 +36,7 @@ class OneCycle(RateSchedule):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         cycle_min_lr: PerGroup,
         cycle_max_lr: PerGroup,
         decay_lr_rate: float = 0.0,
@@ -64,10 +63,10 @@ class OneCycle(RateSchedule):
         self.first_stair_count, self.second_stair_count = cycle_first_stair_count, stairs
         self.decay_step_size = decay_step_size
         self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
-        self.min_lrs = self._each(cycle_min_lr, "cycle_min_lr")
-        self.max_lrs = self._each(cycle_max_lr, "cycle_max_lr")
-        self.min_moms = self._each(cycle_min_mom, "cycle_min_mom")
-        self.max_moms = self._each(cycle_max_mom, "cycle_max_mom")
+        self.min_lrs = self._per_group(cycle_min_lr, "cycle_min_lr")
+        self.max_lrs = self._per_group(cycle_max_lr, "cycle_max_lr")
+        self.min_moms = self._per_group(cycle_min_mom, "cycle_min_mom")
+        self.max_moms = self._per_group(cycle_max_mom, "cycle_max_mom")
         self.cycle_momentum = cycle_momentum and "betas" in self.optimizer.defaults
         if cycle_momentum and not self.cycle_momentum:
             warnings.warn(
@@ -80,12 +79,12 @@ class OneCycle(RateSchedule):
 
     @property
     def total_size(self) -> float:
-        """The steps of the whole cycle."""
+        """The number of steps in the cycle."""
         return self.first_step_size + self.second_step_size
 
     @property
     def step_ratio(self) -> float:
-        """The share of the way up in the cycle."""
+        """The share of the cycle in which the rate rises."""
         return self.first_step_size / self.total_size
 
     def step(self, batch_iteration: int | None = None) -> None:
@@ -100,7 +99,7 @@ class OneCycle(RateSchedule):
         return [low / self._decay(self.decay_lr_rate) for low in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, ...]] | None:
-        """The betas of each group at `last_batch_iteration`; None where the momentum does not cycle."""
+        """Return the betas of each group at `last_batch_iteration`; None if the momentum does not cycle."""
         return [*map(tuple, self._betas(self._momenta()))] if self.cycle_momentum else None
 
     def _momenta(self) -> list[float]:
@@ -120,15 +119,52 @@ class OneCycle(RateSchedule):
                 group["betas"] = betas
 
     def _scale(self) -> float:
-        """How high the cycle is at the present count, from 0 to 1."""
-        at = (self.last_batch_iteration + 1) % self.total_size
-        rising = at <= self.first_step_size
+        """Return the position between minimum and maximum at the present count, from 0 to 1."""
+        step = (self.last_batch_iteration + 1) % self.total_size
+        rising = step <= self.first_step_size
         stairs = self.first_stair_count if rising else self.second_stair_count
-        of, size = (at, self.first_step_size) if rising else (self.total_size - at, self.second_step_size)
-        return math.floor(of * stairs / size) / stairs if stairs > 0 else of / size
+        size = self.first_step_size if rising else self.second_step_size
+        done = step if rising else self.total_size - step
+        return math.floor(done * stairs / size) / stairs if stairs > 0 else done / size
 
     def _decay(self, rate: float) -> float:
-        """The factor by which a value is multiplied or divided by at the present count, after the cycle."""
+        """Return the factor of the decay at the present count, after the cycle."""
         if math.isclose(self.decay_step_size, 0):
             return 1.0
         return 1 + rate * (self.last_batch_iteration - self.total_size + 1) / self.decay_step_size
+
+
+class LRRangeTest(RateSchedule):
+    """Grows the rate steadily, to find the one at which training diverges.
+
+    Args:
+        optimizer: see `RateSchedule`.
+        lr_range_test_min_lr: the first rate; one value, or one for each group.
+        lr_range_test_step_size: the number of steps in an interval.
+        lr_range_test_step_rate: the growth in an interval, as a multiple of the first rate.
+        lr_range_test_staircase: whether the rate grows only at the end of an interval.
+        last_batch_iteration: see `RateSchedule`.
+
+    Raises:
+        ScheduleError: the step size is no positive integer, or a list has the wrong length.
+    """
+
+    def __init__(
+        self,
+        optimizer: object,
+        lr_range_test_min_lr: PerGroup = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ):
+        super().__init__(optimizer, last_batch_iteration)
+        self.min_lr = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
+        self.step_size = positive(lr_range_test_step_size, "lr_range_test_step_size")
+        self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
+        self._begin(self.min_lr)
+
+    def get_lr(self) -> list[float]:
+        done = (self.last_batch_iteration + 1) / self.step_size
+        growth = 1 + self.step_rate * (math.floor(done) if self.staircase else done)
+        return [rate * growth for rate in self.min_lr]

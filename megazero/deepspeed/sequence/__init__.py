@@ -1,1 +1,1 @@
-"""sequence: sequences that ranks share, for models of a script's own (`layer`) and of transformers."""
+"""sequence: sequence parallelism (Ulysses) for a script's own models and for those of transformers."""

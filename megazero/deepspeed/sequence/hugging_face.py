@@ -1,4 +1,4 @@
-"""Ulysses for models of transformers (ALST, arXiv:2506.13996): their attention is exchanged in its table."""
+"""Ulysses for models of transformers (ALST, arXiv:2506.13996), by replacing their attention function."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megazero.errors import ConfigError
 from megazero.layers.context.heads import HeadPlan, exchange_heads, return_heads
 from megazero.mpu.group import Group
 
-# What these say is about a piece, or about all heads, and nothing here makes it of the whole.
+# These describe a piece of the sequence or all heads; there is no conversion to the whole sequence.
 _REFUSED = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "cache")
 
 
 class UlyssesSPAttentionHF:
-    """An attention of transformers, for whole sequences, on ranks that hold a piece of each.
+    """Wraps an attention function of transformers for ranks that hold a piece of each sequence.
 
     Attributes:
-        attn: the attention of transformers, called with all rows of this rank's heads.
+        attn: the attention function, which is called with the whole sequence and this rank's heads.
         group: the ranks that share a sequence.
         seq_length: the length of all sequences; None if it varies.
-        disable_in_eval: whether modules that are not in training attend to their piece alone.
+        disable_in_eval: whether modules in eval mode attend only within their piece.
     """
 
     def __init__(self, attn: Callable[..., Any], group: Group, seq_length: int | None, disable_in_eval: bool):
@@ -39,54 +39,54 @@ class UlyssesSPAttentionHF:
         key: Tensor,
         value: Tensor,
         attention_mask: Any,
-        *args: Any,
+        *args: object,
         **kwargs: Any,
-    ) -> tuple[Tensor, Any]:
-        """The attention of this rank's piece, [b, s/p, n, d], and what else the attention returns.
+    ) -> tuple[Tensor, object]:
+        """Return the context of this rank's piece, [b, s/p, n, d], and the attention's second result.
 
         Args:
-            module: the layer; for the call, it has as many query heads to a key's head as it is given.
+            module: the layer; during the call, `num_key_value_groups` is that of this rank's heads.
             query: [b, n, s/p, d].
             key, value: [b, g, s/p, d].
-            attention_mask: a `PieceMask`, or None from a model that asks for no mask.
-            args: go to the attention.
-            kwargs: go to it, with the positions of the whole sequence in place of the piece's.
+            attention_mask: a `PieceMask`, or None from a model without a mask.
+            args: passed to the attention.
+            kwargs: passed to the attention, with the positions of the whole sequence.
 
         Raises:
-            ConfigError: the mask or an argument is of a piece alone, positions are missing or those of a
-                piece, or the sequence has another length than was promised.
+            ConfigError: the mask or an argument describes only a piece, positions are missing or count from 0
+                in each piece, or the sequence does not have `seq_length` tokens.
         """
         if self.disable_in_eval and not module.training:
             mask = attention_mask.of_piece if isinstance(attention_mask, PieceMask) else attention_mask
-            result: tuple[Tensor, Any] = self.attn(module, query, key, value, mask, *args, **kwargs)
+            result: tuple[Tensor, object] = self.attn(module, query, key, value, mask, *args, **kwargs)
             return result
         kwargs["position_ids"], mask = self._whole(module, query, attention_mask, kwargs)
         plan = HeadPlan(query.shape[1], key.shape[1], self.group.size, self.group.rank)
-        if kwargs.get("s_aux") is not None:  # a score of its own for each head
-            own = plan.queries[plan.rank]
-            kwargs["s_aux"] = kwargs["s_aux"][own.start : own.stop]
+        if kwargs.get("s_aux") is not None:  # an attention sink for each head
+            heads = plan.queries[plan.rank]
+            kwargs["s_aux"] = kwargs["s_aux"][heads.start : heads.stop]
         q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))
         q, k, v = (x.permute(1, 2, 0, 3) for x in exchange_heads(q, k, v, plan, self.group))
-        together = vars(module).get("num_key_value_groups")
-        if together is not None:
+        groups = vars(module).get("num_key_value_groups")
+        if groups is not None:
             module.num_key_value_groups = q.shape[1] // k.shape[1]  # type: ignore[assignment]  # a number
         try:
             context, weights = self.attn(module, q, k, v, mask, *args, **kwargs)
         finally:
-            if together is not None:
-                module.num_key_value_groups = together
+            if groups is not None:
+                module.num_key_value_groups = groups
         piece = return_heads(context.transpose(0, 1).flatten(2), plan, self.group)
         return piece.transpose(0, 1).unflatten(2, (query.shape[1], -1)), weights
 
     def _whole(
         self, module: nn.Module, query: Tensor, mask: Any, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Any]:
-        """The positions and the mask of the whole sequence."""
+        """Return the positions and the mask of the whole sequence."""
         for name in _REFUSED:
             if kwargs.get(name) is not None:
                 raise ConfigError(
                     f"`{name}` must be left out where ranks share a sequence, but {type(module).__name__} "
-                    "gets it; documents begin where `position_ids` start anew"
+                    "gets it; mark documents by `position_ids` that restart"
                 )
         if kwargs.get("position_ids") is None:
             raise ConfigError(
@@ -100,13 +100,13 @@ class UlyssesSPAttentionHF:
             positions = gather_positions(kwargs["position_ids"], query.shape[0], self.group)
             if documents_of(positions) is not None:
                 raise ConfigError(
-                    f"`position_ids` must count on where {type(module).__name__} asks for no mask, but start "
-                    "anew; train it on one document a sample"
+                    f"`position_ids` must increase by 1 where {type(module).__name__} asks for no mask, but "
+                    "restart; train the model on one document per sample"
                 )
         else:
             raise ConfigError(
                 "`attention_mask` must be [b, s/p] or left out where ranks share a sequence, but has dims "
-                f"{list(mask.shape)}; documents begin where `position_ids` start anew"
+                f"{list(mask.shape)}; mark documents by `position_ids` that restart"
             )
         if self.seq_length not in (None, positions.shape[1]):
             raise ConfigError(
@@ -118,7 +118,7 @@ class UlyssesSPAttentionHF:
     @classmethod
     def register_with_transformers(
         cls,
-        model_name_or_path: Any,
+        model_name_or_path: object,
         core_attn_implementation: str,
         sequence_parallel_size: int,
         micro_batch_size: int,
@@ -129,27 +129,26 @@ class UlyssesSPAttentionHF:
     ) -> SequenceMpu | None:
         """Share the sequences of transformers' models over ranks; each rank calls this before `initialize`.
 
-        Every model that uses this attention is from now on given pieces of sequences. Its documents begin
-        where `position_ids` start anew, with every kind of attention; windows of causal masks and padding are
-        honoured. Masks of other kinds are refused when a model asks for them.
+        From then on, every model with this attention takes pieces of sequences. Documents begin where
+        `position_ids` restart; sliding windows and padding work. Other masks are refused when a model asks
+        for them.
 
         Args:
-            model_name_or_path: the model or what to load it from; a model's own attention must be the one
-                that is given.
-            core_attn_implementation: the attention: sdpa, flex_attention, or one of flash attention.
-            sequence_parallel_size: the ranks that share a sequence, neighbours; with 1 nothing is done.
-            micro_batch_size: not needed; any number of sequences may be given.
+            model_name_or_path: the model, whose attention must be `core_attn_implementation`, or its path.
+            core_attn_implementation: the attention: sdpa, flex_attention, or a flash attention.
+            sequence_parallel_size: the number of adjacent ranks that share a sequence; 1 does nothing.
+            micro_batch_size: has no effect.
             seq_length: the length of all sequences, if `seq_length_is_variable` is false.
             seq_length_is_variable: whether sequences differ in length.
-            disable_in_eval: whether modules that are not in training attend to what they are given alone.
+            disable_in_eval: whether modules in eval mode attend only within their piece.
             max_length: another name for `seq_length`.
 
         Returns:
             `mpu` for `initialize`; None for one rank.
 
         Raises:
-            ConfigError: the attention is unknown, eager, or not the model's; or the length is missing, or
-                ranks do not divide it.
+            ConfigError: the attention is unknown, eager, or not the model's; or the length is missing or does
+                not divide by the ranks.
         """
         if sequence_parallel_size == 1:
             return None
@@ -179,20 +178,20 @@ class UlyssesSPAttentionHF:
 
 
 class _MaskMaker:
-    """Takes the place of transformers' function for masks, and keeps what it is asked for.
+    """Replaces transformers' mask function, and returns its arguments as a `PieceMask`.
 
     Attributes:
-        of_transformers: that function.
+        of_transformers: the replaced function.
     """
 
     def __init__(self, of_transformers: Callable[..., Any]):
         self.of_transformers = of_transformers
 
-    def __call__(self, **asked: Any) -> PieceMask:
-        return PieceMask(self.of_transformers, asked)
+    def __call__(self, **arguments: Any) -> PieceMask:
+        return PieceMask(self.of_transformers, arguments)
 
 
-def _check_attention(model: Any, name: str, known: list[str]) -> None:
+def _check_attention(model: object, name: str, known: list[str]) -> None:
     if name not in known or name == "eager":
         names = ", ".join(sorted(set(known) - {"eager"}))
         raise ConfigError(

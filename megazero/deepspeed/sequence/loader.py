@@ -1,4 +1,4 @@
-"""Batches for ranks that share sequences: each rank loads samples, and all work on each of them."""
+"""Batches for ranks that share sequences: each rank loads samples, and all ranks train on each sample."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.data import DataLoader
 
 from megazero.deepspeed.comm.collectives import all_gather, all_gather_object
 from megazero.deepspeed.comm.world import AnyGroup
@@ -21,20 +22,27 @@ _NEEDED = ("input_ids", "position_ids", "labels")
 
 
 class UlyssesSPDataLoaderAdapter:
-    """Deals the batches of a loader to ranks that share sequences, as pieces.
+    """Splits the batches of a loader into pieces for ranks that share sequences.
 
-    The ranks' next batches are gathered, and as many steps follow, each with this rank's piece of one rank's
-    batch. ``labels`` become ``shift_labels``, which are shifted before they are cut: the label of a piece's
-    last token is the next piece's first. Pieces wait on the host.
+    The next batch of every rank is gathered; then each step yields this rank's piece of one rank's batch.
+    ``labels`` become ``shift_labels``, shifted before they are split: the label of a piece's last token is
+    the first token of the next piece. Pieces wait on the host.
 
     Args:
-        dl: a loader of dictionaries with ``input_ids``, ``position_ids`` and ``labels`` [b, s]. It gives each
-            rank samples of its own, and each rank equally many batches; other tensors are [b, s, ...].
+        dl: a loader of dictionaries with ``input_ids``, ``position_ids`` and ``labels`` [b, s]; other tensors
+            are [b, s, ...]. Each rank has its own samples, and all ranks have equally many batches.
         sp_rank, sp_group, sp_world_size: the ranks that share a sequence.
-        device: where tensors are while they are gathered.
+        device: the device on which tensors are gathered.
     """
 
-    def __init__(self, dl: Any, sp_rank: int, sp_group: AnyGroup, sp_world_size: int, device: Any):
+    def __init__(
+        self,
+        dl: DataLoader[dict[str, Any]],
+        sp_rank: int,
+        sp_group: AnyGroup,
+        sp_world_size: int,
+        device: torch.device | str,
+    ):
         self.dl, self.device = dl, device
         self.sp_rank, self.sp_group, self.sp_world_size = sp_rank, sp_group, sp_world_size
         self.iter = iter(dl)
@@ -48,20 +56,20 @@ class UlyssesSPDataLoaderAdapter:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        """The next piece. It stops at the end of an epoch, and goes on with the next one if asked again.
+        """Return the next piece; after the StopIteration of an epoch, the next epoch starts.
 
         Raises:
-            DataError: on all ranks, if a batch of one lacks a tensor, has tensors of several lengths or a
-                length that does not divide by the ranks, or if a rank has fewer batches than others.
+            DataError: on all ranks, if a batch of one rank lacks a tensor, has tensors of several lengths or
+                a length that does not divide by the ranks, or if a rank has fewer batches than others.
         """
         if not self.micro_batches:
             self.refill()
         return self.micro_batches.popleft()
 
     def refill(self) -> None:
-        """Take each rank's next batch and cut them; see `__next__`."""
+        """Gather and split the next batch of each rank; see `__next__`."""
         batch = next(self.iter, None)
-        shapes = self._objects(None if batch is None else _shape(batch, self.sp_world_size))
+        shapes = self._gather_objects(None if batch is None else _shape(batch, self.sp_world_size))
         problems = [shape for shape in shapes if isinstance(shape, str)]
         ended = [shape is None for shape in shapes]
         if any(ended) and not all(ended):
@@ -74,31 +82,31 @@ class UlyssesSPDataLoaderAdapter:
         if batch is None:
             self.iter = iter(self.dl)
             raise StopIteration
-        whole = {key: self._of_all(value, shapes) for key, value in batch.items()}
-        self._look_for_copies(whole["input_ids"])
+        whole = {key: self._gather(value, shapes) for key, value in batch.items()}
+        self._warn_of_copies(whole["input_ids"])
         for source in range(self.sp_world_size):
             self.micro_batches.append(self._piece({key: values[source] for key, values in whole.items()}))
 
-    def _objects(self, value: Any) -> list[Any]:
-        every = [None] * self.sp_world_size
-        all_gather_object(every, value, group=self.sp_group)
-        return every
+    def _gather_objects(self, value: object) -> list[Any]:
+        gathered = [None] * self.sp_world_size
+        all_gather_object(gathered, value, group=self.sp_group)
+        return gathered
 
-    def _of_all(self, value: Any, shapes: Sequence[tuple[int, int]]) -> Sequence[Any]:
-        """A value of each rank's batch; tensors [b, s, ...] have the shapes of their ranks."""
+    def _gather(self, value: object, shapes: Sequence[tuple[int, int]]) -> Sequence[Any]:
+        """Gather a value of each rank's batch; `shapes` are [b, s] of each rank's tensors."""
         if not isinstance(value, Tensor):
-            return self._objects(value)
+            return self._gather_objects(value)
         rest = value.shape[2:]
         width = math.prod(rest) * value.element_size()
         sizes = [rows * columns * width for rows, columns in shapes]
-        # As bytes of equal number, which every library gathers, whatever the type.
+        # As equally many bytes, because not every backend gathers every dtype and unequal sizes.
         own = value.to(self.device).contiguous().view(-1).view(torch.uint8)
         own = pad(own, (0, max(sizes) - own.numel()))
-        every = [torch.empty_like(own) for _ in shapes]
-        all_gather(every, own, group=self.sp_group)
+        gathered = [torch.empty_like(own) for _ in shapes]
+        all_gather(gathered, own, group=self.sp_group)
         return [
             data[:size].view(value.dtype).view(*shape, *rest)
-            for data, size, shape in zip(every, sizes, shapes, strict=True)
+            for data, size, shape in zip(gathered, sizes, shapes, strict=True)
         ]
 
     def _piece(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -110,10 +118,10 @@ class UlyssesSPDataLoaderAdapter:
             for key, value in batch.items()
         }
 
-    def _look_for_copies(self, ids: Sequence[Tensor]) -> None:
+    def _warn_of_copies(self, ids: Sequence[Tensor]) -> None:
         if self._warned or self.sp_world_size == 1:
             return
-        self._warned = True  # looks at the first batches alone
+        self._warned = True  # only the first batches are compared
         if all(torch.equal(ids[0], other) for other in ids[1:]):
             warnings.warn(
                 f"the {self.sp_world_size} ranks that share a sequence have loaded the same samples, each of "
@@ -123,12 +131,12 @@ class UlyssesSPDataLoaderAdapter:
 
 
 def _shape(batch: Mapping[str, Any], ranks: int) -> tuple[int, int] | str:
-    """[b, s] of a batch, or what is wrong with it."""
+    """Return [b, s] of a batch, or a sentence on what is wrong with the batch."""
     for name in _NEEDED:
         if not isinstance(batch.get(name), Tensor):
             return (
                 f"`{name}` must be a tensor in each batch of `dl`, but is {type(batch.get(name)).__name__}; "
-                "let the collator make it, positions as `torch.arange(s)`, starting anew at each document"
+                "let the collator make it, positions as `torch.arange(s)`, restarted at each document"
             )
     shape = batch["input_ids"].shape
     for name, value in batch.items():

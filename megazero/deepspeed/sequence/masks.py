@@ -1,7 +1,7 @@
-"""Masks of a shared sequence: a model asks for that of its own piece, and gets that of the whole.
+"""Masks of a shared sequence: a model asks for the mask of its piece, and attention needs the whole one.
 
-transformers' models describe a mask by functions of places, and their documents by positions that start anew.
-Both are read here, and the mask of the whole sequence is made by transformers' own function, as on one rank.
+Models of transformers describe a mask by functions of positions, and documents by positions that restart.
+From both, transformers' own function makes the mask of the whole sequence, as on one rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.deepspeed.sequence.pieces import check_pieces
+from megazero.deepspeed.sequence.layer import check_pieces
 from megazero.errors import ConfigError
 from megazero.layers.collectives import gather_rows
 from megazero.mpu.group import Group
@@ -25,12 +25,12 @@ _REMEDY = "take the model's mask away, or train it without sharing sequences"
 
 
 @dataclass
-class Whole:
-    """Restrictions of a whole sequence.
+class WholeMask:
+    """The positions and the mask of a whole sequence.
 
     Attributes:
         positions: int [b, s].
-        mask: as the attention of one rank takes it; None for causality alone.
+        mask: the mask for the attention function; None for causal attention.
     """
 
     positions: Tensor
@@ -39,97 +39,101 @@ class Whole:
 
 @dataclass(eq=False)
 class PieceMask:
-    """The mask that a model has asked for, in place of one.
+    """A mask that a model has asked for, not yet made.
 
     Attributes:
-        make: transformers' function for the attention that is used.
-        asked: its arguments, for this rank's piece.
+        make: transformers' mask function of the attention.
+        arguments: the function's arguments for this rank's piece.
     """
 
     make: Callable[..., Any]
-    asked: dict[str, Any]
-    _whole: Whole | None = field(default=None, repr=False)
+    arguments: dict[str, Any]
+    _whole: WholeMask | None = field(default=None, repr=False)
 
     @cached_property
     def of_piece(self) -> Any:
-        """The mask that the model would have got of transformers."""
-        return self.make(**self.asked)
+        """The mask of this rank's piece."""
+        return self.make(**self.arguments)
 
-    def whole(self, positions: Tensor, group: Group) -> Whole:
-        """The same for all layers of a pass: the first one gathers what the mask is made of.
+    def whole(self, positions: Tensor, group: Group) -> WholeMask:
+        """Gather the mask of the whole sequence; all layers of a forward share the result.
 
         Args:
             positions: int [b, s/p] or [1, s/p].
-            group: the ranks that share the sequence; each calls this.
+            group: the ranks that share the sequence, all of which call this.
 
         Raises:
-            ConfigError: the mask is of a kind that cannot be made of pieces, or keys are kept in a cache; see
+            ConfigError: the mask is of another kind than causal, or there is a cache; or see
                 `gather_positions`.
         """
         if self._whole is None:
             window = self._window()
-            every = gather_positions(positions, self.asked["batch_size"], group)
-            padding = self.asked.get("attention_mask")
+            gathered = gather_positions(positions, self.arguments["batch_size"], group)
+            padding = self.arguments.get("attention_mask")
             # Ranks agree on whether there is padding: a loader gives them pieces of the same tensors.
             padding = None if padding is None else gather_columns(padding, group)
-            self._whole = Whole(every, self._make(every, padding, window))
+            self._whole = WholeMask(gathered, self._make(gathered, padding, window))
         return self._whole
 
     def _window(self) -> int | None:
-        queries, keys = self.asked["q_length"], self.asked["kv_length"]
+        """Return the sliding window of the mask; None without one."""
+        queries, keys = self.arguments["q_length"], self.arguments["kv_length"]
         if queries != keys:
             raise ConfigError(
                 f"`past_key_values` must be empty where ranks share a sequence, but there are {keys} keys "
                 f"for {queries} queries; generate without sharing sequences"
             )
-        if self.asked.get("use_vmap"):
+        if self.arguments.get("use_vmap"):
             raise _unknown("or_mask_function or and_mask_function")
-        return min(_windows(self.asked["mask_function"]), default=None)
+        return min(_windows(self.arguments["mask_function"]), default=None)
 
     def _make(self, positions: Tensor, padding: Tensor | None, window: int | None) -> Any:
         length, documents = positions.shape[1], documents_of(positions)
-        asked = {
-            **self.asked,
+        arguments = {
+            **self.arguments,
             "q_length": length,
             "kv_length": length,
             "attention_mask": padding,
             "mask_function": rule(window, documents),
             "allow_is_causal_skip": documents is None,
         }
-        return self.make(**asked)
+        return self.make(**arguments)
 
 
 def rule(window: int | None, documents: Tensor | None) -> Callable[..., Tensor]:
-    """Whether a query may attend to a key, as transformers asks: by sample, head, query and key.
+    """Return a mask function of transformers: (sample, head, query, key) -> whether the key is visible.
 
     Args:
-        window: the most keys of a query, its own included.
-        documents: int [b, s].
+        window: the size of the sliding window; None for no window.
+        documents: int [b, s], the document of each position; None for one document.
     """
 
     def allowed(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        answer = key <= query
+        visible = key <= query
         if window is not None:
-            answer = answer & (query - key < window)
+            visible = visible & (query - key < window)
         if documents is not None:
-            answer = answer & (documents[sample, query] == documents[sample, key])
-        return answer
+            visible = visible & (documents[sample, query] == documents[sample, key])
+        return visible
 
     return allowed
 
 
 def documents_of(positions: Tensor) -> Tensor | None:
-    """[b, s], which document a position belongs to: one begins where they do not go on; None if all do."""
+    """Return the document of each position, int [b, s]: one starts wherever positions do not increase by 1.
+
+    Return None if every sequence is one document.
+    """
     breaks = torch.diff(positions, prepend=positions[:, :1] - 1) != 1
     return breaks.cumsum(-1) if bool(breaks.any()) else None
 
 
 def gather_positions(positions: Tensor, batch: int, group: Group) -> Tensor:
-    """The positions of whole sequences [b, s], from [b, s/p] or [1, s/p].
+    """Gather the positions of whole sequences [b, s] from [b, s/p] or [1, s/p].
 
     Raises:
-        ConfigError: pieces differ in length, positions are no matrix, or each piece counts from 0, which are
-            a model's own positions, as it makes them if it is not given any.
+        ConfigError: pieces differ in length, positions have another shape, or count from 0 in each piece, as
+            a model's default positions do.
     """
     if positions.dim() != 2:
         raise ConfigError(
@@ -137,25 +141,29 @@ def gather_positions(positions: Tensor, batch: int, group: Group) -> Tensor:
             "train the model without sharing sequences"
         )
     check_pieces(positions.t(), group)
-    every = gather_columns(positions.expand(batch, -1), group)
+    gathered = gather_columns(positions.expand(batch, -1), group)
     count = torch.arange(positions.shape[1], device=positions.device)
-    pieces = every.unflatten(1, (group.size, -1))
+    pieces = gathered.unflatten(1, (group.size, -1))
     if group.size > 1 and bool((pieces == count).all()):
         raise ConfigError(
             f"`position_ids` must count through the whole sequence, but start at 0 in each of its "
             f"{group.size} pieces; pass the model this rank's piece of them, as `UlyssesSPDataLoaderAdapter` "
             "makes it"
         )
-    return every
+    return gathered
 
 
 def gather_columns(x: Tensor, group: Group) -> Tensor:
-    """[b, s/p] of each rank -> [b, s]."""
+    """Gather [b, s/p] of each rank to [b, s]."""
     return gather_rows(x.t(), group).t().contiguous()
 
 
-def _windows(function: Callable[..., Any]) -> Iterator[int]:
-    """The windows in a mask function of transformers that is causal, by document or not."""
+def _windows(function: Callable[..., object]) -> Iterator[int]:
+    """Yield the sliding windows in a mask function of transformers.
+
+    Raises:
+        ConfigError: the function is not made of causal masks, windows and documents.
+    """
     if not inspect.isfunction(function):
         raise _unknown(type(function).__name__)
     name = f"{function.__module__}.{function.__qualname__}"

@@ -1,4 +1,4 @@
-"""The ranks that share a sequence, as ALST's scripts set them up and ask for them."""
+"""The ranks that share a sequence, by the names of ALST's scripts."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from megazero.mpu.context import ParallelContext
 
 @dataclass(frozen=True)
 class SequenceMpu(DeepSpeedMpu):
-    """A context whose ranks share sequences; groups are torch's, so that its own functions take them."""
+    """An `mpu` for ranks that share sequences; its groups are torch's, for torch's collectives."""
 
     def get_data_parallel_group(self) -> Any:
-        """Torch's group of the ranks with other samples and the same place in the sequence."""
+        """Return torch's group of the ranks with other samples and the same piece of the sequence."""
         return process_group(self.context.groups["data"])
 
     def get_sequence_parallel_group(self) -> Any:
-        """Torch's group of the ranks that share this one's sequences."""
+        """Return torch's group of the ranks that share a sequence with this one."""
         return process_group(self.context.groups["cp"])
 
     def get_sequence_data_parallel_group(self) -> Any:
-        """Torch's group of all ranks that hold the same weights, over which ZeRO shards."""
+        """Return torch's group of all ranks that hold the same weights, over which ZeRO shards."""
         return process_group(self.context.groups["replica"])
 
     def get_sequence_data_parallel_rank(self) -> int:
-        """This rank's number among those."""
+        """Return this rank in the group of `get_sequence_data_parallel_group`."""
         return self.context.groups["replica"].rank
 
     def get_sequence_data_parallel_world_size(self) -> int:
-        """Their number."""
+        """Return the size of the group of `get_sequence_data_parallel_group`."""
         return self.context.groups["replica"].size
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> SequenceMpu:
-    """Let so many neighbouring ranks share sequences; every rank calls this.
+    """Let adjacent ranks share sequences; every rank calls this.
 
     Returns:
         `mpu` for `initialize`.
 
     Raises:
-        ConfigError: the number does not divide the ranks.
+        ConfigError: the size does not divide the number of ranks.
     """
     return SequenceMpu(find_context(Mesh(None, sequence_parallel_size)))
 
 
 def for_sequences(settings: UserSettings, context: ParallelContext) -> UserSettings:
-    """The settings of an engine some of whose ranks share sequences; a note says what loss it is for."""
+    """Return the settings of an engine whose ranks may share sequences, with a note about the loss."""
     ranks = context.groups["cp"].size
     if ranks == 1:
         return settings
@@ -59,10 +59,10 @@ def for_sequences(settings: UserSettings, context: ParallelContext) -> UserSetti
     if settings.zero.stage < 3:
         notes = (
             *notes,
-            f"gradients are means over all {context.replica.size} ranks, also over the {ranks} that share a "
-            "sequence, over which DeepSpeed sums them at ZeRO 0 to 2. A loss is right that is the mean over "
+            f"gradients are averaged over all {context.replica.size} ranks, including the {ranks} that share "
+            "a sequence, over which DeepSpeed sums them at ZeRO 0 to 2. Compute the loss as the mean over "
             "all tokens on every rank (by `torch.distributed.nn.functional.all_gather`, as at ZeRO 3); "
-            f"multiply one that adds up over these ranks by {ranks}.",
+            f"multiply a loss that is summed over these ranks by {ranks}.",
         )
     zero = settings.zero if dtype is None else settings.zero.model_copy(update={"grad_reduce_dtype": dtype})
     return replace(settings, zero=zero, notes=notes)

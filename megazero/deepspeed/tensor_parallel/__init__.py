@@ -1,1 +1,1 @@
-"""Slicing a given model over tensor-parallel ranks, by rules for its family."""
+"""tensor_parallel: slicing a user's model over tensor-parallel ranks, by rules for its family."""

@@ -1,4 +1,4 @@
-"""Slicing a model of a known family, as its row of the table says."""
+"""Slicing a model of a known family, by the family's row in the table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from megazero.deepspeed.tensor_parallel.by_rules import slice_by_rules
+from megazero.deepspeed.tensor_parallel.by_rules import slice_by_rules, width_of
 from megazero.deepspeed.tensor_parallel.cutter import Cutter
 from megazero.deepspeed.tensor_parallel.families import Family
 from megazero.deepspeed.tensor_parallel.heads import Heads, heads_of
@@ -21,7 +21,7 @@ from megazero.errors import ConfigError
 
 
 def blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The blocks of a model with their paths: the modules in the outermost lists."""
+    """Yield the path and the module of each block: the members of the outermost module lists."""
     lists: list[str] = []
     for path, module in list(model.named_modules()):
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in lists):
@@ -30,15 +30,9 @@ def blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 _KINDS: Mapping[str, str] = MappingProxyType(
-    {
-        "query": "column",
-        "key_value": "column",
-        "up": "column",
-        "output": "row",
-        "down": "row",
-        "fused": "column",
-    }
+    {**dict.fromkeys(("query", "key_value", "up", "fused"), "column"), "output": "row", "down": "row"}
 )
+"""Role of a module -> the kind of a script's rule that says the same; all other roles are "whole"."""
 
 
 def slice_family(cutter: Cutter, family: Family, rules: Mapping[str, Rule] = MappingProxyType({})) -> None:
@@ -46,14 +40,14 @@ def slice_family(cutter: Cutter, family: Family, rules: Mapping[str, Rule] = Map
 
     Args:
         cutter: slices modules of the model.
-        family: its row.
-        rules: the script's own rules for some of its modules, which come first.
+        family: the model's family.
+        rules: path -> the script's own rule, which overrides the family's.
 
     Raises:
-        ConfigError: a layer is not named by the family's row, or does not have the layout that it says.
+        ConfigError: the family's row does not name a layer, or a layer has another layout than the row says.
     """
     model: Any = cutter.model
-    config: Any = model.config
+    config = model.config
     if getattr(config, "slow_but_exact", False):
         raise ConfigError("`slow_but_exact` must be false for sliced layers, but is true; leave it out")
     heads = heads_of(config, cutter.group.size, cutter.group.rank)
@@ -64,7 +58,7 @@ def slice_family(cutter: Cutter, family: Family, rules: Mapping[str, Rule] = Map
         plan.check(path, block)
     if not plan.roles:
         raise ConfigError(
-            f"`model` must have the layers of {family.family}, but {type(model).__name__} has none of them; "
+            f"`model` must have the layers of {family.family}, but {type(model).__name__} has none; "
             "give `partition_config`"
         )
     own = {path: rule for path, rule in rules.items() if not plan.agrees(path, rule)}
@@ -74,39 +68,37 @@ def slice_family(cutter: Cutter, family: Family, rules: Mapping[str, Rule] = Map
     plan.adjust()
     slice_by_rules(cutter, own, divide=False)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    named = any(model.get_submodule(path) is head for path in rules)
-    if isinstance(head, nn.Linear) and not named:
+    ruled = any(model.get_submodule(path) is head for path in rules)
+    if isinstance(head, nn.Linear) and not ruled:
         cutter.head(model.get_input_embeddings(), head)
 
 
 class FamilyCuts:
-    """A method for each role, which slices a module.
+    """One method for each `Role`, which slices a module of that role.
 
     Args:
         cutter: slices modules of the model.
-        family: the row of the model's family.
+        family: the model's family.
         heads: the model's heads.
-        config: its configuration.
+        config: the model's Hugging Face configuration.
     """
 
     def __init__(self, cutter: Cutter, family: Family, heads: Heads, config: Any):
         self.cutter, self.family, self.config = cutter, family, config
         self.roles: dict[str, str] = {}
-        between = any(
-            family.layout(entry.partition("=")[0], config) == "heads" for entry in family.names["fused"]
-        )
-        self.heads = replace(heads, may_share=not between)
+        fused = [entry.partition("=")[0] for entry in family.names["fused"]]
+        self.heads = replace(heads, may_share=all(family.layout(name, config) != "heads" for name in fused))
 
     def query(self, path: str) -> None:
-        """Queries: whole groups of heads."""
+        """Slice queries by whole groups of heads."""
         self.cutter.column(path, (self._queries(),))
 
     def key_value(self, path: str) -> None:
-        """Keys or values."""
+        """Slice keys or values."""
         self.cutter.column(path, (self._keys(),))
 
     def fused(self, path: str) -> None:
-        """Queries, keys and values in one."""
+        """Slice fused queries, keys and values."""
         heads = self.heads
         if self.family.layout(path, self.config) == "thirds":
             pieces: tuple[Piece, ...] = (self._queries(), self._keys(), self._keys())
@@ -115,38 +107,38 @@ class FamilyCuts:
         self.cutter.column(path, pieces)
 
     def output(self, path: str) -> None:
-        """The layer after the heads."""
+        """Slice the inputs of attention's output projection."""
         self.cutter.row(path, self._queries())
 
     def up(self, path: str) -> None:
-        """Features of an MLP."""
+        """Slice the hidden features of an MLP."""
         self.cutter.column(path, (self._features(path, outputs=True),))
 
     def halves(self, path: str) -> None:
-        """Two weights of an MLP in one."""
+        """Slice two fused MLP weights."""
         both = self._features(path, outputs=True)
         half = Piece(both.width // 2, both.width // 2)
         self.cutter.column(path, (half, half))
 
     def down(self, path: str) -> None:
-        """The layer after an MLP's features."""
+        """Slice the inputs of an MLP's second layer."""
         self.cutter.row(path, self._features(path, outputs=False))
 
     def experts(self, path: str) -> None:
-        """The features of stacked experts."""
+        """Slice the hidden features of stacked experts."""
         self.cutter.experts(path, self.config.hidden_size)
 
     def tables(self, path: str) -> None:
-        """A column for each head."""
+        """Slice an embedding with a column for each head."""
         heads = self.heads
         weight = self.cutter.model.get_parameter(f"{path}.weight")
         self.cutter.parameter(f"{path}.weight", weight, 1, (Piece(heads.query, heads.units),))
 
     def whole(self, path: str) -> None:
-        """Nothing: each rank computes all of it."""
+        """Keep the module whole on each rank."""
 
     def shared(self, path: str) -> None:
-        """Weights that are used for each head."""
+        """Mark weights that all heads share."""
         self.cutter.shared(path)
 
     def _queries(self) -> Piece:
@@ -157,22 +149,20 @@ class FamilyCuts:
         return Piece(heads.key_value * heads.width, heads.key_value, heads.used if heads.shared else None)
 
     def _features(self, path: str, outputs: bool) -> Piece:
-        linear = self.cutter.model.get_submodule(path)
-        shape = linear.get_parameter("weight").shape
-        width = shape[0 if outputs == isinstance(linear, nn.Linear) else 1]
+        width = width_of(self.cutter.model.get_submodule(path), outputs)
         if width % self.cutter.group.size:
             _check_activation(self.config, path)
         return Piece(width, width)
 
 
 class FamilyPlan(FamilyCuts):
-    """The roles of a model's modules. Arguments are those of `FamilyCuts`."""
+    """Finds the roles of a model's modules; the arguments are those of `FamilyCuts`."""
 
     def check(self, path: str, block: nn.Module) -> None:
         """Find the roles of a block's modules.
 
         Raises:
-            ConfigError: a linear layer, or a neighbour of the queries that has weights, has no role.
+            ConfigError: a linear layer, or a module with weights beside the queries, has no role.
         """
         roles = {name: self.family.role(name) for name, _ in block.named_modules() if name}
         attentions = {self._parent(name) for name, role in roles.items() if role in ("query", "fused")}
@@ -190,12 +180,12 @@ class FamilyPlan(FamilyCuts):
                 self.roles[f"{path}.{name}"] = role
 
     def agrees(self, path: str, rule: Rule) -> bool:
-        """Whether a rule of the script's own says no more than the family's row does."""
+        """Whether a script's rule slices the module as the family's row does."""
         plain = rule.pieces == 1 and not rule.gather
         return plain and _KINDS.get(self.roles.get(path, ""), "whole") == rule.kind
 
     def adjust(self) -> None:
-        """Tell the attention modules how many heads they have, and give them the rows of these heads."""
+        """Set the attention modules' numbers of heads, and slice their biases to the heads of this rank."""
         paths = {self._parent(path) for path, role in self.roles.items() if role in ("query", "fused")}
         heads = self.heads
         for path in sorted(paths):
@@ -204,7 +194,7 @@ class FamilyPlan(FamilyCuts):
                 place, meaning = entry.split("=")
                 owner, _, name = place.rpartition(".")
                 if owner and hasattr(module, owner):
-                    setattr(module, owner, copy.copy(getattr(module, owner)))
+                    setattr(module, owner, copy.copy(getattr(module, owner)))  # other layers may share it
                 target = getattr(module, owner, None) if owner else module
                 if hasattr(target, name):
                     setattr(target, name, heads.value(meaning))
@@ -216,13 +206,12 @@ class FamilyPlan(FamilyCuts):
         return path.rpartition(".")[0]
 
 
-def _check_activation(config: Any, path: str) -> None:
-    """Features of zeros after the last one must stay zero."""
+def _check_activation(config: object, path: str) -> None:
+    """Raise ConfigError if the activation is not zero at zero: padding features must stay zero."""
     for name in ("hidden_act", "hidden_activation", "activation_function", "activation", "dense_act_fn"):
         value = getattr(config, name, None)
         if isinstance(value, str) and ("sigmoid" in value or "softplus" in value):
             raise ConfigError(
-                f"the features of `{path}` must be a multiple of the tensor-parallel ranks, because "
-                f"`{name}` is "
-                f"{value}, which is not zero at zero; choose another number of ranks"
+                f"the features of `{path}` must be a multiple of the tensor-parallel ranks, because `{name}` "
+                f"is {value}, which is not zero at zero; choose another number of ranks"
             )

@@ -1,4 +1,4 @@
-"""Slicing a model by rules for its linear layers, without knowing its family."""
+"""Slicing a model of unknown family by rules for its linear layers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,10 @@ from megazero.deepspeed.tensor_parallel.slices import Piece
 from megazero.errors import ConfigError
 
 _PER_RANK = (
-    "num_heads",
-    "n_heads",
-    "n_head",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_kv_heads",
-    "hidden_size",
-    "embed_dim",
-    "all_head_size",
-    "inner_dim",
-    "split_size",
-    "d_model",
+    *("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads"),
+    *("hidden_size", "embed_dim", "all_head_size", "inner_dim", "split_size", "d_model"),
 )
+"""Attributes of attention modules and MLPs that become those of one rank."""
 
 
 def slice_by_rules(cutter: Cutter, rules: Mapping[str, Rule], *, divide: bool = True) -> None:
@@ -35,11 +26,11 @@ def slice_by_rules(cutter: Cutter, rules: Mapping[str, Rule], *, divide: bool = 
 
     Args:
         cutter: slices modules of the model.
-        rules: by path.
-        divide: whether to divide the sizes that the owners of sliced outputs keep.
+        rules: path -> rule.
+        divide: whether to divide the sizes that modules with sliced outputs store as attributes.
 
     Raises:
-        ConfigError: something is sliced that does not divide by the ranks, or is no linear layer.
+        ConfigError: a size does not divide by the ranks, or a sliced module is no linear layer.
     """
     model, ranks = cutter.model, cutter.group.size
     config: Any = getattr(model, "config", None)
@@ -55,7 +46,7 @@ def slice_by_rules(cutter: Cutter, rules: Mapping[str, Rule], *, divide: bool = 
         if rule.kind == "column":
             cutter.column(path, _pieces(path, rule, module, ranks), gather=rule.gather)
         elif rule.kind == "row":
-            width = _width(module, outputs=False)
+            width = width_of(module, outputs=False)
             _check_width(path, width, ranks)
             cutter.row(path, Piece(width, width))
         elif rule.kind == "experts":
@@ -67,15 +58,15 @@ def slice_by_rules(cutter: Cutter, rules: Mapping[str, Rule], *, divide: bool = 
 
 
 def _pieces(path: str, rule: Rule, module: nn.Module, ranks: int) -> tuple[Piece, ...]:
-    width = _width(module, outputs=True)
+    width = width_of(module, outputs=True)
     widths = (width // rule.pieces,) * rule.pieces if isinstance(rule.pieces, int) else rule.pieces
-    for part in widths:
-        if not rule.gather:
-            _check_width(path, part, ranks)
-    return tuple(Piece(part, part) for part in widths)
+    for width in widths if not rule.gather else ():
+        _check_width(path, width, ranks)
+    return tuple(Piece(width, width) for width in widths)
 
 
-def _width(module: nn.Module, outputs: bool) -> int:
+def width_of(module: nn.Module, outputs: bool) -> int:
+    """Return the number of outputs, or else of inputs, of a linear layer, see `is_linear`."""
     shape = module.get_parameter("weight").shape
     return shape[0 if outputs == isinstance(module, nn.Linear) else 1]
 
@@ -84,22 +75,20 @@ def _check_width(path: str, width: int, ranks: int) -> None:
     if width % ranks:
         raise ConfigError(
             f"`{path}` must have a width that divides by the tensor-parallel ranks ({ranks}), but has "
-            f"{width}; "
-            "choose another number of ranks or skip the layer"
+            f"{width}; choose another number of ranks or skip the layer"
         )
 
 
-def _check_heads(config: Any, ranks: int) -> None:
-    """Raise ConfigError if the configuration counts heads that do not divide by the ranks."""
+def _check_heads(config: object, ranks: int) -> None:
+    """Raise ConfigError if the heads of the configuration do not divide by the ranks."""
     if getattr(config, "num_attention_heads", None) is None:
         return
     heads = heads_of(config, ranks, 0)
     if heads.query % ranks or heads.key_value % ranks:
         raise ConfigError(
             f"`num_key_value_heads` ({heads.key_value}) and `num_attention_heads` ({heads.query}) must "
-            "divide by "
-            f"the tensor-parallel ranks ({ranks}) for a model of no known family; choose another number of "
-            "ranks"
+            f"divide by the tensor-parallel ranks ({ranks}) for a model of unknown family; choose another "
+            "number of ranks"
         )
 
 
@@ -110,7 +99,6 @@ def _divide_sizes(path: str, module: nn.Module, ranks: int) -> None:
             if value % ranks:
                 raise ConfigError(
                     f"`{path}.{name}` must divide by the tensor-parallel ranks ({ranks}), but is {value}; "
-                    "choose "
-                    "another number of ranks"
+                    "choose another number of ranks"
                 )
             setattr(module, name, value // ranks)

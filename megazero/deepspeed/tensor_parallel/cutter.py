@@ -1,4 +1,4 @@
-"""Replacing modules of a given model by slices of themselves."""
+"""Replacing the modules of a model by slices of themselves."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megazero.deepspeed.tensor_parallel.layers import ColumnLinear, Parts, RowLinear
+from megazero.deepspeed.tensor_parallel.layers import ColumnLinear, PartialSums, RowLinear
 from megazero.deepspeed.tensor_parallel.slices import Piece, Sliced, slice_parameter
 from megazero.deepspeed.zero.partition import partition_of
 from megazero.errors import ConfigError
 from megazero.mpu.group import Group
 
-_EXPERT_FEATURES = 8  # torch's grouped product wants rows of 16 bytes
+_EXPERT_FEATURES = 8  # torch's grouped matmul needs rows that are multiples of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Cutter:
 
     Attributes:
         model: the model, whole; afterwards this rank's slice of it.
-        group: the ranks that divide it.
-        trained: whether it will be trained; if not, no rank keeps more than it uses.
+        group: the ranks that the model is sliced over.
+        trained: whether the model will be trained; if not, each rank keeps only what it uses.
     """
 
     model: nn.Module
@@ -32,21 +32,20 @@ class Cutter:
     trained: bool
 
     def column(self, path: str, pieces: Sequence[Piece], *, gather: bool = False) -> None:
-        """Slice the outputs of a linear layer, which are these pieces.
+        """Slice the outputs of a linear layer.
 
         Args:
-            path: of the layer.
-            pieces: its outputs.
-            gather: whether the outputs of all ranks are put together again.
+            path: the path of the layer.
+            pieces: the pieces that make up the outputs.
+            gather: whether forward gathers the outputs of all ranks.
 
         Raises:
-            ConfigError: outputs of several pieces are to be put together.
+            ConfigError: outputs of several pieces are to be gathered.
         """
         if gather and len(pieces) > 1:
             raise ConfigError(
                 f"`gather_output` must be false for `{path}`, which holds {len(pieces)} weights, but is "
-                "true; "
-                "skip the layer to keep it whole"
+                "true; skip the layer to keep it whole"
             )
         linear = self.model.get_submodule(path)
         inputs_first = not isinstance(linear, nn.Linear)
@@ -70,7 +69,7 @@ class Cutter:
         """Slice the hidden features of stacked experts, `gate_up_proj` [e, 2f, h] and `down_proj` [e, h, f].
 
         Raises:
-            ConfigError: the module holds something else.
+            ConfigError: the module has other parameters.
         """
         module = self.model.get_submodule(path)
         shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
@@ -78,37 +77,36 @@ class Cutter:
         if shapes != {"gate_up_proj": (count, 2 * width, hidden), "down_proj": (count, hidden, width)}:
             raise ConfigError(
                 f"`{path}` must hold `gate_up_proj` [experts, 2 f, h] and `down_proj` [experts, h, f], but "
-                f"holds {shapes}; its layout is not known here, so train or run it on one tensor-parallel "
-                "rank"
+                f"holds {shapes}; train or run a model with this layout on one tensor-parallel rank"
             )
         half = Piece(width, width, align=_EXPERT_FEATURES)
         for name, dim, pieces in (("gate_up_proj", 1, (half, half)), ("down_proj", 2, (half,))):
             self.parameter(f"{path}.{name}", module.get_parameter(name), dim, pieces)
-        parts = Parts(self.group)
-        module.register_forward_pre_hook(parts.share, with_kwargs=True)
-        module.register_forward_hook(parts.total)
+        sums = PartialSums(self.group)
+        module.register_forward_pre_hook(sums.share, with_kwargs=True)
+        module.register_forward_hook(sums.total)
 
     def parameter(
         self, name: str, param: nn.Parameter, dim: int, pieces: Sequence[Piece], whole: bool = False
     ) -> None:
-        """Slice one parameter; one that has been sliced already is left alone, because it is tied."""
+        """Slice one parameter, unless it is tied and has been sliced already."""
         if "sliced" in param.__dict__:
             return
         home = partition_of(param)
-        if home is not None:  # cut by `zero.Init` over ranks that now hold different slices
+        if home is not None:  # `zero.Init` sharded it over ranks that now hold different slices
             param.data = home.whole()
             del param.__dict__["shard_holder"], param.__dict__["__deepcopy__"]
         sliced = Sliced(name, tuple(param.shape), dim, tuple(pieces), whole)
         slice_parameter(param, sliced, self.group, trained=self.trained)
 
     def shared(self, path: str) -> None:
-        """Note that each rank has only a part of the gradients of a module's parameters."""
+        """Mark a module whose parameters get a partial gradient on each rank."""
         for name, param in self.model.get_submodule(path).named_parameters():
             piece = Piece(param.shape[0], 1, (0, param.shape[0]))
             self.parameter(f"{path}.{name}", param, 0, (piece,), whole=True)
 
     def head(self, embeddings: nn.Module | None, head: nn.Linear) -> None:
-        """Slice the vocabulary of the output layer, and gather its outputs, unless it is tied."""
+        """Slice the vocabulary of the output layer and gather its outputs, unless the layer is tied."""
         if getattr(embeddings, "weight", None) is head.weight:
             return
         path = next(name for name, module in self.model.named_modules() if module is head)
@@ -123,7 +121,7 @@ class Cutter:
 
 
 def synchronise(group: Group, device: torch.device) -> None:
-    """Give all ranks the first one's random state, so that they draw the same samples."""
+    """Copy the first rank's random state to all ranks, so that they draw the same numbers."""
     if group.size == 1:
         return
     state = torch.get_rng_state().to(device)

@@ -1,28 +1,28 @@
-"""The attention heads of a model, and those of one tensor-parallel rank."""
+"""The attention heads of a model and of one tensor-parallel rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from megazero.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Heads:
-    """A model's heads, divided over ranks so that each rank holds whole groups of query heads.
+    """A model's heads, divided over ranks by whole groups: a key-value head with its query heads.
 
-    A group is a key-value head with its query heads. If the groups do not divide by the ranks, the last ranks
-    get heads of zeros, which add nothing to a product with zero columns and have no gradients. If there are
-    fewer key-value heads than ranks, several ranks share one: each has all of that weight and uses its part.
+    If the groups do not divide by the ranks, the last ranks are padded by heads of zeros, which contribute
+    nothing and get no gradients. If there are fewer key-value heads than ranks, several ranks share one: each
+    stores the whole key-value weight and uses its part.
 
     Attributes:
-        query: query heads of the whole model.
-        key_value: its key-value heads.
-        width: features of a head.
-        ranks: number of tensor-parallel ranks.
-        rank: this one's number.
-        may_share: whether ranks may share a key-value head; not where a weight holds it between its queries.
+        query: the number of query heads in the model.
+        key_value: the number of key-value heads in the model.
+        width: the number of features in a head.
+        ranks: the number of tensor-parallel ranks.
+        rank: this tensor-parallel rank.
+        may_share: whether ranks may share a key-value head; False if a fused weight interleaves keys and
+            queries.
     """
 
     query: int
@@ -40,26 +40,26 @@ class Heads:
 
     @property
     def units(self) -> int:
-        """The number of parts of the query heads that must not be divided further."""
+        """The number of indivisible parts of the query heads."""
         return self.query if self.shared else self.key_value
 
     @property
     def local_query(self) -> int:
-        """Query heads of one rank, heads of zeros included."""
+        """The number of query heads on one rank, padding included."""
         return -(-self.units // self.ranks) * (self.query // self.units)
 
     @property
     def local_key_value(self) -> int:
-        """Key-value heads of one rank, heads of zeros included."""
+        """The number of key-value heads on one rank, padding included."""
         return 1 if self.shared else -(-self.key_value // self.ranks)
 
     @property
     def used(self) -> tuple[int, int]:
-        """Where this rank's key-value head starts among the features, and its width, if heads are shared."""
+        """The first feature and the width of this rank's key-value head, if heads are shared."""
         return self.rank * self.key_value // self.ranks * self.width, self.width
 
     def value(self, name: str) -> int:
-        """The number that an attribute of an attention module must be on one rank."""
+        """Return the value of an attention module's attribute on one rank, by its meaning in the table."""
         values = {
             "query": self.local_query,
             "key_value": self.local_key_value,
@@ -69,11 +69,11 @@ class Heads:
         return values[name]
 
 
-def heads_of(config: Any, ranks: int, rank: int) -> Heads:
-    """The heads that a Hugging Face configuration describes.
+def heads_of(config: object, ranks: int, rank: int) -> Heads:
+    """Read the heads from a Hugging Face configuration.
 
     Raises:
-        ConfigError: it does not say how many there are, or they do not form equal groups.
+        ConfigError: the number of heads is missing, or heads do not form equal groups.
     """
     query = _first(config, "num_attention_heads", "num_heads", "n_heads", "n_head")
     hidden = _first(config, "hidden_size", "d_model", "n_embd", "dim")
@@ -83,7 +83,7 @@ def heads_of(config: Any, ranks: int, rank: int) -> Heads:
             "`num_attention_heads` and `hidden_size`"
         )
     key_value = _first(config, "num_key_value_heads", "num_kv_heads") or query
-    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+    if is_multi_query(config):
         key_value = 1
     if query % key_value:
         raise ConfigError(
@@ -93,6 +93,13 @@ def heads_of(config: Any, ranks: int, rank: int) -> Heads:
     return Heads(query, key_value, width, ranks, rank)
 
 
-def _first(config: Any, *names: str) -> int | None:
+def is_multi_query(config: object) -> bool:
+    """Whether a Hugging Face configuration (Falcon, GPT-BigCode) has one key-value head for all queries."""
+    newer = getattr(config, "new_decoder_architecture", False)  # Falcon's grouped queries override the flag
+    return bool(getattr(config, "multi_query", False)) and not newer
+
+
+def _first(config: object, *names: str) -> int | None:
+    """Return the first of these attributes that is a whole number."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), None)

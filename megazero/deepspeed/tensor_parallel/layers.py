@@ -1,4 +1,4 @@
-"""Layers of a given model, each replaced by one that holds a slice of its weights."""
+"""The layers that replace those of a user's model, each with a slice of the weights."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megazero.mpu.group import Group
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module multiplies by a matrix: torch's `Linear`, or the `Conv1D` of GPT-2's code."""
+    """Whether a module is a `nn.Linear` or a `Conv1D` of transformers, whose weight is [in, out]."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 class SlicedLinear(nn.Module):
-    """A linear layer with a slice of the weights, which stay the parameters that they were.
+    """A linear layer with a slice of the weights; the parameters remain the same objects.
 
     Args:
-        linear: the layer that this one replaces.
-        group: the ranks that hold the other slices.
+        linear: the layer that is replaced.
+        group: the ranks that the weights are sliced over.
     """
 
     def __init__(self, linear: nn.Module, group: Group):
@@ -35,25 +35,26 @@ class SlicedLinear(nn.Module):
 
     @property
     def in_features(self) -> int:
-        """Inputs on this rank."""
+        """The number of inputs on this rank."""
         return self.weight.shape[0 if self.inputs_first else 1]
 
     @property
     def out_features(self) -> int:
-        """Outputs on this rank."""
+        """The number of outputs on this rank."""
         return self.weight.shape[1 if self.inputs_first else 0]
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``x @ weight`` in the orientation of this layer."""
+        """Multiply x [..., in] by a weight in this layer's orientation and add the bias."""
         return F.linear(x, weight.t() if self.inputs_first else weight, bias)
 
 
 class ColumnLinear(SlicedLinear):
-    """[..., h] -> [..., n/tp]: a part of the outputs.
+    """Computes a slice of the outputs: [..., h] -> [..., n/tp].
 
     Args:
-        used: start and width of the outputs that this rank uses, where it holds all of them.
-        outputs: the number of outputs of all ranks, if they are to be gathered; None leaves them sliced.
+        linear, group: see `SlicedLinear`.
+        used: the start and the width of the outputs to compute, if this rank stores all of them.
+        outputs: the number of outputs to gather from all ranks; None leaves them sliced.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class ColumnLinear(SlicedLinear):
         self.used, self.outputs = used, outputs
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product plus the bias."""
+        """Map [..., h] to [..., n/tp], or to [..., n] if outputs are gathered."""
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.used is not None:
@@ -74,49 +75,54 @@ class ColumnLinear(SlicedLinear):
 
 
 class RowLinear(SlicedLinear):
-    """[..., n/tp] -> [..., h]: products with a part of the inputs, summed over the ranks."""
+    """Multiplies a slice of the inputs and sums over the ranks: [..., n/tp] -> [..., h]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The summed product, plus the bias once."""
+        """Map [..., n/tp] to [..., h]; the bias is added once, after the sum."""
         y = reduce_from_slices(self.product(x, self.weight, None), self.group, given_away=True)
         return y if self.bias is None else y + self.bias
 
 
-class Parts:
-    """Hooks of a module of which each rank computes a part of a sum, such as experts with sliced weights."""
+class PartialSums:
+    """Hooks for a module that computes a part of a sum on each rank, such as experts with sliced weights."""
 
     def __init__(self, group: Group):
         self.group = group
 
-    def share(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before forward: gradients of what all ranks read must be summed."""
+    def share(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        """Before forward: make backward sum the inputs' gradients over the ranks."""
 
-        def shared(value: Any) -> Any:
-            floating = isinstance(value, Tensor) and value.is_floating_point()
-            return share_for_parts(value, self.group) if floating else value
+        def shared(value: object) -> object:
+            if isinstance(value, Tensor) and value.is_floating_point():
+                return share_for_parts(value, self.group)
+            return value
 
         return tuple(map(shared, args)), {key: shared(value) for key, value in kwargs.items()}
 
-    def total(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """After forward: the sum over the ranks."""
+    def total(self, module: nn.Module, args: object, output: Tensor) -> Tensor:
+        """After forward: sum the output over the ranks."""
         return reduce_from_slices(output, self.group)
 
 
 class HeadRows:
-    """A hook before an attention's forward, which leaves of one argument the rows of this rank's heads.
+    """A hook before an attention's forward, which slices one argument to the rows of this rank's heads.
 
     Args:
         name: the argument, [heads, ...], [batch * heads, ...] or [batch, heads, q, k].
-        heads: heads of the whole model.
-        start: the first one of this rank.
-        count: how many it has; those beyond the last are zeros.
+        heads: the number of heads in the model.
+        start: the first head of this rank.
+        count: the number of heads on this rank; heads beyond the model's last get zeros.
     """
 
     def __init__(self, name: str, heads: int, start: int, count: int):
         self.name, self.heads, self.start, self.count = name, heads, start, count
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See the class."""
+    def __call__(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[object, ...], dict[str, Any]] | None:
+        """Return the arguments with the slice; None leaves them unchanged."""
         rows = kwargs.get(self.name)
         if rows is None:
             return None
@@ -133,14 +139,14 @@ class HeadRows:
 
 
 def whole_value(value: Tensor, group: Group) -> Tensor:
-    """A parameter's or buffer's whole value; all tensor-parallel ranks call this."""
+    """Gather the whole value of a parameter or buffer; all tensor-parallel ranks call this."""
     sliced = sliced_of(value)
     return value.detach() if sliced is None else whole_weight(value.detach(), sliced, group)
 
 
 @torch.no_grad()
 def fill(model: nn.Module, name: str, whole: Tensor, group: Group) -> None:
-    """Write a whole weight into a parameter or buffer, this rank's slice of it."""
+    """Copy this rank's slice of a whole weight into a parameter or buffer."""
     params = dict(model.named_parameters(remove_duplicate=False))  # a tied weight has two names
     target = params[name] if name in params else model.get_buffer(name)
     sliced = sliced_of(target)

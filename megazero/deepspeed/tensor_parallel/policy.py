@@ -1,4 +1,4 @@
-"""Choosing how a model is sliced: the script's rules, the table's row, or the model's own plan."""
+"""Choosing the rules that slice a model: the script's, the family's, or the model's own plan."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megazero.errors import ConfigError
 
 @dataclass(frozen=True)
 class SlicingPolicy:
-    """The wishes of a script on how its model is sliced.
+    """A script's settings for slicing its model.
 
     Attributes:
-        specs: entries of ``partition_config.layer_specs``.
-        defaults: whether layers that no entry names follow the model's family; if not, they are whole.
-        strict: whether a linear layer of a block that no entry names is an error.
-        preset: the `model_type` whose row of the table is used instead of the model's own.
+        specs: the entries of ``partition_config.layer_specs``.
+        defaults: whether layers without an entry follow the model's family; otherwise they stay whole.
+        strict: whether a linear layer of a block without an entry is an error.
+        preset: the `model_type` of the family to use instead of the model's own.
         injection: ``{LayerClass: names of layers whose products are summed}``.
     """
 
@@ -33,22 +33,21 @@ class SlicingPolicy:
     defaults: bool = True
     strict: bool = False
     preset: str | None = None
-    injection: Mapping[Any, Any] | None = None
+    injection: Mapping[object, object] | None = None
 
     @classmethod
     def read(cls, section: Mapping[str, Any]) -> SlicingPolicy:
-        """The policy in a JSON's `tensor_parallel`.
+        """Read the section `tensor_parallel` of a JSON.
 
         Raises:
-            ConfigError: a key or value of it is not known.
+            ConfigError: a key or a value is unknown.
         """
         config = section.get("partition_config") or {}
         known = {"use_default_specs", "strict_mode", "layer_specs"}
         if unknown := sorted(set(config) - known):
             raise ConfigError(
                 f"`partition_config` must have the keys {', '.join(sorted(known))}, but has {unknown[0]}; "
-                "leave "
-                "it out"
+                "leave it out"
             )
         preset = section.get("preset_model")
         types = {kind for family in read_families() for kind in family.types}
@@ -66,14 +65,14 @@ class SlicingPolicy:
 
 
 def slice_model(cutter: Cutter, policy: SlicingPolicy) -> None:
-    """Slice a model over the cutter's ranks. Nothing happens with one rank.
+    """Slice a model over the cutter's ranks; with one rank, do nothing.
 
-    Rules in ``layer_specs`` come first, then the row of the model's family, then `injection`, then the
-    model's own `tp_plan`. A family's row wins over the latter two because it knows what they cannot say: the
-    heads, and the order in a fused weight.
+    The rules are, by precedence, those of ``layer_specs``, of the model's family, of `injection`, and of the
+    model's own `tp_plan`. The family comes before the latter two because they cannot describe heads and the
+    layout of fused weights.
 
     Raises:
-        ConfigError: no rule fits the model, or its layers are not as its rule says.
+        ConfigError: the model has no rules, or a layer contradicts its rule.
     """
     model = cutter.model
     if cutter.group.size == 1:
@@ -83,8 +82,7 @@ def slice_model(cutter: Cutter, policy: SlicingPolicy) -> None:
     rules: dict[str, Rule] = dict(spec_rules(model, policy.specs, kind))
     if policy.specs and not rules:
         raise ConfigError(
-            "`layer_specs` must match weights of `model`, but match none; their patterns are matched from "
-            "the "
+            "`layer_specs` must match weights of `model`, but match none; a pattern matches from the "
             "start of names such as " + next(f"{p}.weight" for p, m in model.named_modules() if is_linear(m))
         )
     if policy.specs and policy.strict:

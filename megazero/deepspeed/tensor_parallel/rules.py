@@ -1,4 +1,4 @@
-"""Rules that a script or a model brings along for its linear layers, instead of a row of the table."""
+"""Rules for linear layers from a script or a model, instead of those of a family."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megazero.deepspeed.tensor_parallel.layers import is_linear
 from megazero.errors import ConfigError
 
 FUSED_NAMES = ("qkv_proj", "query_key_value", "Wqkv", "W_pack", "c_attn", "qkv", "gate_up_proj", "in_proj")
-"""Layers of several weights, whose order a name alone does not tell."""
+"""Layers of several fused weights, whose layout does not follow from the name."""
 
 Kind = Literal["column", "row", "whole", "shared", "experts"]
 
@@ -24,10 +24,10 @@ class Rule:
     """How one module is sliced.
 
     Attributes:
-        kind: its outputs, its inputs, nothing, nothing although each rank has a part of the gradients, or the
-            features of stacked experts.
-        pieces: the number of equal pieces of its outputs, or the width of each.
-        gather: whether the outputs of all ranks are put together again.
+        kind: ``column`` slices outputs, ``row`` inputs and ``experts`` the features of stacked experts; with
+            ``whole`` and ``shared`` each rank keeps all weights, and ``shared`` sums their gradients.
+        pieces: the number of equal pieces that make up the outputs, or the width of each piece.
+        gather: whether forward gathers the outputs of all ranks.
     """
 
     kind: Kind
@@ -37,7 +37,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """An entry of ``partition_config.layer_specs``."""
+    """An entry of ``partition_config.layer_specs``: a rule for the weights that match its patterns."""
 
     patterns: tuple[str, ...]
     rule: Rule
@@ -45,10 +45,10 @@ class LayerSpec:
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> LayerSpec:
-        """Check an entry.
+        """Read an entry of the JSON.
 
         Raises:
-            ConfigError: it has unknown keys or values.
+            ConfigError: a key or a value is unknown.
         """
         known = {"patterns", "partition_type", "shape", "partition_dim", "model_types"}
         known |= {"gather_output", "grad_allreduce"}
@@ -64,8 +64,7 @@ class LayerSpec:
         if not patterns or kind is None:
             raise ConfigError(
                 "`layer_specs` must have `patterns` and a `partition_type` of column, row or skip, but an "
-                "entry "
-                f"is {dict(entry)}"
+                f"entry is {dict(entry)}"
             )
         if kind == "whole" and entry.get("grad_allreduce"):
             kind = "shared"
@@ -74,21 +73,21 @@ class LayerSpec:
         return cls(patterns, Rule(kind, pieces, bool(entry.get("gather_output"))), types)
 
     def matches(self, path: str, model_type: str | None) -> bool:
-        """Whether the entry is for the weight of a module."""
+        """Whether the entry applies to the weight of the module at `path`."""
         if self.model_types and model_type not in self.model_types:
             return False
         return any(re.match(pattern, f"{path}.weight") for pattern in self.patterns)
 
 
-def _pieces(shape: Any, dim: Any, kind: Kind) -> int | tuple[int, ...]:
-    """How many pieces a weight viewed as `shape` and cut along `dim` has, or their widths."""
+def _pieces(shape: Sequence[Any] | None, dim: object, kind: Kind) -> int | tuple[int, ...]:
+    """Return the number or the widths of the pieces of a weight viewed as `shape` and sliced along `dim`."""
     if shape is None:
         return 1
     sizes = [tuple(size) if isinstance(size, (list, tuple)) else size for size in shape]
     if kind != "column" or dim not in (None, 0, 1) or (dim == 1 and len(sizes) < 3):
         raise ConfigError(
-            "`shape` must be of a column-parallel layer that is cut along `partition_dim` 0 (or 1 of three "
-            f"dims), but is {shape} with `partition_dim` {dim}; leave it out"
+            "`shape` must be of a column-parallel layer that is sliced along `partition_dim` 0 (or 1 of "
+            f"three dims), but is {shape} with `partition_dim` {dim}; leave it out"
         )
     first = sizes[0]
     if isinstance(first, tuple):
@@ -103,7 +102,7 @@ _STYLES: Mapping[str, Rule] = MappingProxyType(
         "colwise_rep": Rule("column", gather=True),
         "colwise_gather_output": Rule("column", gather=True),
         "rowwise": Rule("row"),
-        "rowwise_split_input": Rule("whole"),  # its inputs are whole
+        "rowwise_split_input": Rule("whole"),  # its inputs are not sliced
         "replicated_with_grad_allreduce": Rule("shared"),
         "embedding_rowwise": Rule("whole"),
         "moe_tp_experts": Rule("experts"),
@@ -112,10 +111,10 @@ _STYLES: Mapping[str, Rule] = MappingProxyType(
 
 
 def plan_rules(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Rule]:
-    """The rules of a model's own `tp_plan`, ``{"layers.*.self_attn.q_proj": "colwise", ...}``.
+    """Return path -> rule by a model's own `tp_plan`, ``{"layers.*.self_attn.q_proj": "colwise", ...}``.
 
     Raises:
-        ConfigError: it has a style that is not known here.
+        ConfigError: a style of the plan is unknown.
     """
     rules: dict[str, Rule] = {}
     patterns = {re.compile(re.escape(name).replace(r"\*", r"[^.]+")): style for name, style in plan.items()}
@@ -135,13 +134,13 @@ def plan_rules(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Rule]:
     return rules
 
 
-def injected_rules(model: nn.Module, policy: Mapping[Any, Any]) -> dict[str, Rule]:
-    """The rules of ``{LayerClass: ("attn.out_proj", "mlp.fc2")}``: products that are summed.
+def injected_rules(model: nn.Module, policy: Mapping[object, object]) -> dict[str, Rule]:
+    """Return path -> rule by an injection policy, ``{LayerClass: ("attn.out_proj", "mlp.fc2")}``.
 
-    The other linear layers within a module of that class are column-parallel.
+    In modules of that class, the named linear layers are row-parallel and all others column-parallel.
 
     Raises:
-        ConfigError: the policy is not of this form, fits no module, or a layer is fused.
+        ConfigError: the policy has another form or matches no module, or a layer is fused.
     """
     rules: dict[str, Rule] = {}
     for kind, names in policy.items():
@@ -149,11 +148,12 @@ def injected_rules(model: nn.Module, policy: Mapping[Any, Any]) -> dict[str, Rul
         if not isinstance(kind, (type, str)) or not isinstance(names, Sequence):
             raise ConfigError(
                 "`injection_policy` must map a class of layers to the names of those whose products are "
-                "summed, "
-                f"but holds {kind}: {names}"
+                f"summed, but holds {kind}: {names}"
             )
-        blocks = [(path, m) for path, m in model.named_modules() if _is_a(m, kind)]
-        for block_path, block in blocks:
+        for block_path, block in model.named_modules():
+            matches = type(block).__name__ == kind if isinstance(kind, str) else isinstance(block, kind)
+            if not matches:
+                continue
             for name, module in block.named_modules():
                 path = f"{block_path}.{name}" if block_path else name
                 if not name or not is_linear(module):
@@ -175,7 +175,7 @@ def injected_rules(model: nn.Module, policy: Mapping[Any, Any]) -> dict[str, Rul
 def spec_rules(
     model: nn.Module, specs: Sequence[LayerSpec], model_type: str | None
 ) -> Iterator[tuple[str, Rule]]:
-    """The rule of each module that an entry of ``layer_specs`` is for; the first entry decides."""
+    """Yield the path and the rule of each module that an entry matches; the first match decides."""
     for path, module in model.named_modules():
         if not hasattr(module, "weight"):
             continue
@@ -184,16 +184,12 @@ def spec_rules(
             yield path, rule
 
 
-def _is_a(module: nn.Module, kind: type | str) -> bool:
-    return type(module).__name__ == kind if isinstance(kind, str) else isinstance(module, kind)
-
-
 def _is_fused(path: str) -> bool:
     return path.rpartition(".")[2] in FUSED_NAMES
 
 
 def _fused(path: str, module: nn.Module) -> ConfigError:
     return ConfigError(
-        f"`{path}` must be a layer of one weight, but by its name it holds several, in an order that no rule "
-        f"for {type(module).__name__} tells; describe it in `partition_config` with a `shape`"
+        f"`{path}` must be a layer of one weight, but by its name it holds several, and no rule for "
+        f"{type(module).__name__} describes their layout; describe it in `partition_config` with a `shape`"
     )

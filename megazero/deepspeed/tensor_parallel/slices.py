@@ -1,4 +1,4 @@
-"""Slices of a weight: which features of it a tensor-parallel rank has, and the whole from all of them."""
+"""Slicing a weight over tensor-parallel ranks, and joining the slices."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 
 @dataclass(frozen=True)
 class Piece:
-    """Features of a weight that are divided over the ranks by one rule; a fused weight has several.
+    """Features of a weight that are divided evenly over the ranks; a fused weight has several pieces.
 
     Attributes:
-        width: number of features.
-        units: number of equal parts that must not be divided further.
-        used: the start and width of what this rank uses, if each rank has all of the piece; None if each has
-            its own part.
-        align: the features of a rank are a multiple of this, which some kernels need.
+        width: the number of features.
+        units: the number of indivisible equal parts.
+        used: the start and the width of the features that this rank uses, if each rank stores the whole
+            piece; None if each rank stores its own part.
+        align: some kernels need the features of a rank to be a multiple of this.
     """
 
     width: int
@@ -31,12 +31,12 @@ class Piece:
     align: int = 1
 
     def local(self, ranks: int) -> int:
-        """Features on one rank, zeros at the end included."""
+        """Return the number of features on one rank, padding included."""
         size = -(-self.units // ranks) * (self.width // self.units)
         return -(-size // self.align) * self.align
 
     def of(self, whole: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
-        """A rank's part of the piece."""
+        """Return a rank's part of the piece, padded with zeros at the end."""
         if self.used is not None:
             return whole.narrow(dim, *self.used)
         size = self.local(ranks)
@@ -53,14 +53,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Sliced:
-    """How a parameter is made of slices of a whole weight.
+    """How a weight is sliced.
 
     Attributes:
-        name: the name of the whole weight.
-        shape: its shape.
-        dim: the dim that the pieces follow each other along.
-        pieces: what they are.
-        whole: whether each rank keeps the whole weight, although it uses only a part of it.
+        name: the name of the weight.
+        shape: the shape of the whole weight.
+        dim: the dim along which the pieces are concatenated.
+        pieces: the pieces.
+        whole: whether each rank stores the whole weight, although it uses only a part.
     """
 
     name: str
@@ -74,13 +74,12 @@ class Sliced:
         if width != self.shape[self.dim]:
             raise ConfigError(
                 f"`{self.name}` must have the layout of its family, "
-                f"{' + '.join(str(p.width) for p in self.pieces)} "
-                f"features, but has {self.shape[self.dim]}; its layout is not known here, so name it in "
-                "`partition_config`"
+                f"{' + '.join(str(p.width) for p in self.pieces)} features, but has {self.shape[self.dim]}; "
+                "its layout is not known here, so name it in `partition_config`"
             )
 
     def of(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        """A rank's slice of the whole weight."""
+        """Return a rank's slice of the whole weight."""
         if self.whole:
             return whole
         parts = whole.split([piece.width for piece in self.pieces], self.dim)
@@ -88,24 +87,24 @@ class Sliced:
         return torch.cat(own, self.dim).contiguous() if len(own) > 1 else own[0].contiguous()
 
     def join(self, slices: Sequence[Tensor]) -> Tensor:
-        """The whole weight from the slices of all ranks."""
+        """Join the slices of all ranks to the whole weight."""
         if self.whole:
             return slices[0]
         ranks = len(slices)
         sizes = [piece.used[1] if piece.used else piece.local(ranks) for piece in self.pieces]
         split = [part.split(sizes, self.dim) for part in slices]
-        parts = []
+        joined = []
         for number, piece in enumerate(self.pieces):
-            shares = max(1, ranks * sizes[number] // piece.width) if piece.used else 1
-            own = [part[number] for part in split][::shares]
-            parts.append(torch.cat(own, self.dim).narrow(self.dim, 0, piece.width))
-        return torch.cat(parts, self.dim)
+            copies = max(1, ranks * sizes[number] // piece.width) if piece.used else 1
+            parts = [part[number] for part in split][::copies]
+            joined.append(torch.cat(parts, self.dim).narrow(self.dim, 0, piece.width))
+        return torch.cat(joined, self.dim)
 
     def spec(self, ranks: int) -> ParamSpec:
-        """The spec that ZeRO, norms and checkpoints read.
+        """Return the parameter's spec for ZeRO, gradient norms and checkpoints.
 
-        Equal pieces are a dim of their own, so that a checkpoint holds the weight in an order that depends on
-        no layout. Unequal ones do not fit that; the name then carries the number of ranks.
+        Equal pieces become a dim of their own, so that a checkpoint's weight does not depend on the number of
+        ranks. With unequal pieces it does, and the name contains that number.
 
         Raises:
             ConfigError: unequal pieces do not divide by the ranks.
@@ -126,24 +125,23 @@ class Sliced:
         if any(piece.used or piece.units % ranks for piece in self.pieces):
             raise ConfigError(
                 f"`{self.name}` must have as many key-value heads as a multiple of the tensor-parallel ranks "
-                f"({ranks}) to be trained, because it holds queries, keys and values of unequal widths, "
-                "but has "
-                f"{min(piece.units for piece in self.pieces)}; choose fewer ranks"
+                f"({ranks}) to be trained, because it holds queries, keys and values of unequal widths, but "
+                f"has {min(piece.units for piece in self.pieces)}; choose fewer ranks"
             )
         return ParamSpec(f"{self.name}@tp{ranks}", self.shape, zeros, (Cut(dim, "tp"),))
 
 
 def sliced_of(param: Tensor) -> Sliced | None:
-    """How the parameter was sliced; None if it is whole."""
+    """Return how a parameter was sliced; None if it is whole."""
     sliced = param.__dict__.get("sliced")
     return sliced if isinstance(sliced, Sliced) else None
 
 
 def slice_parameter(param: nn.Parameter, sliced: Sliced, group: Group, *, trained: bool) -> None:
-    """Replace a parameter's values by this rank's slice; it stays the same object.
+    """Replace the values of a parameter by this rank's slice, in place.
 
     Raises:
-        ConfigError: it is to be trained, but its slices cannot be.
+        ConfigError: the slices cannot be trained, but `trained` is true.
     """
     if trained:
         param.__dict__["spec"] = sliced.spec(group.size)
@@ -154,7 +152,7 @@ def slice_parameter(param: nn.Parameter, sliced: Sliced, group: Group, *, traine
 
 
 def whole_weight(local: Tensor, sliced: Sliced, group: Group) -> Tensor:
-    """The whole weight; all tensor-parallel ranks call this."""
+    """Gather the whole weight; all tensor-parallel ranks call this."""
     if sliced.whole:
         return local
     flat = local.new_empty(group.size * local.numel())

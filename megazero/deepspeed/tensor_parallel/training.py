@@ -1,4 +1,4 @@
-"""Training a given model sliced over tensor-parallel ranks (DeepSpeed's AutoTP)."""
+"""Training a user's model sliced over tensor-parallel ranks (DeepSpeed's AutoTP)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megazero.config.deepspeed.load import load_ds_config
 from megazero.deepspeed.comm.mpu import DeepSpeedMpu
@@ -40,13 +41,13 @@ _DTYPES = MappingProxyType(
 
 @dataclass(frozen=True)
 class TensorParallelRequest:
-    """How many ranks a model is to be sliced over for training, and by which rules.
+    """The number of ranks to slice a model over for training, and the rules.
 
     Attributes:
-        size: tensor-parallel ranks; 1 slices nothing, and 0 says nothing.
-        policy: the rules.
-        dtype: the type that `tp_model_init` was given; None if it was not called.
-        group: a process group of the script's own for these ranks, which must be the same ones.
+        size: the number of tensor-parallel ranks; 1 slices nothing, and 0 is unspecified.
+        policy: chooses the rules.
+        dtype: the dtype that `tp_model_init` was given; None if it was not called.
+        group: the script's own process group of the tensor-parallel ranks.
     """
 
     size: int = 0
@@ -56,10 +57,10 @@ class TensorParallelRequest:
 
     @classmethod
     def read(cls, section: Mapping[str, Any]) -> TensorParallelRequest:
-        """The request in a JSON's `tensor_parallel`.
+        """Read the section `tensor_parallel` of a JSON.
 
         Raises:
-            ConfigError: a key or value of it is not known.
+            ConfigError: a key or a value is unknown.
         """
         for key in section:
             if key in _REFUSED:
@@ -83,7 +84,7 @@ class TensorParallelRequest:
         return cls(sizes.pop() if sizes else 0, SlicingPolicy.read(section), group=inner.get("tp_group"))
 
     def within(self, model: nn.Module, weights: torch.dtype) -> TensorParallelRequest:
-        """This request of the JSON, completed by what `tp_model_init` recorded on the model.
+        """Merge this request of the JSON with the one that `tp_model_init` recorded on the model.
 
         Raises:
             ConfigError: the two contradict each other.
@@ -98,17 +99,17 @@ class TensorParallelRequest:
             )
         if recorded.dtype not in (None, weights):
             raise ConfigError(
-                f"`dtype` of `tp_model_init` must be the type of the weights that the configuration says "
-                f"({weights}), but is {recorded.dtype}; enable `bf16` or `fp16`, or pass that type"
+                f"`dtype` of `tp_model_init` must be the dtype of weights in the configuration ({weights}), "
+                f"but is {recorded.dtype}; enable `bf16` or `fp16`, or pass that dtype"
             )
         own = self.policy if self.policy != SlicingPolicy() else recorded.policy
         return replace(self, size=recorded.size, policy=own, group=self.group or recorded.group)
 
-    def layout(self, mpu: Any) -> Any:
-        """An `mpu` that tells `find_context` that so many adjacent ranks are tensor-parallel.
+    def layout(self, mpu: object) -> object:
+        """Return `mpu`, or one with `size` tensor-parallel ranks for `find_context` if `mpu` is None.
 
         Raises:
-            ConfigError: `mpu` says another number, or there is a `tp_group` beside it.
+            ConfigError: `mpu` has another number of tensor-parallel ranks, or there is also a `tp_group`.
         """
         if self.group is not None and mpu is not None:
             raise ConfigError(
@@ -117,14 +118,13 @@ class TensorParallelRequest:
         if self.size <= 1:
             return mpu
         if mpu is None:
-            return _Ranks(self.size)
+            return _TensorParallelMpu(self.size)
         context = mpu.context if isinstance(mpu, DeepSpeedMpu) else mpu
         if isinstance(context, ParallelContext):
             size = context.tp.size
         else:
             names = ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
-            ask = next((getattr(mpu, name) for name in names if hasattr(mpu, name)), lambda: 1)
-            size = ask()
+            size = next((getattr(mpu, name)() for name in names if hasattr(mpu, name)), 1)
         if size != self.size:
             raise ConfigError(
                 f"`mpu` or `mesh_param` must have as many tensor-parallel ranks as `{SECTION}.autotp_size` "
@@ -132,19 +132,19 @@ class TensorParallelRequest:
             )
         return mpu
 
-    def shares(self, mpu: Any, context: ParallelContext) -> int:
-        """The number of ranks that the samples of a batch are counted over.
+    def shares(self, mpu: object, context: ParallelContext) -> int:
+        """Return the number of ranks whose micro-batches `train_batch_size` counts.
 
-        As in DeepSpeed, `train_batch_size` counts all ranks of a sliced model, although they read the same
-        samples, unless `mpu` says how many replicas there are.
+        As in DeepSpeed, without an `mpu` every rank of a sliced model counts, although tensor-parallel ranks
+        read the same samples.
         """
         return context.world_size if self.size > 1 and mpu is None else context.data.size
 
     def apply(self, model: nn.Module, context: ParallelContext) -> None:
-        """Slice the model; its parameters stay the same objects. All ranks take the first one's random state.
+        """Slice the model in place, and copy the first rank's random state to all ranks.
 
         Raises:
-            ConfigError: the model cannot be sliced so.
+            ConfigError: the model cannot be sliced.
         """
         if self.size <= 1:
             return
@@ -155,59 +155,60 @@ class TensorParallelRequest:
         check.hook = model.register_forward_pre_hook(check, with_kwargs=True)
 
     def check_group(self, context: ParallelContext) -> None:
-        """Raise ConfigError if the script's own process group is not of this rank's neighbours."""
+        """Raise ConfigError if the script's process group is not that of the tensor-parallel ranks."""
         if self.group is not None and (self.group.size(), self.group.rank()) != (self.size, context.tp.rank):
             raise ConfigError(
                 f"`tp_group` must hold {self.size} adjacent ranks in their order, but does not; leave it out"
             )
 
 
-class _Ranks:
-    """An `mpu` that knows only how many tensor-parallel ranks there are."""
+class _TensorParallelMpu:
+    """An `mpu` with only the number of tensor-parallel ranks."""
 
     def __init__(self, size: int):
         self.size = size
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """The number of tensor-parallel ranks."""
+        """Return the number of tensor-parallel ranks."""
         return self.size
 
 
 class BatchCheck:
-    """A hook before the first forward, which compares the batches of the tensor-parallel ranks.
+    """A hook before the first forward, which checks that tensor-parallel ranks read the same batch.
 
     Args:
-        group: the ranks, which must read the same samples.
-        device: where the group's tensors live.
+        group: the tensor-parallel ranks.
+        device: the device of the group's tensors.
     """
 
     def __init__(self, group: Group, device: torch.device):
         self.group, self.device = group, device
-        self.hook: Any = None
+        self.hook: RemovableHandle | None = None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare, once.
+    def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """Compare the batches, once.
 
         Raises:
             DataError: the batches differ.
         """
-        self.hook.remove()
+        if self.hook is not None:
+            self.hook.remove()
         digest = hashlib.blake2b(digest_size=8)
         for value in _tensors([*args, *(kwargs[key] for key in sorted(kwargs))]):
             digest.update(str((tuple(value.shape), value.dtype)).encode())
             digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        mine = torch.tensor([int.from_bytes(digest.digest(), "big", signed=True)], device=self.device)
-        all_digests = mine.new_empty(self.group.size)
-        self.group.all_gather(all_digests, mine).wait()
-        if (all_digests != all_digests[0]).any():
+        own = torch.tensor([int.from_bytes(digest.digest(), "big", signed=True)], device=self.device)
+        digests = own.new_empty(self.group.size)
+        self.group.all_gather(digests, own).wait()
+        if (digests != digests[0]).any():
             raise DataError(
                 f"the tensor-parallel ranks {list(self.group.ranks)} must read the same batch, but their "
-                "first "
-                "ones differ; give them one sampler rank (`data_parallel_rank`) and one seed"
+                "first ones differ; give them one sampler rank (`data_parallel_rank`) and one seed"
             )
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors(value: object) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and mappings."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -216,22 +217,22 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def tp_model_init(
-    model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any
+    model: nn.Module, tp_size: int, dtype: torch.dtype, config: object = None, **kwargs: Any
 ) -> nn.Module:
-    """Record that a model is to be trained sliced over `tp_size` ranks; `initialize` slices it.
+    """Record on a model that `initialize` is to slice it over `tp_size` ranks.
 
     Args:
-        model: the model, whole.
-        tp_size: tensor-parallel ranks, which are adjacent.
-        dtype: the type of the weights; `initialize` compares it with its configuration.
-        config: path or content of a JSON whose `tensor_parallel` says how.
-        kwargs: `tp_group`, a process group of the same ranks.
+        model: the whole model.
+        tp_size: the number of tensor-parallel ranks, which are adjacent.
+        dtype: the dtype of the weights; `initialize` checks it against its configuration.
+        config: the path or the content of a JSON with a section `tensor_parallel`.
+        kwargs: `tp_group`, a process group of the tensor-parallel ranks.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: an argument is not known, or the model was to be sliced otherwise before.
+        ConfigError: an argument is unknown, or an earlier call had other arguments.
     """
     section = {} if config is None else load_ds_config(config).get(SECTION, {})
     group = kwargs.pop("tp_group", None)

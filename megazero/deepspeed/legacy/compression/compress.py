@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megazero.deepspeed.legacy.compression.helper import copy_layers
 from megazero.deepspeed.legacy.compression.layers import (
-    Compressed,
     CompressedEmbedding,
+    CompressedLayer,
     can_compress,
     can_shrink,
     compress_layer,
@@ -20,51 +19,54 @@ from megazero.deepspeed.legacy.compression.layers import (
     release_layer,
     shrink,
 )
-from megazero.deepspeed.legacy.compression.prune import Pruning, What
+from megazero.deepspeed.legacy.compression.prune import Pruning, PruningKind
 from megazero.deepspeed.legacy.compression.quantize import ActivationQuantizer, WeightQuantizer
 from megazero.deepspeed.legacy.compression.settings import LayerGroup, Technique, read_compression
 from megazero.errors import ConfigError
 
 
 class CompressionScheduler:
-    """Counts optimizer steps for the layers of a model; an engine calls `step` after each of its own.
+    """Counts the optimizer steps for compressed layers; an engine calls `step` after each of its steps.
 
     Args:
-        model: a model that `init_compression` has returned.
-        config: not read; DeepSpeed's has it.
+        model: a model that `init_compression` returned.
+        config: has no effect.
     """
 
-    def __init__(self, model: nn.Module, config: Any = None):
+    def __init__(self, model: nn.Module, config: object = None):
         self.model = model
         self.training_steps = 0
 
     def step(self, step: int | None = None) -> None:
-        """Count one more step, or go to the given one."""
+        """Advance by one step, or to the given step."""
         self.training_steps = self.training_steps + 1 if step is None else step
         for layer in compressed_layers(self.model):
             layer.treatment.step = self.training_steps
 
 
 def init_compression(
-    model: nn.Module, deepspeed_config: Any, teacher_model: nn.Module | None = None, mpu: Any = None
+    model: nn.Module,
+    deepspeed_config: object,
+    teacher_model: nn.Module | None = None,
+    mpu: object = None,
 ) -> nn.Module:
-    """Make the layers of a model compress themselves while they are trained; call it before `initialize`.
+    """Make the layers of a model train with compressed weights, in place; call it before `initialize`.
 
-    Layers stay the same objects with the same parameters; what learns a mask gets scores as parameters. The
-    engine counts the steps (`model.compression_scheduler`).
+    Layers keep their identity and their parameters; pruning with learned masks adds scores as parameters. The
+    engine counts the steps by ``model.compression_scheduler``.
 
     Args:
         model: has linear layers, convolutions or embeddings of torch's.
-        deepspeed_config: a DeepSpeed JSON with a section `compression_training`: path, content, or
+        deepspeed_config: a DeepSpeed JSON with a section `compression_training`: its path, its content, or a
             `DeepSpeedConfig`.
-        teacher_model: needed for `layer_reduction`.
-        mpu: must be None or have no tensor parallelism: layers are torch's, whole on each rank.
+        teacher_model: the model to copy layers from, for `layer_reduction`.
+        mpu: must be None or have one tensor-parallel rank, because layers are torch's and whole on each rank.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: the section is refused, a group has no layers, or a layer is in two groups.
+        ConfigError: the section is wrong, a group matches no layers, or a layer is in two groups.
     """
     settings = read_compression(deepspeed_config)
     sliced = getattr(mpu, "get_tensor_model_parallel_world_size", lambda: 1)()
@@ -75,19 +77,19 @@ def init_compression(
             raise ConfigError("`teacher_model` must be given with `layer_reduction`, but is not")
         copy_layers(model, teacher_model, settings.reduction)
     for technique in settings.techniques:
-        taken: dict[str, str] = {}
+        group_of: dict[str, str] = {}
         for group in technique.groups:
             for name, module in _layers_of(model, technique, group):
-                if name in taken:
+                if name in group_of:
                     raise ConfigError(
                         f"`{technique.name}` must have each layer in one group, but `{name}` is in "
-                        f"{taken[name]} and {group.name}"
+                        f"{group_of[name]} and {group.name}"
                     )
-                taken[name] = group.name
-                _treat(compress_layer(module), technique, group)
-            for module, related in _pairs(model, technique, group):
+                group_of[name] = group.name
+                _configure(compress_layer(module), technique, group)
+            for module, related in _related_layers(model, technique, group):
                 for norm in filter(is_norm, related):
-                    _follow(compress_layer(norm), module, technique)
+                    _share_mask(compress_layer(norm), module, technique)
     scheduler = CompressionScheduler(model)
     scheduler.step(0)
     model.__dict__["compression_scheduler"] = scheduler
@@ -95,11 +97,11 @@ def init_compression(
 
 
 def _layers_of(model: nn.Module, technique: Technique, group: LayerGroup) -> list[tuple[str, nn.Module]]:
-    """The layers of a group by name, in the model's order."""
+    """Return the name and the module of each layer in a group, in the model's order."""
     chosen = [
         (name, module)
         for name, module in model.named_modules()
-        if can_compress(module) and any(_names(part, name) for part in group.modules)
+        if can_compress(module) and any(_matches(pattern, name) for pattern in group.modules)
     ]
     if not chosen:
         raise ConfigError(
@@ -109,12 +111,12 @@ def _layers_of(model: nn.Module, technique: Technique, group: LayerGroup) -> lis
     return chosen
 
 
-def _names(part: str, name: str) -> bool:
-    return part == "*" or re.search(part, name) is not None
+def _matches(pattern: str, name: str) -> bool:
+    return pattern == "*" or re.search(pattern, name) is not None
 
 
-def _treat(layer: Compressed, technique: Technique, group: LayerGroup) -> None:
-    """Give a layer what a technique does to it."""
+def _configure(layer: CompressedLayer, technique: Technique, group: LayerGroup) -> None:
+    """Add a technique to a layer's compression."""
     treatment, shared, params = layer.treatment, technique.shared, group.params
     symmetric = shared.get("quantization_type") == "symmetric"
     treatment.offsets[technique.name] = technique.offset
@@ -139,38 +141,36 @@ def _treat(layer: Compressed, technique: Technique, group: LayerGroup) -> None:
         quantizer = ActivationQuantizer(params["bits"], symmetric=symmetric, static=static)
         treatment.inputs = quantizer.to(layer.weight.device).train(layer.training)
     else:
-        what: What = technique.name  # type: ignore[assignment]
+        kind: PruningKind = technique.name  # type: ignore[assignment]  # all others are handled above
         learned, heads = shared["method"] == "topk", shared.get("num_heads", 1)
         ratio = params["dense_ratio"]
-        treatment.prunings[what] = Pruning(what, layer.weight, ratio, learned=learned, heads=heads)
+        treatment.prunings[kind] = Pruning(kind, layer.weight, ratio, learned=learned, heads=heads)
 
 
-def _follow(norm: Compressed, layer: nn.Module, technique: Technique) -> None:
-    """Let a norm after a layer have zeros where the layer's outputs are pruned."""
-    pruning = compress_layer(layer).treatment.prunings[technique.name]
+def _share_mask(norm: CompressedLayer, layer: nn.Module, technique: Technique) -> None:
+    """Make a norm zero the channels that are pruned in the layer before it."""
     norm.treatment.offsets[technique.name] = technique.offset
-    norm.treatment.prunings[technique.name] = pruning
+    norm.treatment.prunings[technique.name] = compress_layer(layer).treatment.prunings[technique.name]
 
 
-def compressed_layers(model: nn.Module) -> Iterator[Compressed]:
-    """The layers of a model that have a treatment."""
+def compressed_layers(model: nn.Module) -> Iterator[CompressedLayer]:
+    """Yield the compressed layers of a model."""
     for module in model.modules():
         if can_shrink(module) and hasattr(module, "treatment"):
             yield compress_layer(module)
 
 
 @torch.no_grad()
-def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
-    """Make compression permanent: weights are rounded and masked for good.
+def redundancy_clean(model: nn.Module, deepspeed_config: object, mpu: object = None) -> nn.Module:
+    """Make compression permanent, in place: weights become the quantized and masked ones.
 
-    What is pruned is removed where `related_modules` names the layers on its other side.
-
-    Layers that round their inputs go on doing so; all others are torch's own again.
+    Pruned rows, heads and channels are removed if `related_modules` names the layers that are connected to
+    them. Layers that quantize their inputs continue to do so; all others become torch's classes again.
 
     Args:
-        model: the trained model, whole (at ZeRO stage 3, load what `save_16bit_model` wrote first).
-        deepspeed_config: as for `init_compression`.
-        mpu: not read.
+        model: the trained model, whole (at ZeRO stage 3, first load what `save_16bit_model` wrote).
+        deepspeed_config: see `init_compression`.
+        mpu: has no effect.
 
     Returns:
         The model.
@@ -178,7 +178,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     settings = read_compression(deepspeed_config)
     for technique in settings.techniques:
         for group in technique.groups:
-            for layer, related in _pairs(model, technique, group):
+            for layer, related in _related_layers(model, technique, group):
                 _make_permanent(model, compress_layer(layer), technique, related)
     for layer in list(compressed_layers(model)):
         release_layer(layer)
@@ -186,40 +186,44 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     return model
 
 
-def _pairs(
+def _related_layers(
     model: nn.Module, technique: Technique, group: LayerGroup
 ) -> list[tuple[nn.Module, list[nn.Module]]]:
-    """Each layer of a group, and those whose other side loses what it loses."""
+    """Return each layer of a group, and the connected layers that shrink with it."""
     layers = _layers_of(model, technique, group)
     if not group.related:
         return [(layer, []) for _, layer in layers]
-    pairs = []
-    for own, parts in zip(group.modules, group.related, strict=True):
-        pruned = [layer for name, layer in layers if _names(own, name)]
-        named = [[m for name, m in model.named_modules() if can_shrink(m) and _names(p, name)] for p in parts]
-        for part, related in zip(parts, named, strict=True):
+    result = []
+    for own, patterns in zip(group.modules, group.related, strict=True):
+        pruned = [layer for name, layer in layers if _matches(own, name)]
+        columns = []
+        for pattern in patterns:
+            named = model.named_modules()
+            related = [module for name, module in named if can_shrink(module) and _matches(pattern, name)]
             if len(related) != len(pruned):
                 raise ConfigError(
                     f"`related_modules` must name one linear layer, convolution or batch norm for each of "
-                    f"the {len(pruned)} pruned ones, but `{part}` names {len(related)}"
+                    f"the {len(pruned)} pruned ones, but `{pattern}` names {len(related)}"
                 )
-        pairs += [(layer, [related[number] for related in named]) for number, layer in enumerate(pruned)]
-    return pairs
+            columns.append(related)
+        result += [(layer, [column[number] for column in columns]) for number, layer in enumerate(pruned)]
+    return result
 
 
 def _make_permanent(
-    model: nn.Module, layer: Compressed, technique: Technique, related: list[nn.Module]
+    model: nn.Module, layer: CompressedLayer, technique: Technique, related: list[nn.Module]
 ) -> None:
+    """Apply a technique to the weights of a layer, and remove the technique from the layer."""
     treatment = layer.treatment
     if technique.name == "weight_quantization" and treatment.weights is not None:
-        end = 2**16 * max(1, treatment.weights.period)
+        end = 2**16 * max(1, treatment.weights.period)  # the period doubles at most 15 times
         layer.weight.copy_(treatment.weights(layer.weight, end))
         treatment.weights = None
     elif technique.name in treatment.prunings:
         pruning = treatment.prunings.pop(technique.name)
         assert isinstance(pruning, Pruning)
         if not related:
-            layer.weight.mul_(pruning.over(layer.weight))
+            layer.weight.mul_(pruning.mask_for(layer.weight))
             bias = layer._parameters.get("bias")
             if pruning.drops_outputs and bias is not None:
                 bias.mul_(pruning.kept())
@@ -235,10 +239,10 @@ def _make_permanent(
             _remove_heads(model, layer, related, kept)
 
 
-def _remove_heads(model: nn.Module, layer: Compressed, related: list[nn.Module], kept: Tensor) -> None:
+def _remove_heads(model: nn.Module, layer: CompressedLayer, related: list[nn.Module], kept: Tensor) -> None:
     """Remove heads from an output projection and the projections before it.
 
-    The counts that their attention modules keep follow.
+    The numbers of heads and features that the attention modules store are updated.
     """
     features = kept.repeat_interleave(layer.weight.shape[1] // len(kept))
     shrink(layer, 1, features)

@@ -1,8 +1,6 @@
-"""Changes of a model before it is compressed."""
+"""Changes to a model before it is compressed."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +11,7 @@ from megazero.errors import ConfigError
 
 @torch.no_grad()
 def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
-    """Replace layers that keep a weight [in, out], as GPT-2's in transformers do, by `nn.Linear`, in place.
+    """Replace layers whose weight is [in, out], such as GPT-2's in transformers, by `nn.Linear`, in place.
 
     Args:
         model: the model.
@@ -27,7 +25,7 @@ def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) ->
             continue
         weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
         if weight is None or weight.dim() != 2:
-            raise ConfigError(f"`{name}` must have a weight of two dims to become linear, but has not")
+            raise ConfigError(f"`{name}` must have a weight of two dims to become linear, but has none")
         into, out = weight.shape
         linear = nn.Linear(into, out, bias is not None, weight.device, weight.dtype)
         linear.weight.copy_(weight.t())
@@ -39,12 +37,12 @@ def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) ->
 
 
 def student_initialization(
-    student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Any
+    student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: object
 ) -> nn.Module:
-    """Copy a teacher's layers into a student, as `layer_reduction` of the configuration says.
+    """Copy a teacher's layers into a student, by the section `layer_reduction`; return the student.
 
     Raises:
-        ConfigError: the section is not enabled, or a layer or module is missing in one of the two.
+        ConfigError: the section is not enabled, or the teacher or the student lacks a module.
     """
     reduction = read_compression(deepspeed_config).reduction
     if reduction is None:
@@ -54,22 +52,22 @@ def student_initialization(
 
 @torch.no_grad()
 def copy_layers(student: nn.Module, teacher: nn.Module, reduction: Reduction) -> nn.Module:
-    """Copy the teacher's layers that `reduction` names, and return the student."""
-    pairs = [
-        (f"{reduction.prefix}.{number}", f"{reduction.prefix}.{theirs}")
-        for number, theirs in enumerate(reduction.layers)
+    """Copy the teacher's layers that `reduction` names into the student; return the student."""
+    names = [
+        (f"{reduction.prefix}.{target}", f"{reduction.prefix}.{source}")
+        for target, source in enumerate(reduction.layers)
     ]
-    for own, theirs in [*pairs, *((name, name) for name in reduction.others)]:
-        into, source = _module(student, own, "student"), _module(teacher, theirs, "teacher")
-        into.load_state_dict(source.state_dict())
+    for target, source in [*names, *((name, name) for name in reduction.others)]:
+        module = _module(student, target, "student")
+        module.load_state_dict(_module(teacher, source, "teacher").state_dict())
     return student
 
 
-def _module(model: nn.Module, name: str, whose: str) -> nn.Module:
+def _module(model: nn.Module, name: str, role: str) -> nn.Module:
     try:
         return model.get_submodule(name)
     except AttributeError:
         raise ConfigError(
-            f"`layer_reduction` must name modules of the {whose}, but it has no `{name}`; correct "
+            f"`layer_reduction` must name modules of the {role}, but it has no `{name}`; correct "
             "`module_name_prefix`, `teacher_layer` or `other_module_name`"
         ) from None

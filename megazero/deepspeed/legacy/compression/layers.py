@@ -13,12 +13,14 @@ from megazero.deepspeed.legacy.compression.quantize import ActivationQuantizer, 
 
 
 class Treatment(nn.Module):
-    """The compression of one layer; each part begins after its own number of optimizer steps.
+    """The compression techniques of one layer; keys of checkpoints contain its name, `treatment`.
 
     Attributes:
-        step: the optimizer steps so far.
-        offsets: name of a technique -> the steps before it begins.
-        weights: rounds the weight; None leaves it.
+        step: the number of optimizer steps so far.
+        offsets: technique -> the step at which it starts.
+        weights: quantizes the weight; None for no quantization.
+        inputs: quantizes the inputs; None for no quantization.
+        prunings: technique -> its `Pruning`.
     """
 
     def __init__(self) -> None:
@@ -30,30 +32,30 @@ class Treatment(nn.Module):
         self.prunings = nn.ModuleDict()
 
     def weight(self, weight: Tensor) -> Tensor:
-        """The weight that the layer computes with."""
+        """Return the quantized and masked weight."""
         steps = self.step - self.offsets.get("weight_quantization", 0)
         if self.weights is not None and steps >= 0:
             weight = self.weights(weight, steps)
         for pruning in self.active():
-            weight = weight * pruning.over(weight)
+            weight = weight * pruning.mask_for(weight)
         return weight
 
     def bias(self, bias: Tensor | None) -> Tensor | None:
-        """The bias that the layer computes with."""
+        """Return the masked bias."""
         for pruning in self.active():
             if bias is not None and pruning.drops_outputs:
                 bias = bias * pruning.kept()
         return bias
 
     def input(self, x: Tensor, first_dim: int = -1) -> Tensor:
-        """The input that the layer computes with; see `ActivationQuantizer`."""
+        """Return the quantized input; see `ActivationQuantizer`."""
         if self.inputs is None or self.step < self.offsets["activation_quantization"]:
             return x
         result: Tensor = self.inputs(x, first_dim)
         return result
 
     def active(self) -> Iterator[Pruning]:
-        """The masks that have begun."""
+        """Yield the prunings that have started."""
         for name, pruning in self.prunings.items():
             if self.step >= self.offsets[name]:
                 assert isinstance(pruning, Pruning)
@@ -61,28 +63,29 @@ class Treatment(nn.Module):
 
     @property
     def is_empty(self) -> bool:
-        """Whether it changes nothing, now and later."""
+        """Whether the layer has no techniques."""
         return self.weights is None and self.inputs is None and not self.prunings
 
 
 class CompressedLinear(nn.Linear):
-    """A linear layer with a `Treatment`."""
+    """A linear layer with compressed weights."""
 
     treatment: Treatment
 
     def forward(self, x: Tensor) -> Tensor:
-        """As of `nn.Linear`: [..., in] -> [..., out]."""
+        """Map [..., in] to [..., out]."""
         treatment = self.treatment
-        return F.linear(treatment.input(x), treatment.weight(self.weight), treatment.bias(self.bias))
+        weight, bias = treatment.weight(self.weight), treatment.bias(self.bias)
+        return F.linear(treatment.input(x), weight, bias)
 
 
 class CompressedConv2d(nn.Conv2d):
-    """A convolution with a `Treatment`."""
+    """A convolution with compressed weights."""
 
     treatment: Treatment
 
     def forward(self, x: Tensor) -> Tensor:
-        """As of `nn.Conv2d`: [b, in, height, width] -> [b, out, ...]."""
+        """Map [b, in, height, width] to [b, out, ...]."""
         treatment = self.treatment
         weight, bias = treatment.weight(self.weight), treatment.bias(self.bias)
         result: Tensor = self._conv_forward(treatment.input(x, 1), weight, bias)
@@ -90,26 +93,26 @@ class CompressedConv2d(nn.Conv2d):
 
 
 class CompressedEmbedding(nn.Embedding):
-    """An embedding with a `Treatment`, whose rows are rounded one by one."""
+    """An embedding with compressed weights; each row is quantized by itself."""
 
     treatment: Treatment
 
     def forward(self, ids: Tensor) -> Tensor:
-        """As of `nn.Embedding`: [...] -> [..., h]."""
+        """Map ids [...] to [..., h]."""
         weight = self.treatment.weight(self.weight)
         return F.embedding(ids, weight, self.padding_idx, self.max_norm, self.norm_type)
 
 
 class _MaskedNorm:
-    """A batch norm whose channels are zero where the layer before it has them pruned.
+    """A batch norm that zeroes the channels that are pruned in the layer before it.
 
-    Otherwise it would make constants of them, which the cleaned model lacks.
+    Its shift would turn pruned channels into constants, which a cleaned model lacks.
     """
 
     treatment: Treatment
 
     def forward(self, x: Tensor) -> Tensor:
-        """As of torch's batch norms: [b, channels, ...] -> the same."""
+        """Map [b, channels, ...] to the same shape."""
         out: Tensor = super().forward(x)  # type: ignore[misc]
         for pruning in self.treatment.active():
             out = out * pruning.kept().view(-1, *[1] * (x.dim() - 2))
@@ -124,10 +127,12 @@ class MaskedBatchNorm2d(_MaskedNorm, nn.BatchNorm2d):
     """A batch norm after a convolution whose channels are pruned."""
 
 
-Compressed = CompressedLinear | CompressedConv2d | CompressedEmbedding | MaskedBatchNorm1d | MaskedBatchNorm2d
+CompressedLayer = (
+    CompressedLinear | CompressedConv2d | CompressedEmbedding | MaskedBatchNorm1d | MaskedBatchNorm2d
+)
 _NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d)
 _PLAIN: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d, nn.Embedding, *_NORMS)
-_COMPRESSED: tuple[type[Compressed], ...] = (
+_COMPRESSED: tuple[type[CompressedLayer], ...] = (
     CompressedLinear,
     CompressedConv2d,
     CompressedEmbedding,
@@ -137,33 +142,31 @@ _COMPRESSED: tuple[type[Compressed], ...] = (
 
 
 def can_compress(module: nn.Module) -> bool:
-    """Whether the layer is a linear layer, convolution or embedding of those above, or of torch's."""
+    """Whether the module is a linear layer, a convolution or an embedding, compressed or torch's own."""
     return type(module) in (*_PLAIN[:3], *_COMPRESSED[:3])
 
 
 def can_shrink(module: nn.Module) -> bool:
-    """Whether the layer can lose inputs: one that can be compressed, or a batch norm."""
+    """Whether the module can lose inputs: one that can be compressed, or a batch norm."""
     return type(module) in (*_PLAIN, *_COMPRESSED)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether the layer is a batch norm."""
+    """Whether the module is a batch norm."""
     return isinstance(module, _NORMS)
 
 
-def compress_layer(module: nn.Module) -> Compressed:
-    """Make one of torch's layers, with its parameters, a layer with a `Treatment`, in place."""
+def compress_layer(module: nn.Module) -> CompressedLayer:
+    """Turn one of torch's layers into a compressed layer, in place, unless it already is one."""
     if type(module) in _PLAIN:
         module.__class__ = _COMPRESSED[_PLAIN.index(type(module))]
-        treatment = Treatment()
-        treatment.train(module.training)
-        module.add_module("treatment", treatment)
+        module.add_module("treatment", Treatment().train(module.training))
     assert isinstance(module, _COMPRESSED)
     return module
 
 
 def release_layer(module: nn.Module) -> None:
-    """Make a compressed layer that nothing is left to do for one of torch's again, in place."""
+    """Turn a compressed layer without techniques into one of torch's again, in place."""
     assert isinstance(module, _COMPRESSED)
     if module.treatment.is_empty:
         del module.treatment
@@ -173,12 +176,12 @@ def release_layer(module: nn.Module) -> None:
 
 @torch.no_grad()
 def shrink(module: nn.Module, dim: int, kept: Tensor) -> None:
-    """Remove outputs (`dim` 0) or inputs (`dim` 1) of a linear layer or convolution, or channels of a norm.
+    """Remove outputs or inputs of a linear layer or convolution, or channels of a batch norm.
 
     Args:
         module: the layer.
-        dim: which of them.
-        kept: bool, True for each that stays.
+        dim: 0 for outputs, 1 for inputs.
+        kept: bool, True for each feature that stays.
     """
     numbers = kept.nonzero().squeeze(1)
     if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):

@@ -1,13 +1,12 @@
-"""Fake quantization: numbers rounded to those that few bits can say, with straight-through gradients.
+"""Fake quantization: values rounded to those of few bits, with straight-through gradients.
 
-Symmetric and asymmetric rounding as in ZeroQuant (Yao et al. 2022), ternary weights as in Li et al. 2016,
-binary ones as in Rastegari et al. 2016; the gradient of the rounding is taken to be 1 (Bengio et al. 2013).
+Symmetric and asymmetric rounding is that of ZeroQuant (Yao et al. 2022), ternary weights are those of Li et
+al. 2016, and binary ones those of Rastegari et al. 2016. The rounding has gradient 1 (Bengio et al. 2013).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,33 +14,33 @@ from torch import Tensor, nn
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exact: Tensor, rounded: Tensor) -> Tensor:
+    def forward(ctx: object, exact: Tensor, rounded: Tensor) -> Tensor:
         return rounded.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
 
 def straight_through(exact: Tensor, rounded: Tensor) -> Tensor:
-    """The value of `rounded` with the gradient of `exact`; both have one shape."""
+    """Return the value of `rounded` with the gradient of `exact`, which has the same shape."""
     result: Tensor = _StraightThrough.apply(exact, rounded)  # type: ignore[no-untyped-call]
     return result
 
 
 @torch.no_grad()
 def quantized(x: Tensor, bits: int, *, symmetric: bool = True, stochastic: bool = False) -> Tensor:
-    """Round each row to at most 2^bits values of its own.
+    """Round each row of x to at most 2^bits values.
 
     Args:
         x: [groups, n].
-        bits: 1 gives the sign times the mean magnitude; 2 gives -a, 0 and a, where magnitudes up to 0.7 of
-            the mean become 0 and a is the mean of the others; more are evenly spaced.
-        symmetric: whether the values are spaced around 0, or between a row's least and largest.
-        stochastic: round up with the probability of the remainder.
+        bits: 1 gives the sign times the mean magnitude; 2 gives -a, 0 and a: magnitudes up to 0.7 of the mean
+            become 0, and a is the mean of the others; more bits give evenly spaced values.
+        symmetric: whether the values are spaced around 0; otherwise from the row's minimum to its maximum.
+        stochastic: whether to round up with the probability of the remainder.
 
     Returns:
-        [groups, n]; a row of zeros stays one.
+        [groups, n]; a row of zeros stays zero.
     """
     if bits == 1:
         return x.sign() * x.abs().mean(1, keepdim=True)
@@ -57,9 +56,9 @@ def quantized(x: Tensor, bits: int, *, symmetric: bool = True, stochastic: bool 
 
 @torch.no_grad()
 def spaced(x: Tensor, scale: Tensor, low: Tensor | None, bits: int, stochastic: bool = False) -> Tensor:
-    """Round to multiples of `scale`: 2^bits of them around 0, or from `low` on; where it is 0, to `low`.
+    """Round x to 2^bits multiples of `scale`, around 0 or from `low` upwards; a scale of 0 counts as 1.
 
-    Shapes broadcast.
+    `scale` and `low` broadcast with x.
     """
     step = torch.where(scale == 0, torch.ones_like(scale), scale)
     shift = torch.zeros_like(step) if low is None else (low / step).round() * step
@@ -70,7 +69,7 @@ def spaced(x: Tensor, scale: Tensor, low: Tensor | None, bits: int, stochastic: 
 
 
 def bits_at(step: int, start: int, target: int, period: int) -> int:
-    """The bits of weights some optimizer steps after the start: one fewer each period, which doubles."""
+    """Return the bits after `step` steps: one fewer after each period, whose length then doubles."""
     bits = start
     while bits > target and step >= period:
         period, bits = max(1, 2 * period), bits - 1
@@ -79,13 +78,14 @@ def bits_at(step: int, start: int, target: int, period: int) -> int:
 
 @dataclass(frozen=True)
 class WeightQuantizer:
-    """How a layer's weight is rounded.
+    """Quantizes a layer's weight.
 
     Attributes:
         start_bits, target_bits, period: see `bits_at`.
-        groups: equal pieces of the weight, each rounded by itself.
+        groups: the number of equal pieces of the weight, each quantized by itself.
         symmetric, stochastic: see `quantized`.
-        change_ratio: by how much the share of the exact weight shrinks with each step; None mixes nothing in.
+        change_ratio: the decrease per step of the exact weight's share, which is mixed in; None mixes
+            nothing.
     """
 
     start_bits: int
@@ -97,7 +97,7 @@ class WeightQuantizer:
     change_ratio: float | None = None
 
     def __call__(self, weight: Tensor, step: int) -> Tensor:
-        """The weight of any shape as it is this many steps after the start; gradients go straight through."""
+        """Quantize a weight of any shape, `step` steps after the start; gradients pass straight through."""
         bits = bits_at(step, self.start_bits, self.target_bits, self.period)
         if bits >= 16:
             return weight
@@ -111,12 +111,11 @@ class WeightQuantizer:
 
 
 class ActivationQuantizer(nn.Module):
-    """Rounds a layer's inputs, each token or image by itself, or by a running range.
+    """Quantizes a layer's inputs, by the range of each token or image or by a running range.
 
     Args:
-        bits: see `quantized`.
-        symmetric: likewise.
-        static: keep a running range, which changes in training alone, by a twentieth with each call.
+        bits, symmetric: see `quantized`.
+        static: whether to use a running range, an exponential average with decay 0.95 over training calls.
     """
 
     running: Tensor
@@ -127,7 +126,7 @@ class ActivationQuantizer(nn.Module):
         self.register_buffer("running", torch.zeros(2) if static else None)
 
     def forward(self, x: Tensor, first_dim: int = -1) -> Tensor:
-        """Round `x` of any shape; without a running range, all dims from `first_dim` on share one."""
+        """Quantize x of any shape; without a running range, the dims from `first_dim` on share a range."""
         if self.static:
             rounded = self._by_running_range(x.detach())
         else:
@@ -138,8 +137,8 @@ class ActivationQuantizer(nn.Module):
     def _by_running_range(self, x: Tensor) -> Tensor:
         if self.training:
             now = torch.stack([x.min(), x.max()]).float()
-            unknown = not self.running.any()
-            self.running.copy_(now if unknown else torch.lerp(now, self.running, 0.95))
+            first = not self.running.any()
+            self.running.copy_(now if first else torch.lerp(now, self.running, 0.95))
         low, high = self.running
         if self.symmetric:
             return spaced(x, 2 * self.running.abs().max() / 2**self.bits, None, self.bits)

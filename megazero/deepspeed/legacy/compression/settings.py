@@ -1,24 +1,25 @@
-"""The section `compression_training` of a DeepSpeed JSON, checked and complete."""
+"""The section `compression_training` of a DeepSpeed JSON: checked, and completed by defaults."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
 from megazero.config.deepspeed.load import load_ds_config
+from megazero.config.words import nearest
 from megazero.errors import ConfigError
 
 SECTION = "compression_training"
-_NEEDED = object()
-_PRUNING: Mapping[str, Any] = MappingProxyType({"enabled": False, "method": "l1", "schedule_offset": 1000})
-_QUANTIZING: Mapping[str, Any] = MappingProxyType({"enabled": False, "quantization_type": "symmetric"})
-_MIXED: Mapping[str, Any] = MappingProxyType({"enabled": False, "quantize_change_ratio": 0.001})
+_REQUIRED = object()
+_Values = Mapping[str, Any]
+_PRUNING: _Values = MappingProxyType({"enabled": False, "method": "l1", "schedule_offset": 1000})
+_QUANTIZING: _Values = MappingProxyType({"enabled": False, "quantization_type": "symmetric"})
+_MIXED: _Values = MappingProxyType({"enabled": False, "quantize_change_ratio": 0.001})
 
 # Technique -> the keys of `shared_parameters` and of a group's `params`, with their defaults.
-_TECHNIQUES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = MappingProxyType(
+_TECHNIQUES: Mapping[str, tuple[_Values, _Values]] = MappingProxyType(
     {
         "weight_quantization": (
             {
@@ -31,19 +32,19 @@ _TECHNIQUES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = Mapping
                 "quantizer_kernel": False,
                 "quantize_verbose": False,
             },
-            {"start_bits": _NEEDED, "target_bits": _NEEDED, "quantization_period": 1},
+            {"start_bits": _REQUIRED, "target_bits": _REQUIRED, "quantization_period": 1},
         ),
         "activation_quantization": (
             {**_QUANTIZING, "range_calibration": "dynamic", "schedule_offset": 1000},
-            {"bits": _NEEDED},
+            {"bits": _REQUIRED},
         ),
-        "sparse_pruning": (_PRUNING, {"dense_ratio": _NEEDED}),
-        "row_pruning": (_PRUNING, {"dense_ratio": _NEEDED}),
-        "head_pruning": ({**_PRUNING, "method": "topk", "num_heads": _NEEDED}, {"dense_ratio": _NEEDED}),
-        "channel_pruning": (_PRUNING, {"dense_ratio": _NEEDED}),
+        "sparse_pruning": (_PRUNING, {"dense_ratio": _REQUIRED}),
+        "row_pruning": (_PRUNING, {"dense_ratio": _REQUIRED}),
+        "head_pruning": ({**_PRUNING, "method": "topk", "num_heads": _REQUIRED}, {"dense_ratio": _REQUIRED}),
+        "channel_pruning": (_PRUNING, {"dense_ratio": _REQUIRED}),
     }
 )
-_REDUCTION: Mapping[str, Any] = MappingProxyType(
+_REDUCTION: _Values = MappingProxyType(
     {
         "enabled": False,
         "keep_number_layer": None,
@@ -64,43 +65,44 @@ _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that a technique treats alike.
+    """Layers to which a technique applies with the same parameters.
 
     Attributes:
-        name: its key in the JSON.
-        params: the technique's numbers for them.
-        modules: parts of the layers' names, as regular expressions; ``*`` is every layer.
-        related: for each of `modules`, the layers whose other side loses what is pruned; empty for none.
+        name: the group's key in the JSON.
+        params: the parameters.
+        modules: patterns, each searched for in the layers' names; ``*`` matches every layer.
+        related: for each of `modules`, the patterns of the layers that are connected to the pruned ones;
+            empty for none.
     """
 
     name: str
-    params: Mapping[str, Any]
+    params: _Values
     modules: tuple[str, ...]
     related: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
 class Technique:
-    """One way to compress; it begins after `offset` optimizer steps."""
+    """A compression technique, the parameters that its groups share, and the groups."""
 
     name: str
-    shared: Mapping[str, Any]
+    shared: _Values
     groups: tuple[LayerGroup, ...]
 
     @property
     def offset(self) -> int:
-        """The optimizer steps before it begins."""
+        """The number of optimizer steps before the technique starts."""
         return int(self.shared["schedule_offset"])
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """Which of a teacher's layers a student begins with.
+    """The layers of a teacher that initialize a student.
 
     Attributes:
-        prefix: the name of the list of layers, such as ``bert.encoder.layer``.
-        layers: the teacher's layer for each layer of the student.
-        others: names of modules that are copied whole.
+        prefix: the path of the list of layers, such as ``bert.encoder.layer``.
+        layers: the index of the teacher's layer for each layer of the student.
+        others: the paths of further modules to copy.
     """
 
     prefix: str
@@ -110,27 +112,27 @@ class Reduction:
 
 @dataclass(frozen=True)
 class CompressionSettings:
-    """All that is enabled, in the order in which it is made permanent."""
+    """The enabled techniques, in the order in which they are made permanent, and the layer reduction."""
 
     techniques: tuple[Technique, ...]
     reduction: Reduction | None
 
 
-def read_compression(config: Any) -> CompressionSettings:
-    """The settings of compression in a DeepSpeed JSON.
+def read_compression(config: object) -> CompressionSettings:
+    """Read the section `compression_training` of a DeepSpeed JSON.
 
     Args:
-        config: its path, its content, or an object that has the content as `_param_dict`.
+        config: the path of the JSON, its content, or a `DeepSpeedConfig`.
 
     Raises:
-        ConfigError: names everything that is wrong with the section, or that there is none.
+        ConfigError: the section is missing, or has faults, which are all listed.
     """
     content = load_ds_config(config)
     if not isinstance(content.get(SECTION), Mapping):
-        raise ConfigError(f"`{SECTION}` must be a section of the configuration, but is not there; add it")
-    section: Mapping[str, Any] = content[SECTION]
+        raise ConfigError(f"`{SECTION}` must be a section of the configuration, but is missing; add it")
+    section: _Values = content[SECTION]
     problems: list[str] = []
-    _known(section, [*_TECHNIQUES, "layer_reduction"], SECTION, problems)
+    _check_keys(section, [*_TECHNIQUES, "layer_reduction"], SECTION, problems)
     techniques = [
         _technique(name, section[name], problems)
         for name in _TECHNIQUES
@@ -143,18 +145,18 @@ def read_compression(config: Any) -> CompressionSettings:
     return CompressionSettings(tuple(techniques), reduction)
 
 
-def _technique(name: str, given: Mapping[str, Any], problems: list[str]) -> Technique:
+def _technique(name: str, section: _Values, problems: list[str]) -> Technique:
     shared_keys, params_keys = _TECHNIQUES[name]
     place = f"{SECTION}.{name}"
-    _known(given, ["shared_parameters", "different_groups"], place, problems)
-    shared = _filled(given["shared_parameters"], shared_keys, f"{place}.shared_parameters", problems)
+    _check_keys(section, ["shared_parameters", "different_groups"], place, problems)
+    shared = _with_defaults(section["shared_parameters"], shared_keys, f"{place}.shared_parameters", problems)
     if name == "head_pruning" and shared["method"] != "topk":
         problems.append(f"`{place}.shared_parameters.method` must be topk, but is {shared['method']}")
     groups = []
-    for label, group in given.get("different_groups", {}).items():
+    for label, group in section.get("different_groups", {}).items():
         where = f"{place}.different_groups.{label}"
-        _known(group, ["params", "modules", "related_modules"], where, problems)
-        params = _filled(group.get("params", {}), params_keys, f"{where}.params", problems)
+        _check_keys(group, ["params", "modules", "related_modules"], where, problems)
+        params = _with_defaults(group.get("params", {}), params_keys, f"{where}.params", problems)
         modules = tuple(group.get("modules", ("*",)))
         related = tuple(map(tuple, group.get("related_modules") or ()))
         if related and len(related) != len(modules):
@@ -168,9 +170,9 @@ def _technique(name: str, given: Mapping[str, Any], problems: list[str]) -> Tech
     return Technique(name, shared, tuple(groups))
 
 
-def _reduction(given: Mapping[str, Any], problems: list[str]) -> Reduction | None:
+def _reduction(section: _Values, problems: list[str]) -> Reduction | None:
     place = f"{SECTION}.layer_reduction"
-    keys = _filled(given, _REDUCTION, place, problems)
+    keys = _with_defaults(section, _REDUCTION, place, problems)
     if keys["enabled"] is not True:
         return None
     layers = tuple(keys["teacher_layer"])
@@ -182,14 +184,12 @@ def _reduction(given: Mapping[str, Any], problems: list[str]) -> Reduction | Non
     return Reduction(keys["module_name_prefix"], layers, tuple(keys["other_module_name"]))
 
 
-def _filled(
-    given: Mapping[str, Any], keys: Mapping[str, Any], place: str, problems: list[str]
-) -> Mapping[str, Any]:
-    """The values of all keys; what is wrong with the given ones is added to `problems`."""
-    _known(given, list(keys), place, problems)
-    values = {**{key: None if value is _NEEDED else value for key, value in keys.items()}, **given}
+def _with_defaults(section: _Values, keys: _Values, place: str, problems: list[str]) -> _Values:
+    """Complete a section by the defaults of its `keys`; append its faults to `problems`."""
+    _check_keys(section, list(keys), place, problems)
+    values = {**{key: None if value is _REQUIRED else value for key, value in keys.items()}, **section}
     for key, default in keys.items():
-        if default is _NEEDED and values[key] is None:
+        if default is _REQUIRED and values[key] is None:
             problems.append(f"`{place}.{key}` must be given, but is not")
         if key in _CHOICES and values[key] not in _CHOICES[key]:
             problems.append(f"`{place}.{key}` must be {' or '.join(_CHOICES[key])}, but is {values[key]}")
@@ -202,9 +202,9 @@ def _filled(
     return values
 
 
-def _known(given: Mapping[str, Any], keys: list[str], place: str, problems: list[str]) -> None:
-    for key in given:
+def _check_keys(section: _Values, keys: list[str], place: str, problems: list[str]) -> None:
+    for key in section:
         if key not in keys:
-            near = get_close_matches(key, keys, 1)
-            hint = f"; did you mean `{near[0]}`?" if near else ""
+            near = nearest(key, keys)
+            hint = f"; did you mean `{near}`?" if near else ""
             problems.append(f"`{place}.{key}` must be a key of it ({', '.join(keys)}), but is not{hint}")

@@ -1,1 +1,1 @@
-"""`init_inference`: a given model for generation, sliced over ranks and in another type."""
+"""`init_inference`: a user's model for inference, sliced over ranks and converted to a dtype."""

@@ -1,9 +1,9 @@
-"""Weights for a model from the files of a checkpoint, one tensor at a time, each rank taking its slice."""
+"""Loading a checkpoint into a model, one tensor at a time; each rank keeps its slice."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,15 @@ _WHOLE = ("model.safetensors", "pytorch_model.bin")
 
 
 def checkpoint_files(checkpoint: str | Mapping[str, Any], base_dir: str = "") -> list[Path]:
-    """The files of a checkpoint.
+    """Return the files of a checkpoint.
 
     Args:
-        checkpoint: a folder of Hugging Face's layout, a file of weights, or a description (a dict, or the
-            path of a JSON) with `checkpoints`, a list of files.
-        base_dir: where the files of a description lie, unless it says so itself.
+        checkpoint: a Hugging Face folder, a file of weights, or a description (a dict or the path of a JSON)
+            with `checkpoints`, a list of files.
+        base_dir: the folder of the files in a description without `base_dir`.
 
     Raises:
-        CheckpointError: there are none, or they hold slices.
+        CheckpointError: there are no files, or they hold slices.
     """
     folder = Path(base_dir) if base_dir else Path()
     if isinstance(checkpoint, str):
@@ -41,7 +41,7 @@ def checkpoint_files(checkpoint: str | Mapping[str, Any], base_dir: str = "") ->
             return _in_folder(path)
         if not path.is_file():
             raise CheckpointError(
-                f"`checkpoint` must be a folder or a file, but {path} is none; correct the path"
+                f"`checkpoint` must be a folder or a file, but {path} is neither; correct the path"
             )
         if path.suffix != ".json":
             return [path]
@@ -49,17 +49,16 @@ def checkpoint_files(checkpoint: str | Mapping[str, Any], base_dir: str = "") ->
         with parsed(path, "a list of files"):
             checkpoint = json.loads(read_regular_text(path))
             if isinstance(checkpoint, Mapping) and "weight_map" in checkpoint:
-                return sorted({path.parent / name for name in checkpoint["weight_map"].values()})
+                return _files_of_index(checkpoint, path.parent)
     if not isinstance(checkpoint, Mapping) or not isinstance(checkpoint.get("checkpoints"), list):
         raise CheckpointError(
-            "`checkpoint` must list the files of whole weights as `checkpoints`, but does not; give a "
-            "list, or "
-            "the folder that `save_pretrained` wrote"
+            "`checkpoint` must list the files of whole weights as `checkpoints`, but does not; give a list, "
+            "or the folder that `save_pretrained` wrote"
         )
     if checkpoint.get("parallelization", "pp") == "tp" or checkpoint.get("tp_size", 1) not in (None, 1):
         raise CheckpointError(
             "`checkpoint` must hold whole weights, but says that it holds slices (`parallelization` tp or a "
-            "`tp_size`); give the files from which they were made"
+            "`tp_size`); give the files that were sliced"
         )
     folder = Path(checkpoint.get("base_dir") or folder)
     return [folder / name for name in checkpoint["checkpoints"]]
@@ -69,8 +68,7 @@ def _in_folder(folder: Path) -> list[Path]:
     for name in _INDEXES:
         if (folder / name).is_file():
             with parsed(folder / name, "an index of weights"):
-                weights = json.loads(read_regular_text(folder / name))["weight_map"]
-                return sorted({folder / file for file in weights.values()})
+                return _files_of_index(json.loads(read_regular_text(folder / name)), folder)
     for name in _WHOLE:
         if (folder / name).is_file():
             return [folder / name]
@@ -83,8 +81,12 @@ def _in_folder(folder: Path) -> list[Path]:
     return files
 
 
+def _files_of_index(index: Mapping[str, Any], folder: Path) -> list[Path]:
+    return sorted({folder / name for name in index["weight_map"].values()})
+
+
 def _tensors(path: Path) -> Generator[tuple[str, Tensor], None, None]:
-    """Name and value of each tensor in a file, read as `load_states` does."""
+    """Yield the name and the value of each tensor in a file."""
     with parsed(path, "weights"):
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
@@ -97,15 +99,15 @@ def _tensors(path: Path) -> Generator[tuple[str, Tensor], None, None]:
 
 
 def load_weights(model: nn.Module, files: list[Path], group: Group) -> None:
-    """Fill a model, sliced or whole, with the weights of files.
+    """Load whole weights from files into a model, which may be sliced.
 
     Args:
-        model: its parameters have memory.
-        files: of whole weights; each weight lies in one of them.
+        model: the model, not on the meta device.
+        files: the files, which together hold every weight.
         group: the ranks that the model is sliced over.
 
     Raises:
-        CheckpointError: a file is damaged, or a weight of the model is in none.
+        CheckpointError: a file is damaged, or a weight of the model is missing.
     """
     state = model.state_dict(keep_vars=True)
     prefix = getattr(model, "base_model_prefix", "")
@@ -113,48 +115,45 @@ def load_weights(model: nn.Module, files: list[Path], group: Group) -> None:
     for path in files:
         with closing(_tensors(path)) as tensors:
             for name, value in tensors:
-                known = _known(name, state, prefix)
-                if known is not None:
-                    _fill(model, known, value, group, path)
-                    done.add(id(state[known]))
+                own = _own_name(name, state, prefix)
+                if own is None:
+                    continue
+                try:
+                    fill(model, own, value, group)
+                except RuntimeError as error:
+                    raise CheckpointError(f"`{own}` of {path} does not fit the model: {error}") from error
+                done.add(id(state[own]))
     missing = [name for name, value in state.items() if isinstance(value, Tensor) and id(value) not in done]
     if missing:
         raise CheckpointError(
             f"`checkpoint` must hold all weights of the model, but lacks {len(missing)}, such as "
-            f"{missing[0]}; "
-            "if it is of an older layout, load it with `from_pretrained` and leave `checkpoint` out"
+            f"{missing[0]}; if it has an older layout, load it with `from_pretrained` and leave `checkpoint` "
+            "out"
         )
 
 
-def _known(name: str, state: Mapping[str, Any], prefix: str) -> str | None:
-    """The model's name of a weight, which may lack or have the name of the model without a head."""
+def _own_name(name: str, state: Mapping[str, Tensor], prefix: str) -> str | None:
+    """The model's name of a weight: transformers adds or drops the base model's prefix; None if unknown."""
     names = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
-    return next((known for known in names if known in state), None)
-
-
-def _fill(model: nn.Module, name: str, value: Tensor, group: Group, path: Path) -> None:
-    try:
-        fill(model, name, value, group)
-    except RuntimeError as error:
-        raise CheckpointError(f"`{name}` of {path} does not fit the model: {error}") from error
+    return next((own for own in names if own in state), None)
 
 
 def give_memory(model: nn.Module, device: torch.device) -> None:
-    """Give a model on the meta device memory, and its buffers that no checkpoint holds their values.
+    """Materialize a model on the meta device; the model's `_init_weights` recomputes non-persistent buffers.
 
     Raises:
-        CheckpointError: such a buffer has no way to be made again.
+        CheckpointError: `_init_weights` leaves such a buffer without values.
     """
-    kept = model.state_dict().keys()
-    empty = [
+    saved = model.state_dict().keys()
+    incomplete = [
         (path, module)
         for path, module in model.named_modules()
         if any(
-            buffer.is_meta and f"{path}.{name}".lstrip(".") not in kept
+            buffer.is_meta and f"{path}.{name}".lstrip(".") not in saved
             for name, buffer in module.named_buffers(recurse=False)
         )
     ]
-    for module in model.modules():  # only what is on the meta device: the rest has values
+    for module in model.modules():
         for param in module.parameters(recurse=False):
             if param.is_meta:
                 value = torch.empty_like(param, device=device)
@@ -164,15 +163,14 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device).fill_(float("nan"))
-    for path, module in empty:
-        initialize: Any = getattr(model, "_init_weights", None)
+    initialize: Callable[[nn.Module], None] | None = getattr(model, "_init_weights", None)
+    for path, module in incomplete:
         if initialize is not None:
             with torch.no_grad():
                 initialize(module)
         for name, buffer in module.named_buffers(recurse=False):
-            if f"{path}.{name}".lstrip(".") not in kept and buffer.isnan().any():
+            if f"{path}.{name}".lstrip(".") not in saved and buffer.isnan().any():
                 raise CheckpointError(
                     f"`{path}.{name}` must have values, but is on the meta device and in no checkpoint; "
-                    "build the "
-                    "model on the CPU"
+                    "build the model on the CPU"
                 )

@@ -19,6 +19,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from megazero.config.deepspeed.load import load_ds_config, plain_paths
 from megazero.errors import ConfigError
@@ -49,14 +50,14 @@ _NO_EFFECT: Mapping[str, str] = MappingProxyType(
 )
 
 
-def _dtype(value: Any) -> Any:
+def _dtype(value: object) -> torch.dtype:
     dtype = _DTYPES.get(str(value).removeprefix("torch."))
     if dtype is None:
-        raise ValueError(f"must be one of {', '.join(_DTYPES)} or a torch.dtype of that kind")
+        raise ValueError(f"must be one of {', '.join(_DTYPES)} or such a torch.dtype")
     return dtype
 
 
-Dtype = Annotated[Any, BeforeValidator(_dtype), PlainSerializer(str)]
+Dtype = Annotated[torch.dtype, BeforeValidator(_dtype), PlainSerializer(str)]
 
 
 class _Section(BaseModel):
@@ -64,33 +65,33 @@ class _Section(BaseModel):
     _plain = model_validator(mode="before")(plain_paths)
 
     def dict(self, **kwargs: Any) -> dict[str, Any]:
-        """The values by key."""
+        """Return the values by key."""
         return self.model_dump(**kwargs)
 
 
 class DeepSpeedTPConfig(_Section):
-    """`tensor_parallel`: the ranks that the layers are sliced over."""
+    """`tensor_parallel`: the ranks that layers are sliced over."""
 
     enabled: bool = True
     tp_size: int = Field(default=1, ge=1)
     tp_grain_size: int = 64
-    mpu: Any = None
+    mpu: object = None
     tp_group: Any = None
 
 
 class DeepSpeedMoEConfig(_Section):
-    """`moe`: experts of DeepSpeed's own layers."""
+    """`moe`: the experts of DeepSpeed's own layers."""
 
     enabled: bool = True
     ep_size: int = 1
     moe_experts: list[int] = Field(default=[1], validation_alias=AliasChoices("moe_experts", "num_experts"))
     type: Literal["standard", "residual"] = "standard"
-    ep_mp_group: Any = None
-    ep_group: Any = None
+    ep_mp_group: object = None
+    ep_group: object = None
 
 
 class BaseQuantConfig(_Section):
-    """How numbers are rounded."""
+    """How tensors are quantized."""
 
     enabled: bool = True
     num_bits: int = 8
@@ -99,20 +100,20 @@ class BaseQuantConfig(_Section):
 
 
 class WeightQuantConfig(BaseQuantConfig):
-    """How weights are rounded: `q_groups` groups in each row."""
+    """How weights are quantized: `q_groups` groups in each row."""
 
-    quantized_initialization: dict[str, Any] = {}
-    post_init_quant: dict[str, Any] = {}
+    quantized_initialization: dict[str, object] = {}
+    post_init_quant: dict[str, object] = {}
 
 
 class QKVQuantConfig(_Section):
-    """Whether the weights of queries, keys and values are rounded too."""
+    """Whether the weights of queries, keys and values are quantized too."""
 
     enabled: bool = True
 
 
 class QuantizationConfig(_Section):
-    """`quant`: what int8 means."""
+    """`quant`: the quantization that dtype int8 stands for."""
 
     enabled: bool = True
     activation: BaseQuantConfig = BaseQuantConfig()
@@ -121,7 +122,7 @@ class QuantizationConfig(_Section):
 
 
 class InferenceCheckpointConfig(_Section):
-    """`checkpoint_config`: another place for what the keys of the same names say."""
+    """`checkpoint_config`: another place for the top-level keys of these names."""
 
     checkpoint_dir: str | None = None
     save_mp_checkpoint_path: str | None = None
@@ -129,7 +130,7 @@ class InferenceCheckpointConfig(_Section):
 
 
 class DeepSpeedInferenceConfig(_Section):
-    """All keys of `init_inference`. Those in `without_effect` are accepted and change nothing."""
+    """All keys of `init_inference`. Those in `without_effect` are accepted and have no effect."""
 
     replace_with_kernel_inject: bool = Field(
         False, validation_alias=AliasChoices("replace_with_kernel_inject", "kernel_inject")
@@ -141,47 +142,47 @@ class DeepSpeedInferenceConfig(_Section):
     enable_cuda_graph: bool = False
     use_triton: bool = False
     triton_autotune: bool = False
-    zero: dict[str, Any] = {}
+    zero: dict[str, object] = {}
     triangular_masking: bool = Field(True, validation_alias=AliasChoices("triangular_masking", "tm"))
     moe: DeepSpeedMoEConfig | bool = DeepSpeedMoEConfig()
     keep_module_on_host: bool = False
     quant: QuantizationConfig = QuantizationConfig()
-    checkpoint: str | dict[str, Any] | None = None
+    checkpoint: str | dict[str, object] | None = None
     base_dir: str = ""
     set_empty_params: bool = False
     save_mp_checkpoint_path: str | None = None
     checkpoint_config: InferenceCheckpointConfig = InferenceCheckpointConfig()
     return_tuple: bool = True
     training_mp_size: int = 1
-    injection_policy: dict[Any, Any] | None = Field(
+    injection_policy: dict[object, object] | None = Field(
         None, validation_alias=AliasChoices("injection_policy", "injection_dict")
     )
-    injection_policy_tuple: tuple[Any, ...] | None = None
-    config: dict[str, Any] | None = Field(None, validation_alias=AliasChoices("config", "args"))
+    injection_policy_tuple: tuple[object, ...] | None = None
+    config: dict[str, object] | None = Field(None, validation_alias=AliasChoices("config", "args"))
     max_out_tokens: int = Field(1024, validation_alias=AliasChoices("max_out_tokens", "max_tokens"))
     min_out_tokens: int = 1
     transposed_mode: bool = False
     mp_size: int = 1
-    mpu: Any = None
+    mpu: object = None
     ep_size: int = 1
-    ep_group: Any = None
-    ep_mp_group: Any = None
+    ep_group: object = None
+    ep_mp_group: object = None
     moe_experts: list[int] = [1]
     moe_type: Literal["standard", "residual"] = "standard"
     replace_method: str = "auto"
 
-    def __init__(self, **given: Any):
-        super().__init__(**_renamed(given))
+    def __init__(self, **values: object):
+        super().__init__(**_renamed(values))
 
     @property
     def without_effect(self) -> dict[str, str]:
-        """The keys that are set to more than their default and change nothing, with the reason."""
+        """The keys without effect that differ from their defaults, each with the reason."""
         default = type(self).model_fields
         return {key: why for key, why in _NO_EFFECT.items() if getattr(self, key) != default[key].default}
 
 
-def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys with deprecated spellings moved to their present places."""
+def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Move the values of deprecated keys to their present places."""
     moves = {
         "mp_size": ("tensor_parallel", "tp", "tp_size"),
         "mpu": ("tensor_parallel", "tp", "mpu"),
@@ -191,9 +192,9 @@ def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
         "moe_experts": ("moe", "moe", "moe_experts"),
         "moe_type": ("moe", "moe", "type"),
     }
-    result = dict(given)
+    result = dict(values)
     for old, (section, short, new) in moves.items():
-        if old not in given:
+        if old not in values:
             continue
         value = result.pop(old)
         place = short if short in result else section
@@ -201,18 +202,22 @@ def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
         inner = {} if inner is None or isinstance(inner, bool) else dict(inner)
         if new in inner:
             raise ValueError(
-                f"`{section}.{new}` must be given once, but `{old}`, its old name, is given too; leave "
-                "that out"
+                f"`{section}.{new}` must be given once, but `{old}`, its old name, is given too; leave that "
+                "out"
             )
         result[place] = {**inner, new: value}
     return result
 
 
-def read_config(config: Any, given: Mapping[str, Any]) -> DeepSpeedInferenceConfig:
-    """The configuration from a dict or the path of a JSON; keyword arguments are added to the dict.
+def read_config(config: object, arguments: Mapping[str, Any]) -> DeepSpeedInferenceConfig:
+    """Read a configuration and add keyword arguments to it.
+
+    Args:
+        config: a dict, which is updated; the path of a JSON; a `DeepSpeedInferenceConfig`; or None.
+        arguments: further keys and values.
 
     Raises:
-        ConfigError: a key is given twice with different values, is not known, or has a wrong value.
+        ConfigError: a key has two different values, is unknown, or has a wrong value.
     """
     if isinstance(config, (str, os.PathLike)):
         config = load_ds_config(config)
@@ -224,18 +229,17 @@ def read_config(config: Any, given: Mapping[str, Any]) -> DeepSpeedInferenceConf
         raise ConfigError(
             f"`config` must be a dictionary or the path of a JSON, but is {type(config).__name__}"
         )
-    for key in config.keys() & given.keys():
-        if config[key] != given[key]:
+    for key in config.keys() & arguments.keys():
+        if config[key] != arguments[key]:
             raise ConfigError(
-                f"`{key}` must have one value, but is {config[key]} in `config` and {given[key]} as an "
-                "argument; "
-                "leave one of them out"
+                f"`{key}` must have one value, but is {config[key]} in `config` and {arguments[key]} as an "
+                "argument; leave one of them out"
             )
-    config.update(given)
+    config.update(arguments)
     try:
         read = DeepSpeedInferenceConfig(**config)
     except ValidationError as error:
-        raise ConfigError([_sentence(fault) for fault in error.errors()]) from error
+        raise ConfigError([_sentence(details) for details in error.errors()]) from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
     _refuse(read)
@@ -244,15 +248,15 @@ def read_config(config: Any, given: Mapping[str, Any]) -> DeepSpeedInferenceConf
     return read
 
 
-def _sentence(fault: Any) -> str:
-    place = ".".join(str(part) for part in fault["loc"])
-    if fault["type"] == "extra_forbidden":
+def _sentence(details: ErrorDetails) -> str:
+    place = ".".join(map(str, details["loc"]))
+    if details["type"] == "extra_forbidden":
         return f"`{place}` must be a key of init_inference, but is not one; correct or leave it out"
-    return f"`{place}` {fault['msg'].removeprefix('Value error, ')}, but is {fault['input']!r:.60}"
+    return f"`{place}` {details['msg'].removeprefix('Value error, ')}, but is {details['input']!r:.60}"
 
 
 def _refuse(config: DeepSpeedInferenceConfig) -> None:
-    """Raise ConfigError if the configuration asks for what is not offered."""
+    """Raise ConfigError if the configuration asks for something unsupported."""
     moe = config.moe
     if isinstance(moe, DeepSpeedMoEConfig) and moe.ep_size > 1:
         raise ConfigError(
@@ -261,13 +265,13 @@ def _refuse(config: DeepSpeedInferenceConfig) -> None:
         )
     if config.save_mp_checkpoint_path or config.checkpoint_config.save_mp_checkpoint_path:
         raise ConfigError(
-            "`save_mp_checkpoint_path` must be left out here: slices need no checkpoint of their own, "
-            "because a "
-            "whole one is sliced while it is read"
+            "`save_mp_checkpoint_path` must be left out, but is given; a whole checkpoint is sliced while it "
+            "is read, so slices need no checkpoint of their own"
         )
     if config.injection_policy and config.replace_with_kernel_inject:
         raise ConfigError(
-            "`injection_policy` must be left out with `replace_with_kernel_inject`; choose one of them"
+            "`injection_policy` must be left out with `replace_with_kernel_inject`, but is given; choose one "
+            "of them"
         )
     if config.enable_cuda_graph and config.tensor_parallel.tp_size > 1:
         raise ConfigError(
@@ -276,11 +280,11 @@ def _refuse(config: DeepSpeedInferenceConfig) -> None:
     weight = config.quant.weight
     if config.dtype == torch.int8 and (weight.num_bits != 8 or weight.q_type != "symmetric"):
         raise ConfigError(
-            f"`quant.weight` must have 8 bits and be symmetric here, but has {weight.num_bits} and is "
-            f"{weight.q_type}; leave that out"
+            f"`quant.weight` must have 8 bits and be symmetric, but has {weight.num_bits} and is "
+            f"{weight.q_type}; leave it out"
         )
 
 
 def default_inference_config() -> dict[str, Any]:
-    """The default of every key."""
+    """Return the default of every key."""
     return DeepSpeedInferenceConfig().model_dump()

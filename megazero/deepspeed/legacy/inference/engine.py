@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megazero.deepspeed.comm.mpu import DeepSpeedMpu
 from megazero.deepspeed.legacy.inference.config import DeepSpeedInferenceConfig
@@ -17,18 +18,18 @@ from megazero.mpu.launch import close_groups
 
 
 class InferenceEngine(nn.Module):
-    """A module for inference, whose attributes can be read through the engine.
+    """Wraps a module for inference; attributes that the engine lacks are the module's.
 
     Attributes:
-        module: the module, on its device and in its type, or this rank's slice of it.
-        injected: how many modules of each kind operators of ours replaced.
+        module: the module, on its device and in its dtype, or this rank's slice of it.
+        injected: the number of replaced modules by class name, see `inject`.
 
     Args:
         model: the module.
-        config: the configuration that it was made by.
-        context: the ranks that it is sliced over; None if it is whole.
+        config: the configuration.
+        context: the ranks that the module is sliced over; None if it is whole.
         injected: see above.
-        generate: the function that continues prompts; None if the module cannot.
+        generate: continues prompts; None if the module cannot generate.
     """
 
     def __init__(
@@ -42,10 +43,10 @@ class InferenceEngine(nn.Module):
         super().__init__()
         self.module = model
         self._config, self._context = config, context
-        self._given = isinstance(config.tensor_parallel.mpu, (ParallelContext, DeepSpeedMpu))
+        self._borrowed = isinstance(config.tensor_parallel.mpu, (ParallelContext, DeepSpeedMpu))
         self.injected = injected
         self._times: list[float] | None = None
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         self._inner_generate = generate
         if generate is not None:
             self.generate = self._generate
@@ -58,47 +59,46 @@ class InferenceEngine(nn.Module):
 
     @property
     def mp_world_size(self) -> int:
-        """The number of ranks that the model is sliced over."""
+        """The number of ranks that the module is sliced over."""
         return 1 if self._context is None else self._context.tp.size
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+    def forward(self, *inputs: object, **kwargs: object) -> Any:
+        """Call the module."""
         return self.module(*inputs, **kwargs)
 
-    def _generate(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's `generate`; all ranks that it is sliced over call this with the same prompts."""
+    def _generate(self, *inputs: object, **kwargs: object) -> Any:
+        """Call the module's `generate`; all ranks of a sliced module pass the same prompts."""
         prompts = kwargs.get("input_ids", inputs[0] if inputs else None)
         if isinstance(prompts, Tensor) and prompts.shape[-1] > self._config.max_out_tokens:
             raise DataError(
                 f"a prompt must have at most `max_out_tokens` ({self._config.max_out_tokens}) tokens, but "
-                "has "
-                f"{prompts.shape[-1]}; give a larger `max_out_tokens`"
+                f"has {prompts.shape[-1]}; raise `max_out_tokens`"
             )
-        assert self._inner_generate is not None, "`generate` is only there if the module can"
+        assert self._inner_generate is not None, "`generate` is set only if the module can generate"
         return self._inner_generate(*inputs, **kwargs)
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
-        """Measure each forward of the module from now on.
+        """Start to measure each forward of the module.
 
         Args:
-            use_cuda_events: without effect; the device is waited for before and after.
+            use_cuda_events: has no effect; the device is synchronized before and after.
         """
         if self._times is not None:
             return
         self._times = []
         started: list[float] = []
 
-        def begin(module: nn.Module, args: Any) -> None:
+        def begin(module: nn.Module, args: object) -> None:
             started.append(_now())
 
-        def end(module: nn.Module, args: Any, output: Any) -> None:
-            assert self._times is not None, "measuring has begun"
+        def end(module: nn.Module, args: object, output: object) -> None:
+            assert self._times is not None
             self._times.append((_now() - started.pop()) * 1000)
 
         self._hooks = [self.module.register_forward_pre_hook(begin), self.module.register_forward_hook(end)]
 
     def model_times(self) -> list[float]:
-        """Milliseconds of each forward since the last call.
+        """Return the milliseconds of each forward since the last call.
 
         Raises:
             MegazeroError: `profile_model_time` has not been called.
@@ -109,15 +109,15 @@ class InferenceEngine(nn.Module):
         return times
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the module by `torch.compile`, see `nn.Module.compile`; `compile_kwargs` are added."""
+        """Compile the module by `nn.Module.compile`; `compile_kwargs` are further keyword arguments."""
         self.module.compile(*args, **{**kwargs.pop("compile_kwargs", {}), **kwargs})
 
     def destroy(self) -> None:
-        """Stop measuring and close the groups that were opened for this engine."""
+        """Stop measuring, and close the groups that were opened for this engine."""
         for hook in self._hooks:
             hook.remove()
         self._times, self._hooks = None, []
-        if self._context is not None and not self._given:
+        if self._context is not None and not self._borrowed:
             close_groups(self._context)
         self._context = None
 

@@ -1,9 +1,9 @@
-"""`replace_with_kernel_inject`: norms and activations of a given model, computed by megazero's operators."""
+"""`replace_with_kernel_inject`: megazero's operators for the norms and activations of a user's model."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,11 @@ from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.layer_norm import layer_norm
 from megazero.ops.rms_norm import rms_norm
 
-_WIDTH = 8  # features of the vector that an activation is tried on
+_WIDTH = 8  # of the random input on which activations are compared
 
 
 class FusedRmsNorm(nn.Module):
-    """A root-mean-square norm by `rms_norm`, with the weight that it had."""
+    """RMSNorm by `rms_norm`, with the weight of the module that it replaces."""
 
     def __init__(self, weight: nn.Parameter, eps: float):
         super().__init__()
@@ -28,7 +28,7 @@ class FusedRmsNorm(nn.Module):
 
 
 class FusedLayerNorm(nn.Module):
-    """A layer norm by `layer_norm`, with the weight and bias that it had."""
+    """LayerNorm by `layer_norm`, with the parameters of the module that it replaces."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter, eps: float):
         super().__init__()
@@ -40,30 +40,30 @@ class FusedLayerNorm(nn.Module):
 
 
 class FusedGelu(nn.Module):
-    """A GELU by `bias_gelu`, by its tanh approximation unless `exact`."""
+    """GELU by `bias_gelu`; the tanh approximation unless `exact`."""
 
     def __init__(self, exact: bool):
         super().__init__()
         self.exact = exact
 
     def forward(self, x: Tensor) -> Tensor:
-        """Elementwise."""
+        """Apply GELU elementwise."""
         return bias_gelu(x, None, self.exact)
 
 
 @torch.no_grad()
 def inject(model: nn.Module) -> Counter[str]:
-    """Replace each norm and each activation for which an operator computes the same; returns their numbers.
+    """Replace norms and activations by operators; return the number of replaced modules by class name.
 
-    A module is replaced if the operator's result on a random vector is the module's, so a norm that only
-    bears the name stays.
+    A module is replaced only if it agrees with the operator on a random input, because a class may be called
+    RMSNorm and compute something else.
     """
     replaced: Counter[str] = Counter()
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             for candidate in _candidates(module):
-                own = next(candidate.parameters(), None)
-                width = _WIDTH if own is None else own.shape[-1]
+                weight = next(candidate.parameters(), None)
+                width = _WIDTH if weight is None else weight.shape[-1]
                 if _same(module, candidate, width, next(model.parameters())):
                     parent._modules[name] = candidate.train(module.training)
                     replaced[type(candidate).__name__] += 1
@@ -72,6 +72,7 @@ def inject(model: nn.Module) -> Counter[str]:
 
 
 def _candidates(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the operators that may compute the same as a module."""
     kind = type(module).__name__
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -84,16 +85,11 @@ def _candidates(module: nn.Module) -> Iterator[nn.Module]:
         yield FusedGelu(True)
 
 
-def _same(
-    one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], width: int, like: Tensor
-) -> bool:
+def _same(one: nn.Module, other: nn.Module, width: int, like: Tensor) -> bool:
+    """Whether two modules agree on a random input [3, width]; activations are compared in fp32."""
     generator = torch.Generator().manual_seed(0)
-    # In half precision two kinds of GELU look alike.
-    dtype = (
-        like.dtype
-        if isinstance(one, nn.Module) and next(one.parameters(), None) is not None
-        else torch.float32
-    )
+    # In half precision, exact and approximate GELU would agree.
+    dtype = torch.float32 if next(one.parameters(), None) is None else like.dtype
     x = torch.randn(3, width, generator=generator).to(like.device, dtype)
     tolerance = 8 * torch.finfo(dtype).eps
     return torch.allclose(one(x), other(x), rtol=tolerance, atol=tolerance)

@@ -1,8 +1,8 @@
-"""`init_inference`: slices a model, converts it and wraps it."""
+"""`init_inference`: slices, converts and wraps a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,20 +14,22 @@ from megazero.deepspeed.legacy.inference.checkpoint import checkpoint_files, giv
 from megazero.deepspeed.legacy.inference.config import DeepSpeedInferenceConfig, read_config
 from megazero.deepspeed.legacy.inference.engine import InferenceEngine
 from megazero.deepspeed.legacy.inference.fused import inject
-from megazero.deepspeed.legacy.inference.own import own_model
 from megazero.deepspeed.tensor_parallel.cutter import Cutter, synchronise
 from megazero.deepspeed.tensor_parallel.layers import SlicedLinear, is_linear
 from megazero.deepspeed.tensor_parallel.policy import SlicingPolicy, slice_model
 from megazero.deepspeed.tensor_parallel.training import TensorParallelRequest
 from megazero.errors import ConfigError
+from megazero.inference.generate import generate as continue_prompts
+from megazero.inference.sampling import Sampling
+from megazero.models.language_model import LanguageModel
 from megazero.mpu.context import ParallelContext, solo_context
 from megazero.mpu.launch import Launch, choose_device
 
 
-def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
-    """Make a model ready for inference: sliced over ranks, on its device and in its type.
+def init_inference(model: nn.Module, config: object = None, **kwargs: Any) -> InferenceEngine:
+    """Prepare a model for inference: sliced over ranks, on its device and in its dtype.
 
-    The ranks that hold one copy of the model are adjacent; a world of more ranks holds several copies.
+    Adjacent ranks share one copy of the model; a larger world holds several copies.
 
     Args:
         model: a Hugging Face model, one of megazero's, or any module.
@@ -35,8 +37,8 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
         kwargs: keys of the configuration.
 
     Raises:
-        ConfigError: names what is wrong with the configuration, or the model cannot be sliced so.
-        CheckpointError: `checkpoint` does not hold the model's weights.
+        ConfigError: the configuration is wrong, or the model cannot be sliced.
+        CheckpointError: `checkpoint` lacks weights of the model.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__}")
@@ -48,8 +50,7 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
     elif context.tp.size > 1:
         raise ConfigError(
             "`tensor_parallel.tp_size` must be 1 for a model of megazero's, which is sliced when it is "
-            "built, but "
-            f"is {context.tp.size}; leave it out"
+            f"built, but is {context.tp.size}; leave it out"
         )
     device = torch.device("cpu") if read.keep_module_on_host else context.device
     _fill(model, read, context, device)
@@ -65,7 +66,7 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
 
 
 def _context(config: DeepSpeedInferenceConfig) -> ParallelContext:
-    """The ranks that the model is sliced over; with one, the world is not joined."""
+    """Return the ranks that the model is sliced over; a single rank does not join torch's world."""
     section = config.tensor_parallel
     size = section.tp_size if section.enabled else 1
     if section.tp_group is not None:
@@ -81,13 +82,12 @@ def _context(config: DeepSpeedInferenceConfig) -> ParallelContext:
 
 
 def _policy(config: DeepSpeedInferenceConfig) -> SlicingPolicy:
-    injection = config.injection_policy
     if config.injection_policy_tuple is not None:
         raise ConfigError(
-            "`injection_policy_tuple` must be left out here; give `injection_policy` with the class of the "
-            "layers"
+            "`injection_policy_tuple` must be left out, but is given; give `injection_policy` with the class "
+            "of the layers"
         )
-    return SlicingPolicy(injection=injection)
+    return SlicingPolicy(injection=config.injection_policy)
 
 
 def _fill(
@@ -99,8 +99,7 @@ def _fill(
         if any(param.is_meta for param in model.parameters()):
             raise ConfigError(
                 "`checkpoint` must be given for a model on the meta device, but is not; give the folder of "
-                "its "
-                "weights"
+                "its weights"
             )
         return
     base_dir = config.base_dir or config.checkpoint_config.base_dir or ""
@@ -110,37 +109,106 @@ def _fill(
 
 
 def _convert(model: nn.Module, config: DeepSpeedInferenceConfig) -> torch.dtype:
-    """Convert weights, and buffers that a checkpoint holds; others (rotary tables) keep their type."""
-    dtype: torch.dtype = config.dtype
-    if dtype == torch.int8:  # products need a floating type: the model's own if it is half
-        own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        dtype = own
-    kept = model.state_dict().keys()
+    """Convert parameters and persistent buffers; other buffers (rotary tables) keep their dtype."""
+    dtype = config.dtype
+    if dtype == torch.int8:  # only weights become int8: products stay in the model's own dtype
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    saved = model.state_dict().keys()
     for param in model.parameters():
         if param.is_floating_point():
             param.data = param.data.to(dtype)
     for name, buffer in model.named_buffers():
-        if buffer.is_floating_point() and name in kept:
+        if buffer.is_floating_point() and name in saved:
             buffer.data = buffer.data.to(dtype)
     return dtype
 
 
+class OwnModel:
+    """Generates with one of megazero's models, by the arguments of Hugging Face's `generate`."""
+
+    def __init__(self, model: LanguageModel):
+        self.model = model
+
+    def check(self, config: DeepSpeedInferenceConfig) -> torch.dtype:
+        """Return the dtype of the weights, which is never converted.
+
+        Raises:
+            ConfigError: the configuration asks for another dtype.
+        """
+        dtype = next(self.model.parameters()).dtype
+        if "dtype" in config.model_fields_set and config.dtype != dtype:
+            raise ConfigError(
+                f"`dtype` must be that of the model ({dtype}), but is {config.dtype}; leave it out, or build "
+                "the model in that dtype"
+            )
+        return dtype
+
+    def generate(
+        self,
+        input_ids: Tensor | Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int = 20,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        eos_token_id: int | None = None,
+        seed: int = 0,
+    ) -> Tensor:
+        """Return prompts [b, s] with their continuations, [b, s + new], padded with `eos_token_id` (or 0).
+
+        Args:
+            input_ids: the prompts; lists may differ in length.
+            max_new_tokens: the most tokens to add.
+            do_sample: whether to sample; otherwise the most probable token is taken.
+            temperature, top_k, top_p, seed: see `Sampling`.
+            eos_token_id: the token that ends a sequence.
+        """
+        prompts = input_ids.tolist() if isinstance(input_ids, Tensor) else [list(p) for p in input_ids]
+        sampling = Sampling(greedy=True)
+        if do_sample:
+            sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        added = continue_prompts(
+            self.model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, eod=eos_token_id
+        )
+        rows = [prompt + more for prompt, more in zip(prompts, added, strict=True)]
+        width, end = max(map(len, rows)), eos_token_id or 0
+        device = next(self.model.parameters()).device
+        return torch.tensor([row + [end] * (width - len(row)) for row in rows], device=device)
+
+
+def own_model(model: nn.Module) -> OwnModel | None:
+    """Wrap a model of megazero's; return None for any other module.
+
+    Raises:
+        ConfigError: the model is sequence-parallel.
+    """
+    if not isinstance(model, LanguageModel):
+        return None
+    if model.placement.sequence_parallel:
+        raise ConfigError(
+            "`sequence_parallel` must be off to generate, but is on; pass "
+            "`model.without_sequence_parallelism()`, which has the same weights"
+        )
+    return OwnModel(model)
+
+
 class LayerPolicy:
-    """A policy of DeepSpeed's for a family; here the family's row of the table decides instead."""
+    """Stands for DeepSpeed's policies of model families; here a table of families has these rules."""
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Nothing: `initialize` slices for training and `init_inference` for inference, without being told."""
+    """Do nothing: `initialize` always slices for training, and `init_inference` for inference."""
 
 
 class Int8Rows(nn.Module):
-    """A weight [n, m] as int8 with a scale for each of `groups` parts of each row: the part's largest / 127.
+    """Stores a weight [n, m] as int8 with a scale for each group of a row: its largest magnitude / 127.
 
-    It halves the memory of fp16 weights, and costs one pass over them in each product.
+    It halves the memory of fp16 weights; each product first dequantizes the weight.
 
     Args:
-        dtype: the type of products.
-        groups: parts of a row; rows that do not divide by it have one.
+        dtype: the dtype of products.
+        groups: the number of groups in a row; 1 is used if it does not divide the row.
     """
 
     def __init__(self, dtype: torch.dtype, groups: int):
@@ -148,25 +216,22 @@ class Int8Rows(nn.Module):
         self.dtype, self.groups = dtype, groups
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Round a weight."""
-        parts = weight.float().view(weight.shape[0], self._parts(weight.shape[1]), -1)
+        """Quantize a weight to int8 [n, m] and scales [n, groups, 1]."""
+        groups = self.groups if weight.shape[1] % self.groups == 0 else 1
+        parts = weight.float().view(weight.shape[0], groups, -1)
         scale = parts.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
         return (parts / scale).round().to(torch.int8).view_as(weight), scale
 
     def forward(self, rounded: Tensor, scale: Tensor) -> Tensor:
-        """The weight again."""
+        """Dequantize the weight."""
         parts = rounded.view(*scale.shape[:2], -1).to(scale.dtype)
         return (parts * scale).view_as(rounded).to(self.dtype)
 
-    def _parts(self, width: int) -> int:
-        return self.groups if width % self.groups == 0 else 1
-
 
 def quantize(model: nn.Module, dtype: torch.dtype, groups: int) -> int:
-    """Round the weights of all linear layers but the output layer, and return how many layers that are."""
+    """Quantize the weights of all linear layers except the output layer; return their number."""
     model.requires_grad_(False)
-    find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
-    head = find_head()
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     layers = [
         module
         for module in model.modules()

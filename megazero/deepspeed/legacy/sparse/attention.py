@@ -1,8 +1,8 @@
-"""`SparseSelfAttention` and `BertSparseSelfAttention`: attention over the blocks of a configuration."""
+"""`SparseSelfAttention` and `BertSparseSelfAttention`: attention over the blocks of a layout."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,26 +12,26 @@ from megazero.ops.attention import BlockLayout, Pattern, attention
 
 MaskMode = Literal["add", "mul"]
 LONGEST = 2048
-"""The length for which DeepSpeed makes a layout unless told otherwise."""
+"""DeepSpeed's default for the longest sequence."""
 
 
 class SparseSelfAttention(nn.Module):
     """Attention over the blocks of a layout, which is made for the longest sequence and cropped for others.
 
-    With a unidirectional configuration no token attends to a later one. A row that may attend to nothing
-    gives zeros.
+    With a unidirectional configuration the attention is causal. A query that may attend to no key gives 0.
 
     Args:
-        sparsity_config: the configuration.
-        key_padding_mask_mode: whether `key_padding_mask` is added to scores, or hides keys where it is 0.
+        sparsity_config: makes the layout; None for `FixedSparsityConfig` with four heads.
+        key_padding_mask_mode: ``add`` adds `key_padding_mask` to the scores, ``mul`` hides keys where it is
+            0.
         attn_mask_mode: the same for `attn_mask`.
         max_seq_length: the longest sequence.
 
     Attributes:
-        master_layout: int64 [heads, N, N], a buffer, so that a checkpoint holds it.
+        master_layout: int64 [heads, N, N], a buffer, so that checkpoints contain it.
 
     Raises:
-        ValueError: the layout does not fit the longest sequence, or a mode is none.
+        ValueError: the layout does not fit the longest sequence, or a mode is unknown.
     """
 
     master_layout: Tensor
@@ -54,14 +54,15 @@ class SparseSelfAttention(nn.Module):
         self.sparsity_config = config
         self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
         self.max_seq_length = max_seq_length
-        self.register_buffer("master_layout", cast(Any, config).make_layout(max_seq_length))
-        self._known: tuple[Tensor, int, BlockLayout] | None = None
+        layout = config.make_layout(max_seq_length)  # type: ignore[attr-defined]  # of the derived class
+        self.register_buffer("master_layout", layout)
+        self._cached: tuple[Tensor, int, BlockLayout] | None = None
 
     def get_layout(self, length: int) -> Tensor:
-        """The layout of sequences of `length` tokens, int64 [heads, N, N].
+        """Return the layout for sequences of `length` tokens, int64 [heads, N, N].
 
         Raises:
-            ValueError: the block does not divide the length, or it is above `max_seq_length`.
+            ValueError: the block does not divide the length, or the length is above `max_seq_length`.
         """
         block = self.sparsity_config.block
         if length % block or length > self.max_seq_length:
@@ -76,13 +77,13 @@ class SparseSelfAttention(nn.Module):
     def _blocks(self) -> BlockLayout:
         """The blocks of `master_layout`, on the host.
 
-        They are one object for all calls until the buffer is written: by it the tiles to compute are found.
+        The object is cached until the buffer changes, because `attention` caches its tiles by this object.
         """
         master = self.master_layout
         version = 0 if master.is_inference() else master._version
-        if self._known is None or self._known[0] is not master or self._known[1] != version:
-            self._known = (master, version, BlockLayout((master != 0).cpu(), self.sparsity_config.block))
-        return self._known[2]
+        if self._cached is None or self._cached[0] is not master or self._cached[1] != version:
+            self._cached = (master, version, BlockLayout((master != 0).cpu(), self.sparsity_config.block))
+        return self._cached[2]
 
     def forward(
         self,
@@ -93,17 +94,17 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """softmax(q k^T / sqrt(d) + rpe) v over the layout's blocks, [b, n, s, d].
+        """Return softmax(q k^T / sqrt(d) + rpe) v over the layout's blocks, [b, n, s, d].
 
         Args:
             query, key, value: [b, n, s, d].
-            rpe: broadcastable to [b, n, s, s], is added to the scores.
-            key_padding_mask: [b, s], or with dims of size one between.
-            attn_mask: [s, s], or with dims of size one before.
+            rpe: broadcastable to [b, n, s, s], added to the scores.
+            key_padding_mask: [b, s] or [b, 1, 1, s].
+            attn_mask: [s, s] or [1, 1, s, s].
 
         Raises:
-            ValueError: the three tensors differ in shape, heads are others than the configuration's, or see
-                `get_layout`.
+            ValueError: the three tensors differ in shape, n is not the configuration's number of heads, or
+                see `get_layout`.
         """
         b, heads, s, _ = query.shape
         if not query.shape == key.shape == value.shape or heads != self.sparsity_config.num_heads:
@@ -112,28 +113,32 @@ class SparseSelfAttention(nn.Module):
                 f"but are {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}; only "
                 "self-attention is sparse"
             )
-        added, hidden = rpe, None
-        for given, mode, shape in (
+        bias, visible = rpe, None
+        for values, mode, shape in (
             (key_padding_mask, self.key_padding_mask_mode, (b, 1, 1, s)),
             (attn_mask, self.attn_mask_mode, (1, 1, s, s)),
         ):
-            if given is None:
+            if values is None:
                 continue
-            mask = given.reshape(shape)
+            mask = values.reshape(shape)
             if mode == "add":
-                added = mask if added is None else added + mask
+                bias = mask if bias is None else bias + mask
             else:
-                hidden = mask != 0 if hidden is None else hidden & (mask != 0)
-        return self.attend(query, key, value, mask=hidden, bias=added)
+                visible = mask != 0 if visible is None else visible & (mask != 0)
+        return self.attend(query, key, value, mask=visible, bias=bias)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        """The same with a bool `mask`, True where a query may see a key, and a `bias` of the scores, both
-        broadcastable to [b, n, s, s].
+        """As `forward`, with masks as one `mask` and one `bias`, both broadcastable to [b, n, s, s].
+
+        Args:
+            query, key, value: [b, n, s, d].
+            mask: bool, True where a query may attend to a key.
+            bias: added to the scores.
         """
         length = query.shape[2]
-        self.get_layout(length)  # or refuse the length
+        self.get_layout(length)  # raises if the length does not fit
         context = attention(
             *(x.permute(2, 0, 1, 3) for x in (query, key, value)),
             causal=getattr(self.sparsity_config, "attention", None) == "unidirectional",
@@ -145,12 +150,11 @@ class SparseSelfAttention(nn.Module):
 
 
 class BertSparseSelfAttention(nn.Module):
-    """BERT's self-attention with projections of query, key and value, over the blocks of a configuration.
+    """BERT's self-attention: projections of query, key and value around a `SparseSelfAttention`.
 
     Args:
         config: has `hidden_size` and `num_attention_heads`.
-        sparsity_config: the configuration; None for `FixedSparsityConfig` of four heads.
-        max_seq_length: the longest sequence.
+        sparsity_config, max_seq_length: see `SparseSelfAttention`.
 
     Raises:
         ValueError: the heads do not divide the width, or see `SparseSelfAttention`.
@@ -175,14 +179,14 @@ class BertSparseSelfAttention(nn.Module):
         return x.view(*x.shape[:2], self.num_attention_heads, self.attention_head_size).transpose(1, 2)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """The context [b, s, h] of hidden states [b, s, h]; `attention_mask` [b, s] is added to scores."""
+        """Map [b, s, h] to the context [b, s, h]; `attention_mask` [b, s] is added to the scores."""
         context: Tensor = self.sparse_self_attention(
             *self.heads_of(hidden_states), key_padding_mask=attention_mask
         )
         return context.transpose(1, 2).flatten(2)
 
     def heads_of(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of hidden states [b, s, h], each [b, n, s, d]."""
+        """Project hidden states [b, s, h] to query, key and value, [b, n, s, d] each."""
         query, key, value = (
             self.transpose_for_scores(linear(hidden_states)) for linear in (self.query, self.key, self.value)
         )
@@ -190,20 +194,20 @@ class BertSparseSelfAttention(nn.Module):
 
 
 class TransformersSparseSelfAttention(BertSparseSelfAttention):
-    """The same in the place of a self-attention of transformers, whose masks and results it has."""
+    """`BertSparseSelfAttention` with the arguments and the result of a self-attention of transformers."""
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **others: Any
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **others: object
     ) -> tuple[Tensor, None]:
-        """The context, and None for the probabilities, which are never whole.
+        """Return the context [b, s, h], and None in the place of the attention probabilities.
 
         Args:
             hidden_states: [b, s, h].
-            attention_mask: broadcastable to [b, n, s, s], True where a token may be seen, or added to scores.
-            others: a cache and the states of another sequence must be left out; the rest has no effect.
+            attention_mask: broadcastable to [b, n, s, s]; bool (True: visible) or added to the scores.
+            others: have no effect, except a cache and encoder states, which are refused.
 
         Raises:
-            ValueError: there is a cache or another sequence.
+            ValueError: a cache or encoder states are given.
         """
         for name in ("past_key_values", "encoder_hidden_states"):
             if others.get(name) is not None:

@@ -1,4 +1,7 @@
-"""Sparsity configurations: DeepSpeed's classes over the layouts of `megazero.ops.block_layouts`."""
+"""DeepSpeed's sparsity configurations, over the layouts of `megazero.ops.block_layouts`.
+
+A layout is [heads, N, N] for N blocks: 1 where queries of a row of blocks attend to keys of a column.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ _DIRECTIONS = ("unidirectional", "bidirectional")
 
 @dataclass
 class SparsityConfig:
-    """The part that all configurations share; derive from it for a layout of your own.
+    """The settings that all configurations share; derive from it for a custom layout.
 
     Args:
         num_heads: the number of attention heads.
-        block: the rows of a block.
-        different_layout_per_head: whether heads differ; if not, all have the layout of the first.
-        seed, layer: random blocks are a function of these, the head and the row.
+        block: the number of tokens in a block.
+        different_layout_per_head: whether each head has its own layout; otherwise all have the first one's.
+        seed, layer: with the head and the row, these determine the random blocks.
     """
 
     num_heads: int
@@ -34,11 +37,11 @@ class SparsityConfig:
 
     @property
     def num_layout_heads(self) -> int:
-        """The number of heads that have a layout of their own."""
+        """The number of different layouts."""
         return self.num_heads if self.different_layout_per_head else 1
 
     def setup_layout(self, seq_len: int) -> Tensor:
-        """A layout without any block, int64 [heads, N, N].
+        """Return an empty layout, int64 [heads, N, N].
 
         Raises:
             ValueError: the block does not divide the length.
@@ -47,7 +50,7 @@ class SparsityConfig:
         return torch.zeros(self.num_heads, blocks, blocks, dtype=torch.int64)
 
     def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
-        """The layout, with the first head's for all of them unless heads differ."""
+        """Copy the first head's layout to all heads, unless each has its own; return the layout."""
         if not self.different_layout_per_head:
             layout[1:] = layout[0]
         return layout
@@ -65,10 +68,10 @@ class SparsityConfig:
 
 
 class _Configured(SparsityConfig):
-    """A configuration whose layout is known by its parameters."""
+    """A configuration that makes its layout."""
 
     def make_layout(self, seq_len: int) -> Tensor:
-        """The layout of sequences of `seq_len` tokens: int64 [heads, N, N], 1 where blocks meet.
+        """Return the layout for sequences of `seq_len` tokens, int64 [heads, N, N].
 
         Raises:
             ValueError: the block does not divide the length, or the layout does not fit it.
@@ -78,12 +81,12 @@ class _Configured(SparsityConfig):
 
     @abstractmethod
     def _layout(self, blocks: int) -> Tensor:
-        """bool [heads or 1, N, N]."""
+        """Return the layout of `blocks` blocks, bool [heads or 1, N, N]."""
 
 
 @dataclass
 class DenseSparsityConfig(_Configured):
-    """All blocks; see `SparsityConfig`."""
+    """All blocks: dense attention."""
 
     def _layout(self, blocks: int) -> Tensor:
         return dense(blocks)
@@ -91,10 +94,10 @@ class DenseSparsityConfig(_Configured):
 
 @dataclass
 class FixedSparsityConfig(_Configured):
-    """Windows side by side, and global blocks of each; see `megazero.ops.block_layouts.fixed`.
+    """Adjacent local windows, each with global blocks; see `megazero.ops.block_layouts.fixed`.
 
     Raises:
-        ValueError: a parameter does not fit another.
+        ValueError: the settings contradict each other.
     """
 
     num_local_blocks: int = 4
@@ -110,7 +113,7 @@ class FixedSparsityConfig(_Configured):
                 f"`num_local_blocks` must be a multiple of `num_global_blocks` ({self.num_global_blocks}), "
                 f"but is {self.num_local_blocks}; change one of them"
             )
-        patterns, most = (self.num_different_global_patterns, self.num_local_blocks // self.num_global_blocks)
+        patterns, most = self.num_different_global_patterns, self.num_local_blocks // self.num_global_blocks
         if patterns > 1 and not self.different_layout_per_head:
             raise ValueError(
                 f"`different_layout_per_head` must be on with `num_different_global_patterns` {patterns}, "
@@ -137,10 +140,10 @@ class FixedSparsityConfig(_Configured):
 
 @dataclass
 class VariableSparsityConfig(_Configured):
-    """Windows of several widths, global blocks, random ones; see `megazero.ops.block_layouts.variable`.
+    """Local windows of several widths, global and random blocks; see `megazero.ops.block_layouts.variable`.
 
     Raises:
-        ValueError: a parameter does not fit another.
+        ValueError: the settings contradict each other.
     """
 
     num_random_blocks: int = 0
@@ -171,10 +174,10 @@ class VariableSparsityConfig(_Configured):
 
 @dataclass
 class BigBirdSparsityConfig(_Configured):
-    """A window that slides, first blocks, random ones; see `megazero.ops.block_layouts.bigbird`.
+    """A sliding window, global first blocks and random blocks; see `megazero.ops.block_layouts.bigbird`.
 
     Raises:
-        ValueError: the direction is none.
+        ValueError: `attention` is unknown.
     """
 
     num_random_blocks: int = 1
@@ -201,10 +204,10 @@ class BigBirdSparsityConfig(_Configured):
 
 @dataclass
 class BSLongformerSparsityConfig(_Configured):
-    """A window that slides, and global blocks; see `megazero.ops.block_layouts.bslongformer`.
+    """A sliding window and global blocks; see `megazero.ops.block_layouts.bslongformer`.
 
     Raises:
-        ValueError: a parameter does not fit another.
+        ValueError: the settings contradict each other.
     """
 
     num_sliding_window_blocks: int = 3
@@ -229,10 +232,10 @@ class BSLongformerSparsityConfig(_Configured):
 
 @dataclass
 class LocalSlidingWindowSparsityConfig(_Configured):
-    """A window that slides; see `megazero.ops.block_layouts.local_sliding_window`.
+    """A sliding window; see `megazero.ops.block_layouts.local_sliding_window`.
 
     Raises:
-        ValueError: the direction is none.
+        ValueError: `attention` is unknown.
     """
 
     different_layout_per_head: bool = field(default=False, init=False)

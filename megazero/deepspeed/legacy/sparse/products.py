@@ -1,7 +1,7 @@
 """`MatMul` and `Softmax` of block-sparse matrices.
 
-A sparse matrix has the values of the blocks that its layout names, [b, blocks, block, block], in the order of
-``layout.nonzero()``: by head, row of blocks and column of blocks.
+A sparse matrix is [b, blocks, block, block]: the values of the blocks that its layout selects, in the order
+of ``layout.nonzero()`` (head, row of blocks, column of blocks).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ Mode = Literal["sdd", "dsd", "dds"]
 
 
 class MatMul:
-    """A product of which one matrix is block-sparse: the result (sdd), the first (dsd) or the second (dds).
+    """A matrix product with one block-sparse matrix: the result (sdd), the first (dsd) or the second (dds).
 
     Args:
-        layout: [n, N, N], not zero where the sparse matrix has a block.
-        block: rows of a block.
+        layout: [n, N, N], nonzero where the sparse matrix has a block.
+        block: the number of rows in a block.
         mode: which matrix is sparse.
-        trans_a, trans_b: whether a matrix is transposed before.
+        trans_a, trans_b: whether `a` or `b` is transposed first.
 
     Raises:
-        ValueError: there is no such mode.
+        ValueError: the mode is unknown.
     """
 
     def __init__(self, layout: Tensor, block: int, mode: Mode, trans_a: bool = False, trans_b: bool = False):
@@ -35,8 +35,8 @@ class MatMul:
         self.layout, self.block, self.mode, self.trans_a, self.trans_b = layout, block, mode, trans_a, trans_b
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        """The product, [b, n, ..., ...], or [b, blocks, block, block] if it is sparse."""
-        heads, rows, columns = _places(self.layout, a.device)
+        """Return a b: [b, n, rows, columns], or [b, blocks, block, block] for mode sdd."""
+        heads, rows, columns = _block_indices(self.layout, a.device)
         a, b = (x.transpose(-1, -2) if t else x for x, t in ((a, self.trans_a), (b, self.trans_b)))
         size, count = self.block, self.layout.shape[1]
         if self.mode == "sdd":
@@ -45,7 +45,7 @@ class MatMul:
             product: Tensor = left @ right
             return product
         heads_and_blocks = self.layout.shape[0] * count
-        if self.trans_a if self.mode == "dsd" else self.trans_b:  # the sparse one
+        if self.trans_a if self.mode == "dsd" else self.trans_b:  # of the sparse matrix
             rows, columns = columns, rows
         if self.mode == "dsd":
             pieces: Tensor = a @ b.unflatten(2, (count, size))[:, heads, columns]
@@ -59,11 +59,11 @@ class MatMul:
 
 
 class Softmax:
-    """The softmax of the rows of block-sparse scores; a row of which nothing is left gives zeros.
+    """The softmax over the rows of block-sparse scores; a fully masked row gives zeros.
 
     Args:
-        layout: [n, N, N], not zero where there is a block.
-        block: rows of a block.
+        layout: [n, N, N], nonzero where the scores have a block.
+        block: the number of rows in a block.
     """
 
     def __init__(self, layout: Tensor, block: int):
@@ -79,17 +79,17 @@ class Softmax:
         key_padding_mask_mode: MaskMode = "add",
         attn_mask_mode: MaskMode = "add",
     ) -> Tensor:
-        """The probabilities, sparse as the scores `x` are.
+        """Return the probabilities, [b, blocks, block, block].
 
         Args:
-            x: [b, blocks, block, block].
-            scale: multiplies them first.
-            rpe: broadcastable to [b, n, s, s], is added then.
+            x: the scores, [b, blocks, block, block].
+            scale: multiplies the scores.
+            rpe: broadcastable to [b, n, s, s], added to the scaled scores.
             key_padding_mask: [b, s].
             attn_mask: [s, s].
-            key_padding_mask_mode, attn_mask_mode: whether a mask is added, or hides keys where it is 0.
+            key_padding_mask_mode, attn_mask_mode: ``add`` adds the mask, ``mul`` hides keys where it is 0.
         """
-        heads, rows, columns = _places(self.layout, x.device)
+        heads, rows, columns = _block_indices(self.layout, x.device)
         n, count, size = *self.layout.shape[:2], self.block
         scores = x * scale
         if rpe is not None:
@@ -114,8 +114,8 @@ class Softmax:
         return weights / total[:, line].unsqueeze(-1)
 
 
-def _places(layout: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """int64 [blocks] each: the head, row of blocks and column of blocks of each block."""
+def _block_indices(layout: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the head, the row and the column of each block, int64 [blocks] each."""
     heads, rows, columns = layout.to(device).nonzero().unbind(1)
     return heads, rows, columns
 

@@ -1,4 +1,4 @@
-"""`SparseAttentionUtils`: longer positions, sparse attention, padding for models of transformers."""
+"""`SparseAttentionUtils`: longer position tables, sparse attention and padding for models of transformers."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from megazero.deepspeed.legacy.sparse.attention import TransformersSparseSelfAtt
 from megazero.deepspeed.legacy.sparse.configs import SparsityConfig
 
 _BODIES = (("bert", 0), ("roberta", 2))
-"""The attribute of a model that holds its layers, and the first rows of its table that are no positions."""
+"""The attribute that holds a model's layers, and the number of reserved first rows in its position table."""
 
 
 class SparseAttentionUtils:
-    """Functions that make a BERT or RoBERTa of transformers longer and sparse."""
+    """Functions that give a BERT or RoBERTa of transformers longer sequences and sparse attention."""
 
     @staticmethod
     def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
-        """The model, whose position table is repeated until it has `max_position` positions.
+        """Repeat the position table until it has `max_position` positions; return the model.
 
-        RoBERTa's first two rows stay as they are.
+        RoBERTa's two reserved rows are kept once.
 
         Raises:
-            ValueError: the model is of another family, or has as many positions.
+            ValueError: the model is of another family, or already has `max_position` positions.
         """
         body, first = _body(model)
         embeddings = body.embeddings
         table = embeddings.position_embeddings
-        known = len(table.weight) - first
-        if max_position <= known:
+        count = len(table.weight) - first
+        if max_position <= count:
             raise ValueError(
-                f"`max_position` must be above {known}, but is {max_position}; the table is as long"
+                f"`max_position` must be above {count}, the length of the table, but is {max_position}; "
+                "raise it"
             )
-        place = torch.arange(max_position, device=table.weight.device) % known
-        rows = torch.cat([torch.arange(first, device=place.device), first + place])
+        repeated = torch.arange(max_position, device=table.weight.device) % count
+        rows = torch.cat([torch.arange(first, device=repeated.device), first + repeated])
         table.weight.data = table.weight.data[rows].contiguous()
         table.num_embeddings = len(rows)
         for name, device in ((n, b.device) for n, b in embeddings.named_buffers(recurse=False)):
@@ -51,7 +52,7 @@ class SparseAttentionUtils:
 
     @staticmethod
     def update_tokenizer_model_max_length(tokenizer: Any, max_position: int) -> Any:
-        """The tokenizer, which now cuts texts at `max_position` tokens."""
+        """Make the tokenizer truncate texts to `max_position` tokens; return the tokenizer."""
         tokenizer.model_max_length = max_position
         tokenizer.init_kwargs["model_max_length"] = max_position
         return tokenizer
@@ -60,12 +61,12 @@ class SparseAttentionUtils:
     def replace_model_self_attention_with_sparse_self_attention(
         model: nn.Module, max_position: int, sparsity_config: SparsityConfig
     ) -> nn.Module:
-        """The model, whose layers attend over the blocks of `sparsity_config`, with their own weights.
+        """Replace the attention of all layers by sparse attention with the same weights; return the model.
 
         Args:
             model: a BERT or RoBERTa of transformers; it must have `max_position` positions.
-            max_position: the longest sequence, for which layouts are made.
-            sparsity_config: the configuration; each layer draws random blocks of its own.
+            max_position: the longest sequence.
+            sparsity_config: makes the layouts; the random blocks differ between layers.
 
         Raises:
             ValueError: the model is of another family, or the layout does not fit the longest sequence.
@@ -80,21 +81,21 @@ class SparseAttentionUtils:
     def replace_self_attention_layer_with_sparse_self_attention_layer(
         config: Any, layers: Iterable[nn.Module], sparsity_config: SparsityConfig
     ) -> Iterable[nn.Module]:
-        """The layers, which now attend over the blocks of `sparsity_config`, with their own weights."""
+        """Replace the attention of layers by sparse attention with the same weights; return the layers."""
         SparseAttentionUtils._replace(config, layers, sparsity_config, config.max_position_embeddings)
         return layers
 
     @staticmethod
     def _replace(config: Any, layers: Iterable[Any], sparsity_config: SparsityConfig, longest: int) -> None:
-        longest -= longest % sparsity_config.block  # RoBERTa's table has two rows that are no positions
+        longest -= longest % sparsity_config.block  # RoBERTa's table also counts its two reserved rows
         for number, layer in enumerate(layers):
-            before = layer.attention.self
-            own = copy(sparsity_config)
-            own.layer = number
-            sparse = TransformersSparseSelfAttention(config, own, longest)
-            sparse.query, sparse.key, sparse.value = before.query, before.key, before.value
-            sparse.sparse_self_attention.to(before.query.weight.device)
-            layer.attention.self = sparse.train(before.training)
+            dense = layer.attention.self
+            layer_config = copy(sparsity_config)
+            layer_config.layer = number
+            sparse = TransformersSparseSelfAttention(config, layer_config, longest)
+            sparse.query, sparse.key, sparse.value = dense.query, dense.key, dense.value
+            sparse.sparse_self_attention.to(dense.query.weight.device)
+            layer.attention.self = sparse.train(dense.training)
 
     @staticmethod
     def pad_to_block_size(
@@ -107,30 +108,30 @@ class SparseAttentionUtils:
         pad_token_id: int,
         model_embeddings: nn.Module | None,
     ) -> tuple[int, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """The number of tokens that are added to each sequence, and the inputs with these.
+        """Pad inputs to a multiple of `block_size`; return the number of added tokens and the inputs.
 
-        Tokens are padded with `pad_token_id`, so are positions; masks and types with 0.
+        Tokens and positions are padded with `pad_token_id`, masks and types with 0.
 
         Args:
-            block_size: the length becomes a multiple of this.
+            block_size: the number of tokens in a block.
             input_ids, attention_mask, token_type_ids, position_ids: [b, s], or None.
             inputs_embeds: [b, s, h], or None.
-            pad_token_id: the token.
-            model_embeddings: gives the vectors of added tokens where there is `inputs_embeds`.
+            pad_token_id: the padding token.
+            model_embeddings: embeds the added tokens; needed with `inputs_embeds`.
 
         Raises:
-            ValueError: there are neither tokens nor vectors, or vectors without `model_embeddings`.
+            ValueError: `input_ids` and `inputs_embeds` are both None, or `model_embeddings` is missing.
         """
-        given = input_ids if input_ids is not None else inputs_embeds
-        if given is None:
+        inputs = input_ids if input_ids is not None else inputs_embeds
+        if inputs is None:
             raise ValueError("`input_ids` must be given, but is None, as is `inputs_embeds`; give one")
-        pad = -given.shape[1] % block_size
+        pad = -inputs.shape[1] % block_size
         if pad and inputs_embeds is not None:
             if model_embeddings is None:
                 raise ValueError(
                     "`model_embeddings` must be given with `inputs_embeds`, but is None; give it"
                 )
-            tokens = torch.full((len(given), pad), pad_token_id, dtype=torch.long, device=given.device)
+            tokens = torch.full((len(inputs), pad), pad_token_id, dtype=torch.long, device=inputs.device)
             inputs_embeds = torch.cat([inputs_embeds, model_embeddings(tokens)], 1)
 
         def padded(x: Tensor | None, value: int) -> Tensor | None:
@@ -147,11 +148,12 @@ class SparseAttentionUtils:
 
     @staticmethod
     def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:
-        """The output [b, s, ...] without the tokens that `pad_to_block_size` has added."""
+        """Remove the `pad_len` last tokens from an output [b, s, ...]."""
         return sequence_output[:, : sequence_output.shape[1] - pad_len]
 
 
-def _body(model: Any) -> tuple[Any, int]:
+def _body(model: nn.Module) -> tuple[Any, int]:
+    """Return the body of a model, and the number of its reserved positions."""
     for name, reserved in _BODIES:
         if hasattr(model, name):
             return getattr(model, name), reserved

@@ -1,10 +1,10 @@
-"""`import deepspeed` where this folder is on the path: it gives way to megazero's stand-in of that name."""
+"""`import deepspeed` with this folder on the path: installs megazero's stand-in module."""
 
 import sys
 from pathlib import Path
 
 HOME = str(Path(__file__).parents[4])
-if HOME not in sys.path:  # a child has the path of its parent's script, not of its parent
+if HOME not in sys.path:  # a child process has the path of its script, not its parent's
     sys.path.append(HOME)
 
 from megazero.deepspeed.surface import install  # noqa: E402
