@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from megazero.data.build import DatasetRequest, DataSources, build_datasets
-from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.from_config import GPTBuilder
 from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data_efficiency.analyzed import AnalyzedDataset

@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from data_tools import cli
-from megazero.data.bert.builder import BERTBuilder
 from megazero.data.bert.dataset import BERTSettings
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import SampleDataset
 from megazero.data.build import DatasetBuilder, DatasetRequest, DataSources, build_datasets, default_cache
-from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.from_config import BERTBuilder, GPTBuilder
 from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.tokenizers.base import Tokenizer
 from megazero.data.tokenizers.build import build_tokenizer

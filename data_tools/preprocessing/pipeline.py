@@ -17,7 +17,7 @@ from data_tools.preprocessing.partitions import divide, lines_before
 from data_tools.preprocessing.pool import InlinePool, WorkerPool
 from data_tools.preprocessing.progress import KeyTotals, Progress, Totals
 from data_tools.preprocessing.watch import PATIENCE, WorkerPatience
-from megazero.data.claim import temporary_path
+from megazero.data.files import temporary_path
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import DataError
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megazero.data.claim import OutputClaim, temporary_path
+from megazero.data.files import OutputClaim, temporary_path
 from megazero.errors import DataError
 
 

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from megazero.data.workers import can_fork, or_raise, outcome, signals_held, start_worker
+from megazero.data.workers import can_fork, or_raise, result_or_error, signals_held, start_worker
 from megazero.errors import DataError
 
 _Task = TypeVar("_Task")
@@ -61,7 +61,7 @@ def _serve(pipe: Connection, work: Callable[[Any], object]) -> None:
     """A worker's life: does what comes through `pipe` until the other end closes."""
     while True:
         (task,) = pipe.recv()
-        pipe.send((outcome(work, task),))
+        pipe.send((result_or_error(work, task),))
 
 
 def _receive(pipe: Connection, process: BaseProcess) -> Any:

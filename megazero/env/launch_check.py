@@ -20,7 +20,7 @@ from megazero.config.resolve import parse_config
 from megazero.config.tree.config import Config
 from megazero.data.blended import parse_blend
 from megazero.data.splits import SPLIT_NAMES
-from megazero.data.tokenizers.files import require_file
+from megazero.data.tokenizers.base import require_file
 from megazero.errors import ConfigError, DataError
 from megazero.train.folders import read_folder
 

@@ -12,8 +12,7 @@ import pytest
 
 from data_tools.analyze_dataset import main
 from megazero.config.resolve import parse_config
-from megazero.data.build import gpt_datasets
-from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.from_config import GPTBuilder, gpt_datasets
 from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data_efficiency.analyzed import AnalyzedDataset, dataset_of

@@ -1,4 +1,4 @@
-"""Writes the checksum sidecar of a dataset that has none."""
+"""Adds the checksum sidecar to a dataset that has none."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megazero.errors import DataError
 
 
 def write_sums(prefix: str | Path) -> bool:
-    """Write `prefix.sum`, whole or not at all; False if the dataset, of either kind, has one that agrees.
+    """Write `prefix.sum`, whole or not at all; False if the dataset has one that agrees with the files.
 
-    The sums vouch for the files as they are now. Raises DataError for a dataset that contradicts its format,
-    for a sidecar that is there and does not agree with the files (it stays), and for files that change
+    The checksums are those of the files as they are now. Raises DataError for a dataset that contradicts the
+    format, for a sidecar that does not agree with the files (it is kept), and for files that change
     meanwhile. Raises OSError if the disk refuses.
     """
     dataset = open_indexed(prefix, guarded=True)

@@ -1,4 +1,4 @@
-"""Labelled files as they are published: TSV with a row of names, JSON objects, and folders of these."""
+"""Reads labelled files in the formats that they are published in: TSV, JSON objects, and folders of these."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class LabelledText:
     """One sample as text.
 
     Attributes:
-        identity: what names it within its file.
+        identity: the sample's name or number within its file.
         texts: one or two texts; for multiple choice the passage and, if there is one, the question.
-        choices: what is to be chosen from; empty for classification.
-        label: None if it is not known.
+        choices: the options of multiple choice; empty for classification.
+        label: None if it is unknown.
     """
 
     identity: str
@@ -40,8 +40,8 @@ class LabelledFile:
 
     Attributes:
         path: the file or folder.
-        samples: what it holds, in its order.
-        remarks: what was left out, and how much of it.
+        samples: the samples in file order.
+        remarks: sentences about what was left out.
     """
 
     path: str
@@ -52,14 +52,14 @@ class LabelledFile:
 def read_labelled(path: str, task: Task, *, labels_needed: bool) -> LabelledFile:
     """Read the samples of a file, or of all files in a folder by name.
 
-    A file whose first character is `{` holds JSON objects, one after the other; any other is TSV, in which
-    quotes are characters like others. Lines of TSV with another number of fields than the first one has are
-    left out, and so are samples without a label where it is needed.
+    A file whose first character is `{` holds JSON objects, one after the other; any other file is TSV, in
+    which quotes have no meaning. A TSV line with another number of fields than the first line is left out, as
+    is a sample without a label if labels are needed.
 
     Args:
         path: the file or folder.
-        task: the columns.
-        labels_needed: whether the column of the labels must be there.
+        task: the names of the columns.
+        labels_needed: whether the label column must exist.
 
     Raises:
         DataError: the path is missing, unreadable or holds no sample, or a column is missing.
@@ -101,7 +101,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _rows(file: Path, task: Task, path: str) -> tuple[Iterator[dict[str, Any]], int]:
-    """The rows of one file by column, and how many lines are malformed."""
+    """The rows of one file, as column -> value, and the number of malformed lines."""
     try:
         text = read_regular(file).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -146,7 +146,7 @@ def _objects(text: str, file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _questions(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The samples of a passage that lists several questions; else the row itself."""
+    """Yield a row for each question of a passage that lists several; else the row itself."""
     lists = [row[many] for many, _ in _PLURALS if isinstance(row.get(many), list)]
     if len(lists) < len(_PLURALS) or len({len(values) for values in lists}) > 1:
         yield row
