@@ -240,7 +240,7 @@ def metered(what: str, total: int) -> Iterator[Meter]:
 
 def report(folder: MetricFolder, suffix: str | None) -> None:
     """Print a summary of a metric's values, and with a suffix draw them."""
-    prefix = folder.home / folder.name
+    prefix = folder.results / folder.name
     picture = None if suffix is None else Path(f"{prefix}_histogram.{suffix}")
     if folder.accumulates:
         values = np.array(RowFile(f"{prefix}_metric_value").elements)

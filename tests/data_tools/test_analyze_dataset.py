@@ -17,8 +17,8 @@ from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data_efficiency.analyzed import AnalyzedDataset, dataset_of
 from megazero.data_efficiency.metric_index import MetricIndex
+from megazero.data_efficiency.metrics import Samples
 from megazero.data_efficiency.row_file import RowFile
-from megazero.data_efficiency.samples import Samples
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
