@@ -31,8 +31,8 @@ from megazero.data_efficiency.metrics import (
     SHIPPED,
     VOCABULARY_COUNTS,
     LengthThenRarity,
-    Metric,
     RarityTable,
+    SampleMetric,
     SequenceLength,
     VocabularyCounts,
     VocabularyRarity,
@@ -165,9 +165,9 @@ class Wanted:
             wave for wave in (Wanted(first, self.own), Wanted(second, ())) if wave.shipped or wave.own
         )
 
-    def metrics(self, split: TrainSplit, save: Path, dataset: AnalyzedDataset) -> list[Metric]:
+    def metrics(self, split: TrainSplit, save: Path, dataset: AnalyzedDataset) -> list[SampleMetric]:
         """The metrics themselves. DataError if counts are needed and missing, or are of other data."""
-        metrics: list[Metric] = list(self.own)
+        metrics: list[SampleMetric] = list(self.own)
         table = _rarity_table(save, dataset) if NEED_COUNTS & set(self.shipped) else None
         for name in self.shipped:
             if name == "seqlen":

@@ -1,7 +1,7 @@
-"""Progress lines for work that takes long, so that a job does not seem to hang.
+"""ProgressReport lines for work that takes long, so that a job does not seem to hang.
 
-`BuildReport` reports the build of a dataset's index on stderr. `Progress` reports other work, such as an
-evaluation.
+`BuildReport` reports the build of a dataset's index on stderr. `ProgressReport` reports other work, such as
+an evaluation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SILENT_SECONDS = 5.0
 _T = TypeVar("_T")
 
 
-class Progress:
+class ProgressReport:
     """Reports progress after some seconds, and again whenever the elapsed time has doubled.
 
     Args:

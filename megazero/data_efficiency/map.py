@@ -19,7 +19,7 @@ from megazero.data.cache import cache_key
 from megazero.data.files import whole_file
 from megazero.data_efficiency.analyzed import AnalyzedDataset
 from megazero.data_efficiency.disk import disk
-from megazero.data_efficiency.metrics import Metric, Samples
+from megazero.data_efficiency.metrics import SampleMetric, Samples
 from megazero.data_efficiency.tasks import run_tasks
 from megazero.data_efficiency.user_metric import added, measured
 from megazero.errors import DataError
@@ -77,7 +77,9 @@ class MetricFolder:
     identity: Mapping[str, object]
 
     @classmethod
-    def of(cls, save: str | Path, metric: Metric, dataset: AnalyzedDataset, grid: ChunkGrid) -> MetricFolder:
+    def of(
+        cls, save: str | Path, metric: SampleMetric, dataset: AnalyzedDataset, grid: ChunkGrid
+    ) -> MetricFolder:
         """The files of a metric of a dataset."""
         identity = {
             "dataset": dataset.key,
@@ -143,7 +145,7 @@ class MapJob:
     """The metrics to measure on a dataset, with their folders. source: opens the dataset; can be pickled."""
 
     source: Callable[[], SampleDataset]
-    metrics: tuple[tuple[Metric, MetricFolder], ...]
+    metrics: tuple[tuple[SampleMetric, MetricFolder], ...]
 
     @property
     def grid(self) -> ChunkGrid:

@@ -65,7 +65,7 @@ class Samples:
         }
 
 
-class Metric(Protocol):
+class SampleMetric(Protocol):
     """A measure of samples; it can be pickled.
 
     name: of its folder and files. accumulates: whether it is a vector summed over the dataset, instead of a
@@ -86,7 +86,7 @@ class Metric(Protocol):
 
 
 @dataclass(frozen=True)
-class SequenceLength(Metric):
+class SequenceLength(SampleMetric):
     """`seqlen`: the number of tokens without padding."""
 
     name = "seqlen"
@@ -103,7 +103,7 @@ class SequenceLength(Metric):
 
 
 @dataclass(frozen=True)
-class VocabularyCounts(Metric):
+class VocabularyCounts(SampleMetric):
     """`total_vocab_freq`: the number of occurrences of each id, without padding; int64 [vocab_size]."""
 
     vocab_size: int
@@ -154,7 +154,7 @@ class RarityTable:
 
 
 @dataclass(frozen=True, eq=False)
-class VocabularyRarity(Metric):
+class VocabularyRarity(SampleMetric):
     """`vocab_rarity`: the sum of the rarities of a sample's tokens in nats, rounded down."""
 
     table: RarityTable
@@ -170,7 +170,7 @@ class VocabularyRarity(Metric):
 
 
 @dataclass(frozen=True, eq=False)
-class LengthThenRarity(Metric):
+class LengthThenRarity(SampleMetric):
     """`seqlen_vocab_rarity`: orders by length, and samples of equal length by rarity.
 
     sequence_length: T of the samples. The value is length * c + rarity, where c is a power of ten that is at

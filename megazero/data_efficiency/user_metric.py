@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from megazero.config.user_function import user_function
-from megazero.data_efficiency.metrics import Metric, Samples
+from megazero.data_efficiency.metrics import SampleMetric, Samples
 from megazero.errors import DataError
 
 _INT64 = np.iinfo(np.int64)
@@ -51,7 +51,7 @@ class UserMetric:
         return np.asarray(self.function(samples.as_dict()))
 
 
-_: type[Metric] = UserMetric
+_: type[SampleMetric] = UserMetric
 
 
 def _source_hash(function: Callable[..., object]) -> str:
@@ -63,7 +63,7 @@ def _source_hash(function: Callable[..., object]) -> str:
     return "" if path is None else hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
 
 
-def measured(metric: Metric, samples: Samples) -> np.ndarray:
+def measured(metric: SampleMetric, samples: Samples) -> np.ndarray:
     """Measure samples and check the values, int64.
 
     Raises DataError if the metric raises, if it does not return integers, or if their shape is wrong.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.data.build_report import Progress
+from megazero.data.build_report import ProgressReport
 from megazero.models.classifier import SCORES
 from megazero.models.classifier_batch import LabelledBatch
 from megazero.mpu.context import ParallelContext
@@ -43,7 +43,12 @@ class Answers:
 
 
 def answer(
-    engine: Engine, feed: Feed[LabelledBatch], count: int, batch_size: int, classes: int, progress: Progress
+    engine: Engine,
+    feed: Feed[LabelledBatch],
+    count: int,
+    batch_size: int,
+    classes: int,
+    progress: ProgressReport,
 ) -> Answers:
     """Evaluate the first `count` samples of a feed, each once, by forward passes of whole global batches.
 
@@ -132,7 +137,7 @@ class TaskEvaluation:
     def answers(self, split: str) -> Answers:
         """The model's answers to a split, without a report; every rank calls this."""
         count = len(self._labelled(split))
-        progress = Progress(self.monitor.message, f"evaluating on {split}")
+        progress = ProgressReport(self.monitor.message, f"evaluating on {split}")
         classes = len(self.data.labels)
         with self.timers("evaluation"):
             return answer(self.engine, self.feeds[split], count, self.batch_size, classes, progress)
