@@ -24,7 +24,7 @@ if not __package__:
 from data_tools import cli
 from data_tools.preprocessing.chunks import Problem, cut, parse, split_lines
 from data_tools.wordpiece_training import train_wordpiece
-from megazero.data.build_report import ProgressReport
+from megazero.data.build_report import ProgressLog
 from megazero.data.files import whole_file
 from megazero.errors import DataError
 
@@ -84,7 +84,7 @@ class Heartbeat:
         """Speak while the body runs, which is inside a library most of the time."""
         over, progress = (
             threading.Event(),
-            ProgressReport(lambda line: print(line, file=sys.stderr), "training"),
+            ProgressLog(lambda line: print(line, file=sys.stderr), "training"),
         )
 
         def beat() -> None:

@@ -66,7 +66,8 @@ def parse_blend(entries: Sequence[str], must_exist: bool = True) -> list[tuple[f
     entries = [str(entry) for entry in entries]
     if not entries:
         raise DataError("`data_path` must name at least one dataset, but is empty; give its prefix.")
-    if not any(_is_weight(entry) for entry in entries):
+    # A dataset may have the name "2024".
+    if not any(is_number(entry) and not Path(entry + ".idx").exists() for entry in entries):
         pairs: list[tuple[float | None, str]] = [(None, entry) for entry in entries]
     elif len(entries) % 2:
         raise DataError(
@@ -87,10 +88,6 @@ def parse_blend(entries: Sequence[str], must_exist: bool = True) -> list[tuple[f
                         "without .idx or .bin."
                     )
     return pairs
-
-
-def _is_weight(text: str) -> bool:
-    return is_number(text) and not Path(text + ".idx").exists()  # a dataset may have the name "2024"
 
 
 def _weight(text: str) -> float:

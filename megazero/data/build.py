@@ -28,14 +28,20 @@ Sizes = tuple[int | None, int | None, int | None]
 """The least number of samples of train, valid and test; 0 to leave a split out, None for one epoch."""
 
 
+class DatasetSettings(Protocol):
+    """The settings of a family's datasets."""
+
+    @property
+    def cache_dir(self) -> str | Path | None: ...  # the folder of the index cache; None for no cache
+
+
 class DatasetBuilder(Protocol):
     """Builds the samples of one family of models; the rest of this module is the same for all families."""
 
     unit: str  # what a split string divides, as a plural: "sequences" or "documents"
 
     @property
-    def cache_dir(self) -> str | Path | None:
-        """The folder of the index cache; None for no cache."""
+    def settings(self) -> DatasetSettings: ...
 
     def units(self, indexed: IndexedDataset) -> int:
         """The number of units in an indexed dataset."""
@@ -216,7 +222,7 @@ def _unweighted(
     ]
     total = sum(len(part) for part in parts)
     blend_size = None if size is None or epochs is not None else min(size, total)
-    return BlendedDataset(parts, None, blend_size, builder.cache_dir, name, mentions)
+    return BlendedDataset(parts, None, blend_size, builder.settings.cache_dir, name, mentions)
 
 
 def _weighted_blend(
@@ -236,4 +242,4 @@ def _weighted_blend(
         for p, target in zip(portions, targets, strict=True)
     ]
     mentions = [portion.mentions for portion in portions]
-    return BlendedDataset(parts, weights, sum(targets), builder.cache_dir, name, mentions)
+    return BlendedDataset(parts, weights, sum(targets), builder.settings.cache_dir, name, mentions)

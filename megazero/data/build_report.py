@@ -1,6 +1,6 @@
-"""ProgressReport lines for work that takes long, so that a job does not seem to hang.
+"""ProgressLog lines for work that takes long, so that a job does not seem to hang.
 
-`BuildReport` reports the build of a dataset's index on stderr. `ProgressReport` reports other work, such as
+`BuildReport` reports the build of a dataset's index on stderr. `ProgressLog` reports other work, such as
 an evaluation.
 """
 
@@ -17,7 +17,7 @@ _SILENT_SECONDS = 5.0
 _T = TypeVar("_T")
 
 
-class ProgressReport:
+class ProgressLog:
     """Reports progress after some seconds, and again whenever the elapsed time has doubled.
 
     Args:
@@ -72,18 +72,15 @@ class BuildReport:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._open and kind is None:
-            self._say(f"built the {self.what} in {self._elapsed:.0f} s")
+            self._say(f"built the {self.what} in {time.monotonic() - self._began:.0f} s")
 
     def step(self, what: str) -> None:
         """Report that the part `what` is built next."""
-        if not self._open and self._elapsed >= _SILENT_SECONDS:  # slower than the forecast
+        elapsed = time.monotonic() - self._began
+        if not self._open and elapsed >= _SILENT_SECONDS:  # slower than the forecast
             self._begin()
         if self._open:
-            self._say(f"building the {self.what}: {what}, after {self._elapsed:.0f} s")
-
-    @property
-    def _elapsed(self) -> float:
-        return time.monotonic() - self._began
+            self._say(f"building the {self.what}: {what}, after {elapsed:.0f} s")
 
     def _begin(self, forecast: str = "") -> None:
         self._open = True

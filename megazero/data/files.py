@@ -44,6 +44,15 @@ def flush(file: IO[bytes]) -> None:
     os.fsync(file.fileno())
 
 
+def flush_folder(folder: Path) -> None:
+    """Write renames and removals in a folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def temporary_path(output: str | Path, suffix: str = "") -> Path:
     """An unused name beside `output`, which `OutputClaim` recognizes as temporary."""
     output = Path(output)

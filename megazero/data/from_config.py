@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from megazero.config.compat.blends import expanded
@@ -64,12 +63,7 @@ class GPTBuilder:
     settings: GPTSettings
     pack: bool = False
     prepared: tuple[str, str, str] | None = None
-
     unit = "sequences"
-
-    @property
-    def cache_dir(self) -> str | Path | None:
-        return self.settings.cache_dir
 
     def units(self, indexed: IndexedDataset) -> int:
         return len(indexed)
@@ -95,12 +89,7 @@ class BERTBuilder:
 
     settings: BERTSettings
     prepared: str | None = None
-
     unit = "documents"
-
-    @property
-    def cache_dir(self) -> str | Path | None:
-        return self.settings.cache_dir
 
     def units(self, indexed: IndexedDataset) -> int:
         return indexed.document_index.size - 1
@@ -154,11 +143,8 @@ def gpt_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Da
         vocab_size=vocabulary.size,
         ends=DocumentEnds(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss),
     )
-    document, sample, shuffle = (
-        data.train_doc_idx_path,
-        data.train_sample_idx_path,
-        data.train_shuffle_idx_path,
-    )
+    document, sample = data.train_doc_idx_path, data.train_sample_idx_path
+    shuffle = data.train_shuffle_idx_path
     prepared = (document, sample, shuffle) if document and sample and shuffle else None
     return build_datasets(_request(config, GPTBuilder(settings, packed, prepared), sizes))
 

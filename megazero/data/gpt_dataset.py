@@ -129,10 +129,7 @@ class GPTDataset(SampleDataset):
         return self.plan.samples
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """The samples `indices` stacked, arrays [b, T].
-
-        Raises IndexError past the end, DataError for token ids outside the vocabulary.
-        """
+        """The samples `indices` stacked, [b, T]. IndexError past the end, DataError for unknown token ids."""
         indices = check_sample_numbers(indices, len(self), f"the {self.name} split of {self.indexed.prefix}")
         tokens, labels = self._gather(indices)
         return finish_batch(tokens, labels, self.settings)

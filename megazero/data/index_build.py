@@ -131,30 +131,28 @@ def build_gpt_index(
 def build_document_index(
     sequence_ids: np.ndarray, plan: SamplePlan, random: np.random.RandomState
 ) -> np.ndarray:
-    """Repeat `sequence_ids` for each epoch and shuffle, with the last epoch apart if planned so.
+    """Repeat `sequence_ids` for each epoch and shuffle; int32 if the ids fit, else int64.
 
-    The dtype is int32 if the ids fit, else int64.
+    The last epoch is shuffled by itself if the plan says so.
     """
     fits = sequence_ids.size == 0 or int(sequence_ids.max()) <= np.iinfo(np.int32).max
     ids = sequence_ids.astype(np.int32 if fits else np.int64)
-    parts = [plan.epochs - 1, 1] if plan.separate_last else [plan.epochs]
-    shuffled = []
-    for repeats in parts:
-        part = np.tile(ids, repeats)
-        random.shuffle(part)
-        shuffled.append(part)
-    return np.concatenate(shuffled) if len(shuffled) > 1 else shuffled[0]
+    index = np.tile(ids, plan.epochs)
+    last = (plan.epochs - 1 if plan.separate_last else plan.epochs) * ids.size
+    random.shuffle(index[:last])
+    if plan.separate_last:
+        random.shuffle(index[last:])
+    return index
 
 
 def build_shuffle_index(plan: SamplePlan, random: np.random.RandomState) -> np.ndarray:
     """Permute the samples; with `separate_last`, those before the last epoch and the rest by themselves."""
     dtype = np.uint32 if plan.samples < np.iinfo(np.uint32).max - 1 else np.int64
     index = np.arange(plan.samples, dtype=dtype)
+    last = plan.samples_before_last if plan.separate_last else plan.samples
+    random.shuffle(index[:last])
     if plan.separate_last:
-        random.shuffle(index[: plan.samples_before_last])
-        random.shuffle(index[plan.samples_before_last :])
-    else:
-        random.shuffle(index)
+        random.shuffle(index[last:])
     return index
 
 
@@ -205,11 +203,7 @@ def build_blending_index(weights: np.ndarray, size: int) -> tuple[np.ndarray, np
     weights: positive, [d], normalized here. Sample i comes from the dataset with the largest
     weight * max(i, 1) - samples taken so far; of equal ones, from the first.
     """
-    shares = normalized(weights)
-    if NATIVE is None:
-        return blending_index_reference(shares, None, size)
-    index: tuple[np.ndarray, np.ndarray] = NATIVE.blending_index(shares, None, size)
-    return index
+    return _blending_index(normalized(weights), None, size)
 
 
 def build_exhaustive_blending_index(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -219,10 +213,15 @@ def build_exhaustive_blending_index(sizes: np.ndarray) -> tuple[np.ndarray, np.n
         raise DataError(f"`sizes` must be counts with at least one sample, but are {limits.tolist()}.")
     _check_dataset_count(limits.size)
     total = int(limits.sum())
-    shares = limits / float(total)
+    return _blending_index(limits / float(total), limits, total)
+
+
+def _blending_index(
+    shares: np.ndarray, limits: np.ndarray | None, size: int
+) -> tuple[np.ndarray, np.ndarray]:
     if NATIVE is None:
-        return blending_index_reference(shares, limits, total)
-    index: tuple[np.ndarray, np.ndarray] = NATIVE.blending_index(shares, limits, total)
+        return blending_index_reference(shares, limits, size)
+    index: tuple[np.ndarray, np.ndarray] = NATIVE.blending_index(shares, limits, size)
     return index
 
 

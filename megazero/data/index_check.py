@@ -43,8 +43,8 @@ def blend_index_fault(
     number of samples of the blend.
     """
     for name, array in (("dataset_index", owners), ("sample_index", samples)):
-        if not _fits(array, (size,)):
-            return _shape_fault(name, array, (size,))
+        if (fault := _shape_fault(name, array, (size,))) is not None:
+            return fault
     taken = np.zeros(len(sizes), dtype=np.int64)
     for block in blocks(size):
         part = owners[block]
@@ -68,8 +68,8 @@ def blend_index_fault(
 def _document_fault(index: np.ndarray, sequence_ids: range | np.ndarray, plan: SamplePlan) -> str | None:
     """Check that each separately shuffled part has every sequence once per epoch."""
     count = len(sequence_ids)
-    if not _fits(index, (plan.epochs * count,)):
-        return _shape_fault("document_index", index, (plan.epochs * count,))
+    if (fault := _shape_fault("document_index", index, (plan.epochs * count,))) is not None:
+        return fault
     if isinstance(sequence_ids, range):
         low, once = sequence_ids.start, np.ones(count, dtype=np.int32)
     else:
@@ -94,9 +94,8 @@ def _sample_fault(
     rows: np.ndarray, documents: np.ndarray, lengths: np.ndarray, plan: SamplePlan
 ) -> str | None:
     """Check that row k points at token k * T, in the sequence with the last token of sample k - 1."""
-    shape = (plan.samples + 1, 2)
-    if not _fits(rows, shape):
-        return _shape_fault("sample_index", rows, shape)
+    if (fault := _shape_fault("sample_index", rows, (plan.samples + 1, 2))) is not None:
+        return fault
     positions = rows[:, 0]
     for block in blocks(plan.samples):
         part = positions[block.start : block.stop + 1]
@@ -124,8 +123,8 @@ def _sample_fault(
 
 def _shuffle_fault(index: np.ndarray, plan: SamplePlan) -> str | None:
     """Check that each separately shuffled part is a permutation of its sample numbers."""
-    if not _fits(index, (plan.samples,)):
-        return _shape_fault("shuffle_index", index, (plan.samples,))
+    if (fault := _shape_fault("shuffle_index", index, (plan.samples,))) is not None:
+        return fault
     bounds = [0, plan.samples_before_last, plan.samples] if plan.separate_last else [0, plan.samples]
     seen = np.zeros(plan.samples, dtype=bool)
     for begin, end in pairwise(bounds):
@@ -137,11 +136,9 @@ def _shuffle_fault(index: np.ndarray, plan: SamplePlan) -> str | None:
     return None if seen.all() else "shuffle_index does not have each sample once"
 
 
-def _fits(array: np.ndarray, shape: tuple[int, ...]) -> bool:
-    return array.dtype.kind in "iu" and array.shape == shape
-
-
-def _shape_fault(name: str, array: np.ndarray, shape: tuple[int, ...]) -> str:
+def _shape_fault(name: str, array: np.ndarray, shape: tuple[int, ...]) -> str | None:
+    if array.dtype.kind in "iu" and array.shape == shape:
+        return None
     return f"{name} must be integers {list(shape)}, but is {array.dtype} {list(array.shape)}"
 
 

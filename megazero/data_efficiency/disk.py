@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megazero.data.files import OutputClaim, temporary_path
+from megazero.data.files import OutputClaim, flush_folder, temporary_path
 from megazero.errors import DataError
 
 
@@ -54,8 +54,4 @@ def _move(scratch: Path, folder: Path) -> None:
             (folder / path.name).unlink(missing_ok=True)
     for path in files:
         os.replace(path, folder / path.name)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    flush_folder(folder)

@@ -9,7 +9,7 @@ from megazero.data import build_report
 from megazero.data.bert.dataset import BERTSettings
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import BlendedDataset
-from megazero.data.build_report import BuildReport, ProgressReport
+from megazero.data.build_report import BuildReport, ProgressLog
 from megazero.data.from_config import BERTBuilder, GPTBuilder
 from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.indexed.reader import IndexedDataset
@@ -108,7 +108,7 @@ def test_what_takes_long_says_how_far_it_is_in_few_lines(monkeypatch):
     """An evaluation of minutes was silent."""
     now, lines = [0.0], []
     monkeypatch.setattr(build_report.time, "monotonic", lambda: now[0])
-    for _ in ProgressReport(lines.append, "evaluating on validation").over(range(3600), 3600):
+    for _ in ProgressLog(lines.append, "evaluating on validation").over(range(3600), 3600):
         now[0] += 1.0
     assert [line.split()[3] for line in lines] == [
         "5",
@@ -124,5 +124,5 @@ def test_what_takes_long_says_how_far_it_is_in_few_lines(monkeypatch):
     ]
     assert lines[0] == "evaluating on validation: 5 of 3600 batches, after 5 s"
     short: list[str] = []
-    assert list(ProgressReport(short.append, "x").over("ab", 2)) == ["a", "b"]
+    assert list(ProgressLog(short.append, "x").over("ab", 2)) == ["a", "b"]
     assert short == []

@@ -142,10 +142,7 @@ class BERTDataset(SampleDataset):
         return len(self.rows)
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """The samples `indices` stacked.
-
-        Raises IndexError past the end, DataError for token ids outside the vocabulary.
-        """
+        """The samples `indices` stacked. IndexError past the end, DataError for unknown token ids."""
         indices = check_sample_numbers(indices, len(self), f"the {self.name} split of {self.indexed.prefix}")
         rows = self.rows[indices].astype(np.int64)
         self.indexed.guard.before_use(lambda: self._spans(rows))

@@ -65,16 +65,10 @@ class Sidecar:
     bin_blocks: tuple[int, ...]
 
     def to_json(self) -> str:
+        idx = {"size": self.idx_size, "blake2b": self.idx_hash}
+        crcs = "".join(f"{crc:08x}" for crc in self.bin_blocks)
         return json.dumps(
-            {
-                "format": FORMAT,
-                "idx": {"size": self.idx_size, "blake2b": self.idx_hash},
-                "bin": {
-                    "size": self.bin_size,
-                    "block": BLOCK,
-                    "crc32": "".join(f"{crc:08x}" for crc in self.bin_blocks),
-                },
-            }
+            {"format": FORMAT, "idx": idx, "bin": {"size": self.bin_size, "block": BLOCK, "crc32": crcs}}
         )
 
     @classmethod
@@ -92,12 +86,8 @@ class Sidecar:
                 raise ValueError("unknown format or block size")
             crcs = content["bin"]["crc32"]
             blocks = tuple(int(crcs[at : at + 8], 16) for at in range(0, len(crcs), 8))
-            sidecar = cls(
-                int(content["idx"]["size"]),
-                str(content["idx"]["blake2b"]),
-                int(content["bin"]["size"]),
-                blocks,
-            )
+            idx = content["idx"]
+            sidecar = cls(int(idx["size"]), str(idx["blake2b"]), int(content["bin"]["size"]), blocks)
             if len(blocks) != -(-sidecar.bin_size // BLOCK):
                 raise ValueError(f"{len(blocks)} block checksums for {sidecar.bin_size} bytes")
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megazero.data.indexed.checksum import Sidecar, TokenBlocks, hash_bytes
+from megazero.data.files import whole_file
+from megazero.data.indexed.checksum import BlockChecksum, Sidecar, TokenBlocks, hash_bytes
 from megazero.data.indexed.format import TNTIDX_MAGIC, IndexTables, parse_mmididx, parse_tntidx
 from megazero.data.indexed.guard import FileState, Guard, sums_command
 from megazero.errors import DataError
@@ -254,3 +255,27 @@ def open_indexed(
     head = map_file(prefix_path(prefix, ".idx"))[: len(TNTIDX_MAGIC)]
     kind = LegacyIndexedDataset if bytes(head) == TNTIDX_MAGIC else IndexedDataset
     return kind(prefix, multimodal, verify, guarded)
+
+
+def write_sums(prefix: str | Path) -> bool:
+    """Write `prefix.sum`, whole or not at all; False if the dataset has one that agrees with the files.
+
+    The checksums are those of the files as they are now. Raises DataError for a dataset that contradicts the
+    format, for a sidecar that does not agree with the files (it is kept), and for files that change
+    meanwhile. Raises OSError if the disk refuses.
+    """
+    dataset = open_indexed(prefix, guarded=True)
+    dataset.validate(full=True)
+    if dataset.has_checksums:
+        return False
+    index, checksum = map_file(dataset.path_idx), BlockChecksum()
+    checksum.update(dataset.tokens.view(np.uint8))
+    sidecar = Sidecar(index.size, hash_bytes(index), checksum.size, tuple(checksum.blocks()))
+    if changed := dataset.guard.changed():
+        raise DataError(
+            f"`{dataset.prefix}` must stay as it is while its checksums are computed, but {changed[0]}; wait "
+            "until it is whole, then try again."
+        )
+    with whole_file(dataset.path_sum) as file:
+        file.write(sidecar.to_json().encode())
+    return True

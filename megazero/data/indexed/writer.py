@@ -19,7 +19,7 @@ from typing import IO
 
 import numpy as np
 
-from megazero.data.files import OutputClaim, flush, temporary_path
+from megazero.data.files import OutputClaim, flush, flush_folder, temporary_path
 from megazero.data.indexed.checksum import BlockChecksum, Sidecar
 from megazero.data.indexed.format import CODE_OF_DTYPE, MMIDIDX_HEADER, MMIDIDX_MAGIC, normal_dtype
 from megazero.data.indexed.reader import open_indexed, prefix_path
@@ -237,20 +237,13 @@ class IndexedDatasetWriter:
         """Remove an older dataset of this name, then rename the new files into place, `.idx` last."""
         for suffix in (".idx", ".sum"):
             prefix_path(self.prefix, suffix).unlink(missing_ok=True)
-        self._sync_directory()
+        flush_folder(self._directory)
         by_suffix = {path.suffix: path for path in self._temporary}
         for suffix in (".bin", ".sum"):
             os.replace(by_suffix[suffix], prefix_path(self.prefix, suffix))
-        self._sync_directory()
+        flush_folder(self._directory)
         os.replace(by_suffix[".idx"], prefix_path(self.prefix, ".idx"))
-        self._sync_directory()
-
-    def _sync_directory(self) -> None:
-        handle = os.open(self._directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        flush_folder(self._directory)
 
     def _open_temporary(self, suffix: str) -> IO[bytes]:
         path = temporary_path(self.prefix, suffix)

@@ -84,12 +84,10 @@ class EpochOrder(SampleDataset):
         seed: int | None = None,
         name: str = "train",
     ):
-        self.samples = samples
-        self.name = name
+        self.samples, self.name = samples, name
         self.steps = -(-len(samples) // batch_size)
         self._size = self.steps * batch_size
-        self._epochs = epochs
-        self._seed = seed
+        self._epochs, self._seed = epochs, seed
 
     def __len__(self) -> int:
         return self._epochs * self._size

@@ -85,10 +85,10 @@ class SampleEncoder:
         else:
             first = min(len(texts[0]), most_of_first, room)
             kept = first, min(len(texts[1]), room - first)
-        pieces = [np.array(self.begin, dtype=np.int64)]
+        ids = list(self.begin)
         for text, count in zip(texts, kept, strict=True):
-            pieces += [text[:count], np.array(self.after, dtype=np.int64)]
-        return np.concatenate(pieces), len(self.begin) + kept[0] + len(self.after)
+            ids += [*text[:count].tolist(), *self.after]
+        return np.array(ids, dtype=np.int64), len(self.begin) + kept[0] + len(self.after)
 
 
 def longest_first(a: int, b: int, room: int) -> tuple[int, int]:
@@ -160,9 +160,8 @@ def _ids_of(samples: Sequence[LabelledText], tokenizer: Tokenizer) -> dict[str, 
     """The ids of all texts; a text that several rows share is encoded once."""
     texts: dict[str, None] = {}
     for sample in samples:
-        texts.update(
-            dict.fromkeys([sample.texts[0], *choice_texts(sample)] if sample.choices else sample.texts)
-        )
+        own = [sample.texts[0], *choice_texts(sample)] if sample.choices else sample.texts
+        texts |= dict.fromkeys(own)
     encoded = tokenizer.encode_batch(list(texts)).rows()
     return {text: row.astype(np.int64) for text, row in zip(texts, encoded, strict=True)}
 

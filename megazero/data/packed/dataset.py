@@ -69,10 +69,7 @@ class PackedDataset(SampleDataset):
         return self._size
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """The samples `indices` stacked, arrays [b, T].
-
-        Raises IndexError past the end, DataError for token ids outside the vocabulary.
-        """
+        """The samples `indices` stacked, [b, T]. IndexError past the end, DataError for unknown token ids."""
         indices, ends = check_sample_numbers(indices, len(self), self._where), self.settings.ends
         shape, text = (len(indices), self.settings.sequence_length), self._text(indices)
         tokens, labels, position_ids = (np.zeros(shape, dtype=np.int64) for _ in range(3))

@@ -88,10 +88,7 @@ class T5Dataset(BERTDataset):
         return 1.0 - float(tokens) / positions
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Arrays:
-        """The samples `indices` stacked.
-
-        Raises IndexError past the end, DataError for token ids outside the vocabulary.
-        """
+        """The samples `indices` stacked. IndexError past the end, DataError for unknown token ids."""
         numbers = check_sample_numbers(indices, len(self), f"the {self.name} split of {self.indexed.prefix}")
         rows = self.rows[numbers].astype(np.int64)
         self.indexed.guard.before_use(lambda: self._spans(rows))

@@ -42,7 +42,9 @@ class FastEncoder:
             if any(word in text for word in self._reserved):
                 batches += [self._encode(texts[start:i]), self._tokenizer.encode_batch([text])]
                 start = i + 1
-        return _join([*batches, self._encode(texts[start:])])
+        batches.append(self._encode(texts[start:]))
+        ids = np.concatenate([batch.ids for batch in batches])
+        return TokenBatch(ids, np.concatenate([batch.lengths for batch in batches]))
 
     def _encode(self, texts: Sequence[str]) -> TokenBatch:
         if not texts:
@@ -54,11 +56,6 @@ class FastEncoder:
         layout = self._backend.encode_batch(list(texts), parallel=False).layout
         offsets = np.asarray(layout.offsets.data)
         return TokenBatch(np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets))
-
-
-def _join(batches: Sequence[TokenBatch]) -> TokenBatch:
-    ids = np.concatenate([batch.ids for batch in batches])
-    return TokenBatch(ids, np.concatenate([batch.lengths for batch in batches]))
 
 
 class FastChoice(NamedTuple):

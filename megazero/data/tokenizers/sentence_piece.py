@@ -96,12 +96,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
             raise _unsuitable(path, "it holds no pieces")
         self._processor = processor
         self.vocab_size = processor.get_piece_size()
-        ids = {
-            "bos": processor.bos_id(),
-            "eos": processor.eos_id(),
-            "pad": processor.pad_id(),
-            "unk": processor.unk_id(),
-        }
+        ids = {role: getattr(processor, f"{role}_id")() for role in ("bos", "eos", "pad", "unk")}
         self.special_ids = {role: i for role, i in ids.items() if i >= 0}
         self.eod = self.special_ids.get("eos")
 

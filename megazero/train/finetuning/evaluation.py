@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.data.build_report import ProgressReport
+from megazero.data.build_report import ProgressLog
 from megazero.models.classifier import SCORES
 from megazero.models.classifier_batch import LabelledBatch
 from megazero.mpu.context import ParallelContext
@@ -43,21 +43,16 @@ class Answers:
 
 
 def answer(
-    engine: Engine,
-    feed: Feed[LabelledBatch],
-    count: int,
-    batch_size: int,
-    classes: int,
-    progress: ProgressReport,
+    engine: Engine, feed: Feed[LabelledBatch], count: int, batch_size: int, classes: int, log: ProgressLog
 ) -> Answers:
     """Evaluate the first `count` samples of a feed, each once, by forward passes of whole global batches.
 
     Every rank calls this. The feed goes on with samples that do not count until the last batch is full.
-    `progress` says how far it is.
+    `log` reports the progress.
     """
     spec, starts = feed.spec, range(0, count, batch_size)
     batches = (feed.micro_batches(start, batch_size // spec.stride) for start in starts)
-    losses, counted, outputs = engine.evaluate(progress.over(batches, len(starts)))
+    losses, counted, outputs = engine.evaluate(log.over(batches, len(starts)))
     own = spec.data_parallel_rank * spec.micro_batch_size
     parts = {
         start + i * spec.stride + own: output[SCORES]
@@ -137,10 +132,10 @@ class TaskEvaluation:
     def answers(self, split: str) -> Answers:
         """The model's answers to a split, without a report; every rank calls this."""
         count = len(self._labelled(split))
-        progress = ProgressReport(self.monitor.message, f"evaluating on {split}")
+        log = ProgressLog(self.monitor.message, f"evaluating on {split}")
         classes = len(self.data.labels)
         with self.timers("evaluation"):
-            return answer(self.engine, self.feeds[split], count, self.batch_size, classes, progress)
+            return answer(self.engine, self.feeds[split], count, self.batch_size, classes, log)
 
     def __call__(self, split: str, state: TrainState) -> Answers:
         """Report on a split, and return the answers; every rank calls this."""

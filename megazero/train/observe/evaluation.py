@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from megazero.config.training_plan import Evaluations as Samples
-from megazero.data.build_report import ProgressReport
+from megazero.data.build_report import ProgressLog
 from megazero.models.batch import MicroBatch
 from megazero.train.observe.metrics import EvalMetrics
 from megazero.train.observe.monitors.base import Monitor
@@ -82,7 +82,7 @@ class LossEvaluation:
 
         began = time.perf_counter()
         with self.timers("evaluation"):
-            progress = ProgressReport(self.monitor.message, f"evaluating on {split}")
+            progress = ProgressLog(self.monitor.message, f"evaluating on {split}")
             losses, tokens, _ = self.engine.evaluate(progress.over(batches(), samples.batches))
         seconds = time.perf_counter() - began
         self.monitor.evaluation(EvalMetrics(state.progress, split, losses, tokens, seconds))
