@@ -1,4 +1,4 @@
-"""ProgressLog lines for work that takes long, so that a job does not seem to hang.
+"""Progress lines for work that takes long, so that a job does not seem to hang.
 
 `BuildReport` reports the build of a dataset's index on stderr. `ProgressLog` reports other work, such as
 an evaluation.
