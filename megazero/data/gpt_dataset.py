@@ -39,7 +39,7 @@ _INDEX_ARRAYS = ("document_index", "sample_index", "shuffle_index")
 
 @dataclass(frozen=True)
 class DocumentEnds:
-    """What the end of a document inside a sample changes.
+    """The effects of the end of a document inside a sample.
 
     eod_token: the id that ends a document. reset_position_ids: positions restart at 0 after it;
     reset_attention_mask: samples have `document_ids`; eod_mask_loss: no loss where the input is this token.

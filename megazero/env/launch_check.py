@@ -126,8 +126,7 @@ def file_problems(config: Config) -> Iterator[str]:
 def check_launch(launch: NodeLaunch, flags: Sequence[str], gpus: int | None) -> str:
     """Check a launch; return its announcement.
 
-    Raises:
-        ConfigError: there are problems; all of them are listed.
+    Raises ConfigError if there are problems; all of them are listed.
     """
     config = parse_config(flags, world_size=launch.world_size, reader=read_folder, only_look=True).config
     problems = [*file_problems(config), *node_problems(launch, config.parallel.device, gpus)]

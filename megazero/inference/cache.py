@@ -44,8 +44,7 @@ class KeyValueCache(KeyValueStore):
     def extend(self, attends: Attends, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append [s, b, g/tp, d] to a layer; return all positions that it may attend to, [t, b, g/tp, d].
 
-        Raises:
-            ConfigError: the cache would hold more than `max_length` positions.
+        Raises ConfigError if the cache would hold more than `max_length` positions.
         """
         layer = attends.layer
         start = self._lengths.get(layer, 0)

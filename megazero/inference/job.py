@@ -1,4 +1,4 @@
-"""What the commands that run a trained model share: parallel sizes, loading the model, reading texts."""
+"""The common parts of commands that run a trained model: parallel sizes, loading the model, reading texts."""
 
 from __future__ import annotations
 
@@ -72,8 +72,7 @@ def loaded_model(
 def check_texts(texts: list[str], flag: str) -> list[str]:
     """Return `texts`, the values of a flag.
 
-    Raises:
-        DataError: a text contains bytes that are not UTF-8, which Python decodes as lone surrogates.
+    Raises DataError if a text contains bytes that are not UTF-8, which Python decodes as lone surrogates.
     """
     for number, text in enumerate(texts, 1):
         if any("\ud800" <= letter <= "\udfff" for letter in text):
@@ -84,8 +83,7 @@ def check_texts(texts: list[str], flag: str) -> list[str]:
 def decode_lines(content: bytes, what: str, place: str) -> list[str]:
     """The lines of a UTF-8 text; `what` names the text and `place` the file in messages.
 
-    Raises:
-        DataError: a line is not UTF-8.
+    Raises DataError if a line is not UTF-8.
     """
     # Not by str.splitlines, which also splits at characters that a prompt may contain.
     lines = content.split(b"\n")

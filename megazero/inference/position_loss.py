@@ -60,11 +60,7 @@ class PositionLoss:
 
     @classmethod
     def read(cls, path: Path) -> PositionLoss:
-        """Read what `write` wrote.
-
-        Raises:
-            DataError: the file cannot be read, or has another form.
-        """
+        """Read what `write` wrote. Raises DataError if the file cannot be read, or has another form."""
         try:
             facts = json.loads(path.read_text(encoding="utf-8"))
             sums, counted = (np.array(facts[name], dtype=np.float64) for name in ("sums", "counted"))
@@ -158,8 +154,7 @@ def intervals(length: int) -> Iterator[tuple[int, int]]:
 def draw(measured: Sequence[PositionLoss], path: Path) -> None:
     """Draw the mean loss against the position, on a logarithmic axis, into a file.
 
-    Raises:
-        ConfigError: matplotlib is not installed.
+    Raises ConfigError if matplotlib is not installed.
     """
     figure = new_figure(7.0, 4.0)
     axes = figure.subplots()

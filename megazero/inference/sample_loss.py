@@ -174,11 +174,7 @@ def measure_loss(config: Config, context: ParallelContext, output: Path) -> Iter
 
 
 def whole_numbers(losses: np.ndarray, samples: range) -> np.ndarray:
-    """Return round(SCALE x loss) of each sample, int64.
-
-    Raises:
-        NumericsError: a loss is not finite.
-    """
+    """Return round(SCALE x loss) of each sample, int64. Raises NumericsError if a loss is not finite."""
     if not np.isfinite(losses).all():
         sample = samples[int(np.argmin(np.isfinite(losses)))]
         raise NumericsError(
@@ -225,8 +221,7 @@ def trained_chunks(
 ) -> tuple[Path, dict[int, ModelChunk[MicroBatch]]]:
     """Load the checkpoint in `--load`; return its folder, and this rank's chunks of the model.
 
-    Raises:
-        MegazeroError: there is no checkpoint, it cannot be read, or its model is another one.
+    Raises MegazeroError if there is no checkpoint, it cannot be read, or its model is another one.
     """
     section = config.checkpoint
     if section.load is None:

@@ -107,8 +107,7 @@ def token_uniforms(seed: int, numbers: Sequence[int], position: int, device: tor
 def choose_tokens(logits: Tensor, sampling: Sampling, numbers: Sequence[int], position: int) -> Tensor:
     """Choose the tokens at `position` of the numbered sequences from logits [b, v]; return int64 [b].
 
-    Raises:
-        NumericsError: a logit is not finite.
+    Raises NumericsError if a logit is not finite.
     """
     if sampling.vocab_size is not None:
         logits = logits[:, : sampling.vocab_size]

@@ -17,8 +17,7 @@ from megazero.models.language_model import LanguageModel
 class TextGenerator:
     """A model with the tokenizer that it was trained with.
 
-    Raises:
-        DataError: the tokenizer has more tokens than the model.
+    Raises DataError if the tokenizer has more tokens than the model.
     """
 
     def __init__(self, model: LanguageModel | StagedModel[Batch], tokenizer: Tokenizer):

@@ -215,8 +215,7 @@ class Agent:
 def _replace_file(path: Path, text: str) -> None:
     """Write a new file in a folder where others may write, and may have put a link in its place.
 
-    Raises:
-        LaunchError: the file cannot be written.
+    Raises LaunchError if the file cannot be written.
     """
     try:
         path.unlink(missing_ok=True)  # removes a link itself, never its target

@@ -31,8 +31,7 @@ _SLURM_TIMEOUT = 60.0  # seconds
 def hosts_of(flags: argparse.Namespace, variables: Mapping[str, str]) -> tuple[Host, ...]:
     """The hosts and slots that the flags choose.
 
-    Raises:
-        ConfigError: the hostfile or a flag is wrong, or there is nothing to start.
+    Raises ConfigError if the hostfile or a flag is wrong, or there is nothing to start.
     """
     path = flags.hostfile or (_HOSTFILE if Path(_HOSTFILE).exists() and not flags.no_ssh else None)
     if flags.no_ssh and path is None:
@@ -100,8 +99,7 @@ def _hosts_of_slurm(flags: argparse.Namespace, variables: Mapping[str, str]) -> 
 def variables_of(flags: argparse.Namespace, variables: Mapping[str, str], folder: Path) -> dict[str, str]:
     """The variables that are sent to the hosts; PYTHONPATH begins with the working folder.
 
-    Raises:
-        ConfigError: an environment file or `--env` is wrong.
+    Raises ConfigError if an environment file or `--env` is wrong.
     """
     files = environment.environment_files(variables, Path.home(), folder)
     sent = environment.inherited(variables) | environment.read_environment_files(files)
@@ -179,8 +177,7 @@ def restarts_of(flags: argparse.Namespace) -> int:
 def job_of(flags: argparse.Namespace, hosts: tuple[Host, ...], script: Script) -> Job:
     """The launch that the flags ask for.
 
-    Raises:
-        ConfigError: cores are wrong, or KMP_AFFINITY is set, which binds cores too.
+    Raises ConfigError if cores are wrong, or KMP_AFFINITY is set, which binds cores too.
     """
     bind = flags.bind_cores_to_rank or flags.bind_core_list is not None
     if bind and "KMP_AFFINITY" in os.environ:

@@ -151,8 +151,7 @@ def stream_channel(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 def open_port(port: int) -> socket.socket:
     """Listen at a port on all addresses of this machine; port 0 takes a free one.
 
-    Raises:
-        OSError: the port is taken.
+    Raises OSError if the port is taken.
     """
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)

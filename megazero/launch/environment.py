@@ -24,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def inherited(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those of `variables` that are sent to all hosts."""
+    """The part of `variables` that is sent to all hosts."""
     return {
         name: value
         for name, value in sorted(variables.items())
@@ -61,8 +61,7 @@ def environment_files(variables: Mapping[str, str], home: Path, folder: Path) ->
 def read_environment_files(paths: Iterable[Path]) -> dict[str, str]:
     """The variables of some files; later files take precedence.
 
-    Raises:
-        ConfigError: a file cannot be read, or has malformed lines; every such line is listed.
+    Raises ConfigError if a file cannot be read, or has malformed lines; every such line is listed.
     """
     variables: dict[str, str] = {}
     for path in paths:
@@ -117,8 +116,7 @@ def _unquoted(value: str) -> str:
 def assigned(words: Sequence[str], variables: Mapping[str, str]) -> dict[str, str]:
     """The variables of ``--env NAME=VALUE``, and of ``--env NAME``, which sends this process's value.
 
-    Raises:
-        ConfigError: a name is malformed, or has no value here.
+    Raises ConfigError if a name is malformed, or has no value here.
     """
     result = {}
     for word in words:

@@ -147,8 +147,7 @@ def _restarts(parser: argparse.ArgumentParser) -> None:
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a command line; DeepSpeed's names of launchers are replaced by megazero's.
 
-    Raises:
-        ConfigError: flags contradict each other, are out of range, or ask for an unsupported launcher.
+    Raises ConfigError if flags contradict each other, are out of range, or ask for an unsupported launcher.
     """
     flags = build_parser().parse_args(words)
     flags.launcher = _DEEPSPEED_LAUNCHERS.get(flags.launcher, flags.launcher)
@@ -244,8 +243,7 @@ def _range_checks(flags: argparse.Namespace) -> list[tuple[str, bool]]:
 def cores_of(text: str) -> tuple[int, ...]:
     """Parse a list of cores such as ``0-3,8``.
 
-    Raises:
-        ConfigError: the text has another form, or names a core twice.
+    Raises ConfigError if the text has another form, or names a core twice.
     """
     cores: list[int] = []
     for part in text.split(","):

@@ -34,8 +34,7 @@ class Host:
 def read_hostfile(path: str) -> tuple[Host, ...]:
     """The hosts of a hostfile.
 
-    Raises:
-        ConfigError: the file cannot be read, or has malformed lines; every such line is listed.
+    Raises ConfigError if the file cannot be read, or has malformed lines; every such line is listed.
     """
     try:
         data = read_regular(Path(path))
@@ -160,11 +159,7 @@ def include(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:
 
 
 def exclude(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:
-    """The hosts and slots that `text` does not name.
-
-    Raises:
-        ConfigError: nothing is left.
-    """
+    """The hosts and slots that `text` does not name. Raises ConfigError if nothing is left."""
     chosen = parse_filter(text, hosts, "--exclude")
     left = []
     for host in hosts:
@@ -179,8 +174,7 @@ def exclude(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:
 def first(hosts: Sequence[Host], nodes: int | None, slots: int | None) -> tuple[Host, ...]:
     """The first `nodes` hosts with their first `slots` slots; None takes all.
 
-    Raises:
-        ConfigError: there are fewer hosts or slots; every host with too few slots is listed.
+    Raises ConfigError if there are fewer hosts or slots; every host with too few slots is listed.
     """
     if nodes is not None and not 1 <= nodes <= len(hosts):
         raise ConfigError(

@@ -180,8 +180,7 @@ def bracketed(address: str) -> str:
 def share_cores(cores: Sequence[int], ranks: int, local: int) -> tuple[int, ...]:
     """The cores of a rank: every rank of a host gets the same number of neighbouring cores.
 
-    Raises:
-        LaunchError: there are fewer cores than ranks.
+    Raises LaunchError if there are fewer cores than ranks.
     """
     size = len(cores) // ranks
     if size == 0:

@@ -1,4 +1,4 @@
-"""What a node is told to do: its orders, its ranks' environment, and the signals that are passed on."""
+"""The orders of a node: its processes, their environment, and the signals that are passed on to them."""
 
 from __future__ import annotations
 

@@ -70,8 +70,7 @@ class NodeRendezvous:
     async def gather(self, listener: socket.socket) -> list[AgentLink]:
         """Wait for all nodes at an open port; return their links in order.
 
-        Raises:
-            LaunchError: a node that knows the secret was started for another launch.
+        Raises LaunchError if a node that knows the secret was started for another launch.
         """
         server = await asyncio.start_server(self._greet, sock=listener, limit=_LINE)
         try:
@@ -192,8 +191,7 @@ def _claims(hello: Message) -> list[object]:
 def open_listener(master: tuple[str, int]) -> tuple[socket.socket, str]:
     """Open node 0's port at the master's address alone; return it and node 0's own address for it.
 
-    Raises:
-        LaunchError: the port is taken.
+    Raises LaunchError if the port is taken.
     """
     try:
         listener = open_port_at(*master)
@@ -247,8 +245,7 @@ async def connect(place: tuple[str, int], facts: Message) -> tuple[Channel, Call
 async def _introduce(channel: Channel, secret: bytes, facts: Message) -> bool:
     """Prove to node 0 that this node knows the secret; return whether node 0 has proved the same.
 
-    Raises:
-        LaunchError: node 0 has another secret.
+    Raises LaunchError if node 0 has another secret.
     """
     challenge = await channel.receive()
     if challenge is None or challenge["kind"] != "challenge":

@@ -58,8 +58,7 @@ def made_secret(variables: Mapping[str, str]) -> tuple[bytes, bool]:
 def known_secret(variables: Mapping[str, str]) -> bytes | None:
     """The secret in the variable, else in the file; None if there is neither.
 
-    Raises:
-        ConfigError: the secret is too short, the file cannot be read, or others can read or write it.
+    Raises ConfigError if the secret is too short, the file cannot be read, or others can read or write it.
     """
     text, place = variables.get(SECRET), SECRET
     if text is None:

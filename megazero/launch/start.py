@@ -108,8 +108,7 @@ class Launcher:
     def _on_answering_hosts(self, links: list[AgentLink], lost: list[Unreachable]) -> Job:
         """The job on the hosts that answered.
 
-        Raises:
-            LaunchError: too few hosts answered; those that did not are named.
+        Raises LaunchError if too few hosts answered; those that did not are named.
         """
         if not lost:
             return self._job

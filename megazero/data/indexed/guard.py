@@ -24,7 +24,7 @@ from megazero.errors import DataError
 
 @dataclass(frozen=True)
 class FileState:
-    """What identifies the content of a file. size: in bytes; modified: time of the last change in ns."""
+    """Facts that identify the content of a file. size: in bytes; modified: time of the last change in ns."""
 
     size: int
     modified: int

@@ -44,8 +44,7 @@ class SampleEncoder:
     def of(cls, tokenizer: Tokenizer, length: int, *, causal: bool) -> SampleEncoder:
         """The encoder for a causal or a bidirectional model.
 
-        Raises:
-            DataError: the vocabulary lacks a special token that the model needs, which is named.
+        Raises DataError if the vocabulary lacks a special token that the model needs, which is named.
         """
         if causal:
             if tokenizer.eod is None:

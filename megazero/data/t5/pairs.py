@@ -27,8 +27,7 @@ Pair = tuple[list[int], list[int]]
 def read_pairs(path: str, columns: tuple[str, str], tokenizer: Tokenizer, end: int) -> list[Pair]:
     """Read the pairs of a JSON or TSV file, or of a folder of such files; both texts end with the id `end`.
 
-    Raises:
-        DataError: the file is missing, unreadable or empty, or lacks a column.
+    Raises DataError if the file is missing, unreadable or empty, or lacks a column.
     """
     texts = [sample.texts for sample in read_labelled(path, Task(columns), labels_needed=False).samples]
     sources, targets = ([pair[side] for pair in texts] for side in (0, 1))

@@ -123,8 +123,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
 class Llama2Tokenizer(GPTSentencePieceTokenizer):
     """The model's own pieces with its bos before every text, as Megatron-LM encodes for Llama 2.
 
-    Raises:
-        DataError: the model has no bos.
+    Raises DataError if the model has no bos.
     """
 
     name = "Llama2Tokenizer"
