@@ -117,20 +117,20 @@ def _apex(env: Environment) -> Iterator[Problem]:
 
 
 def _threads(env: Environment) -> Iterator[Problem]:
-    given, usable = env.processors.omp_threads, env.processors.usable
+    threads, usable = env.processors.omp_threads, env.processors.usable
     if env.processors.quota is not None:
         usable = max(1, min(usable, int(env.processors.quota)))
-    if env.ranks > 1 and given is None:
+    if env.ranks > 1 and threads is None:
         yield Problem(
             "omp_threads_unset",
             f"OMP_NUM_THREADS must be set where {env.ranks} ranks share {usable} cores, but is not",
             f"set it to {max(1, usable // env.ranks)}",
         )
-    elif given is not None and given.isdigit() and env.ranks * int(given) > max(usable, env.ranks):
+    elif threads is not None and threads.isdigit() and env.ranks * int(threads) > max(usable, env.ranks):
         yield Problem(
             "too_many_threads",
             f"OMP_NUM_THREADS times {env.ranks} ranks must be at most the usable cores ({usable}), but "
-            f"OMP_NUM_THREADS is {given}",
+            f"OMP_NUM_THREADS is {threads}",
             f"set it to {max(1, usable // env.ranks)}",
         )
 

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megazero.errors import LaunchError
 from megazero.launch.channel import AgentLink, Message, heartbeat, stream_channel
@@ -47,7 +46,7 @@ class Connections:
         self._reach = reach
         self._turns = asyncio.Semaphore(fan_out)
         self._children: list[Child] = []
-        self._tasks: list[asyncio.Task[Any]] = []
+        self._tasks: list[asyncio.Task[object]] = []
 
     async def open(self, patience: float = 0.0) -> tuple[list[AgentLink], list[Unreachable]]:
         """Connect to all hosts.

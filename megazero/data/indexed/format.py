@@ -245,10 +245,10 @@ def check_sequences(
                 "the index is damaged."
             )
         ends = np.cumsum(part, dtype=np.int64) * itemsize + total
-        given = offsets[begin : begin + _CHUNK]
-        wrong = given[1:] != ends[:-1]
-        if int(given[0]) != total or wrong.any():
-            at = begin if int(given[0]) != total else begin + 1 + int(np.argmax(wrong))
+        stored = offsets[begin : begin + _CHUNK]
+        wrong = stored[1:] != ends[:-1]
+        if int(stored[0]) != total or wrong.any():
+            at = begin if int(stored[0]) != total else begin + 1 + int(np.argmax(wrong))
             expected = total if at == begin else int(ends[at - begin - 1])
             raise DataError(
                 f"`offset` of sequence {at} in {path} must be {expected}, the sum of the lengths before it, "
