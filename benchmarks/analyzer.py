@@ -27,15 +27,14 @@ from pathlib import Path
 import numpy as np
 
 from megazero.data.build import DatasetRequest, DataSources, build_datasets
-from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.from_config import GPTBuilder
 from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data_efficiency.analyzed import AnalyzedDataset
-from megazero.data_efficiency.map import ChunkGrid, MapJob, MetricFolder, Share, run_map
+from megazero.data_efficiency.map import ChunkAssignment, ChunkGrid, MapJob, MetricFolder, run_map
 from megazero.data_efficiency.metric_index import MetricIndex
-from megazero.data_efficiency.metrics import RarityTable, VocabularyRarity
+from megazero.data_efficiency.metrics import RarityTable, Samples, VocabularyRarity
 from megazero.data_efficiency.reduce import reduce_metric
-from megazero.data_efficiency.samples import Samples
 
 LENGTH, VOCABULARY, PROCESSES, BATCH, TARGET = 512, 50257, 2, 512, 5.0
 NAME = "vocab_rarity"
@@ -62,7 +61,9 @@ def ours(dataset, table: RarityTable, out: Path) -> None:
     facts, grid = AnalyzedDataset.of(dataset), ChunkGrid.of(len(dataset))
     metric = VocabularyRarity(table)
     folder = MetricFolder.of(out, metric, facts, grid)
-    for _ in run_map(MapJob(lambda: dataset, ((metric, folder),)), Share(processes=PROCESSES), dataset):
+    for _ in run_map(
+        MapJob(lambda: dataset, ((metric, folder),)), ChunkAssignment(processes=PROCESSES), dataset
+    ):
         pass
     for _ in reduce_metric(folder, facts, PROCESSES):
         pass

@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from data_tools import cli
-from megazero.data.bert.builder import BERTBuilder
 from megazero.data.bert.dataset import BERTSettings
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import SampleDataset
 from megazero.data.build import DatasetBuilder, DatasetRequest, DataSources, build_datasets, default_cache
-from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.from_config import BERTBuilder, GPTBuilder
 from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.tokenizers.base import Tokenizer
 from megazero.data.tokenizers.build import build_tokenizer
@@ -32,8 +31,8 @@ from megazero.data_efficiency.metrics import (
     SHIPPED,
     VOCABULARY_COUNTS,
     LengthThenRarity,
-    Metric,
     RarityTable,
+    SampleMetric,
     SequenceLength,
     VocabularyCounts,
     VocabularyRarity,
@@ -168,9 +167,9 @@ class MetricChoice:
             if wave.shipped or wave.own
         )
 
-    def metrics(self, split: TrainSplit, save: Path, dataset: AnalyzedDataset) -> list[Metric]:
+    def metrics(self, split: TrainSplit, save: Path, dataset: AnalyzedDataset) -> list[SampleMetric]:
         """Make the metrics. Raises DataError if counts are needed, but are missing or of other data."""
-        metrics: list[Metric] = list(self.own)
+        metrics: list[SampleMetric] = list(self.own)
         table = _rarity_table(save, dataset) if NEED_COUNTS & set(self.shipped) else None
         for name in self.shipped:
             if name == "seqlen":
@@ -243,7 +242,7 @@ def metered(what: str, total: int) -> Iterator[Meter]:
 
 def report(folder: MetricFolder, suffix: str | None) -> None:
     """Print a summary of a metric's values; with a suffix, also draw them into a file of that format."""
-    prefix = folder.home / folder.name
+    prefix = folder.results / folder.name
     picture = None if suffix is None else Path(f"{prefix}_histogram.{suffix}")
     if folder.accumulates:
         values = np.array(RowFile(f"{prefix}_metric_value").elements)

@@ -23,7 +23,7 @@ from megazero.errors import DataError
 if TYPE_CHECKING:
     from megazero.data.blended import SampleDataset
     from megazero.data_efficiency.analyzed import AnalyzedDataset
-    from megazero.data_efficiency.map import MapJob, MetricFolder, Share
+    from megazero.data_efficiency.map import ChunkAssignment, MapJob, MetricFolder
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -99,7 +99,7 @@ def analyze_dataset(args: argparse.Namespace) -> None:
     from data_tools.analysis import MetricChoice, TrainSplit
     from megazero.data_efficiency.analyzed import AnalyzedDataset
     from megazero.data_efficiency.histogram import check_drawing
-    from megazero.data_efficiency.map import ChunkGrid, MapJob, MetricFolder, Share
+    from megazero.data_efficiency.map import ChunkAssignment, ChunkGrid, MapJob, MetricFolder
     from megazero.data_efficiency.reduce import is_reduced
 
     if os.getcwd() not in sys.path:
@@ -112,7 +112,7 @@ def analyze_dataset(args: argparse.Namespace) -> None:
     if args.histogram is not None:
         check_drawing()
     split, wanted = TrainSplit(args), MetricChoice.of(args)
-    share = Share(
+    assignment = ChunkAssignment(
         args.analyzing_num_workers,
         args.analyzing_worker_id,
         args.analyzing_num_threads,
@@ -126,19 +126,19 @@ def analyze_dataset(args: argparse.Namespace) -> None:
         pairs = tuple((metric, MetricFolder.of(args.output, metric, facts, grid)) for metric in metrics)
         todo = tuple((metric, folder) for metric, folder in pairs if not is_reduced(folder))
         if args.analyzing_task != "reduce" and todo:
-            _map(MapJob(split, todo), share, dataset)
+            _map(MapJob(split, todo), assignment, dataset)
         if args.analyzing_task != "map":
             _reduce([folder for _, folder in pairs], [folder for _, folder in todo], facts, args)
 
 
-def _map(job: MapJob, share: Share, dataset: SampleDataset) -> None:
+def _map(job: MapJob, assignment: ChunkAssignment, dataset: SampleDataset) -> None:
     from data_tools.analysis import metered
     from megazero.data_efficiency.map import run_map
 
-    names = ", ".join(metric.name for metric, _ in job.pairs)
-    total = sum(len(job.grid[chunk]) for chunk in share.chunks(job.grid))
+    names = ", ".join(metric.name for metric, _ in job.metrics)
+    total = sum(len(job.grid[chunk]) for chunk in assignment.chunks(job.grid))
     with metered(f"map {names}", total) as meter:
-        for number, done in enumerate(run_map(job, share, dataset)):
+        for number, done in enumerate(run_map(job, assignment, dataset)):
             if number == 0 and done:
                 print(f"{done:,} of {total:,} samples were measured before", file=sys.stderr)
             meter.show(done)
@@ -152,7 +152,9 @@ def _reduce(
 
     for folder in folders:
         if folder not in todo:
-            print(f"{folder.name} was analyzed before; delete {folder.home} to do it again", file=sys.stderr)
+            print(
+                f"{folder.name} was analyzed before; delete {folder.results} to do it again", file=sys.stderr
+            )
             report(folder, args.histogram)
             continue
         with metered(f"reduce {folder.name}", reduce_steps(folder)) as meter:

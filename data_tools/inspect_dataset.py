@@ -47,8 +47,7 @@ def collect(args: argparse.Namespace) -> dict[str, Any]:
         sequences_per_document,
         unigram_entropy,
     )
-    from megazero.data.indexed.reader import open_indexed
-    from megazero.data.indexed.sums import write_sums
+    from megazero.data.indexed.reader import open_indexed, write_sums
 
     wrote = write_sums(args.prefix) if args.write_sums else None
     dataset = open_indexed(args.prefix)

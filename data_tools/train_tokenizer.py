@@ -25,7 +25,7 @@ from data_tools import cli
 from data_tools.preprocessing.chunks import cut
 from data_tools.preprocessing.parsing import Problem, parse, split_lines
 from data_tools.wordpiece_training import train_wordpiece
-from megazero.data.build_report import Patience
+from megazero.data.build_report import ProgressLog
 from megazero.data.files import whole_file
 from megazero.errors import DataError
 
@@ -83,12 +83,12 @@ class TrainingProgress:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Print progress while the block runs, on a thread, because the library gives no calls back."""
-        done, patience = threading.Event(), Patience(lambda line: print(line, file=sys.stderr), "training")
+        done, progress = threading.Event(), ProgressLog(lambda line: print(line, file=sys.stderr), "training")
 
         def show() -> None:
             while not done.wait(_INTERVAL):
                 read = f"{self._read / 1e6:,.1f} million characters read"
-                patience.tell(f"{read}, merging" if self._whole else read)
+                progress.tell(f"{read}, merging" if self._whole else read)
 
         thread = threading.Thread(target=show, daemon=True)
         thread.start()

@@ -24,7 +24,7 @@ from data_tools.preprocessing.encode import KEPT_PROBLEMS, EncodedChunk, EncodeJ
 from data_tools.preprocessing.pool import InlinePool, WorkerPool
 from data_tools.preprocessing.progress import KeyTotals, ProgressDisplay, RunTotals
 from data_tools.preprocessing.watch import PATIENCE, WorkerPatience
-from megazero.data.claim import temporary_path
+from megazero.data.files import temporary_path
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import DataError
 

@@ -24,7 +24,7 @@ from data_tools.preprocessing.chunks import CHUNK_BYTES, JsonlChunk
 from data_tools.preprocessing.encode import ChunkEncoder, EncodedChunk, EncodeJob, EncoderFacts
 from data_tools.preprocessing.slots import SharedSlots
 from data_tools.preprocessing.watch import PATIENCE, Watched, WorkerPatience, WorkerWatch
-from megazero.data.workers import can_fork, or_raise, outcome, signals_held, start_worker
+from megazero.data.workers import can_fork, or_raise, result_or_error, signals_held, start_worker
 from megazero.errors import DataError
 
 # The most chunks that a worker has: _QUEUED to encode, one in work and one waiting, so that it never idles;
@@ -215,13 +215,13 @@ def work(pipe: Connection, source: EncodeJob | ChunkEncoder, slots: SharedSlots 
     inbox: queue.SimpleQueue[JsonlChunk | None] = queue.SimpleQueue()
     # Chunks are read on a thread, because both ends could wait for each other with full pipes.
     threading.Thread(target=_drain, args=(pipe, inbox), daemon=True).start()
-    encoder = source if isinstance(source, ChunkEncoder) else outcome(ChunkEncoder, source)
+    encoder = source if isinstance(source, ChunkEncoder) else result_or_error(ChunkEncoder, source)
     if isinstance(encoder, BaseException):
         pipe.send(encoder)
         return
     pipe.send(encoder.facts)
     while (chunk := inbox.get()) is not None:
-        result = outcome(encoder, chunk)
+        result = result_or_error(encoder, chunk)
         pipe.send(result if slots is None else slots.pack(result))
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from megazero.env.gather import gather
 from megazero.env.hosts import SSH, gather_hosts, hosts_document, hosts_report, hosts_status
-from megazero.env.problems import troubles
+from megazero.env.problems import find_problems
 from megazero.env.report import document, report
 from megazero.errors import ConfigError, exit_status
 from megazero.launch.environment import NOT_SHOWN, is_secret
@@ -49,7 +49,7 @@ def _report(flags: argparse.Namespace) -> int:
         env = gather(flags.nproc)
         values = {n: NOT_SHOWN if is_secret(n) else value for n, value in env.variables.items()}
         env = replace(env, variables=values)
-        stops = [trouble.stops for trouble in troubles(env)]
+        stops = [trouble.stops for trouble in find_problems(env)]
         any_problem, any_stop = bool(stops), any(stops)
         print(json.dumps(document(env)) if flags.json else report(env))
     else:

@@ -12,9 +12,9 @@ from pathlib import Path
 from megazero.errors import ConfigError, exit_status
 from megazero.launch import assemble, environment, start
 from megazero.launch.agent import run_to_the_end
-from megazero.launch.conductor import say
 from megazero.launch.flags import parse
 from megazero.launch.job import Job
+from megazero.launch.lines import say
 from megazero.launch.node import run_node
 from megazero.launch.secret import SECRET
 
@@ -34,7 +34,7 @@ def launch(argv: Sequence[str] | None = None) -> int:
         if status or flags.autotuning == "tune":
             return status
     sent = assemble.variables_of(flags, os.environ, folder)
-    as_deepspeed, notice = assemble.stands_in(flags)
+    as_deepspeed, notice = assemble.replaces_deepspeed(flags)
     reach, settings = assemble.reach_of(flags, str(folder)), assemble.settings_of(flags)
     hidden: list[str] = []
     if flags.launcher in ("pdsh", "srun", "mpirun"):
@@ -57,7 +57,7 @@ def launch(argv: Sequence[str] | None = None) -> int:
         words = assemble.command_of(flags, reach, job, secret)
         sys.stdout.flush()
         os.execvpe(words[0], words, {**os.environ, SECRET: secret})
-    return run_to_the_end(start.run(job, reach, settings))
+    return run_to_the_end(start.Launcher(job, reach, settings).run())
 
 
 def tune(flags: argparse.Namespace, ranks: int) -> int:

@@ -1,7 +1,7 @@
 """Mixing datasets in given proportions, exactly.
 
-The rule is Megatron's: sample i comes from the dataset that lags furthest behind its share, so the realized
-ratio is right at every moment of training and not only on average.
+The rule is Megatron's: sample i comes from the dataset that lags furthest behind its share, so the ratios are
+right at every point of the training, not only on average.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from megazero.data.build_report import BuildReport
 from megazero.data.cache import cached_arrays
 from megazero.data.index_build import build_blending_index, build_exhaustive_blending_index, normalized
 from megazero.data.index_check import blend_index_fault
-from megazero.data.sample_numbers import sample_numbers
+from megazero.data.range_checks import check_sample_numbers
 from megazero.errors import DataError
 
 _INDEX_ARRAYS = ("dataset_index", "sample_index")
-# About what each sample of an index takes on one busy core, and each dataset that it may be of.
+# To build an index: seconds per sample, and per sample and dataset, measured on one busy core.
 _SAMPLE_SECONDS, _CHOICE_SECONDS = 40e-9, 3e-9
 
 
 class SampleDataset(Protocol):
-    """Numbered samples: a blend is made of such datasets, and is one itself."""
+    """Numbered samples. A blend is made of such datasets, and is one itself."""
 
     name: str
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Sample `index` of the shuffled order: the arrays of `batch`, without their first dim."""
+        """Sample `index`: the arrays of `batch` without their first dim."""
         return {key: array[0] for key, array in self.batch([index]).items()}
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]: ...
@@ -44,29 +44,30 @@ class SampleDataset(Protocol):
     def description(self) -> dict[str, object]: ...
 
     @property
-    def padding_share(self) -> float: ...  # of all positions, those that hold no token
+    def padding_share(self) -> float: ...  # the share of all positions that hold no token
 
     @property
-    def notes(self) -> tuple[str, ...]: ...  # what a user should hear at the start, in whole sentences
+    def notes(self) -> tuple[str, ...]: ...  # sentences for the user at the start of a run
 
 
 def whereabouts(dataset: SampleDataset, number: int) -> str:
-    """The place of a sample's text in the files, for people; empty if it is in none."""
+    """Where the text of a sample lies in the files, for messages; empty for mock data."""
     find: Callable[[int], str] | None = getattr(dataset, "whereabouts", None)
     return "" if find is None else find(number)
 
 
 def parse_blend(entries: Sequence[str], must_exist: bool = True) -> list[tuple[float | None, str]]:
-    """(weight, prefix) of each dataset of a `--data-path`.
+    """Parse a `--data-path` into (weight, prefix) of each dataset.
 
-    A single prefix, or prefixes without any weights, have weight None (a blend in proportion to sizes);
-    otherwise the form is "weight prefix weight prefix ...". must_exist: `prefix.idx` and `.bin` must exist.
-    A dataset of weight 0 is left out. Raises DataError for anything else and for weights below 0.
+    The entries are prefixes without weights (the weights are None: a blend in proportion to sizes), or
+    "weight prefix weight prefix ..."; a dataset of weight 0 is left out. must_exist: `prefix.idx` and `.bin`
+    must exist. Raises DataError for other forms and for weights below 0.
     """
     entries = [str(entry) for entry in entries]
     if not entries:
         raise DataError("`data_path` must name at least one dataset, but is empty; give its prefix.")
-    if not any(_is_weight(entry) for entry in entries):
+    # A dataset may have the name "2024".
+    if not any(is_number(entry) and not Path(entry + ".idx").exists() for entry in entries):
         pairs: list[tuple[float | None, str]] = [(None, entry) for entry in entries]
     elif len(entries) % 2:
         raise DataError(
@@ -89,10 +90,6 @@ def parse_blend(entries: Sequence[str], must_exist: bool = True) -> list[tuple[f
     return pairs
 
 
-def _is_weight(text: str) -> bool:
-    return is_number(text) and not Path(text + ".idx").exists()  # a dataset may be called "2024"
-
-
 def _weight(text: str) -> float:
     try:
         weight = float(text)
@@ -104,12 +101,12 @@ def _weight(text: str) -> float:
 
 
 class BlendedDataset(SampleDataset):
-    """A mixture of datasets; its items are theirs plus `dataset_id` (int64).
+    """A mixture of datasets. Samples have the arrays of their dataset, and `dataset_id` (int64).
 
-    weights: one positive number for each, normalized here, or None to mix in proportion to sizes; size: the
-    number of samples, or None (only without weights) for every sample of every dataset exactly once;
-    mentions: how often each dataset was named, once by default. Raises DataError if a dataset would have to
-    give more samples than it has.
+    weights: a positive number for each dataset, normalized here; None to mix in proportion to sizes. size:
+    the number of samples; None (only without weights) for every sample of every dataset exactly once.
+    mentions: how often the data path names each dataset; once by default. Raises DataError if a dataset would
+    have to give more samples than it has.
     """
 
     def __init__(
@@ -131,7 +128,7 @@ class BlendedDataset(SampleDataset):
         self.name = name
         self.mentions = mentions or [1] * len(datasets)
         self._sizes = [len(dataset) for dataset in self.datasets]
-        # None: every sample once. Otherwise shares, by weight or by size.
+        # The share of each dataset; None if every sample is given once.
         self._shares = None if size is None else normalized(self._sizes if weights is None else weights)
         self._size = sum(self._sizes) if size is None else size
         description = {} if cache_dir is None else self.description
@@ -148,7 +145,7 @@ class BlendedDataset(SampleDataset):
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples `indices` stacked, arrays [b, T] and `dataset_id` [b]. IndexError past the end."""
-        indices = sample_numbers(indices, len(self), f"the {self.name} blend")
+        indices = check_sample_numbers(indices, len(self), f"the {self.name} blend")
         owners = self.dataset_index[indices].astype(np.int64)
         samples = self.sample_index[indices]
         merged: dict[str, np.ndarray] = {}
@@ -161,7 +158,7 @@ class BlendedDataset(SampleDataset):
         return {**merged, "dataset_id": owners}
 
     def whereabouts(self, number: int) -> str:
-        """The place of a sample's text, as its dataset says."""
+        """Where the text of a sample lies, by its dataset."""
         return whereabouts(self.datasets[self.dataset_index[number]], int(self.sample_index[number]))
 
     @property
@@ -175,12 +172,12 @@ class BlendedDataset(SampleDataset):
 
     @property
     def padding_share(self) -> float:
-        """Share of the positions that hold no token, by how often each dataset is drawn from."""
+        """Share of the positions that hold no token: the mean over datasets by their number of samples."""
         return float(np.dot(self._taken, [dataset.padding_share for dataset in self.datasets]) / self._size)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The notes of all datasets, and those that were named several times."""
+        """The notes of all datasets, and a note for each dataset that was named several times."""
         merged = [
             f"{getattr(getattr(dataset, 'indexed', None), 'prefix', dataset.name)} is named {times} times in "
             "a blend: it is one dataset there, with the sum of its weights."
@@ -203,9 +200,9 @@ class BlendedDataset(SampleDataset):
         return blend_index_fault(owners, samples, self._sizes, self._shares, self._size)
 
     def _check_sizes(self) -> None:
-        for number, (asked, given) in enumerate(zip(self._taken.tolist(), self._sizes, strict=True)):
-            if asked > given:
+        for number, (needed, size) in enumerate(zip(self._taken.tolist(), self._sizes, strict=True)):
+            if needed > size:
                 raise DataError(
-                    f"`samples` of dataset {number} of the {self.name} blend must be at least {asked}, but "
-                    f"are {given}; ask it for more samples or lower its weight."
+                    f"`samples` of dataset {number} of the {self.name} blend must be at least {needed}, but "
+                    f"are {size}; ask it for more samples or lower its weight."
                 )

@@ -1,16 +1,15 @@
-"""Index arrays kept between runs, keyed by the content they were built from.
+"""A cache of index arrays on disk, keyed by the content that they were built from.
 
-A key is the hash of a description that holds the dataset's fingerprint and every parameter of the build, so a
-rewritten dataset or another setting leads to another name and a stale index is never found. Each entry is one
-`.npy` per array and a small JSON with their shapes, types and checksums; whatever does not agree with it
-(foreign, cut short, damaged) is rebuilt with a warning, and so is what agrees but cannot be an index of this
-dataset (`index_check`). Nothing here unpickles.
+A key is the hash of a description with the dataset's fingerprint and every parameter of the build, so a
+changed dataset or setting has another key, and a stale index is never found. An entry is one `.npy` per array
+and a small JSON with shapes, types and checksums. An entry that does not agree with its JSON (foreign, cut
+short, damaged), or that cannot be an index of this dataset (`index_check`), is rebuilt with a warning.
+Nothing here unpickles.
 
-Many processes may want the same entry at once, on a shared disk. Every one that does not find it builds it
-privately, writes to temporary names and renames them into place, the JSON last. Builds are deterministic, so
-the last writer replaces equal bytes with equal bytes. That wastes a few milliseconds in each process and
-needs no lock; every kind of lock fails somewhere: flock is unreliable on NFS, and a lock file outlives a
-killed owner.
+Many processes may need the same entry at once, on a shared disk. Each one that does not find the entry builds
+it, writes it under temporary names and renames these into place, the JSON last. Builds are deterministic, so
+the last writer replaces equal bytes with equal bytes. That costs a few milliseconds per process and needs no
+lock; every kind of lock fails somewhere: flock is unreliable on NFS, and a lock file outlives a killed owner.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ _FORMAT = "megazero-index-1"
 
 
 class _Unusable(Exception):
-    """An entry that is there but must not be used; the message says why."""
+    """An entry exists but must not be used; the message says why."""
 
 
 def cache_key(description: Mapping[str, object]) -> str:
-    """Hex key of a JSON-able description; independent of the order of its items."""
+    """The hex key of a description, a JSON value; the order of its items does not matter."""
     text = json.dumps(description, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -48,12 +47,12 @@ def cached_arrays(
     build: Callable[[], dict[str, np.ndarray]],
     fault: Callable[[Mapping[str, np.ndarray]], str | None],
 ) -> dict[str, np.ndarray]:
-    """The arrays that `build()` returns, from the cache if it has a sound entry, else built and stored.
+    """The arrays that `build()` returns: loaded if the cache has a valid entry, else built and stored.
 
-    directory: where the cache is, None for no cache; name: readable start of the file names; names: the
-    arrays' names; description: everything the arrays depend on; fault: says why loaded arrays cannot be what
-    `build` returns, None if they can. Loaded arrays are read-only maps. A cache that cannot be written causes
-    a warning.
+    directory: the folder of the cache, None for no cache; name: a readable prefix of the file names;
+    description: everything that the arrays depend on; names: the arrays' names; fault: returns why loaded
+    arrays cannot be the result of `build`, None if they can. Loaded arrays are read-only maps. A cache that
+    cannot be written causes a warning.
     """
     if directory is None:
         return build()
@@ -91,7 +90,7 @@ def _load(
     names: tuple[str, ...],
     fault: Callable[[Mapping[str, np.ndarray]], str | None],
 ) -> dict[str, np.ndarray]:
-    """The entry, or FileNotFoundError if there is none, or _Unusable."""
+    """Load an entry. Raises FileNotFoundError if there is none, _Unusable if it must not be used."""
     manifest_path = stem.with_name(stem.name + ".json")
     try:
         manifest = json.loads(read_regular(manifest_path))
@@ -110,10 +109,10 @@ def _load(
             array = np.load(path, allow_pickle=False, mmap_mode="r")
         except FileNotFoundError as error:
             raise _Unusable(f"array {name} is missing") from error
-        except MemoryError:  # which says nothing of the file
+        except MemoryError:  # not the fault of the file
             raise
         except Exception as error:
-            # numpy parses a text header: foreign bytes can trip it in many ways, all of which mean the same.
+            # numpy parses a text header, in which foreign bytes can raise many kinds of errors.
             raise _Unusable(f"array {name} is not a .npy file: {error}") from error
         if not isinstance(array, np.ndarray) or array.dtype.hasobject or _record(array) != record:
             raise _Unusable(f"array {name} differs from its description")

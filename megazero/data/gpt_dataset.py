@@ -1,9 +1,9 @@
 """GPT training samples from an indexed dataset, in Megatron-Core's order.
 
-A sample is a dict of numpy arrays, [T] each: `tokens` and `labels` int64 (labels are the tokens one further
-on), `loss_mask` float32, `position_ids` int64, and, with `reset_attention_mask`, `document_ids` int32: tokens
-attend only to earlier tokens of the same number. The [T, T] mask is left to the layers, which need none for
-the plain causal case. `batch` gives the same arrays stacked, [b, T], and is the fast path.
+A sample is a dict of numpy arrays, [T] each: `tokens` and `labels` int64 (the labels are the next tokens),
+`loss_mask` float32, `position_ids` int64, and, with `reset_attention_mask`, `document_ids` int32: a token
+attends only to earlier tokens with the same document id. The [T, T] mask is left to the layers, which need
+none for plain causal attention. `batch` returns the same arrays stacked, [b, T], and is the fast path.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megazero.data.index_check import gpt_index_fault
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.native import NATIVE
 from megazero.data.prepared import check_prepared, digest_of, prepared_index
-from megazero.data.sample_numbers import sample_numbers
+from megazero.data.range_checks import check_sample_numbers
 from megazero.errors import DataError
 
 _INDEX_ARRAYS = ("document_index", "sample_index", "shuffle_index")
@@ -39,10 +39,10 @@ _INDEX_ARRAYS = ("document_index", "sample_index", "shuffle_index")
 
 @dataclass(frozen=True)
 class DocumentEnds:
-    """The meaning of a document's end to the samples that it lies in.
+    """The effects of the end of a document inside a sample.
 
-    eod_token: the id that ends a document, needed by the three flags: eod_mask_loss (no loss where the input
-    is EOD), reset_position_ids (positions restart after EOD), reset_attention_mask (adds `document_ids`).
+    eod_token: the id that ends a document. reset_position_ids: positions restart at 0 after it;
+    reset_attention_mask: samples have `document_ids`; eod_mask_loss: no loss where the input is this token.
     Raises DataError for a flag without the token.
     """
 
@@ -63,10 +63,10 @@ class DocumentEnds:
 class GPTSettings:
     """The settings that all GPT datasets of a run share.
 
-    sequence_length: T, in tokens. seed: determines the order of documents and samples. cache_dir: index
-    cache, None for none. vocab_size: ids at or above it are an error; None turns the check off. ends: what
-    the end of a document means. add_extra_token: samples read T + 1 tokens, so that the last label is known;
-    without it, samples do not overlap and the last label is masked.
+    sequence_length: T, in tokens. seed: determines the order of documents and samples. cache_dir: folder of
+    the index cache, None for no cache. vocab_size: ids at or above it are an error; None turns the check off.
+    add_extra_token: samples read T + 1 tokens, so that the last label is known; without it, samples do not
+    overlap and the last label is masked.
     """
 
     sequence_length: int
@@ -89,12 +89,12 @@ class GPTDataset(SampleDataset):
     """Samples of one split of one indexed dataset.
 
     sequence_ids: the split's sequences, a range or int [n]; num_samples: the least number of samples, over
-    as many epochs as it takes (None: one epoch); epochs: exactly this many epochs instead. name: the split's
-    name, for messages and cache files. prepared: .npy files with the index, instead of one that is built.
-    Raises DataError if the split holds too few tokens for one sample.
+    as many epochs as that takes (None: one epoch); epochs: exactly this many epochs instead. name: the
+    split's name, for messages and cache files. prepared: paths of .npy files with the index; None to build
+    it. Raises DataError if the split holds too few tokens for one sample.
     """
 
-    padding_share = 0.0  # all samples are full
+    padding_share = 0.0  # every sample is full
 
     def __init__(
         self,
@@ -110,29 +110,27 @@ class GPTDataset(SampleDataset):
         self.settings = settings
         self.name = name
         self._ids = sequence_ids
-        self._prepared = prepared
+        self._is_prepared = prepared is not None
         if prepared is not None:
             self.index, epochs = prepared_index(prepared, len(sequence_ids), indexed.prefix)
             self.plan = self._plan(None, epochs)
             check_prepared(self._fault(vars(self.index)), len(self), num_samples, indexed.prefix)
-            self._tables = (indexed.lengths, indexed.offsets, self.index.document_index)
-            return
-        self.plan = self._plan(num_samples, epochs)
-        # The description hashes the dataset, which only a cache needs.
-        description = {} if settings.cache_dir is None else self.description
-        arrays = cached_arrays(
-            settings.cache_dir, f"gpt-{name}", description, _INDEX_ARRAYS, self._build, self._fault
-        )
-        self.index = GPTIndex(**arrays)
+        else:
+            self.plan = self._plan(num_samples, epochs)
+            # The description hashes the dataset, which only a cache needs.
+            description = {} if settings.cache_dir is None else self.description
+            arrays = cached_arrays(
+                settings.cache_dir, f"gpt-{name}", description, _INDEX_ARRAYS, self._build, self._fault
+            )
+            self.index = GPTIndex(**arrays)
         self._tables = (indexed.lengths, indexed.offsets, self.index.document_index)
 
     def __len__(self) -> int:
         return self.plan.samples
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """The samples `indices` stacked, [b, T]. IndexError past the end, DataError for foreign ids."""
-        where = f"the {self.name} split of {self.indexed.prefix}"
-        indices = sample_numbers(indices, len(self), where)
+        """The samples `indices` stacked, [b, T]. IndexError past the end, DataError for unknown token ids."""
+        indices = check_sample_numbers(indices, len(self), f"the {self.name} split of {self.indexed.prefix}")
         tokens, labels = self._gather(indices)
         return finish_batch(tokens, labels, self.settings)
 
@@ -142,7 +140,7 @@ class GPTDataset(SampleDataset):
         return self.indexed.guard.notes
 
     def whereabouts(self, number: int) -> str:
-        """The place of a sample's text: its first and its last sequence, and the tokens in them."""
+        """Where the text of a sample lies: its first token and its last, by sequence and offset."""
         row = int(self.index.shuffle_index[number])
         (first, begin), (last, end) = self.index.sample_index[row : row + 2].tolist()
         first, last = (int(self.index.document_index[place]) for place in (first, last))
@@ -150,7 +148,7 @@ class GPTDataset(SampleDataset):
 
     @property
     def description(self) -> dict[str, object]:
-        """Everything that the order and content of the samples depend on, as JSON: the key of caches."""
+        """Everything that the samples and their order depend on, as JSON; the key of the index cache."""
         plan = self.plan
         return {
             "kind": "gpt",
@@ -162,13 +160,12 @@ class GPTDataset(SampleDataset):
             "samples": plan.samples,
             "separate_last": plan.separate_last,
             "seed": self.settings.seed,
-            **self._prepared_as,
+            **({"prepared": self._index_digest} if self._is_prepared else {}),
         }
 
     @cached_property
-    def _prepared_as(self) -> dict[str, object]:
-        """The part of the description that a prepared index adds: a digest of its arrays."""
-        return {} if self._prepared is None else {"prepared": digest_of(*vars(self.index).values())}
+    def _index_digest(self) -> str:
+        return digest_of(*vars(self.index).values())
 
     def _plan(self, num_samples: int | None, epochs: int | None) -> SamplePlan:
         lengths, ids = self.indexed.lengths, self._ids
@@ -209,12 +206,15 @@ class GPTDataset(SampleDataset):
         return tokens, labels
 
     def _spans(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """First byte and end in the `.bin`, int64 [n] each, of all pieces of sequences in these samples."""
+        """First byte and end in the `.bin`, int64 [n] each, of the pieces of sequences in some samples.
+
+        numbers: int64 [b], places in the sample index.
+        """
         lengths, offsets, documents = self._tables
         starts = self.index.sample_index[numbers].astype(np.int64)  # [b, 2]: place in `documents`, token
         stops = self.index.sample_index[numbers + 1].astype(np.int64)
         counts = stops[:, 0] - starts[:, 0] + 1
-        firsts = np.cumsum(counts) - counts  # each sample's first piece
+        firsts = np.cumsum(counts) - counts  # the first piece of each sample
         pieces = np.arange(int(counts.sum())) + np.repeat(starts[:, 0] - firsts, counts)
         sequences = documents[pieces]
         begins, ends = np.zeros(pieces.size, dtype=np.int64), lengths[sequences].astype(np.int64)
@@ -225,7 +225,7 @@ class GPTDataset(SampleDataset):
 
 
 def refuse_ids(indices: np.ndarray, texts: Sequence[np.ndarray], limit: int | None, where: str) -> None:
-    """Raise DataError for the first id outside of 0..limit-1 in `texts`, int64 [b, T] each."""
+    """Raise DataError for the first id outside 0..limit-1 in `texts`, int64 [b, T] each."""
     limit = limit or np.iinfo(np.int64).max
     for ids in texts:
         wrong = np.argwhere((ids < 0) | (ids >= limit))
@@ -238,14 +238,14 @@ def refuse_ids(indices: np.ndarray, texts: Sequence[np.ndarray], limit: int | No
 
 
 def chosen_sequences(ids: range | np.ndarray) -> str:
-    """The sequences of a split as a short text: their range, or a hash of int [n]."""
+    """A short text that identifies the sequences of a split: their range, or a hash of the ids int [n]."""
     if isinstance(ids, range):
         return f"{ids.start}..{ids.stop}"
     return hashlib.blake2b(np.ascontiguousarray(ids, dtype="<i8").data, digest_size=16).hexdigest()
 
 
 def finish_batch(tokens: np.ndarray, labels: np.ndarray, settings: GPTSettings) -> dict[str, np.ndarray]:
-    """The batch of `tokens` and `labels`, int64 [b, T], with loss mask, positions and document numbers."""
+    """Add loss mask, position ids and document ids to `tokens` and `labels`, int64 [b, T]."""
     shape, ends = tokens.shape, settings.ends
     loss_mask = np.ones(shape, dtype=np.float32)
     if not settings.add_extra_token:
@@ -265,47 +265,3 @@ def finish_batch(tokens: np.ndarray, labels: np.ndarray, settings: GPTSettings) 
         if ends.reset_attention_mask:
             batch["document_ids"] = np.cumsum(starts, axis=1, dtype=np.int32)
     return batch
-
-
-class MockGPTDataset(SampleDataset):
-    """Random tokens for trying out a run without data: sample i is a function of (seed, name, i) alone.
-
-    Items are like `GPTDataset`'s. Raises DataError without a vocabulary size.
-    """
-
-    padding_share = 0.0
-    notes = ()
-
-    def __init__(self, num_samples: int, settings: GPTSettings, name: str = "train"):
-        if settings.vocab_size is None:
-            raise DataError("`vocab_size` must be given for mock data, but is None; set it.")
-        self.settings = settings
-        self.name = name
-        self._size = num_samples
-        digest = hashlib.blake2b(f"{settings.seed} {name}".encode(), digest_size=8).digest()
-        self._key = int.from_bytes(digest, "little")
-
-    def __len__(self) -> int:
-        return self._size
-
-    def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """The samples `indices` stacked, arrays [b, T]. IndexError past the end."""
-        rows = []
-        for index in np.asarray(indices, dtype=np.int64).tolist():
-            if not 0 <= index < self._size:
-                raise IndexError(f"`index` must be in 0..{self._size - 1} of mock data, but is {index}.")
-            random = np.random.Generator(np.random.Philox(key=[self._key, index]))
-            rows.append(random.integers(0, self.settings.vocab_size, self.settings.sequence_length + 1))
-        text = np.array(rows, dtype=np.int64).reshape(-1, self.settings.sequence_length + 1)
-        return finish_batch(text[:, :-1].copy(), text[:, 1:].copy(), self.settings)
-
-    @property
-    def description(self) -> dict[str, object]:
-        return {
-            "kind": "mock",
-            "name": self.name,
-            "key": self._key,
-            "samples": self._size,
-            "sequence_length": self.settings.sequence_length,
-            "vocab_size": self.settings.vocab_size,
-        }

@@ -1,12 +1,12 @@
 """Builds the order of training samples from sequence lengths: document, sample, shuffle and blending index.
 
 A GPT sample is `sequence_length` + 1 consecutive tokens of the shuffled documents laid end to end;
-consecutive samples share one token. Three arrays say which: the *document index* (epochs of shuffled sequence
-numbers), the *sample index* (where in them sample k begins) and the *shuffle index* (the order in which
-samples are drawn). The construction, its use of one `numpy.random.RandomState` and the 80% rule for the last
-epoch are Megatron-Core's, so the order of samples for a seed is too.
+consecutive samples share one token. Three arrays define the samples: the *document index* (epochs of shuffled
+sequence numbers), the *sample index* (where in these sequences sample k begins) and the *shuffle index* (the
+order in which samples are drawn). The construction, its use of one `numpy.random.RandomState` and the 80%
+rule for the last epoch are Megatron-Core's, so a seed gives the same order of samples as there.
 
-Each builder has a `*_reference` twin in numpy; the compiled one (csrc/data) is used where it is built.
+Each builder has a `*_reference` twin in numpy; the compiled builder (csrc/data) is used if it is built.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import numpy as np
 from megazero.data.native import NATIVE
 from megazero.errors import DataError
 
-_FINAL_EPOCH_SHARE = 0.80  # a last epoch used less than this is shuffled apart from the earlier ones
-_MOST_BYTES = 2**42  # of an index
+_FINAL_EPOCH_SHARE = 0.80  # a last epoch of which less is used is shuffled apart from the earlier epochs
+_MOST_INDEX_BYTES = 2**42
 MAX_DATASETS = int(np.iinfo(np.int16).max)
 
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """The number of samples that a split gives, and of epochs that they take.
+    """The number of samples of a split, and the number of epochs that they take.
 
-    samples: rows of the shuffle index, at least the number asked for. samples_before_last: samples in all
-    epochs but the last. separate_last: the last epoch is shuffled on its own, after the others.
+    samples: at least the number asked for. samples_before_last: samples in all epochs except the last.
+    separate_last: whether the last epoch is shuffled by itself, after the others.
     """
 
     tokens_per_epoch: int
@@ -61,8 +61,8 @@ def plan_samples(
     """Count epochs and samples.
 
     num_samples: the least number of samples (None: one epoch); epochs: exactly this many epochs instead.
-    extra: 1 if a sample reads one token past its end for the last label, else 0. Raises DataError if the data
-    does not suffice for one sample.
+    extra: 1 if a sample reads one token past its end for the last label, else 0. Raises DataError if there
+    are too few tokens for one sample.
     """
     if sequence_length < 1:
         raise DataError(f"`sequence_length` must be at least 1, but is {sequence_length}.")
@@ -92,7 +92,7 @@ def plan_samples(
 
 
 def build_seconds(plan: SamplePlan, sequences: int) -> float:
-    """About how long `build_gpt_index` takes, from what an entry of each array took on one busy core."""
+    """An estimate of the time of `build_gpt_index`, from its time per array element on one busy core."""
     return 150e-9 * plan.epochs * sequences + 250e-9 * plan.samples
 
 
@@ -104,14 +104,14 @@ def build_gpt_index(
     native: bool = True,
     step: Callable[[str], None] = lambda what: None,
 ) -> GPTIndex:
-    """The three arrays of a split.
+    """Build the three arrays of a split.
 
-    lengths: int32 [S], for the whole dataset; sequence_ids: int [n], the split's; native: use the compiled
-    builder if it is built; step: is told what is built next. `plan.tokens_per_epoch` must be the number of
-    tokens in `sequence_ids`. Raises DataError if no memory holds the index.
+    lengths: int32 [S], of the whole dataset; sequence_ids: int [n], of the split, with
+    `plan.tokens_per_epoch` tokens in all; native: use the compiled builder if it is built; step: is called
+    with the name of each step. Raises DataError if the index is too large for any memory.
     """
     size = 4 * plan.epochs * sequence_ids.size + 12 * plan.samples
-    if size > _MOST_BYTES:
+    if size > _MOST_INDEX_BYTES:
         raise DataError(
             f"the samples must fit into memory as an index, but {plan.samples:,} samples over "
             f"{plan.epochs:,} epochs take {size / 2**40:,.0f} TiB; train on fewer samples, or evaluate less "
@@ -131,37 +131,38 @@ def build_gpt_index(
 def build_document_index(
     sequence_ids: np.ndarray, plan: SamplePlan, random: np.random.RandomState
 ) -> np.ndarray:
-    """Epochs of `sequence_ids`, shuffled together, or with the last one apart; int32 if the ids fit."""
+    """Repeat `sequence_ids` for each epoch and shuffle; int32 if the ids fit, else int64.
+
+    The last epoch is shuffled by itself if the plan says so.
+    """
     fits = sequence_ids.size == 0 or int(sequence_ids.max()) <= np.iinfo(np.int32).max
     ids = sequence_ids.astype(np.int32 if fits else np.int64)
-    parts = [plan.epochs - 1, 1] if plan.separate_last else [plan.epochs]
-    shuffled = []
-    for repeats in parts:
-        part = np.tile(ids, repeats)
-        random.shuffle(part)
-        shuffled.append(part)
-    return np.concatenate(shuffled) if len(shuffled) > 1 else shuffled[0]
+    index = np.tile(ids, plan.epochs)
+    last = (plan.epochs - 1 if plan.separate_last else plan.epochs) * ids.size
+    random.shuffle(index[:last])
+    if plan.separate_last:
+        random.shuffle(index[last:])
+    return index
 
 
 def build_shuffle_index(plan: SamplePlan, random: np.random.RandomState) -> np.ndarray:
-    """A permutation of the samples; with `separate_last`, those before the last epoch, then the rest."""
+    """Permute the samples; with `separate_last`, those before the last epoch and the rest by themselves."""
     dtype = np.uint32 if plan.samples < np.iinfo(np.uint32).max - 1 else np.int64
     index = np.arange(plan.samples, dtype=dtype)
+    last = plan.samples_before_last if plan.separate_last else plan.samples
+    random.shuffle(index[:last])
     if plan.separate_last:
-        random.shuffle(index[: plan.samples_before_last])
-        random.shuffle(index[plan.samples_before_last :])
-    else:
-        random.shuffle(index)
+        random.shuffle(index[last:])
     return index
 
 
 def build_sample_index(
     lengths: np.ndarray, document_index: np.ndarray, sequence_length: int, samples: int, extra: int = 1
 ) -> np.ndarray:
-    """Rows (position in document_index, offset), [samples + 1, 2].
+    """Build the rows (position in document_index, offset), [samples + 1, 2].
 
-    Row k > 0 is the place of the last token of sample k - 1. The dtype is int32 if every position fits, else
-    int64. Raises DataError if the documents hold too few tokens.
+    Row k is the first token of sample k and, with `extra`, the last token of sample k - 1. The dtype is int32
+    if every position fits, else int64. Raises DataError if the documents hold too few tokens.
     """
     if NATIVE is None:
         return sample_index_reference(lengths, document_index, sequence_length, samples, extra)
@@ -175,7 +176,7 @@ def build_sample_index(
 def sample_index_reference(
     lengths: np.ndarray, document_index: np.ndarray, sequence_length: int, samples: int, extra: int = 1
 ) -> np.ndarray:
-    """The reference of `build_sample_index`, by prefix sums: sample k - 1 ends with token kT + extra - 1."""
+    """The reference of `build_sample_index` by prefix sums: sample k - 1 ends with token kT + extra - 1."""
     sizes = np.asarray(lengths)[document_index].astype(np.int64)
     ends = np.cumsum(sizes)
     needed = np.arange(1, samples + 1, dtype=np.int64) * sequence_length + extra
@@ -197,36 +198,40 @@ def _too_few_tokens(reason: str, samples: int, sequence_length: int, extra: int)
 
 
 def build_blending_index(weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The dataset that gives sample i of a blend, and the number of the sample in it, for each i.
+    """For each sample of a blend: the dataset, int16 [size], and the sample's number in it, int64 [size].
 
-    weights: [d], positive, normalized here; size: samples. At each i the dataset with the largest
-    weight * max(i, 1) - taken is chosen, the lowest number on ties. Returns int16 [size], int64 [size].
+    weights: positive, [d], normalized here. Sample i comes from the dataset with the largest
+    weight * max(i, 1) - samples taken so far; of equal ones, from the first.
     """
-    shares = normalized(weights)
-    if NATIVE is None:
-        return blending_index_reference(shares, None, size)
-    index: tuple[np.ndarray, np.ndarray] = NATIVE.blending_index(shares, None, size)
-    return index
+    return _blending_index(normalized(weights), None, size)
 
 
 def build_exhaustive_blending_index(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same, with every sample of every dataset once, in proportion to their sizes. sizes: int [d]."""
+    """Like `build_blending_index`, in proportion to `sizes`, int [d], with every sample exactly once."""
     limits = np.asarray(sizes, dtype=np.int64)
     if limits.size == 0 or int(limits.min()) < 0 or int(limits.sum()) < 1:
         raise DataError(f"`sizes` must be counts with at least one sample, but are {limits.tolist()}.")
     _check_dataset_count(limits.size)
     total = int(limits.sum())
-    shares = limits / float(total)
+    return _blending_index(limits / float(total), limits, total)
+
+
+def _blending_index(
+    shares: np.ndarray, limits: np.ndarray | None, size: int
+) -> tuple[np.ndarray, np.ndarray]:
     if NATIVE is None:
-        return blending_index_reference(shares, limits, total)
-    index: tuple[np.ndarray, np.ndarray] = NATIVE.blending_index(shares, limits, total)
+        return blending_index_reference(shares, limits, size)
+    index: tuple[np.ndarray, np.ndarray] = NATIVE.blending_index(shares, limits, size)
     return index
 
 
 def blending_index_reference(
     shares: np.ndarray, limits: np.ndarray | None, size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The reference of both blending builders. shares: float64 [d], of sum 1; limits: int64 [d], or None."""
+    """The reference of both blending builders.
+
+    shares: float64 [d] of sum 1; limits: the most samples of each dataset, int64 [d]; None for no limits.
+    """
     dataset_index = np.empty(size, dtype=np.int16)
     sample_index = np.empty(size, dtype=np.int64)
     taken = np.zeros(len(shares), dtype=np.int64)
@@ -242,7 +247,7 @@ def blending_index_reference(
 
 
 def normalized(weights: np.ndarray | Sequence[float]) -> np.ndarray:
-    """`weights` divided by their sum, float64 [d]; DataError unless all are positive and finite."""
+    """`weights` divided by their sum, float64 [d]. Raises DataError unless all are positive and finite."""
     values = np.asarray(weights, dtype=np.float64)
     if values.size == 0 or not np.isfinite(values).all() or float(values.min()) <= 0:
         raise DataError(f"`weights` of a blend must be positive numbers, but are {values.tolist()}.")
@@ -268,8 +273,8 @@ def gather_reference(
     """The reference of the compiled gather.
 
     tokens: the ids [total] in the `.bin`; tables: (lengths, offsets, document_index); starts: int64 [b, 2],
-    rows of the sample index. Returns tokens and labels, int64 [b, length] each, and the lowest and highest id
-    found. With extra 0 the last label is 0.
+    rows of the sample index. Returns tokens and labels, int64 [b, length] each, and the lowest and highest
+    id. With extra 0 the last label is 0.
     """
     lengths, offsets, documents = tables
     text = np.zeros((len(starts), length + 1), dtype=np.int64)
@@ -281,6 +286,6 @@ def gather_reference(
             count = min(int(lengths[document]) - offset, length + extra - done)
             text[row, done : done + count] = tokens[begin : begin + count]
             done, position, offset = done + count, position + 1, 0
-    met = text[:, : length + extra]
-    lowest, highest = (int(met.min()), int(met.max())) if met.size else (0, 0)
+    read = text[:, : length + extra]
+    lowest, highest = (int(read.min()), int(read.max())) if read.size else (0, 0)
     return np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:]), lowest, highest

@@ -1,12 +1,12 @@
-"""Whether index arrays that come from a file can be what this dataset's builders give.
+"""Checks that index arrays from a file can be an index of this dataset.
 
-A checksum shows that a file is as it was written; it says nothing about who wrote it. So an index from a
-cache is looked at before it is used: every number within its range, every sequence and sample as often as its
-epochs say, every row of the sample index where the lengths put it. All of it is vectorised, in blocks that
-bound memory, and takes time in proportion to the arrays. What passes may still be in another order than the
-seed's, but gives each sample as often as it should.
+A checksum shows that a file is as it was written, but not who wrote it. So an index from a cache is checked
+before use: every number is in range, every sequence and sample occurs once per epoch, and every row of the
+sample index agrees with the lengths. The checks are vectorised in blocks, which bounds memory, and take
+linear time. Arrays that pass may be in another order than the seed's, but give each sample as often as they
+should.
 
-Each function returns what is wrong, as a clause, or None.
+Each function returns a clause that says what is wrong, or None.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 
 from megazero.data.index_build import GPTIndex, SamplePlan
 
-_BLOCK = 1 << 20  # elements of a vectorised step: its temporary arrays stay in the processor's cache
-ONE = np.int32(1)  # `np.add.at` is ten times as fast with a number of the array's own type
+_BLOCK = 1 << 20  # elements of a vectorised step, few enough for temporary arrays to stay in the CPU's cache
+ONE = np.int32(1)  # `np.add.at` is ten times as fast if the number has the array's type
 
 
 def gpt_index_fault(
     index: GPTIndex, lengths: np.ndarray, sequence_ids: range | np.ndarray, plan: SamplePlan
 ) -> str | None:
-    """Say what is wrong with a GPT index; None if nothing is. Arguments as for `build_gpt_index`."""
+    """Check a GPT index. Arguments as for `build_gpt_index`."""
     return (
         _document_fault(index.document_index, sequence_ids, plan)
         or _sample_fault(index.sample_index, index.document_index, lengths, plan)
@@ -36,20 +36,21 @@ def gpt_index_fault(
 def blend_index_fault(
     owners: np.ndarray, samples: np.ndarray, sizes: list[int], shares: np.ndarray | None, size: int
 ) -> str | None:
-    """Say what is wrong with the index of a blend; None if nothing is.
+    """Check the index of a blend.
 
-    owners, samples: the arrays of `build_blending_index`; sizes: samples of each dataset; shares: of each
-    dataset, summing to 1, None if each gives every sample once; size: samples of the blend.
+    owners, samples: the arrays of `build_blending_index`; sizes: the number of samples of each dataset;
+    shares: the share of each dataset, float64 [d] of sum 1, None if each gives every sample once; size: the
+    number of samples of the blend.
     """
     for name, array in (("dataset_index", owners), ("sample_index", samples)):
-        if not _fits(array, (size,)):
-            return _shape_fault(name, array, (size,))
+        if (fault := _shape_fault(name, array, (size,))) is not None:
+            return fault
     taken = np.zeros(len(sizes), dtype=np.int64)
     for block in blocks(size):
         part = owners[block]
         if (fault := _range_fault("dataset_index", part, len(sizes))) is not None:
             return fault
-        # A stable order by dataset; within each, the samples must count on from those taken before.
+        # Sorted by dataset, the samples of each must continue where the block before stopped.
         order = np.argsort(part, kind="stable")
         counts = np.bincount(part, minlength=len(sizes))
         first = np.repeat(taken - (np.cumsum(counts) - counts), counts)
@@ -58,17 +59,17 @@ def blend_index_fault(
         taken += counts
     if shares is None and taken.tolist() != sizes:
         return "dataset_index does not give each sample of each dataset once"
-    # The rule chooses whoever lags behind, so nobody is ahead by more than one, or behind by more than all.
+    # The dataset that lags most comes next, so no dataset leads by more than 1 or lags by more than d.
     if shares is not None and (np.abs(taken - np.asarray(shares) * size) > len(sizes)).any():
         return "dataset_index does not keep the weights"
     return None
 
 
 def _document_fault(index: np.ndarray, sequence_ids: range | np.ndarray, plan: SamplePlan) -> str | None:
-    """Check that each part that is shuffled by itself has every sequence as often as it has epochs."""
+    """Check that each separately shuffled part has every sequence once per epoch."""
     count = len(sequence_ids)
-    if not _fits(index, (plan.epochs * count,)):
-        return _shape_fault("document_index", index, (plan.epochs * count,))
+    if (fault := _shape_fault("document_index", index, (plan.epochs * count,))) is not None:
+        return fault
     if isinstance(sequence_ids, range):
         low, once = sequence_ids.start, np.ones(count, dtype=np.int32)
     else:
@@ -92,10 +93,9 @@ def _document_fault(index: np.ndarray, sequence_ids: range | np.ndarray, plan: S
 def _sample_fault(
     rows: np.ndarray, documents: np.ndarray, lengths: np.ndarray, plan: SamplePlan
 ) -> str | None:
-    """Check that row k is where token k * T lies, and the last token of the sample before lies there too."""
-    shape = (plan.samples + 1, 2)
-    if not _fits(rows, shape):
-        return _shape_fault("sample_index", rows, shape)
+    """Check that row k points at token k * T, in the sequence with the last token of sample k - 1."""
+    if (fault := _shape_fault("sample_index", rows, (plan.samples + 1, 2))) is not None:
+        return fault
     positions = rows[:, 0]
     for block in blocks(plan.samples):
         part = positions[block.start : block.stop + 1]
@@ -122,9 +122,9 @@ def _sample_fault(
 
 
 def _shuffle_fault(index: np.ndarray, plan: SamplePlan) -> str | None:
-    """Check that each part that is shuffled by itself is a permutation of its own numbers."""
-    if not _fits(index, (plan.samples,)):
-        return _shape_fault("shuffle_index", index, (plan.samples,))
+    """Check that each separately shuffled part is a permutation of its sample numbers."""
+    if (fault := _shape_fault("shuffle_index", index, (plan.samples,))) is not None:
+        return fault
     bounds = [0, plan.samples_before_last, plan.samples] if plan.separate_last else [0, plan.samples]
     seen = np.zeros(plan.samples, dtype=bool)
     for begin, end in pairwise(bounds):
@@ -136,11 +136,9 @@ def _shuffle_fault(index: np.ndarray, plan: SamplePlan) -> str | None:
     return None if seen.all() else "shuffle_index does not have each sample once"
 
 
-def _fits(array: np.ndarray, shape: tuple[int, ...]) -> bool:
-    return array.dtype.kind in "iu" and array.shape == shape
-
-
-def _shape_fault(name: str, array: np.ndarray, shape: tuple[int, ...]) -> str:
+def _shape_fault(name: str, array: np.ndarray, shape: tuple[int, ...]) -> str | None:
+    if array.dtype.kind in "iu" and array.shape == shape:
+        return None
     return f"{name} must be integers {list(shape)}, but is {array.dtype} {list(array.shape)}"
 
 

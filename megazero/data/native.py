@@ -1,4 +1,4 @@
-"""The compiled helpers, or None where they are not built: the package then uses numpy and says so once."""
+"""`NATIVE`: the compiled helpers of csrc/data, or None if they are not built; numpy then does their work."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import warnings
 from typing import Any
 
-NATIVE: Any  # csrc/data, which has no type annotations
+NATIVE: Any  # the extension module has no type annotations
 try:
     NATIVE = importlib.import_module("megazero.data._native")
 except ImportError as error:

@@ -1,4 +1,4 @@
-"""An index of samples that a Megatron has prepared: three .npy files of a GPT's, or one of a BERT's."""
+"""Sample indexes that Megatron has prepared: three .npy files for a GPT, or one for a BERT."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megazero.errors import DataError
 
 
 def prepared_index(files: Sequence[str], sequences: int, prefix: str) -> tuple[GPTIndex, int]:
-    """The index in these files, and its epochs.
+    """Read a prepared GPT index; return the index and its number of epochs.
 
     Args:
-        files: the order of documents, the begins of samples and the order of samples.
-        sequences: how many the training has.
-        prefix: the dataset, for messages.
+        files: paths of the document index, the sample index and the shuffle index.
+        sequences: the number of sequences in the train split.
+        prefix: the dataset's prefix, for messages.
 
     Raises:
         DataError: a file cannot be read, or the documents are not those of whole epochs.
@@ -42,7 +42,7 @@ def check_prepared(fault: str | None, samples: int, num_samples: int | None, pre
 
 
 def read_prepared(path: str) -> np.ndarray:
-    """The array in a file of an index. Raises DataError if it cannot be read, or holds Python objects."""
+    """Map the array in a .npy file. Raises DataError if it cannot be read, or holds Python objects."""
     try:
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -53,7 +53,7 @@ def read_prepared(path: str) -> np.ndarray:
 
 
 def digest_of(*arrays: np.ndarray) -> str:
-    """A hash of the arrays of an index, which the description of its samples has."""
+    """A hash of the arrays of an index."""
     digest = hashlib.blake2b(digest_size=16)
     for array in arrays:
         digest.update(np.ascontiguousarray(array).data)

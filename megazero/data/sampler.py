@@ -1,9 +1,8 @@
 """The samples that a data-parallel rank trains on next: a pure function of the samples consumed so far.
 
-Nothing but `consumed_samples` is state, so a resumed run continues exactly, in the first epoch or the fifth,
-and a batch-size ramp changes only how many micro-batches make a step. Ranks and batch sizes cut the order of
-all samples into pieces and do not change it. They do change Megatron's own cyclic order, which is there for
-those who ask for it (`data_sharding`).
+`consumed_samples` is the only state, so a resumed run continues exactly, in any epoch, and a batch-size ramp
+only changes the number of micro-batches in a step. Ranks and batch sizes divide one order of all samples and
+do not change it. The exception is Megatron's own cyclic order (`data_sharding`), which depends on both.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megazero.errors import DataError
 
 
 class SamplerKind(str, enum.Enum):
-    """SINGLE: the dataset's own order, once. CYCLIC: a new order every epoch, for ever."""
+    """SINGLE: the dataset's own order, once. CYCLIC: epochs without end, each in a new order."""
 
     SINGLE = "single"
     CYCLIC = "cyclic"
@@ -27,11 +26,11 @@ class SamplerKind(str, enum.Enum):
 
 @dataclass(frozen=True)
 class SamplerSpec:
-    """The fixed facts of a sampler.
+    """The parameters of a sampler.
 
-    micro_batch_size: samples per rank and micro-batch; seed: the seed of CYCLIC's orders; data_sharding: each
-    rank has a part of a CYCLIC epoch's data, shuffled as in Megatron (the seed is mixed with the epoch; 0
-    gives Megatron's own numbers). Raises DataError for impossible values.
+    micro_batch_size: samples per rank and micro-batch; seed: of CYCLIC orders; data_sharding: each rank has
+    its own part of a CYCLIC epoch, shuffled as in Megatron (the seed is mixed with the epoch; seed 0 gives
+    Megatron's own order). Raises DataError for impossible values.
     """
 
     num_samples: int
@@ -66,29 +65,34 @@ class SamplerSpec:
 
     @property
     def sharded(self) -> bool:
-        """Whether the order is Megatron's, in which each rank has a part of the data."""
+        """Whether the order is Megatron's, in which each rank has its own part of the data."""
         return self.kind is SamplerKind.CYCLIC and self.data_sharding
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples of an epoch in Megatron's order; what fills no micro-batch on all ranks is left out."""
+        """Samples of an epoch in Megatron's order, which leaves out an incomplete last micro-batch."""
         return self.num_samples - self.num_samples % self.stride
 
 
 def batch_indices(spec: SamplerSpec, consumed_samples: int) -> np.ndarray:
-    """Dataset indices of this rank's micro-batch after `consumed_samples`, int64 [micro_batch_size].
+    """The sample numbers of this rank's micro-batch after `consumed_samples`, int64 [micro_batch_size].
 
-    A CYCLIC micro-batch may end one epoch and begin the next. Raises DataError past the end of a SINGLE
-    dataset; with `data_sharding`, if `consumed_samples` is not a multiple of micro_batch_size *
-    data_parallel_size within the epoch (one of these changed in the middle of it).
+    A CYCLIC micro-batch may span two epochs. Raises DataError past the end of a SINGLE dataset; also, with
+    `data_sharding`, if the samples consumed within the epoch are not a multiple of micro_batch_size *
+    data_parallel_size (if one of these changed during the epoch).
     """
     if consumed_samples < 0:
         raise DataError(f"`consumed_samples` must be at least 0, but is {consumed_samples}.")
     if spec.sharded:
         epoch, done = _epoch_of(spec, consumed_samples)
-        return _of_part(spec, part_permutation(spec, epoch), done)
+        return _slice_of_rank(spec, part_permutation(spec, epoch), done)
     if spec.kind is SamplerKind.SINGLE:
-        _check_end(spec, consumed_samples)
+        if consumed_samples + spec.stride > spec.num_samples:
+            raise DataError(
+                f"`consumed_samples` must leave a micro-batch of {spec.stride} within the {spec.num_samples} "
+                f"samples, but is {consumed_samples}; train for fewer samples, give more data or choose the "
+                "cyclic sampler."
+            )
     begin = consumed_samples + spec.data_parallel_rank * spec.micro_batch_size
     positions = range(begin, begin + spec.micro_batch_size)
     if spec.kind is SamplerKind.SINGLE:
@@ -97,7 +101,7 @@ def batch_indices(spec: SamplerSpec, consumed_samples: int) -> np.ndarray:
 
 
 def part_permutation(spec: SamplerSpec, epoch: int) -> np.ndarray:
-    """The order of epoch `epoch` within each rank's part under `data_sharding`, int64."""
+    """The order of an epoch within the part of each rank with `data_sharding`, int64 [samples of a part]."""
     import torch  # here, so that reading and preparing data needs no torch
 
     generator = torch.Generator()
@@ -107,24 +111,15 @@ def part_permutation(spec: SamplerSpec, epoch: int) -> np.ndarray:
 
 
 def _generator_seed(seed: int, epoch: int) -> int:
-    """32 bits, as torch's CPU generator uses no more: the epoch for seed 0, else a hash of both."""
+    """The epoch for seed 0, else a hash of both; 32 bits, as torch's CPU generator uses no more."""
     if seed == 0:
         return epoch
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
 
 
-def _check_end(spec: SamplerSpec, consumed: int) -> None:
-    if consumed + spec.stride > spec.num_samples:
-        raise DataError(
-            f"`consumed_samples` must leave a micro-batch of {spec.stride} within the {spec.num_samples} "
-            f"samples, but is {consumed}; train for fewer samples, give more data or choose the cyclic "
-            "sampler."
-        )
-
-
 def _epoch_of(spec: SamplerSpec, consumed: int) -> tuple[int, int]:
-    """(epoch, samples consumed within it) under `data_sharding`."""
+    """(epoch, samples consumed within it) with `data_sharding`."""
     epoch, done = divmod(consumed, spec.samples_per_epoch)
     if done % spec.stride:
         raise DataError(
@@ -134,30 +129,30 @@ def _epoch_of(spec: SamplerSpec, consumed: int) -> tuple[int, int]:
     return epoch, done
 
 
-def _of_part(spec: SamplerSpec, permutation: np.ndarray, done: int) -> np.ndarray:
+def _slice_of_rank(spec: SamplerSpec, permutation: np.ndarray, done: int) -> np.ndarray:
     begin = done // spec.data_parallel_size
     first = spec.data_parallel_rank * permutation.size
     return first + permutation[begin : begin + spec.micro_batch_size]
 
 
 class BatchSampler:
-    """`batch_indices` with the current permutation of Megatron's order kept, so that a step costs a slice.
+    """`batch_indices` that caches the permutation of Megatron's order for an epoch.
 
-    CYCLIC goes on for ever, and SINGLE raises DataError past the end rather than repeat or stop quietly.
+    CYCLIC never ends; SINGLE raises DataError past the end rather than repeat or stop silently.
     """
 
     def __init__(self, spec: SamplerSpec):
         self.spec = spec
-        # One value, so that threads see an epoch with its own permutation.
-        self._kept: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
+        # A single value, so that a thread always reads an epoch with its own permutation.
+        self._cached: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     def at(self, consumed_samples: int) -> np.ndarray:
-        """`batch_indices` at any position; changes no state and may be called from several threads."""
+        """`batch_indices` at any position; several threads may call it at once."""
         if not self.spec.sharded or consumed_samples < 0:
             return batch_indices(self.spec, consumed_samples)
         epoch, done = _epoch_of(self.spec, consumed_samples)
-        kept, permutation = self._kept
-        if epoch != kept:
+        cached_epoch, permutation = self._cached
+        if epoch != cached_epoch:
             permutation = part_permutation(self.spec, epoch)
-            self._kept = (epoch, permutation)
-        return _of_part(self.spec, permutation, done)
+            self._cached = (epoch, permutation)
+        return _slice_of_rank(self.spec, permutation, done)

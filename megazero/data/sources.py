@@ -1,4 +1,4 @@
-"""The files under a built dataset, whatever wraps them: whether they change, and what is in them."""
+"""The indexed datasets inside a built dataset: whether their files have changed, and their hashes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megazero.data.indexed.reader import IndexedDataset, file_hashes
 
 
 def sources(dataset: SampleDataset) -> Iterator[IndexedDataset]:
-    """The indexed datasets under a built one; none under random data."""
+    """The indexed datasets inside a built dataset; mock data has none."""
     for part in getattr(dataset, "datasets", ()):
         yield from sources(part)
     indexed = getattr(dataset, "indexed", None)
@@ -19,18 +19,19 @@ def sources(dataset: SampleDataset) -> Iterator[IndexedDataset]:
 
 
 def changed_files(dataset: SampleDataset) -> list[str]:
-    """A clause for each file that is not what it was when it was opened: `/d/x.bin is 8 bytes, and was 16`.
+    """A clause for each file that changed since it was opened, such as `/d/x.bin is 8 bytes, and was 16`.
 
-    It costs a look at each file's size and times, and finds nothing with `--no-verify-data`.
+    Only the size and times of each file are read. With `--no-verify-data` the list is empty.
     """
     return [clause for indexed in sources(dataset) for clause in indexed.guard.changed()]
 
 
 def contents(dataset: SampleDataset) -> list[dict[str, str | int | None]]:
-    """The contents of the files: for each dataset its absolute `prefix`, and the hashes of `file_hashes`.
+    """For each indexed dataset: its absolute `prefix`, the hashes of `file_hashes`, and `named`.
 
-    They depend neither on the layout, nor on the number of samples, nor on where the files are. `named` says
-    how often a blend names the dataset; versions that do not say it mixed the dataset with itself.
+    The hashes depend neither on the layout, nor on the number of samples, nor on where the files are.
+    `named` is how often a blend names the dataset; older checkpoints lack it, and mixed the dataset with
+    itself.
     """
     by_prefix = {abspath(indexed.prefix): indexed for indexed in sources(dataset)}
     named = dict.fromkeys(by_prefix, 1)

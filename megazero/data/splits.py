@@ -1,9 +1,9 @@
 """Split strings such as "969,30,1": which sequences go to training, validation and test.
 
-Two readings of one string exist. Megatron-Core (the default here) rounds the *cumulative* fractions, so split
-k is [round(c_k N), round(c_{k+1} N)). Megatron-DeepSpeed rounds each *share*, adds them up and takes the
-overshoot off every bound. They differ by at most a few sequences: weights 1,1,1 over 2 sequences give 0,1,1,2
-and 0,0,1,2. Both round half to even, as Python does.
+Two readings of a split string exist. Megatron-Core (the default here) rounds the *cumulative* fractions, so
+split k is [round(c_k N), round(c_{k+1} N)). Megatron-DeepSpeed rounds each *fraction*, adds these up and
+subtracts the overshoot from every bound. The readings differ by a few sequences at most: for weights 1,1,1
+over 2 sequences the bounds are 0,1,1,2 and 0,0,1,2. Both round half to even, as Python does.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ SPLIT_NAMES = ("train", "valid", "test")
 
 
 class SplitReading(enum.Enum):
-    """The program whose reading of a split string to follow."""
+    """The program whose reading of split strings is followed."""
 
     MEGATRON_CORE = "megatron-core"
     MEGATRON_DEEPSPEED = "megatron-deepspeed"
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """The weights of train, valid and test, normalized to add up to 1; missing ones are 0.
+    """The weights of train, valid and test, normalized to a sum of 1; a missing weight is 0.
 
-    Numbers are separated by ",", "/" or spaces. Raises DataError for anything else, more than three numbers,
-    negative ones or a sum of 0.
+    Numbers are separated by ",", "/" or spaces. Raises DataError for other text, more than three numbers,
+    negative numbers or a sum of 0.
     """
     parts = [part for part in re.split(r"[,/\s]+", split.strip()) if part]
     try:
@@ -49,28 +49,29 @@ def parse_split(split: str) -> tuple[float, float, float]:
 def split_ranges(
     split: str, count: int, reading: SplitReading = SplitReading.MEGATRON_CORE
 ) -> tuple[range, range, range]:
-    """The sequence numbers of train, valid and test among `count`; a range may be empty."""
-    shares = parse_split(split)
+    """The ranges of train, valid and test among `count` sequences; a range may be empty."""
+    fractions = parse_split(split)
     bounds = [0]
     if reading is SplitReading.MEGATRON_CORE:
         reached = 0.0
-        for share in shares:
-            reached += share
+        for fraction in fractions:
+            reached += fraction
             bounds.append(round(reached * float(count)))
     else:
-        for share in shares:
-            bounds.append(bounds[-1] + round(share * float(count)))
+        for fraction in fractions:
+            bounds.append(bounds[-1] + round(fraction * float(count)))
         overshoot = bounds[-1] - count
         bounds[1:] = [bound - overshoot for bound in bounds[1:]]
     train, valid, test = (range(begin, max(begin, end)) for begin, end in pairwise(bounds))
     return train, valid, test
 
 
-def warn_of_empty(split: str, number: int, amount: str, *, given: bool = False) -> None:
-    """Warn of an empty split, unless its share is 0 and it was `given` no data of its own.
+def warn_of_empty(split: str, number: int, amount: str, *, has_own_path: bool = False) -> None:
+    """Warn that split `number` is empty, unless the split string gives it a weight of 0.
 
-    `amount` is what was divided, as in "100 sequences".
+    amount: what was divided, as in "100 sequences". has_own_path: the split has a data path of its own, so
+    that the split string does not matter.
     """
-    if given or split_ranges(split, 1 << 40)[number]:
-        how = f"its own data has {amount}" if given else f"split {split} gives it none of the {amount}"
+    if has_own_path or split_ranges(split, 1 << 40)[number]:
+        how = f"its own data has {amount}" if has_own_path else f"split {split} gives it none of the {amount}"
         warnings.warn(f"the {SPLIT_NAMES[number]} split is empty: {how}.", stacklevel=4)

@@ -1,7 +1,7 @@
-"""Worker processes that live on a pipe: how they are started, and how their errors reach the parent.
+"""Worker processes that are driven through a pipe: starting them, and passing their errors to the parent.
 
-If a worker dies, its pipe closes and the parent notices; if the parent dies, its ends close and the workers
-find out. Every worker has a pipe of its own, and no lock is shared.
+If a worker dies, its pipe closes and the parent notices; if the parent dies, its ends of the pipes close and
+the workers exit. Every worker has a pipe of its own, and no lock is shared.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from megazero.errors import MegazeroError
 if TYPE_CHECKING:
     from multiprocessing.context import ForkContext, SpawnContext
 
-_Given = TypeVar("_Given")
+_Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 _STOPPING = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
 def can_fork() -> bool:
-    """Whether this process can be forked safely: on Linux, while it has no other Python thread.
+    """Whether this process can be forked safely: on Linux, while it has one Python thread.
 
-    The system libraries of macOS do not survive a fork, and a lock held by another thread is never released
-    in the child.
+    The system libraries of macOS do not survive a fork, and in the child nobody releases a lock that another
+    thread held.
     """
     return sys.platform == "linux" and threading.active_count() == 1
 
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait until the end of the block.
+    """Delay Ctrl-C and SIGTERM until the end of the block, in which workers are started.
 
-    Around the start of a worker, so that a signal neither reaches a child that still has the parent's
-    handlers nor leaves a child that nobody has noted.
+    Otherwise a signal could run the parent's handlers in a new child, or stop the parent before it has
+    recorded the child.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -54,34 +54,34 @@ def signals_held() -> Iterator[None]:
 
 
 def start_worker(
-    live: Callable[..., None], *given: object, forked: bool, others: Iterable[Connection] = (), name: str = ""
+    work: Callable[..., None], *args: object, forked: bool, others: Iterable[Connection] = (), name: str = ""
 ) -> tuple[Connection, BaseProcess]:
-    """Start a process that calls ``live(pipe, *given)``. Call it with `signals_held`.
+    """Start a process that calls ``work(pipe, *args)``, under `signals_held`.
 
     Args:
-        live: a worker's whole life; ends when the other end of its pipe closes.
-        given: pickled unless the process is forked.
-        forked: whether to fork, which shares what is open and loaded, or to start afresh.
-        others: the parent's ends of other workers' pipes, which a fork copies: as long as a worker held one,
-            nobody would notice the parent's exit.
-        name: of the process.
+        work: the worker's main function; returns or raises EOFError when the other end of its pipe closes.
+        args: pickled unless the process is forked.
+        forked: whether to fork, which shares open files and loaded modules, or to spawn.
+        others: the parent's ends of other workers' pipes, which the child of a fork must close: while a
+            worker holds one, the other worker does not notice the parent's exit.
+        name: the name of the process.
 
     Returns:
         The parent's end of the pipe, and the process.
     """
     context: ForkContext | SpawnContext
     context = multiprocessing.get_context("fork") if forked else multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    inherited = (*others, ours) if forked else ()
-    arguments = (live, theirs, inherited, given)
-    process = context.Process(target=_begin, args=arguments, name=name or None, daemon=True)
+    parent_end, worker_end = context.Pipe()
+    inherited = (*others, parent_end) if forked else ()
+    arguments = (work, worker_end, inherited, args)
+    process = context.Process(target=_run, args=arguments, name=name or None, daemon=True)
     process.start()
-    theirs.close()
-    return ours, process
+    worker_end.close()
+    return parent_end, process
 
 
-def outcome(action: Callable[[_Given], _Result], argument: _Given) -> _Result | Exception:
-    """Call the action; return its result, or its error, which the parent is to raise: see `or_raise`."""
+def result_or_error(action: Callable[[_Argument], _Result], argument: _Argument) -> _Result | Exception:
+    """Call `action`; return its result, or its error for the parent to raise by `or_raise`."""
     try:
         return action(argument)
     except (MegazeroError, OSError) as error:
@@ -91,26 +91,23 @@ def outcome(action: Callable[[_Given], _Result], argument: _Given) -> _Result | 
 
 
 def or_raise(result: _Result | BaseException) -> _Result:
-    """Return the result, or raise it if it is an error."""
+    """Return `result`, or raise it if it is an error."""
     if isinstance(result, BaseException):
         raise result
     return result
 
 
-def _begin(
-    live: Callable[..., None],
-    pipe: Connection,
-    inherited: tuple[Connection, ...],
-    given: tuple[object, ...],
+def _run(
+    work: Callable[..., None], pipe: Connection, inherited: tuple[Connection, ...], args: tuple[object, ...]
 ) -> None:
-    # Ctrl-C reaches every process of the terminal; only the parent decides what it means.
+    # Ctrl-C reaches every process of the terminal; only the parent reacts to it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)  # which `signals_held` has left to this process
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)  # the mask of `signals_held` was inherited
     for end in inherited:
         end.close()
     try:
-        live(pipe, *given)
+        work(pipe, *args)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return

@@ -1,1 +1,1 @@
-"""data_efficiency: how difficult samples are (the analyzer and its files), and what to train on when."""
+"""data_efficiency: an analyzer that measures the difficulty of samples, and curricula that train by it."""

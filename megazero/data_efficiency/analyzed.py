@@ -1,8 +1,8 @@
-"""The dataset that an index was made of: `{metric}_dataset.json` beside the analyzer's files.
+"""The dataset that was analyzed: `{metric}_dataset.json` beside the analyzer's files.
 
-An index lists samples by number, and numbers mean something only for one dataset with one sequence length,
-seed, split and number of epochs. So our analyzer writes down what it looked at, and a training compares that
-with what it has built. DeepSpeed writes no such file, so nothing can be said of its indexes.
+An index lists samples by number, and a number means a sample only for one dataset, sequence length, seed,
+split and number of epochs. So megazero's analyzer records these, and a training compares them with its own.
+DeepSpeed's analyzer records nothing, so its indexes cannot be checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megazero.errors import DataError
 from megazero.regular_file import read_regular
 
 FORMAT = "megazero-analyzed-1"
-_NOT_OF_SAMPLES = frozenset({"mask_prob"})  # text is analyzed unmasked
+_IGNORED = frozenset({"mask_prob"})  # text is analyzed unmasked
 _SUFFIX = re.compile(
     r"_(index_to_sample(_percentile_merged)?|index_to_metric|sample_to_metric|metric_value)$"
 )
@@ -31,9 +31,9 @@ _SUFFIX = re.compile(
 class AnalyzedDataset:
     """The dataset that sample numbers refer to.
 
-    key: hex hash of `description`. samples: how many there are. description: everything that the samples and
-    their order depend on, as JSON values: hashes of the datasets (the same for copies elsewhere), sequence
-    length, seed, split, number of epochs.
+    key: hash of `description` in hex. samples: the number of samples. description: everything that the
+    samples and their order depend on, as JSON: hashes of the datasets (the same for copies of their files),
+    sequence length, seed, split, number of epochs.
     """
 
     key: str
@@ -42,13 +42,13 @@ class AnalyzedDataset:
 
     @classmethod
     def of(cls, dataset: SampleDataset) -> AnalyzedDataset:
-        """The facts of a run's built dataset: a split of `megazero.data.build.build_datasets`."""
+        """Describe a built dataset, a split of `megazero.data.build.build_datasets`."""
         copies = {indexed.fingerprint: content_hash(indexed) for indexed in sources(dataset)}
         description = _plain_items(dataset.description, copies)
         return cls(cache_key(description), len(dataset), description)
 
     def check(self, other: AnalyzedDataset, name: str) -> None:
-        """Raise DataError unless `other`, a run's dataset, is this one. name: of the index, for messages."""
+        """Raise DataError unless this is `other`, the dataset of a run. name: of the index, for messages."""
         if self.key == other.key and self.samples == other.samples:
             return
         differing = _differences("", self.description, other.description)
@@ -60,20 +60,20 @@ class AnalyzedDataset:
         )
 
     def to_json(self, metric: Mapping[str, object] | None = None) -> str:
-        """The text of the JSON file; see `facts_path` for its name. metric: what else to note for people."""
+        """The text of the JSON file at `facts_path`. metric: the metric's identity, which is recorded too."""
         return json.dumps({"format": FORMAT, **vars(self), "metric": metric}, indent=1)
 
 
 def facts_path(prefix: str | Path) -> Path:
-    """The JSON beside an index file: `a/m_index_to_sample` has `a/m_dataset.json`. prefix: without suffix."""
+    """The path of the JSON beside an index: `a/m_dataset.json` for the prefix `a/m_index_to_sample`."""
     prefix = Path(prefix)
     return prefix.with_name(_SUFFIX.sub("", prefix.name) + "_dataset.json")
 
 
 def dataset_of(prefix: str | Path) -> AnalyzedDataset | None:
-    """The dataset that an index is of; None if nothing beside it says so, as for DeepSpeed's own files.
+    """The dataset that an index was made of; None if it is not recorded, as for DeepSpeed's own files.
 
-    prefix: path of an index file without .bin or .idx. Raises DataError for a file that cannot be read.
+    prefix: path of an index file without .bin or .idx. Raises DataError for a JSON that cannot be read.
     """
     path = facts_path(prefix)
     try:
@@ -91,7 +91,7 @@ def dataset_of(prefix: str | Path) -> AnalyzedDataset | None:
 
 
 def _plain(value: object, copies: Mapping[str, str]) -> object:
-    """A description with hashes that hold for copies, and without what does not change the text."""
+    """A description without ignored items, with fingerprints replaced by `copies`, hashes without times."""
     if isinstance(value, Mapping):
         return _plain_items(value, copies)
     if isinstance(value, (list, tuple)):
@@ -100,11 +100,11 @@ def _plain(value: object, copies: Mapping[str, str]) -> object:
 
 
 def _plain_items(values: Mapping[str, object], copies: Mapping[str, str]) -> dict[str, object]:
-    return {key: _plain(value, copies) for key, value in values.items() if key not in _NOT_OF_SAMPLES}
+    return {key: _plain(value, copies) for key, value in values.items() if key not in _IGNORED}
 
 
 def _differences(where: str, then: object, now: object) -> list[tuple[str, object, object]]:
-    """(what, value then, value now) of the leaves in which two descriptions differ."""
+    """(path, value then, value now) of the leaves in which two descriptions differ."""
     if isinstance(then, Mapping) and isinstance(now, Mapping):
         keys = sorted({*then, *now})
         return [

@@ -1,4 +1,4 @@
-"""A run's curriculum over samples: its metrics' indexes, checked against the dataset, and its sampler."""
+"""Makes the sampler of a run's curriculum, after checking the indexes of its metrics against the dataset."""
 
 from __future__ import annotations
 
@@ -22,30 +22,27 @@ def curriculum_sampler(
     """The sampler of a run's training data; None without a curriculum.
 
     Args:
-        settings: the run's curriculum, which keeps all rules.
+        settings: the run's curriculum, already validated.
         steps: the run's steps.
-        dataset: what is trained on, as built.
-        spec: this rank's share of each micro-batch of it. The order has its seed unless another is set.
+        dataset: the built training dataset.
+        spec: the sampler without a curriculum; its seed is used if the curriculum sets none.
 
     Raises:
-        DataError: an index is missing, damaged or of another dataset, or no sample is easy enough to begin.
+        DataError: an index is missing, damaged or of another dataset, or no sample is easy enough for the
+            first step.
     """
     difficulties, seed = Difficulties.of(settings), settings.curriculum_seed
     if difficulties is None:
         return None
     indexes = [_index(metric, dataset) for metric in difficulties.metrics]
     order = EligibilityOrder.of(difficulties, indexes)
-    whole = replace(
-        spec,
-        kind=SamplerKind.CYCLIC,
-        data_sharding=False,
-        seed=spec.seed if seed is None else seed,
-    )
-    return CurriculumSampler.of(whole, order, difficulties, steps)
+    seed = spec.seed if seed is None else seed
+    cyclic = replace(spec, kind=SamplerKind.CYCLIC, data_sharding=False, seed=seed)
+    return CurriculumSampler.of(cyclic, order, difficulties, steps)
 
 
 def _index(metric: CurriculumMetric, dataset: SampleDataset) -> MetricIndex:
-    """One metric's index. Raises DataError unless it is of this dataset, as far as its files tell."""
+    """Open the index of a metric. Raises DataError if its files show that it is of another dataset."""
     samples = metric.index_to_sample_path
     if metric.difficulty_type == "percentile":
         index = MetricIndex.of_order(samples)

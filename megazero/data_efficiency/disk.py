@@ -1,4 +1,4 @@
-"""Folders that appear whole, and disk errors that say which file and what to do."""
+"""Folders that are written whole or not at all, and errors that name the path."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megazero.data.claim import OutputClaim, temporary_path
+from megazero.data.files import OutputClaim, flush_folder, temporary_path
 from megazero.errors import DataError
 
 
 @contextmanager
 def disk(path: str | Path) -> Iterator[None]:
-    """Turn an OSError of the block, such as a full disk, into a DataError that names `path`."""
+    """Turn an OSError in the block, such as a full disk, into a DataError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -26,11 +26,11 @@ def disk(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A scratch folder for files that belong together; they move to `folder` when the block ends well.
+    """Make a scratch folder, whose files move to `folder` when the block ends without an error.
 
-    Old files of the same names are replaced. Those ending in .idx or .json go first and come last, so that
-    whoever finds them finds all that they speak of. What a killed process left is removed by the next one.
-    Raises DataError if the disk refuses, or if another process makes the same folder.
+    Older files of the same names are replaced: .idx and .json files are removed first and arrive last, so
+    that the files they describe exist whenever they do. Files that a killed process left are removed. Raises
+    DataError if the disk refuses, or if another process writes the same folder.
     """
     with disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,8 +54,4 @@ def _move(scratch: Path, folder: Path) -> None:
             (folder / path.name).unlink(missing_ok=True)
     for path in files:
         os.replace(path, folder / path.name)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    flush_folder(folder)

@@ -1,7 +1,8 @@
-"""The samples that may be drawn at a time: those within the current difficulty, by every metric at once.
+"""Which samples are eligible in each piece of a training: those within the difficulty of every metric.
 
-Difficulties never fall, so a sample that may be drawn once may be drawn for good. Sorted by when that is, the
-samples of any moment are a prefix of one order.
+A piece is a stretch of the training with constant difficulties. Difficulties never fall, so an eligible
+sample stays eligible. If the samples are sorted by their first eligible piece, those of any piece are a
+prefix.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from megazero.errors import DataError
 
 @dataclass(frozen=True)
 class EligibilityOrder:
-    """All samples in the order in which they may be drawn.
+    """All samples, sorted by the piece in which they become eligible.
 
-    samples: integers [n], sample numbers; those that are never eligible come last. ends: for each piece of
-    the training, how many of them may be drawn in it; ascending, and at least 1.
+    samples: integers [n], sample numbers; samples that are never eligible come last. ends: for each piece,
+    the number of eligible samples, a prefix of `samples`; ascending, and at least 1.
     """
 
     samples: np.ndarray
@@ -32,21 +33,21 @@ class EligibilityOrder:
 
     @classmethod
     def of(cls, difficulties: Difficulties, indexes: Sequence[MetricIndex]) -> EligibilityOrder:
-        """The order by one index for each metric of `difficulties`, all of the same samples.
+        """The order by the index of each metric of `difficulties`, all of the same samples.
 
-        One metric's own order is taken as it is, and stays on disk. Several take up to 12 bytes of memory for
-        each sample while the order is made, and 4 afterwards (8 from 2^31 samples on). Each index is read
-        once, to see that it lists every sample once.
+        The order of a single metric is used as it is, and stays on disk. For several metrics, making the
+        order takes up to 12 bytes of memory per sample, and keeping it 4 (8 from 2^31 samples on). Each index
+        is read once, to check that it lists every sample once.
 
         Raises:
             DataError: no sample is eligible in the first step, or an index lists a sample twice or one that
-                there is not.
+                does not exist.
         """
         for metric, index in zip(difficulties.metrics, indexes, strict=True):
             index.verify(len(indexes[0]), metric.name)
         columns = list(zip(*difficulties.levels, strict=True))
         counts = [
-            [eligible(index, metric, level) for level in levels]
+            [eligible_samples(index, metric, level) for level in levels]
             for index, metric, levels in zip(indexes, difficulties.metrics, columns, strict=True)
         ]
         if len(indexes) == 1:
@@ -54,18 +55,18 @@ class EligibilityOrder:
         else:
             order = cls._of_several(counts, indexes)
         if not order.ends[0]:
-            raise DataError(_nobody(difficulties, indexes, [ends[0] for ends in counts]))
+            raise _none_eligible(difficulties, indexes, [ends[0] for ends in counts])
         return order
 
     @classmethod
     def _of_several(cls, counts: list[list[int]], indexes: Sequence[MetricIndex]) -> EligibilityOrder:
-        """Build the order of several metrics. counts: samples eligible by each metric in each piece."""
+        """The order of several metrics. counts: samples eligible by each metric alone, for each piece."""
         pieces, size = len(counts[0]), len(indexes[0])
         narrow = pieces < 1 << 16
         since: NDArray[np.uint16 | np.uint32] = np.zeros(size, dtype=np.uint16 if narrow else np.uint32)
         for ends, index in zip(counts, indexes, strict=True):
             for piece, (begin, end) in enumerate(zip(ends, [*ends[1:], size], strict=True), 1):
-                # What comes after this piece's prefix, up to the next one's, is eligible a piece later.
+                # The samples between the prefix of a piece and that of the next become eligible in the next.
                 late = index.samples[begin:end]
                 since[late] = np.maximum(since[late], piece)
         order = np.argsort(since, kind="stable").astype(np.int32 if size < 1 << 31 else np.int64)
@@ -73,12 +74,12 @@ class EligibilityOrder:
         return cls(order, tuple(accumulate(eligible_later)))
 
 
-def eligible(index: MetricIndex, metric: CurriculumMetric, level: int) -> int:
-    """The number of the first samples of an index that are within a difficulty.
+def eligible_samples(index: MetricIndex, metric: CurriculumMetric, level: int) -> int:
+    """The number of samples of an index within difficulty `level`.
 
-    By value: those whose value is not above it. By percentile: that share of the samples, rounded down, where
-    the metric's largest difficulty is all of them, as in DeepSpeed (which rounds a single percent down and
-    multiplies, so that it has up to 99 samples fewer).
+    By value: the samples with values up to `level`. By percentile: level / (largest level) of the samples,
+    rounded down, as in DeepSpeed (which rounds the size of 1% down and multiplies it, so that it has up to 99
+    samples fewer).
     """
     if metric.difficulty_type == "percentile":
         assert metric.end is not None, "a percentile has a default"
@@ -87,8 +88,9 @@ def eligible(index: MetricIndex, metric: CurriculumMetric, level: int) -> int:
     return int(index.ends[below - 1]) if below else 0
 
 
-def _nobody(difficulties: Difficulties, indexes: Sequence[MetricIndex], counts: list[int]) -> str:
-    """Say why there is no sample to begin with."""
+def _none_eligible(
+    difficulties: Difficulties, indexes: Sequence[MetricIndex], counts: list[int]
+) -> DataError:
     begins = []
     for metric, level, index, count in zip(
         difficulties.metrics, difficulties.levels[0], indexes, counts, strict=True
@@ -97,7 +99,7 @@ def _nobody(difficulties: Difficulties, indexes: Sequence[MetricIndex], counts: 
         begins.append(
             f"{metric.name} has {count} of {len(index)} within {metric.difficulty_type} {level}{least}"
         )
-    return (
+    return DataError(
         f"`min_difficulty` must leave samples for the first step, but there are none ({'; '.join(begins)}); "
         "begin with more, or give more data."
     )

@@ -1,17 +1,13 @@
-"""The distribution of a metric over a dataset: percentiles, and a picture."""
+"""The distribution of a metric over a dataset: percentiles and pictures."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.pictures import check_suffix, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
 _BARS = 60
@@ -19,16 +15,15 @@ _POINTS = 2000
 
 
 def percentiles(index: MetricIndex, shares: tuple[int, ...] = PERCENTILES) -> list[int]:
-    """The least value that each share of the samples, in percent, does not exceed."""
+    """For each percentage of the samples, the least value that they do not exceed."""
     wanted = [-(-len(index) * share // 100) for share in shares]
     return [int(index.values[np.searchsorted(index.ends, max(1, count))]) for count in wanted]
 
 
 def bars(index: MetricIndex, count: int = _BARS) -> tuple[np.ndarray, np.ndarray]:
-    """Samples in intervals of equal width over all values.
+    """Count the samples in at most `count` intervals of equal width, at least 1, over all values.
 
-    Returns (edges, float64 [b + 1], and samples, int64 [b]); at most `count` intervals, and none narrower
-    than 1, as values are integers. Every sample is in one.
+    Returns (edges, float64 [b + 1], and numbers of samples, int64 [b]).
     """
     low, high = float(index.values[0]), float(index.values[-1])
     width = max(1.0, (high - low + 1) / count)
@@ -40,9 +35,9 @@ def bars(index: MetricIndex, count: int = _BARS) -> tuple[np.ndarray, np.ndarray
 
 
 def draw_values(index: MetricIndex, name: str, path: Path) -> None:
-    """Draw how many samples have which value into a file (.png, .svg or .pdf). Needs matplotlib.
+    """Draw a histogram of the values into a file (.png, .svg or .pdf).
 
-    Raises ConfigError if it is not installed or the suffix is another one.
+    Raises ConfigError if matplotlib is not installed, or for another suffix.
     """
     check_suffix(path)
     edges, samples = bars(index)
@@ -52,11 +47,14 @@ def draw_values(index: MetricIndex, name: str, path: Path) -> None:
     middle = percentiles(index, (50,))[0]
     axes.axvline(middle, color="black", linewidth=0.8)
     axes.set(xlabel=name, ylabel="samples", title=f"{len(index):,} samples, median {middle:,}")
-    _save(figure, path)
+    figure.savefig(path, dpi=120)
 
 
 def draw_sum(values: np.ndarray, name: str, path: Path) -> None:
-    """Draw an accumulated vector, int64 [n], largest entries first, on logarithmic axes. Errors as above."""
+    """Draw an accumulated vector, int64 [n], largest entries first, on logarithmic axes.
+
+    Errors as in `draw_values`.
+    """
     check_suffix(path)
     ordered = np.sort(values)[::-1]
     ranks = np.unique(np.geomspace(1, ordered.size, _POINTS).astype(np.int64))
@@ -72,13 +70,9 @@ def draw_sum(values: np.ndarray, name: str, path: Path) -> None:
         ylabel=name,
         title=f"{values.size:,} entries, sum {sum(values.tolist()):,}",
     )
-    _save(figure, path)
+    figure.savefig(path, dpi=120)
 
 
 def check_drawing() -> None:
-    """Raise ConfigError if pictures cannot be drawn because matplotlib is not installed."""
+    """Raise ConfigError if matplotlib is not installed."""
     new_figure(1.0, 1.0)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, dpi=120)

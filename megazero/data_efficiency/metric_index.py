@@ -1,7 +1,7 @@
-"""The samples of a dataset in the order of a metric: what an analyzer's index files say.
+"""The samples of a dataset in the order of a metric, from an analyzer's index files.
 
-Two files hold it, in DeepSpeed's format: row i of `{metric}_index_to_metric` is the i-th distinct value, and
-row i of `{metric}_index_to_sample` lists the samples that have it.
+The two files are in DeepSpeed's format: row i of `{metric}_index_to_metric` is the i-th distinct value, and
+row i of `{metric}_index_to_sample` lists the samples with that value.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _BLOCK = 1 << 22  # samples per vectorised check, to bound memory
 
 @dataclass(frozen=True)
 class MetricIndex:
-    """All samples of a dataset in the order of a metric's value.
+    """All samples of a dataset, sorted by the value of a metric.
 
     values: int64 [d], the distinct values, ascending. ends: int64 [d]; ends[i] is the number of samples with
-    a value <= values[i]. samples: integers [n], sample numbers in the order of their value, and within a
-    value as in the file; memory-mapped.
+    a value <= values[i]. samples: integers [n], the sorted sample numbers, memory-mapped; samples of equal
+    value are in the order of the file.
     """
 
     values: np.ndarray
@@ -32,11 +32,11 @@ class MetricIndex:
 
     @classmethod
     def open(cls, index_to_sample: str | Path, index_to_metric: str | Path) -> MetricIndex:
-        """The content of an analyzer's two files, ours or DeepSpeed's; paths without .bin or .idx.
+        """Open the two files of megazero's or DeepSpeed's analyzer, paths without .bin or .idx.
 
-        Memory does not grow with the number of samples, only with that of distinct values. Raises DataError,
+        Memory grows with the number of distinct values, but not with the number of samples. Raises DataError,
         naming the file, if one is missing, damaged, empty or of floating-point numbers, or if the two do not
-        belong together. What takes a pass over all samples is left to `verify`.
+        belong together. Checks that take a pass over all samples are left to `verify`.
         """
         rows, metric = RowFile(index_to_sample), RowFile(index_to_metric)
         if len(rows) != len(metric):
@@ -51,10 +51,10 @@ class MetricIndex:
 
     @classmethod
     def of_order(cls, index_to_sample: str | Path) -> MetricIndex:
-        """The order alone, which is all that percentiles need: `values` are the numbers of the file's rows.
+        """Open the order without the values, which percentiles do not need; `values` are the row numbers.
 
-        The percentile-merged file will do too, as it has the same samples in the same order. Raises DataError
-        as `open` does.
+        The percentile-merged file is accepted too, as it has the same samples in the same order. Errors as in
+        `open`.
         """
         rows = RowFile(index_to_sample)
         if not rows.elements.size:
@@ -67,10 +67,10 @@ class MetricIndex:
         return self.samples.size
 
     def verify(self, total: int | None = None, name: str = "index") -> None:
-        """Check every sample number: each is below `total` and comes once.
+        """Raise DataError unless every sample number is below `total` and occurs once.
 
-        total: samples of the dataset; None for as many as there are here. name: of the file, for messages.
-        Reads all samples, in blocks, and takes one byte of memory for each. Raises DataError.
+        total: samples of the dataset; None for the number of samples in this index. name: of the file, for
+        messages. Reads all samples, in blocks, and takes one byte of memory for each.
         """
         total = self.samples.size if total is None else total
         seen = np.zeros(total, dtype=bool)
@@ -90,7 +90,7 @@ class MetricIndex:
             )
 
     def _repeated(self, total: int) -> int:
-        """A sample that is listed twice."""
+        """The number of a sample that is listed twice."""
         counts = np.zeros(total, dtype=np.uint8)
         for begin in range(0, self.samples.size, _BLOCK):
             numbers, times = np.unique(self.samples[begin : begin + _BLOCK], return_counts=True)
@@ -102,7 +102,7 @@ class MetricIndex:
 
 
 def _values(metric: RowFile) -> np.ndarray:
-    """The values of an `index_to_metric` as int64 [d]; DataError unless there is one a row, ascending."""
+    """The values of an `index_to_metric`, int64 [d]; DataError unless each row has one, and they ascend."""
     if not (metric.lengths == 1).all():
         row = int(np.argmax(metric.lengths != 1))
         raise DataError(

@@ -1,4 +1,4 @@
-"""The metrics that come with the analyzer: lengths, and how rare the words of a sample are.
+"""The analyzer's own metrics: the length of a sample, and the rarity of its tokens.
 
 The formulas are those of Megatron-DeepSpeed's `analyze_data.py` (DeepSpeed Data Efficiency, Li et al. 2022).
 """
@@ -9,13 +9,13 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from megazero.data_efficiency.row_file import RowFile
-from megazero.data_efficiency.samples import Samples
 from megazero.errors import DataError
 
 VOCABULARY_COUNTS = "total_vocab_freq"
@@ -24,11 +24,52 @@ NEED_COUNTS = frozenset({"vocab_rarity", "seqlen_vocab_rarity"})
 NEED_PADDING = frozenset({"seqlen", "seqlen_vocab_rarity"})
 
 
-class Metric(Protocol):
-    """Something to measure. It can be pickled.
+@dataclass(frozen=True)
+class Samples:
+    """A batch of `b` samples, in the form that metrics read.
 
-    name: of its folder and files. accumulates: whether it is summed over the dataset instead of one value for
-    each sample. identity: all that its values depend on besides the samples, as JSON.
+    index: int64 [b], the sample numbers in the dataset. text: int64 [b, t], the token ids, with masked tokens
+    restored; t is T + 1 for GPT samples, which read the token after the last. lengths: int64 [b], tokens
+    before the padding; None without padding. arrays: the arrays of `SampleDataset.batch`.
+    """
+
+    index: np.ndarray
+    text: np.ndarray
+    lengths: np.ndarray | None
+    arrays: Mapping[str, np.ndarray]
+
+    @classmethod
+    def of(cls, index: np.ndarray, arrays: Mapping[str, np.ndarray]) -> Samples:
+        """The samples with these arrays; those of BERT, padded and masked, have an array `lengths`."""
+        tokens, labels, lengths = arrays["tokens"], arrays["labels"], arrays.get("lengths")
+        if lengths is None:
+            text = np.concatenate([tokens, labels[:, -1:]], axis=1)
+        else:
+            text = np.where(arrays["loss_mask"] > 0, labels, tokens)
+        return cls(index, text, lengths, arrays)
+
+    @cached_property
+    def padding_mask(self) -> np.ndarray:
+        """int64 [b, t], 1 for tokens and 0 for padding."""
+        if self.lengths is None:
+            return np.ones_like(self.text)
+        return (np.arange(self.text.shape[1]) < self.lengths[:, None]).astype(np.int64)
+
+    def as_dict(self) -> dict[str, np.ndarray]:
+        """The dataset's arrays, and `text`, `padding_mask` and `index`, as Megatron-DeepSpeed names them."""
+        return {
+            **self.arrays,
+            "text": self.text,
+            "padding_mask": self.padding_mask,
+            "index": self.index,
+        }
+
+
+class SampleMetric(Protocol):
+    """A measure of samples; it can be pickled.
+
+    name: of its folder and files. accumulates: whether it is a vector summed over the dataset, instead of a
+    value for each sample. identity: everything that its values depend on besides the samples, as JSON.
     """
 
     @property
@@ -41,12 +82,12 @@ class Metric(Protocol):
     def identity(self) -> Mapping[str, object]: ...
 
     def measure(self, samples: Samples) -> np.ndarray:
-        """int64 [b], one value for each sample; or, if it accumulates, a vector, int64 [any length]."""
+        """Measure a batch: int64 [b], one value per sample; a vector of any length if it accumulates."""
 
 
 @dataclass(frozen=True)
-class SequenceLength(Metric):
-    """`seqlen`: tokens that are no padding."""
+class SequenceLength(SampleMetric):
+    """`seqlen`: the number of tokens without padding."""
 
     name = "seqlen"
     accumulates = False
@@ -62,8 +103,8 @@ class SequenceLength(Metric):
 
 
 @dataclass(frozen=True)
-class VocabularyCounts(Metric):
-    """`total_vocab_freq`: how often each id occurs, padding left out. vocab_size: length of the vector."""
+class VocabularyCounts(SampleMetric):
+    """`total_vocab_freq`: the number of occurrences of each id, without padding; int64 [vocab_size]."""
 
     vocab_size: int
     name = VOCABULARY_COUNTS
@@ -80,14 +121,16 @@ class VocabularyCounts(Metric):
 
 @dataclass(frozen=True, eq=False)
 class RarityTable:
-    """How rare each id is: float64 [ids], -ln of its share of all tokens, in nats. Ids that never occur count
-    as if they had occurred once."""
+    """The rarity of each id in nats: float64 [ids], -ln of its share of all tokens.
+
+    An id that never occurs is treated as if it had occurred once.
+    """
 
     nats: np.ndarray
 
     @classmethod
     def of(cls, counts: np.ndarray) -> RarityTable:
-        """The table for ids that occur so often, int64 [ids]."""
+        """The table for ids with these numbers of occurrences, int64 [ids]."""
         occurred = np.maximum(counts, 1).astype(np.float64)
         return cls(-np.log(occurred / occurred.sum()))
 
@@ -96,14 +139,14 @@ class RarityTable:
         return hashlib.blake2b(self.nats.tobytes(), digest_size=16).hexdigest()
 
     def sums(self, samples: Samples) -> np.ndarray:
-        """The sum over each sample's tokens, float64 [b]. Raises DataError for an id beyond the table."""
-        # As unsigned numbers, ids below 0 are large too.
+        """The sum of rarities of each sample, float64 [b]. Raises DataError for an id beyond the table."""
+        # Viewed as unsigned, a negative id is a large number.
         if int(samples.text.view(np.uint64).max()) >= self.nats.size:
             raise DataError(
                 f"`{VOCABULARY_COUNTS}` must count every id of the dataset, but holds {self.nats.size} and "
                 f"the text has id {int(samples.text.max())}; analyze {VOCABULARY_COUNTS} of it first."
             )
-        nats = self.nats.take(samples.text, mode="clip")  # without a second look at each id, 3 times as fast
+        nats = self.nats.take(samples.text, mode="clip")  # without bounds checks, 3 times as fast
         if samples.lengths is not None:
             nats *= samples.padding_mask
         sums: np.ndarray = nats.sum(axis=1)
@@ -111,8 +154,8 @@ class RarityTable:
 
 
 @dataclass(frozen=True, eq=False)
-class VocabularyRarity(Metric):
-    """`vocab_rarity`: the rarities of a sample's tokens, summed, in nats; what follows the point is cut."""
+class VocabularyRarity(SampleMetric):
+    """`vocab_rarity`: the sum of the rarities of a sample's tokens in nats, rounded down."""
 
     table: RarityTable
     name = "vocab_rarity"
@@ -127,11 +170,11 @@ class VocabularyRarity(Metric):
 
 
 @dataclass(frozen=True, eq=False)
-class LengthThenRarity(Metric):
-    """`seqlen_vocab_rarity`: sorts by length, and by rarity within a length.
+class LengthThenRarity(SampleMetric):
+    """`seqlen_vocab_rarity`: orders by length, and samples of equal length by rarity.
 
-    sequence_length: T of the samples. The value is length * c + rarity, with the power of ten c that is at
-    least ten times as large as any rarity can be.
+    sequence_length: T of the samples. The value is length * c + rarity, where c is a power of ten that is at
+    least ten times the largest possible rarity.
     """
 
     table: RarityTable
@@ -141,7 +184,7 @@ class LengthThenRarity(Metric):
 
     @property
     def coefficient(self) -> int:
-        """The factor c; it needs log10 of the largest possible rarity, T times that of the rarest id."""
+        """The factor c. The largest possible rarity is T times that of the rarest id."""
         largest = self.sequence_length * float(self.table.nats.max())
         return 10 ** (math.ceil(math.log10(largest)) + 1) if largest > 0 else 1
 
@@ -155,9 +198,9 @@ class LengthThenRarity(Metric):
 
 
 def read_counts(prefix: str | Path) -> np.ndarray:
-    """The counts in a `total_vocab_freq_metric_value`, ours or DeepSpeed's, int64 [ids].
+    """Read the counts in a `total_vocab_freq_metric_value` of either analyzer, int64 [ids].
 
-    Raises DataError if the file is missing, damaged, not a single row, or holds what cannot be counts.
+    Raises DataError if the file is missing, damaged or not a single row, or if its numbers cannot be counts.
     """
     rows = RowFile(prefix)
     if len(rows) != 1 or not rows.elements.size:

@@ -1,8 +1,8 @@
-"""The second half of an analysis: from the values of all samples to the files that a curriculum reads.
+"""The reduce half of an analysis: from the values of all samples to the files that a curriculum reads.
 
-They are DeepSpeed's: `{metric}_sample_to_metric`, `_index_to_metric`, `_index_to_sample`,
-`_index_to_sample_percentile_merged`, or `_metric_value` for what accumulates. Beside them lies
-`{metric}_dataset.json`, which says what dataset the sample numbers are of.
+The files are DeepSpeed's: `{metric}_sample_to_metric`, `_index_to_metric`, `_index_to_sample`,
+`_index_to_sample_percentile_merged`, or `_metric_value` if the metric accumulates. megazero adds
+`{metric}_dataset.json`, which describes the dataset that the sample numbers refer to.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ ROWS, VALUES, MERGED = "index_to_sample", "index_to_metric", "index_to_sample_pe
 
 
 def reduce_metric(folder: MetricFolder, dataset: AnalyzedDataset, processes: int = 1) -> Iterator[int]:
-    """Make a metric's files from its chunks, and yield how much is done, up to `reduce_steps`, as it goes.
+    """Make the files of a metric from its chunks; yield the progress, up to `reduce_steps`.
 
-    The files appear together in `folder.home`, replacing those of an earlier analysis; the chunks are removed
-    afterwards. Memory does not grow with the number of samples. Raises DataError if chunks are missing or
-    damaged, or if the disk refuses; then there are no new files.
+    The files appear together in `folder.results` and replace those of an earlier analysis; then the chunks
+    are removed. Memory does not grow with the number of samples. Raises DataError, and makes no files, if
+    chunks are missing or damaged or if the disk refuses.
     """
     missing = folder.missing(range(len(folder.grid)))
     if missing:
         first = folder.grid[missing[0]]
         raise DataError(
-            f"`{folder.home}` must have the values of all {folder.grid.samples} samples, but "
+            f"`{folder.results}` must have the values of all {folder.grid.samples} samples, but "
             f"{sum(len(folder.grid[chunk]) for chunk in missing)} are missing, the first are "
             f"{first.start}..{first.stop - 1}; run the map task of every worker, with the same flags."
         )
-    with whole_folder(folder.home) as scratch:
+    with whole_folder(folder.results) as scratch:
         if folder.accumulates:
             yield from _write_sum(folder, scratch)
         else:
@@ -56,16 +56,16 @@ def reduce_metric(folder: MetricFolder, dataset: AnalyzedDataset, processes: int
 
 
 def is_reduced(folder: MetricFolder) -> bool:
-    """Whether the metric's files are there, whole, and of the same data and settings."""
-    prefix = folder.home / folder.name
+    """Whether the files of the metric exist, whole, and of the same data and settings."""
+    prefix = folder.results / folder.name
     kinds = ("metric_value",) if folder.accumulates else (ROWS, VALUES, "sample_to_metric", MERGED)
     try:
-        said = json.loads(read_regular(facts_path(prefix)))["metric"]
+        recorded = json.loads(read_regular(facts_path(prefix)))["metric"]
         for kind in kinds:
             RowFile(f"{prefix}_{kind}")
     except (OSError, ValueError, KeyError, TypeError, DataError):
-        return False  # missing or damaged, so it is to be made again
-    return bool(said == folder.identity)
+        return False  # missing or damaged
+    return bool(recorded == folder.identity)
 
 
 def reduce_steps(folder: MetricFolder) -> int:
@@ -97,8 +97,9 @@ def _write_order(folder: MetricFolder, scratch: Path, processes: int) -> Iterato
     order = sort.result()
     low, high, distinct = _extent(order)
     values = neutral_dtype(low, high)
-    write_rows(_named(scratch, folder, VALUES), values, _one_each(c[:, 0] for c in order.counts()))
-    write_rows(_named(scratch, folder, "sample_to_metric"), values, _one_each(_in_order(folder)))
+    write_rows(_named(scratch, folder, VALUES), values, _rows_of_one(c[:, 0] for c in order.counts()))
+    in_order = (folder.read(chunk) for chunk in range(len(folder.grid)))
+    write_rows(_named(scratch, folder, "sample_to_metric"), values, _rows_of_one(in_order))
     _write_index(prefix, order, 1)
     merged = _named(scratch, folder, MERGED)
     shutil.copyfile(f"{prefix}.bin", f"{merged}.bin")
@@ -122,28 +123,22 @@ def _extent(order: SortedSamples) -> tuple[int, int, int]:
     return lows[0], high, distinct
 
 
-def _in_order(folder: MetricFolder) -> Iterator[np.ndarray]:
-    """The values of all samples in the order of their numbers."""
-    for chunk in range(len(folder.grid)):
-        yield folder.read(chunk)
-
-
-def _one_each(blocks: Iterable[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Blocks of rows of one element."""
+def _rows_of_one(blocks: Iterable[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Make a row of each element: yield (elements, lengths of their rows) of each block."""
     for block in blocks:
         yield block, np.ones(block.size, dtype=np.int32)
 
 
 def _write_index(prefix: Path, order: SortedSamples, step: int) -> None:
-    """The `.idx` of the sorted samples, with a row for every `step` distinct values."""
+    """Write the `.idx` of the sorted samples, with a row for every `step` distinct values."""
     writer = RowIndexWriter(prefix, order.dtype)
-    held = np.empty(0, dtype=np.int64)
+    pending = np.empty(0, dtype=np.int64)  # samples of the values of an incomplete row
     for counts in order.counts():
-        held = np.concatenate([held, counts[:, 1]])
-        whole = held.size - held.size % step
+        pending = np.concatenate([pending, counts[:, 1]])
+        whole = pending.size - pending.size % step
         if whole:
-            writer.add(held[:whole].reshape(-1, step).sum(axis=1))
-            held = held[whole:]
-    if held.size:
-        writer.add(held.sum(keepdims=True))
+            writer.add(pending[:whole].reshape(-1, step).sum(axis=1))
+            pending = pending[whole:]
+    if pending.size:
+        writer.add(pending.sum(keepdims=True))
     writer.close()

@@ -1,10 +1,10 @@
 """Files of integer rows, as DeepSpeed's data analyzer writes them: `prefix.bin` and `prefix.idx`.
 
-The layout is that of Megatron's indexed datasets (`megazero.data.indexed.format`), with one trap: the byte
-that names the element type. Codes 1 to 5 agree, but 6, 7 and 8 are uint16, uint32 and uint64 to DeepSpeed and
-float64, float32 and uint16 to Megatron. A file of an analyzer is read with DeepSpeed's table. The size of an
-element, which the file gives away, tells the two apart for codes 6 and 8: a metric of float64 is refused, and
-uint16 is read in either dialect. Code 7 is uint32, for no analyzer writes float32.
+The layout is that of Megatron's indexed datasets (`megazero.data.indexed.format`), except for the code of the
+element type. Codes 1 to 5 agree, but 6, 7 and 8 mean uint16, uint32 and uint64 in DeepSpeed, and float64,
+float32 and uint16 in Megatron. An analyzer's file is read by DeepSpeed's table. For codes 6 and 8, the size
+of an element, which follows from the file's size, tells the two apart: float64 is refused, and uint16 is read
+in either coding. Code 7 is read as uint32, as no analyzer writes float32.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ DEEPSPEED_DTYPES: Mapping[int, np.dtype] = MappingProxyType(
         8: np.dtype("<u8"),
     }
 )
-# Where the size differs.
+# The codes for which the two tables differ in size.
 _MEGATRON_DTYPES: Mapping[int, np.dtype] = MappingProxyType({6: np.dtype("<f8"), 8: np.dtype("<u2")})
 
 
 class RowFile:
-    """The rows of a file, memory-mapped.
+    """The memory-mapped rows of `prefix.bin` and `prefix.idx`.
 
-    prefix: path without .bin or .idx. Attributes: lengths, int32 [rows], of each row; elements, integer
-    [sum of lengths], all rows one after the other. Raises DataError, naming the file, if one is missing, cut
-    short or damaged, or if it holds floating-point numbers.
+    Attributes: lengths, int32 [rows], the length of each row; elements, integer [sum of lengths], all rows
+    concatenated. Raises DataError, naming the file, if one is missing, cut short or damaged, or if it holds
+    floating-point numbers.
     """
 
     def __init__(self, prefix: str | Path):
@@ -63,7 +63,7 @@ class RowFile:
         return self.lengths.size
 
     def _dtype(self, code: int, total: int, size: int) -> np.dtype:
-        """The type of `total` elements in `size` bytes: DeepSpeed's, unless only Megatron's fits."""
+        """The type of `total` elements in `size` bytes: DeepSpeed's, unless only Megatron's fits the size."""
         dtype = DEEPSPEED_DTYPES.get(code)
         if dtype is None:
             raise DataError(

@@ -1,6 +1,6 @@
-"""Writes files of integer rows that DeepSpeed, Megatron and `row_file` all read alike.
+"""Writes files of integer rows that DeepSpeed, Megatron and `row_file` read in the same way.
 
-Elements are int32 or int64, whose codes mean the same to everyone. All rows are one document, as in
+Elements are int32 or int64, whose codes are the same for all three. All rows form one document, as in
 DeepSpeed's files.
 """
 
@@ -19,7 +19,7 @@ from megazero.errors import DataError
 
 _INT32 = np.iinfo(np.int32)
 _LONGEST = int(_INT32.max)
-_BLOCK = 1 << 18  # bytes of lengths at a time
+_BLOCK = 1 << 18  # bytes of lengths that are read at a time
 
 
 def neutral_dtype(low: int, high: int) -> np.dtype:
@@ -30,8 +30,8 @@ def neutral_dtype(low: int, high: int) -> np.dtype:
 class RowIndexWriter:
     """Writes `prefix.idx` for a `prefix.bin` whose rows have the lengths given to `add`.
 
-    dtype: of the elements. Lengths wait in a file beside it, so that memory does not grow with their number.
-    Raises DataError for a row that the format has no room for, and OSError if the disk refuses.
+    dtype: of the elements. Lengths are spooled to a file, so that memory does not grow with their number.
+    Raises DataError for a row too long for the format, and OSError if the disk refuses.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype):
@@ -42,7 +42,7 @@ class RowIndexWriter:
         self.rows = 0
 
     def add(self, lengths: np.ndarray) -> None:
-        """Add the next rows, of these lengths, integers [n]."""
+        """Add the lengths of the next rows, integers [n]."""
         if lengths.size and int(lengths.max()) > _LONGEST:
             raise DataError(
                 f"`samples` of one value must be at most {_LONGEST}, but are {int(lengths.max())}, which "
@@ -69,7 +69,7 @@ class RowIndexWriter:
 
 
 def write_rows(prefix: str | Path, dtype: np.dtype, rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Write both files from blocks of (elements, lengths of their rows). Errors as in `RowIndexWriter`."""
+    """Write both files from blocks of (elements, lengths of their rows); errors as in `RowIndexWriter`."""
     index = RowIndexWriter(prefix, dtype)
     with open(prefix_path(prefix, ".bin"), "wb", buffering=1 << 20) as out:
         for elements, lengths in rows:

@@ -1,8 +1,8 @@
-"""Sorts samples by value where there are too many for memory: sorted runs, then ranges of values.
+"""External sort of samples by value: sorted runs, then ranges of values.
 
-Each chunk of values is sorted on its own. From a thin sample of all runs, boundaries are chosen that cut the
-values into ranges of about equally many samples; every range is then gathered from all runs, sorted and
-written to its place. Within a value, samples stay in the order of their numbers.
+Each chunk of values is sorted by itself, which makes a run. From a sparse sample of all runs, boundaries are
+chosen that split the values into ranges with about equal numbers of samples. Each range is then gathered from
+all runs, sorted and written to its place. Samples of equal value stay in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megazero.data_efficiency.map import ChunkGrid
 from megazero.data_efficiency.row_writer import neutral_dtype
 from megazero.data_efficiency.tasks import run_tasks
 
-_RANGE = 1 << 20  # samples of a range of values, about; each takes some 50 bytes while it is sorted
-_THIN = 1 << 18  # values of all runs together that boundaries are chosen from
+_RANGE = 1 << 20  # about the samples of a range; each takes about 50 bytes while the range is sorted
+_SAMPLED = 1 << 18  # values of all runs together from which boundaries are chosen
 _LARGEST = int(np.iinfo(np.int64).max)
 
 
@@ -27,8 +27,8 @@ _LARGEST = int(np.iinfo(np.int64).max)
 class SortedSamples:
     """The files of sorted samples.
 
-    samples: file of sample numbers, `dtype` [n]. pieces: files of (value, how many have it), int64 [d, 2],
-    which together are ascending.
+    samples: file of the sorted sample numbers, `dtype` [n]. pieces: files of (value, number of samples),
+    int64 [d, 2], ascending over all pieces.
     """
 
     samples: Path
@@ -36,7 +36,7 @@ class SortedSamples:
     pieces: tuple[Path, ...]
 
     def counts(self) -> Iterator[np.ndarray]:
-        """The pieces one after the other."""
+        """Read the (value, number of samples) of each piece, int64 [d, 2]."""
         for path in self.pieces:
             yield np.fromfile(path, dtype=np.int64).reshape(-1, 2)
 
@@ -45,8 +45,8 @@ class SortedSamples:
 class ExternalSort:
     """Sorts the samples of a grid.
 
-    grid: the chunks. values: chunk -> its values, int64. scratch: an empty folder for runs, 12 bytes for each
-    sample. target: file to write the sorted sample numbers to. processes: how many do it.
+    values: chunk -> its values, int64. scratch: an empty folder for runs, which take 12 bytes per sample.
+    target: the file for the sorted sample numbers. processes: the number of processes that sort.
     """
 
     grid: ChunkGrid
@@ -60,7 +60,7 @@ class ExternalSort:
         object.__setattr__(self, "dtype", neutral_dtype(0, self.grid.samples - 1))
 
     def run(self) -> Iterator[int]:
-        """Sort; yields the numbers of samples handled, each counted twice. OSError if the disk refuses."""
+        """Sort; yield the samples of each step, every sample in two steps. OSError if the disk refuses."""
         chunks = range(len(self.grid))
         yield from run_tasks(self.sort_chunk, chunks, self.processes)
         boundaries = self._boundaries()
@@ -78,7 +78,7 @@ class ExternalSort:
         return SortedSamples(self.target, self.dtype, tuple(pieces))
 
     def sort_chunk(self, chunk: int) -> int:
-        """Write the sorted run of a chunk: its values, and where in the chunk they were."""
+        """Write the run of a chunk: its sorted values, and their places in the chunk."""
         values = self.values(chunk)
         order = np.argsort(values, kind="stable")
         values[order].tofile(self._path("values", chunk))
@@ -86,15 +86,18 @@ class ExternalSort:
         return values.size
 
     def write_range(self, boundaries: np.ndarray, starts: np.ndarray, number: int) -> int:
-        """Write the samples of a range of values to their place, and its distinct values with counts.
+        """Write the samples of range `number` to their place, and its distinct values with counts.
 
-        boundaries: int64 [ranges], their first values; starts: int64 [ranges], samples before them.
+        boundaries: int64 [ranges], the first value of each range; starts: int64 [ranges], the number of
+        samples before each range.
         """
+        last_range = number + 1 == len(boundaries)
+        is_one_value = not last_range and int(boundaries[number + 1]) - int(boundaries[number]) == 1
         written = 0
         with open(self.target, "r+b") as file:
             file.seek(int(starts[number]) * self.dtype.itemsize)
-            if _is_one_value(boundaries, number):
-                # It may have any number of samples, which are in order already.
+            if is_one_value:
+                # One value may have any number of samples, which are in order already.
                 for _, samples in self._of_range(boundaries, number):
                     file.write(samples.tobytes())
                     written += samples.size
@@ -111,7 +114,7 @@ class ExternalSort:
         return written
 
     def _of_range(self, boundaries: np.ndarray, number: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The values within a range and their samples, run by run."""
+        """The values of range `number` and their samples, run by run."""
         for chunk in range(len(self.grid)):
             run, order = self._run(chunk)
             begin = np.searchsorted(run, boundaries[number])
@@ -121,26 +124,19 @@ class ExternalSort:
             yield np.array(run[begin:end]), order[begin:end].astype(self.dtype) + first
 
     def _boundaries(self) -> np.ndarray:
-        """The first values of all ranges, int64, ascending; the first is the least of all."""
-        step = max(1, self.grid.samples // _THIN)
-        thin = np.sort(np.concatenate([self._thinned(chunk, step) for chunk in range(len(self.grid))]))
-        picked = thin[:: max(1, thin.size * _RANGE // self.grid.samples)]
-        # A value that was picked twice fills ranges by itself, so the next one begins a range of its own.
+        """The first value of each range, int64, ascending; the first is the least value of all."""
+        step = max(1, self.grid.samples // _SAMPLED)
+        runs = (self._run(chunk)[0] for chunk in range(len(self.grid)))
+        sampled = np.sort(np.concatenate([np.array(run[::step]) for run in runs]))
+        picked = sampled[:: max(1, sampled.size * _RANGE // self.grid.samples)]
+        # A value that is picked twice fills a range by itself, so the next value begins another range.
         heavy = np.unique(picked[1:][picked[1:] == picked[:-1]])
         return np.unique(np.concatenate([picked, heavy[heavy < _LARGEST] + 1]))
 
-    def _thinned(self, chunk: int, step: int) -> np.ndarray:
-        """Every `step`-th value of a run, the first and least among them."""
-        return np.array(self._run(chunk)[0][::step])
-
     def _run(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
-        """The sorted values of a chunk and where in it they were, mapped."""
+        """The memory-mapped run of a chunk: its sorted values, and their places in the chunk."""
         values = np.memmap(self._path("values", chunk), np.int64, mode="r")
         return values, np.memmap(self._path("order", chunk), np.uint32, mode="r")
 
     def _path(self, kind: str, number: int) -> Path:
         return self.scratch / f"{kind}-{number:08d}"
-
-
-def _is_one_value(boundaries: np.ndarray, number: int) -> bool:
-    return number + 1 < len(boundaries) and int(boundaries[number + 1]) - int(boundaries[number]) == 1

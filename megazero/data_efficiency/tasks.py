@@ -1,9 +1,8 @@
-"""Tasks on several processes, each result as soon as it is there.
+"""Runs tasks on several processes.
 
-A task and a result are small; the data lie in files. On Linux the workers are forked, so that they share
-what is open; elsewhere, or where another thread makes that unsafe, they are started fresh and `work` is
-pickled. If a worker dies, its pipe closes and the parent notices; if the parent dies, the workers end after
-their task.
+Tasks and results are small; the data are in files. Workers are forked if that is safe, so that they share
+open files; otherwise they are spawned and `work` is pickled. If a worker dies, its pipe closes and the parent
+notices; if the parent dies, the workers exit after their task.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from megazero.data.workers import can_fork, or_raise, outcome, signals_held, start_worker
+from megazero.data.workers import can_fork, or_raise, result_or_error, signals_held, start_worker
 from megazero.errors import DataError
 
 _Task = TypeVar("_Task")
@@ -23,8 +22,8 @@ _Result = TypeVar("_Result")
 def run_tasks(work: Callable[[_Task], _Result], tasks: Iterable[_Task], processes: int) -> Iterator[_Result]:
     """Yield the result of `work` for each task, in the order in which they finish.
 
-    processes: how many to use; with 1, all is done in this one. Raises what `work` raises, and DataError if a
-    worker is killed. Leaving the iterator ends the workers.
+    processes: the number of workers; with 1, this process runs all tasks. Raises what `work` raises, and
+    DataError if a worker is killed. Closing the iterator kills the workers.
     """
     waiting = list(tasks)
     if processes <= 1 or len(waiting) <= 1:
@@ -51,17 +50,17 @@ def run_tasks(work: Callable[[_Task], _Result], tasks: Iterable[_Task], processe
                 yield result
     finally:
         for process in workers.values():
-            process.kill()  # SIGTERM would wait until a stopped one goes on
+            process.kill()  # SIGTERM would not end a stopped process
         for pipe, process in workers.items():
             process.join()
             pipe.close()
 
 
 def _serve(pipe: Connection, work: Callable[[Any], object]) -> None:
-    """A worker's life: does what comes through `pipe` until the other end closes."""
+    """Run tasks from `pipe` until its other end closes."""
     while True:
         (task,) = pipe.recv()
-        pipe.send((outcome(work, task),))
+        pipe.send((result_or_error(work, task),))
 
 
 def _receive(pipe: Connection, process: BaseProcess) -> Any:

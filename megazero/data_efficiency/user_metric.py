@@ -1,4 +1,4 @@
-"""A user's own function as a metric, and the checks of its values."""
+"""A user's function as a metric, and checks of the values that metrics return."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from megazero.config.user_function import user_function
-from megazero.data_efficiency.metrics import Metric
-from megazero.data_efficiency.samples import Samples
+from megazero.data_efficiency.metrics import SampleMetric, Samples
 from megazero.errors import DataError
 
 _INT64 = np.iinfo(np.int64)
@@ -21,11 +20,10 @@ _INT64 = np.iinfo(np.int64)
 
 @dataclass(frozen=True)
 class UserMetric:
-    """A function of a user's module, `module:function` or `path/to/file.py:function`.
+    """A function given as `module:function` or `path/to/file.py:function`.
 
-    It is called with a dict of numpy arrays, those of `Samples.as_dict`, and returns integers: [b], one for
-    each sample; or, if it accumulates, a vector that is summed over the dataset. Raises DataError if there is
-    no such function.
+    It is called with the arrays of `Samples.as_dict` and returns integers: [b], one for each sample; or, if
+    it accumulates, a vector that is summed over the dataset. Raises DataError if there is no such function.
     """
 
     spec: str
@@ -41,23 +39,23 @@ class UserMetric:
         object.__setattr__(self, "function", function)
 
     def __reduce__(self) -> tuple[type, tuple[str, bool]]:
-        """Pickle as the function's name: a process that is started afresh looks it up itself."""
+        """Pickle the function's name, by which another process imports it."""
         return type(self), (self.spec, self.accumulates)
 
     @property
     def identity(self) -> Mapping[str, object]:
-        """The identity, with the hash of the function's file: when that changes, values are made again."""
+        """The identity, with a hash of the function's file, so that an edit invalidates old values."""
         return {"metric": self.name, "accumulates": self.accumulates, "source": self.source_hash}
 
     def measure(self, samples: Samples) -> np.ndarray:
         return np.asarray(self.function(samples.as_dict()))
 
 
-_: type[Metric] = UserMetric
+_: type[SampleMetric] = UserMetric
 
 
 def _source_hash(function: Callable[..., object]) -> str:
-    """The hash of the file that a function is defined in; empty for one without a file, such as a builtin."""
+    """A hash of the file that defines a function; empty for a builtin, which has no file."""
     try:
         path = inspect.getsourcefile(function)
     except TypeError:
@@ -65,11 +63,10 @@ def _source_hash(function: Callable[..., object]) -> str:
     return "" if path is None else hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
 
 
-def measured(metric: Metric, samples: Samples) -> np.ndarray:
-    """Measure samples; the values are int64, and checked.
+def measured(metric: SampleMetric, samples: Samples) -> np.ndarray:
+    """Measure samples and check the values, int64.
 
-    Raises DataError if it raises, or returns no integers, or not one for each sample (a vector, if it
-    accumulates).
+    Raises DataError if the metric raises, if it does not return integers, or if their shape is wrong.
     """
     first, last = int(samples.index[0]), int(samples.index[-1])
     where = f"metric `{metric.name}` on samples {first}..{last}"
@@ -78,7 +75,7 @@ def measured(metric: Metric, samples: Samples) -> np.ndarray:
     except DataError:
         raise
     except Exception as error:
-        # A user's function may raise anything; its own line helps more than ours.
+        # A user's function may raise anything; the message names the line in it.
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise DataError(
             f"{where} must return numbers, but raised {type(error).__name__}: {error} "
@@ -111,7 +108,7 @@ def added(total: np.ndarray | None, values: np.ndarray, name: str) -> np.ndarray
             "numbers; give np.bincount a `minlength`."
         )
     result: np.ndarray = total + values
-    # The sign of a sum of two of one sign differs from theirs only if it did not fit.
+    # The sum overflowed if its sign differs from the signs of both summands.
     if (((total ^ result) & (values ^ result)) < 0).any():
         raise DataError(f"metric `{name}` must add up to less than 2**63, but does not; scale it down.")
     return result

@@ -1,4 +1,4 @@
-"""`megazero env`: what a machine has, what megazero would use of it, and what is in the way.
+"""`megazero env`: what a machine has, what megazero would use of it, and its problems.
 
-`gather` finds the facts, a value; problems and report are pure functions of it.
+`gather` collects the facts into a value; problems and report are pure functions of this value.
 """

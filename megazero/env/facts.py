@@ -1,4 +1,4 @@
-"""The facts about a machine, as values."""
+"""The facts about a machine, and its problems, as values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megazero.ops.dispatch import Operator
 
 @dataclass(frozen=True)
 class Versions:
-    """The versions of the software that megazero runs on; None for what is absent.
+    """The versions of the software that megazero runs on; None for software that is absent.
 
     Attributes:
-        cuda: CUDA version that torch is built for.
+        cuda: the CUDA version that torch is built for.
         driver: the newest CUDA version that the installed driver runs.
-        nvcc: CUDA version of the toolkit.
-        packages: versions of optional packages, by name.
+        nvcc: the CUDA version of the toolkit.
+        packages: the versions of optional packages, by name.
     """
 
     megazero: str
@@ -40,8 +40,8 @@ class AcceleratorFacts:
     """One GPU.
 
     Attributes:
-        capability: compute capability, such as (9, 0).
-        memory: bytes.
+        capability: the compute capability, such as (9, 0).
+        memory: in bytes.
     """
 
     name: str
@@ -51,7 +51,7 @@ class AcceleratorFacts:
 
 @dataclass(frozen=True)
 class CompiledModule:
-    """An extension module or library; `trouble` is the reason why it cannot be used, None if it can."""
+    """An extension module or library. trouble: why it cannot be used, None if it can."""
 
     name: str
     trouble: str | None = None
@@ -60,12 +60,12 @@ class CompiledModule:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The memory and disk of a host in bytes; None where the system does not say.
+    """The memory and disk of a host in bytes; None if unknown.
 
     Attributes:
-        limit: the control group's limit, None if it sets none.
-        shared, shared_free: size of /dev/shm, and the free part of it.
-        disk_free: free bytes of the disk with the current folder.
+        limit: the limit of the control group, None if there is none.
+        shared, shared_free: the size of /dev/shm, and its free part.
+        disk_free: the free part of the disk with the current folder.
     """
 
     total: int | None
@@ -81,13 +81,13 @@ class Processors:
     """The cores and threads of a host.
 
     Attributes:
-        cores: cores of the machine.
-        usable: cores that this process may run on.
-        quota: cores' worth of time that the control group grants; None if it sets no limit.
-        threads: threads of torch's operators.
+        cores: the cores of the machine.
+        usable: the cores that this process may run on.
+        quota: the CPU time that the control group grants, in cores; None without a limit.
+        threads: the threads of torch's operators.
         omp_threads: the value of OMP_NUM_THREADS, None if it is not set.
-        load: processes that wanted to run in the last minute, on average; None where the system does not say.
-        rates: FLOP/s of matrix products by precision.
+        load: the load average of the last minute; None if unknown.
+        rates: FLOP/s of matrix products, by precision.
     """
 
     cores: int
@@ -101,14 +101,12 @@ class Processors:
 
 @dataclass(frozen=True)
 class OperatorRow:
-    """The implementation that computes an operator for calls of one kind.
+    """The implementation that is chosen for calls of one kind to an operator.
 
     Attributes:
-        device: ``cpu`` or ``cuda``.
-        kind: further facts of the call that change the choice, such as ``dropout=True``; may be empty.
-        dtypes: all dtypes for which the rest of the row is the same.
-        passed_over: the implementations that come before the chosen one, each with the reason why it does not
-            run.
+        device: "cpu" or "cuda". kind: further facts of the call that change the choice, such as
+        "dropout=True"; may be empty. dtypes: all dtypes with the same choice. passed_over: the
+        implementations that precede the chosen one, each with the reason why it does not run.
     """
 
     operator: str
@@ -124,16 +122,16 @@ class Environment:
     """All facts about a machine.
 
     Attributes:
-        ranks: processes that are to run on this host.
+        ranks: the number of ranks of a training on this host.
         gpus: the GPUs that torch sees.
-        driver_gpus: names of the GPUs that the driver lists.
-        torch_targets: compute capabilities that torch is built for.
-        apex: the package that is installed under that name: ``absent``, ``nvidia`` or ``other``.
+        driver_gpus: the names of the GPUs that the driver lists.
+        torch_targets: the compute capabilities that torch is built for.
+        apex: the package with the name apex: "absent", "nvidia" or "other".
         writes_bytecode: whether Python keeps the modules that it compiles.
-        interfaces: network interfaces by name, each with its state and speed.
-        topology: the output of ``nvidia-smi topo -m``; None if there is none.
-        variables: environment variables that bear on a training.
-        node: what matters to a job of several nodes.
+        interfaces: the network interfaces by name, with state and speed.
+        topology: the output of ``nvidia-smi topo -m``; None if the command fails.
+        variables: the environment variables that affect a training.
+        node: facts that matter to a job of several nodes.
     """
 
     versions: Versions
@@ -153,8 +151,28 @@ class Environment:
     node: NodeFacts = field(default_factory=NodeFacts)
 
 
+@dataclass(frozen=True)
+class Problem:
+    """Something about a machine that stops a training or slows it down.
+
+    Attributes:
+        name: a short name, for machines.
+        message: "`x` must be ..., but is ...".
+        remedy: what to do.
+        stops: whether a training would end with an error or hang.
+    """
+
+    name: str
+    message: str
+    remedy: str
+    stops: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.remedy} [{self.name}]"
+
+
 def operator_rows(operator: Operator[Any]) -> tuple[OperatorRow, ...]:
-    """The implementation for each kind of call, and why no faster one runs; like calls share a row."""
+    """The implementation for each kind of call; calls with the same choice share a row."""
     groups: dict[tuple[str, str, str, tuple[tuple[str, str], ...]], list[str]] = {}
     for call, kind in operator.kinds().items():
         chosen = operator.choose(call).name

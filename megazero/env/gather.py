@@ -1,4 +1,4 @@
-"""Find the facts of the machine that this process runs on."""
+"""Collects the facts about the machine that this process runs on."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ _VARIABLES = re.compile(
     r"|LD_LIBRARY_PATH|LD_PRELOAD|SLURM_(JOB_ID|NTASKS|NNODES|CPUS_PER_TASK)"
 )
 _CPU_PRECISIONS = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
-_SECONDS = 20
+_SECONDS = 20  # timeout of a command
 
 
 def gather(ranks: int | None = None) -> Environment:
-    """Find out about this machine.
+    """Collect the facts about this machine.
 
     Args:
-        ranks: processes that are to run here; by default LOCAL_WORLD_SIZE, or as many as there are GPUs.
+        ranks: the ranks of a training on this host; by default LOCAL_WORLD_SIZE, or one for each GPU.
     """
     gpus = tuple(_gpus())
     text = _output("nvidia-smi") or ""
@@ -88,7 +88,7 @@ def gather(ranks: int | None = None) -> Environment:
 
 
 def _output(*command: str) -> str | None:
-    """The output of a command; None if there is no such command or it fails."""
+    """The output of a command; None if the command does not exist or fails."""
     if shutil.which(command[0]) is None:
         return None
     try:
@@ -98,7 +98,7 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip()
 
 
-def _found(pattern: str, text: str | None) -> str | None:
+def _first_match(pattern: str, text: str | None) -> str | None:
     match = re.search(pattern, text or "")
     return match and match.group(1)
 
@@ -116,10 +116,10 @@ def _versions(driver_text: str) -> Versions:
         torch=torch.__version__,
         numpy=numpy.__version__,
         cuda=torch.version.cuda,
-        driver=_found(r"CUDA Version: (\d+\.\d+)", driver_text),
+        driver=_first_match(r"CUDA Version: (\d+\.\d+)", driver_text),
         nccl=available["nccl"],
         gloo=available["gloo"] is not None,
-        nvcc=_found(r"release (\d+\.\d+)", _output("nvcc", "--version")),
+        nvcc=_first_match(r"release (\d+\.\d+)", _output("nvcc", "--version")),
         compiler=compiler and compiler.splitlines()[0],
         ninja=_output("ninja", "--version"),
         packages=packages,
@@ -135,7 +135,7 @@ def _gpus() -> Iterator[AcceleratorFacts]:
 def _torch_targets() -> Iterator[tuple[int, int]]:
     """Compute capabilities from names such as sm_90 and sm_120."""
     for name in torch.cuda.get_arch_list() if torch.cuda.is_available() else ():
-        number = _found(r"sm_(\d+)", name)
+        number = _first_match(r"sm_(\d+)", name)
         if number is not None:
             yield int(number[:-1]), int(number[-1])
 
@@ -151,7 +151,7 @@ def _module(name: str) -> CompiledModule:
 
 
 def _cuda_kernels(gpus: Sequence[AcceleratorFacts]) -> Iterator[CompiledModule]:
-    """The kernels for the first GPU, built if they are not there yet; nothing if none is wanted."""
+    """The CUDA kernels for the first GPU, which are built if necessary; nothing if MEGAZERO_CUDA is 0."""
     if not gpus or os.environ.get("MEGAZERO_CUDA") == "0":
         return
     trouble = None
@@ -164,7 +164,7 @@ def _cuda_kernels(gpus: Sequence[AcceleratorFacts]) -> Iterator[CompiledModule]:
 
 
 def _apex() -> str:
-    """The package called apex: NVIDIA's has a folder `multi_tensor_apply`; PyPI's is about something else."""
+    """Whose package apex is: NVIDIA's has a folder `multi_tensor_apply`, PyPI's is unrelated."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return "absent"
@@ -173,7 +173,7 @@ def _apex() -> str:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None if there is no file, or if it holds a word such as ``max``."""
+    """The number in a file; None without a file, or if it holds a word such as "max"."""
     with suppress(OSError, ValueError):
         return int(path.read_text().split()[0])
     return None
@@ -182,10 +182,10 @@ def _number(path: Path) -> int | None:
 def host_memory() -> HostMemory:
     """The memory and disk of this host."""
     text = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
-    total, available = (_found(rf"{name}:\s+(\d+) kB", text) for name in ("MemTotal", "MemAvailable"))
+    total, available = (_first_match(rf"{name}:\s+(\d+) kB", text) for name in ("MemTotal", "MemAvailable"))
     limit = _number(CGROUP / "memory.max") or _number(CGROUP / "memory/memory.limit_in_bytes")
     if limit is not None and total is not None and limit > int(total) << 10:
-        limit = None  # version 1 writes a huge number where there is none
+        limit = None  # cgroup v1 has a huge number instead of no limit
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     return HostMemory(
         total=None if total is None else int(total) << 10,
@@ -212,7 +212,7 @@ def _processors() -> Processors:
 
 
 def _interfaces() -> Mapping[str, str]:
-    """Network interfaces and InfiniBand devices, each with its state and, where it says so, its speed."""
+    """Network interfaces and InfiniBand ports by name, with state and, if known, speed."""
     interfaces = {}
     for folder in sorted(Path("/sys/class/net").glob("*")):
         with suppress(OSError):

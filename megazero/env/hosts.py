@@ -1,4 +1,4 @@
-"""The reports of several hosts, gathered over ssh, and the differences between them."""
+"""Reports of several hosts, gathered over ssh, and the differences between them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, cast
 
-from megazero.env.trouble import Trouble
+from megazero.env.facts import Problem
 from megazero.errors import printable
 
 Document = Mapping[str, Any]
 """The JSON of `megazero env` on a host."""
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
-_AT_ONCE = 16  # an sshd drops connections beyond ten that it has not let in yet, one in three at first
+_CONNECTIONS = 16  # at once; an sshd drops some of the connections beyond ten that wait for authentication
 _SECONDS = 180
 _MOST_BYTES = 1 << 22
-_SENSELESS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 _ROOT = Path(__file__).parents[2]
 
 
@@ -33,8 +33,8 @@ class Hosts:
     """The reports of hosts.
 
     Attributes:
-        documents: the report of each host that gave one, in order.
-        unreachable: the reason of each host that did not.
+        documents: host name -> its report, in order.
+        unreachable: host name -> why there is no report.
     """
 
     documents: Mapping[str, Document]
@@ -46,10 +46,10 @@ class Compared:
     """A fact that must be the same on all hosts.
 
     Attributes:
-        name: what it is called.
-        of: takes it from a host's report, as text.
-        remedy: what to do where it differs.
-        stops: whether a training would end or hang because of it.
+        name: the name of the fact.
+        of: takes the fact from a host's report, as text.
+        remedy: what to do if it differs.
+        stops: whether a difference would end or hang a training.
     """
 
     name: str
@@ -121,11 +121,11 @@ COMPARED: tuple[Compared, ...] = (
         stops=True,
     ),
 )
-"""What is compared, in the order of the report."""
+"""The compared facts, in the order of the report."""
 
 
 def remote_command(flags: Sequence[str]) -> str:
-    """The command that reports on a host, where Python and megazero lie as they do here."""
+    """The command that reports on a host with the same paths of Python and megazero as here."""
     words = ["env", f"PYTHONPATH={_ROOT}", sys.executable, "-m", "megazero.cli", "env", "--json", *flags]
     return shlex.join(words)
 
@@ -134,8 +134,8 @@ def gather_hosts(ranks: Mapping[str, int | None], ssh: str = SSH) -> Hosts:
     """Ask all hosts for their reports, a few at a time.
 
     Args:
-        ranks: the hosts, with the ranks that are to run on each; None for as many as it has GPUs.
-        ssh: the command that runs a command on a host: the host and the command follow.
+        ranks: host name -> ranks of a training on the host; None for one for each GPU.
+        ssh: the words before the host and the command that runs there.
     """
     words = shlex.split(ssh)
 
@@ -143,7 +143,7 @@ def gather_hosts(ranks: Mapping[str, int | None], ssh: str = SSH) -> Hosts:
         count = ranks[name]
         return _ask([*words, name, remote_command(() if count is None else ("--nproc", str(count)))])
 
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_CONNECTIONS) as pool:
         answers = dict(zip(ranks, pool.map(ask, ranks), strict=True))
     documents = {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
     return Hosts(documents, {name: reason for name, reason in answers.items() if isinstance(reason, str)})
@@ -151,7 +151,7 @@ def gather_hosts(ranks: Mapping[str, int | None], ssh: str = SSH) -> Hosts:
 
 def _ask(command: Sequence[str]) -> Document | str:
     """The report that a command prints, or the reason why there is none."""
-    # Into files: a pipe has no end while a stray process holds it, such as the one of ssh's ControlPersist.
+    # Files, not pipes: a stray process, such as ssh's ControlPersist master, can keep a pipe open.
     with TemporaryFile() as out, TemporaryFile() as err:
         try:
             done = subprocess.run(
@@ -161,12 +161,12 @@ def _ask(command: Sequence[str]) -> Document | str:
             return f"gave no answer within {_SECONDS} s"
         except OSError as error:
             return f"`{command[0]}` cannot be run: {error.strerror}"
-        said, errors = (_text_of(file) for file in (out, err))
-    for line in reversed(said.splitlines()):  # a shell's greeting may come first
+        output, errors = (_text_of(file) for file in (out, err))
+    for line in reversed(output.splitlines()):  # a shell's greeting may come first
         try:
             document = json.loads(line)
             hosts_report(Hosts({"": document}, {}))
-        except _SENSELESS:
+        except _MALFORMED:
             continue
         return cast("Document", document)
     lines = [line for line in errors.splitlines() if line.strip()]
@@ -174,18 +174,18 @@ def _ask(command: Sequence[str]) -> Document | str:
 
 
 def _text_of(file: IO[bytes]) -> str:
-    """The end of what a command has written."""
+    """The end of the output of a command, at most 4 MiB."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _MOST_BYTES))
     return file.read().decode(errors="replace")
 
 
-def differences(documents: Mapping[str, Document]) -> tuple[Trouble, ...]:
-    """A problem for each fact that differs between hosts; the value of most hosts is what it must be."""
+def differences(documents: Mapping[str, Document]) -> tuple[Problem, ...]:
+    """A problem for each fact that differs between hosts; the value of most hosts counts as right."""
     return tuple(_differences(documents))
 
 
-def _differences(documents: Mapping[str, Document]) -> Iterator[Trouble]:
+def _differences(documents: Mapping[str, Document]) -> Iterator[Problem]:
     for row in COMPARED:
         groups: dict[str, list[str]] = {}
         for name, document in documents.items():
@@ -194,7 +194,7 @@ def _differences(documents: Mapping[str, Document]) -> Iterator[Trouble]:
             continue
         most, *others = sorted(groups.items(), key=lambda item: -len(item[1]))
         odd = "; ".join(f"{value or 'unknown'} on {_named(names)}" for value, names in others)
-        yield Trouble(
+        yield Problem(
             f"differs_{row.name.lower().replace(' ', '_')}",
             f"{row.name} must be the same on all hosts, but is {most[0] or 'unknown'} on "
             f"{_named(most[1])}, and {odd}",
@@ -204,12 +204,12 @@ def _differences(documents: Mapping[str, Document]) -> Iterator[Trouble]:
 
 
 def _named(names: Sequence[str]) -> str:
-    """Names, of many hosts the first few."""
+    """The names of some hosts; only the first three of more than four."""
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
 def hosts_report(hosts: Hosts) -> str:
-    """The report for people: a row for each host, what differs, and the problems of each."""
+    """The report as text: a row for each host, the differences, and the problems of all hosts."""
     lines = ["hosts"]
     columns = ("megazero", "torch", "NCCL", "driver", "GPUs", "kernel")
     rows: list[tuple[str, ...]] = [("host", *columns)]
@@ -222,7 +222,7 @@ def hosts_report(hosts: Hosts) -> str:
     ]
     lines += [f"  {name}  unreachable: {reason}" for name, reason in hosts.unreachable.items()]
     differing = differences(hosts.documents)
-    lines += ["", f"differences: {len(differing) or 'none'}", *(f"  {trouble}" for trouble in differing)]
+    lines += ["", f"differences: {len(differing) or 'none'}", *(f"  {problem}" for problem in differing)]
     problems = [(name, problem) for name, d in hosts.documents.items() for problem in d["problems"]]
     lines += ["", f"problems: {len(problems) or 'none found'}"]
     shared: dict[str, list[str]] = {}
@@ -234,14 +234,14 @@ def hosts_report(hosts: Hosts) -> str:
 
 
 def hosts_document(hosts: Hosts) -> dict[str, Any]:
-    """The same as an object of JSON's types."""
-    differing = [vars(trouble) for trouble in differences(hosts.documents)]
+    """The report as a JSON object."""
+    differing = [vars(problem) for problem in differences(hosts.documents)]
     return {"hosts": {**hosts.documents}, "unreachable": {**hosts.unreachable}, "differences": differing}
 
 
 def hosts_status(hosts: Hosts) -> tuple[bool, bool]:
-    """Whether something is wrong, and whether it would stop a training."""
+    """Whether there are problems, and whether one of them would stop a training."""
     problems = [problem["stops"] for document in hosts.documents.values() for problem in document["problems"]]
-    problems += [trouble.stops for trouble in differences(hosts.documents)]
+    problems += [problem.stops for problem in differences(hosts.documents)]
     problems += [True] * len(hosts.unreachable)
     return bool(problems), any(problems)

@@ -1,10 +1,10 @@
-"""The checks that one node can make before it waits for the others: flags, files, GPUs, addresses.
+"""The checks that a node makes before it waits for the other nodes: flags, files, GPUs, addresses.
 
     python -m megazero.env.launch_check --gpus-per-node 8 --nnodes 128 --node-rank 0 \\
         --master-addr HOST --master-port 6000 --script pretrain_gpt_175b.sh -- FLAGS
 
-The launchers in `scripts/` run it first. It lists every reason against the launch and ends with status 2, or
-says what the node is about to wait for.
+The launchers in `scripts/` run it first. It lists every problem of the launch and exits with status 2, or
+says what the node will wait for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megazero.config.resolve import parse_config
 from megazero.config.tree.config import Config
 from megazero.data.blended import parse_blend
 from megazero.data.splits import SPLIT_NAMES
-from megazero.data.tokenizers.files import require_file
+from megazero.data.tokenizers.base import require_file
 from megazero.errors import ConfigError, DataError
 from megazero.train.folders import read_folder
 
@@ -34,14 +34,14 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class NodeLaunch:
-    """One node's share of a launch.
+    """One node's part of a launch.
 
     Attributes:
         script: the launcher's name, for messages.
-        gpus_per_node: ranks that each node starts.
-        nodes: number of nodes.
+        gpus_per_node: the ranks that each node starts.
+        nodes: the number of nodes.
         node_rank: this node's number, from 0.
-        address, port: where node 0 listens.
+        address, port: the address and port at which node 0 listens.
     """
 
     script: str
@@ -57,12 +57,12 @@ class NodeLaunch:
         return self.gpus_per_node * self.nodes
 
     def needs(self) -> str:
-        """The nodes and ranks that the job asks for, in words."""
+        """The nodes and ranks of the job, as text."""
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
         return f"{nodes} with {self.gpus_per_node} GPUs each, {self.world_size} ranks"
 
     def announcement(self) -> str:
-        """A line that says what the node does next, and what it will wait for."""
+        """A line about what the node does next, and what it will wait for."""
         if self.nodes == 1:
             return f"{self.script}: starting {self.gpus_per_node} ranks on this node"
         where = f"{self.address}:{self.port}"
@@ -75,12 +75,12 @@ class NodeLaunch:
 
 
 def node_problems(launch: NodeLaunch, device: str, gpus: int | None) -> Iterator[str]:
-    """The reasons against starting this node.
+    """The problems of this node.
 
     Args:
-        launch: the node's share of the launch.
+        launch: the node's part of the launch.
         device: the setting `--device`: auto, cpu or cuda.
-        gpus: GPUs that this node has; None without torch.
+        gpus: the number of GPUs of this node; None without torch.
     """
     if gpus is None:
         yield (
@@ -105,7 +105,7 @@ def node_problems(launch: NodeLaunch, device: str, gpus: int | None) -> Iterator
 
 
 def file_problems(config: Config) -> Iterator[str]:
-    """The complaints about files of the data and of the tokenizer that are missing."""
+    """The missing files of the data and the tokenizer, as messages."""
     data, tokenizer = config.data, config.tokenizer
     own = zip(SPLIT_NAMES, (data.train_data_path, data.valid_data_path, data.test_data_path), strict=True)
     for split, paths in (("train", data.data_path), *own):
@@ -124,10 +124,9 @@ def file_problems(config: Config) -> Iterator[str]:
 
 
 def check_launch(launch: NodeLaunch, flags: Sequence[str], gpus: int | None) -> str:
-    """The launch's announcement, if nothing speaks against it.
+    """Check a launch; return its announcement.
 
-    Raises:
-        ConfigError: something does; every reason is listed.
+    Raises ConfigError if there are problems; all of them are listed.
     """
     config = parse_config(flags, world_size=launch.world_size, reader=read_folder, only_look=True).config
     problems = [*file_problems(config), *node_problems(launch, config.parallel.device, gpus)]
@@ -145,7 +144,7 @@ def _gpus() -> int | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check a launch; returns the exit status, 2 if it is refused."""
+    """Check a launch; return the exit status, 2 if it is refused."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

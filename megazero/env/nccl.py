@@ -1,25 +1,24 @@
-"""Environment variables of NCCL, torch and CUDA that make a training slow, silent or wrong, with reasons."""
+"""Environment variables of NCCL, torch and CUDA whose values make a training slow, silent or wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megazero.env.facts import Environment
-from megazero.env.trouble import Trouble
+from megazero.env.facts import Environment, Problem
 
 _ON = ("1", "true", "yes", "on")
-_ANY_INTERFACE = ("lo", "docker")
+_LOCAL_INTERFACES = ("lo", "docker")
 
 
 @dataclass(frozen=True)
 class BadVariable:
-    """A variable whose value is known to be bad.
+    """A variable with values that are known to be bad.
 
     Attributes:
         name: the variable.
-        bad: whether a value is, in lower case.
-        why: the effect.
+        bad: whether a value, in lower case, is bad.
+        why: the effect of a bad value.
         where: whether it matters on a machine.
     """
 
@@ -69,15 +68,15 @@ BAD_VARIABLES: tuple[BadVariable, ...] = (
     BadVariable("CUDA_LAUNCH_BLOCKING", _is_on, "the host then waits for each kernel"),
     BadVariable("PYTORCH_NO_CUDA_MEMORY_CACHING", _is_on, "each tensor is then allocated by the driver"),
 )
-"""Rows of NVIDIA's and torch's documents, and of reports by those who met them."""
+"""From NVIDIA's and torch's documentation, and from reports of users."""
 
 
-def variable_problems(env: Environment) -> Iterator[Trouble]:
-    """The variables that are set to something known to be bad, or that name devices which are not there."""
+def variable_problems(env: Environment) -> Iterator[Problem]:
+    """Variables with bad values, or with names of devices that do not exist."""
     for row in BAD_VARIABLES:
         value = env.variables.get(row.name)
         if value is not None and row.bad(value.lower()) and row.where(env):
-            yield Trouble(
+            yield Problem(
                 f"variable_{row.name.lower()}",
                 f"`{row.name}` must be left out of a training, but is {value}: {row.why}",
                 f"run `unset {row.name}`",
@@ -87,40 +86,40 @@ def variable_problems(env: Environment) -> Iterator[Trouble]:
     yield from _adapters(env)
 
 
-def _interfaces(env: Environment, variable: str) -> Iterator[Trouble]:
-    """A list of interfaces by the beginnings of their names; with ``=`` by whole names; ``^`` excludes."""
+def _interfaces(env: Environment, variable: str) -> Iterator[Problem]:
+    """The problems of a variable that names interfaces: by prefix, with "=" exactly, with "^" to exclude."""
     value = env.variables.get(variable, "")
     if not value or value.startswith("^") or not env.interfaces:
         return
     exact = value.startswith("=") or variable.startswith("GLOO")
     wanted = value.lstrip("=").split(",")
     known = list(env.interfaces)
-    there = [
+    matching = [
         name for name in known for word in wanted if name == word or (not exact and name.startswith(word))
     ]
-    if not there:
-        yield Trouble(
+    if not matching:
+        yield Problem(
             "no_such_interface",
             f"`{variable}` must name a network interface of this host ({', '.join(known)}), but is {value}",
             "name one that all hosts have, or leave it out",
             stops=True,
         )
-    elif all(name.startswith(_ANY_INTERFACE) for name in there):
-        yield Trouble(
+    elif all(name.startswith(_LOCAL_INTERFACES) for name in matching):
+        yield Problem(
             "local_interface",
-            f"`{variable}` must name an interface that other hosts reach, but names {', '.join(there)}",
+            f"`{variable}` must name an interface that other hosts reach, but names {', '.join(matching)}",
             "name the network between the hosts, unless the job has one host",
         )
 
 
-def _adapters(env: Environment) -> Iterator[Trouble]:
+def _adapters(env: Environment) -> Iterator[Problem]:
     value = env.variables.get("NCCL_IB_HCA", "")
     if not value or value.startswith("^") or not env.node.ports:
         return
     devices = sorted({port.name.partition(" ")[0] for port in env.node.ports})
     words = [word.partition(":")[0] for word in value.lstrip("=").split(",")]
     if not any(device.startswith(word) for device in devices for word in words):
-        yield Trouble(
+        yield Problem(
             "no_such_adapter",
             f"`NCCL_IB_HCA` must name an RDMA device of this host ({', '.join(devices)}), but is {value}",
             "correct it: messages between nodes otherwise go over TCP",

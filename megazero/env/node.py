@@ -1,6 +1,6 @@
-"""The facts of a node of a cluster: its GPUs' state, links, ports, limits and kernel, read from text.
+"""The facts about a node of a cluster: state of the GPUs, links, ports, limits and kernel.
 
-`node_facts` reads them from a file system and from `nvidia-smi`; each parser takes a text of its own.
+`node_facts` reads them from a file system and from `nvidia-smi`; parsers of their outputs take text.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ _OLD_COLUMNS = (
 GPU_COLUMNS = tuple(
     f"{_OLD_COLUMNS} remapped_rows.pending mig.mode.current clocks_throttle_reasons.hw_slowdown".split()
 )
-"""What is asked of each GPU, by the names of ``nvidia-smi --help-query-gpu``."""
+"""The queried values of a GPU, by the names of ``nvidia-smi --help-query-gpu``."""
 
 _MODULES = re.compile(r"nvidia|nv_peer|gdrdrv|amdgpu|ib_|rdma|mlx|efa|bnxt")
 
 
 def gpu_query(columns: Sequence[str] = GPU_COLUMNS) -> tuple[str, ...]:
-    """The command whose output `gpu_states` reads."""
+    """The command whose output `gpu_states` parses."""
     return ("nvidia-smi", f"--query-gpu={','.join(columns)}", "--format=csv,nounits")
 
 
 LINKS = ("nvidia-smi", "nvlink", "--status")
-"""The command whose output `nvlink_counts` reads."""
+"""The command whose output `nvlink_counts` parses."""
 
 
 @dataclass(frozen=True)
 class GpuState:
-    """The state of a GPU as the driver tells it: what is known, by the names of `GPU_COLUMNS`."""
+    """The state of a GPU, from the driver. values: the known values, by the names of `GPU_COLUMNS`."""
 
     index: int
     values: Mapping[str, str] = field(default_factory=dict)
 
     def number(self, name: str) -> float | None:
-        """A value as a number; None if it is none, such as ``[N/A]``."""
+        """A value as a number; None if it is not a number, such as "[N/A]"."""
         with suppress(ValueError):
             return float(self.values.get(name, ""))
         return None
@@ -56,10 +56,10 @@ class Port:
     """A port of an RDMA device.
 
     Attributes:
-        name: such as ``mlx5_0 port 1``.
-        state: such as ``ACTIVE`` or ``DOWN``.
-        rate: Gb/s; 0 if unknown.
-        layer: ``InfiniBand`` or ``Ethernet``.
+        name: such as "mlx5_0 port 1".
+        state: such as "ACTIVE" or "DOWN".
+        rate: in Gb/s; 0 if unknown.
+        layer: "InfiniBand" or "Ethernet".
     """
 
     name: str
@@ -69,7 +69,7 @@ class Port:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProcessLimits:
     """The limits of a process: open files, processes, and locked memory in bytes; -1 for none."""
 
     files: int = UNLIMITED
@@ -82,13 +82,13 @@ class KernelFacts:
     """The operating system's kernel and its settings.
 
     Attributes:
-        release: its version.
-        governors: how cores choose their clocks.
-        numa_nodes: domains of memory.
-        numa_balancing: whether it moves pages between them.
-        huge_pages: the choice for transparent huge pages, such as ``madvise``.
-        command_line: the words that it was started with.
-        modules: those of its modules that are about GPUs and networks.
+        release: the version of the kernel.
+        governors: the CPU frequency governors.
+        numa_nodes: the number of NUMA nodes.
+        numa_balancing: whether the kernel moves pages between NUMA nodes.
+        huge_pages: the mode of transparent huge pages, such as "madvise".
+        command_line: the kernel's command line.
+        modules: loaded modules for GPUs and networks.
     """
 
     release: str = ""
@@ -102,19 +102,19 @@ class KernelFacts:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """The facts of a node that matter to a job of several.
+    """The facts about a node that matter to a job of several nodes.
 
     Attributes:
         code: a digest of megazero's sources.
-        limits: the limits of this process.
-        gpus: the GPUs' state.
-        nvlinks: for each GPU by its index, the numbers of active and of inactive links.
-        ports: ports of RDMA devices.
-        kernel: the kernel.
+        limits: the resource limits of this process.
+        gpus: the state of each GPU.
+        nvlinks: GPU index -> numbers of active and of inactive links.
+        ports: the ports of RDMA devices.
+        kernel: the kernel and its settings.
     """
 
     code: str = ""
-    limits: Limits = Limits()
+    limits: ProcessLimits = ProcessLimits()
     gpus: tuple[GpuState, ...] = ()
     nvlinks: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     ports: tuple[Port, ...] = ()
@@ -122,7 +122,7 @@ class NodeFacts:
 
 
 def gpu_states(text: str) -> tuple[GpuState, ...]:
-    """The rows of ``nvidia-smi --query-gpu=... --format=csv,nounits``, where units follow some names."""
+    """Parse the output of `gpu_query`, dropping the units in its header."""
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         return ()
@@ -137,7 +137,7 @@ def gpu_states(text: str) -> tuple[GpuState, ...]:
 
 
 def nvlink_counts(text: str) -> dict[int, tuple[int, int]]:
-    """The active and inactive links of each GPU in the output of ``nvidia-smi nvlink --status``."""
+    """Parse ``nvidia-smi nvlink --status`` into GPU index -> numbers of active and inactive links."""
     counts: dict[int, tuple[int, int]] = {}
     gpu = None
     for line in text.splitlines():
@@ -151,7 +151,7 @@ def nvlink_counts(text: str) -> dict[int, tuple[int, int]]:
 
 
 def rdma_ports(root: Path) -> tuple[Port, ...]:
-    """The ports below ``sys/class/infiniband``, whose files say ``4: ACTIVE`` and ``400 Gb/sec (4X NDR)``."""
+    """The ports in ``sys/class/infiniband``, whose files hold "4: ACTIVE" and "400 Gb/sec (4X NDR)"."""
     ports = []
     for folder in sorted(root.glob("sys/class/infiniband/*/ports/*")):
         state = _text(folder / "state").partition(":")[2].strip()
@@ -162,28 +162,28 @@ def rdma_ports(root: Path) -> tuple[Port, ...]:
 
 
 def chosen_word(text: str) -> str:
-    """The word in brackets: ``madvise`` of ``always [madvise] never``."""
+    """The word in brackets, such as "madvise" in "always [madvise] never"."""
     match = re.search(r"\[(\w+)\]", text)
     return match[1] if match else ""
 
 
-def own_limits() -> Limits:
+def own_limits() -> ProcessLimits:
     """The limits of this process."""
     kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
     soft = [resource.getrlimit(kind)[0] for kind in kinds]
-    return Limits(*(UNLIMITED if limit == resource.RLIM_INFINITY else limit for limit in soft))
+    return ProcessLimits(*(UNLIMITED if limit == resource.RLIM_INFINITY else limit for limit in soft))
 
 
 def node_facts(
-    output: Callable[..., str | None], code: str, root: Path = Path("/"), limits: Limits | None = None
+    output: Callable[..., str | None], code: str, root: Path = Path("/"), limits: ProcessLimits | None = None
 ) -> NodeFacts:
-    """Read the facts of a node.
+    """Read the facts about a node.
 
     Args:
-        output: runs a command and returns its output, or None if it cannot.
+        output: runs a command and returns its output, None if it fails.
         code: a digest of megazero's sources.
-        root: the file system, whose ``proc`` and ``sys`` are read.
-        limits: the limits; by default, this process's.
+        root: the folder with the ``proc`` and ``sys`` to read.
+        limits: the resource limits; by default those of this process.
     """
     return NodeFacts(
         code=code,
@@ -196,7 +196,7 @@ def node_facts(
 
 
 def kernel_facts(root: Path) -> KernelFacts:
-    """The facts that a kernel tells in the file system below `root`."""
+    """The facts about the kernel in ``proc`` and ``sys`` below `root`."""
     cpus = root.glob("sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")
     modules = (line.partition(" ")[0] for line in _text(root / "proc/modules").splitlines())
     return KernelFacts(
@@ -211,7 +211,7 @@ def kernel_facts(root: Path) -> KernelFacts:
 
 
 def _text(path: Path) -> str:
-    """The content of a file without spaces at its ends; empty if it cannot be read."""
+    """The stripped content of a file; empty if it cannot be read."""
     with suppress(OSError):
         return path.read_text(errors="replace").strip()
     return ""

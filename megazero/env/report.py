@@ -1,4 +1,4 @@
-"""An environment as text for people and as a document for machines."""
+"""The report on an environment, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from typing import Any
 
 from megazero.env.facts import Environment, OperatorRow
 from megazero.env.node import GPU_COLUMNS, UNLIMITED, GpuState
-from megazero.env.problems import troubles
+from megazero.env.problems import find_problems
 from megazero.train.observe.host import giga
 
 
 def document(env: Environment) -> dict[str, Any]:
-    """All facts and problems as an object of JSON's types."""
-    return {**asdict(env), "problems": [asdict(trouble) for trouble in troubles(env)]}
+    """All facts and problems as a JSON object."""
+    return {**asdict(env), "problems": [asdict(problem) for problem in find_problems(env)]}
 
 
 def report(env: Environment) -> str:
-    """The report for people.
-
-    Of the implementations that an operator passes over, those for another device are left out.
-    """
+    """The report as text; it leaves out implementations of operators for another device."""
     sections = (
         ("versions", _versions(env)),
         ("devices", _devices(env)),
@@ -36,7 +33,7 @@ def report(env: Environment) -> str:
     lines: list[str] = []
     for title, rows in sections:
         lines += [title, *_table(rows), ""]
-    problems = troubles(env)
+    problems = find_problems(env)
     lines.append(f"problems: {len(problems) or 'none found'}")
     lines += [f"  {problem}" for problem in problems]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Texts with masked tokens in, the likeliest tokens for each out."""
+"""Predicts the masked tokens of texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROLES = ("cls", "sep", "mask", "pad")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A token that may stand at a masked place, and the probability that the model gives it."""
+    """A token for a masked place, and the model's probability of it."""
 
     token: str
     probability: float
@@ -30,7 +30,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class MaskedText:
-    """A text as the model takes it: [CLS] A [SEP], or [CLS] A [SEP] B [SEP].
+    """A text in the form that the model reads: [CLS] A [SEP], or [CLS] A [SEP] B [SEP].
 
     Attributes:
         tokens: the ids.
@@ -42,15 +42,15 @@ class MaskedText:
 
 
 class MaskFiller:
-    """A model that restores masked tokens, with the tokenizer that it was trained with.
+    """A masked language model with the tokenizer that it was trained with.
 
     Args:
-        model: all or this stage's parts of it.
-        tokenizer: its tokenizer.
+        model: the whole model, or this stage's parts of it.
+        tokenizer: the model's tokenizer.
         collate: turns arrays like a dataset's into a batch of the model.
 
     Raises:
-        DataError: the tokenizer lacks one of the special tokens that such a model needs.
+        DataError: the tokenizer lacks a special token that the model needs.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class MaskFiller:
     def fill(
         self, texts: Sequence[str], *, top_k: int = 5, batch_size: int = 16
     ) -> list[list[list[Candidate]]]:
-        """Return the `top_k` likeliest tokens of each mask of each text, the likeliest first.
+        """Return the `top_k` most likely tokens of each mask of each text, the most likely first.
 
         Every rank of the model calls this with the same arguments and returns the same. A text may be a pair
-        of segments with a [SEP] between them. Probabilities are over the whole vocabulary of the model.
+        of segments with a [SEP] between them. Probabilities are over the model's whole vocabulary.
 
         Raises:
             ConfigError: `top_k` or `batch_size` is not positive.
-            DataError: a text has no mask or more than two segments, or outgrows the model's positions.
+            DataError: a text has no mask, more than two segments, or more tokens than the model's positions.
         """
         for name, value in (("top_k", top_k), ("batch_size", batch_size)):
             if value < 1:
@@ -91,7 +91,7 @@ class MaskFiller:
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
             inputs = self.collate(self._arrays(batch), tuple(range(len(batch))))
-            assert isinstance(inputs, BertBatch), "a model that restores tokens takes such batches"
+            assert isinstance(inputs, BertBatch), "a masked language model takes such batches"
             with torch.inference_mode(), varying_shapes():
                 logits = self.model.masked_logits(inputs)
             candidates = iter(self._best(logits, top_k))
@@ -99,7 +99,7 @@ class MaskFiller:
         return filled
 
     def encode(self, number: int, text: str) -> MaskedText:
-        """Encode a text; errors refer to it by its number.
+        """Encode a text; its number is for error messages.
 
         Raises:
             DataError: see `fill`.
@@ -129,12 +129,12 @@ class MaskFiller:
         return MaskedText(tokens, types)
 
     def _encode_around_masks(self, segment: str) -> list[int]:
-        # A tokenizer takes documents as plain text, in which these letters mean themselves.
+        # A tokenizer encodes "[MASK]" in a text as plain letters, so the text is split at the masks.
         first, *others = (self.tokenizer.encode(part) for part in segment.split(self._names["mask"]))
         return [*first, *(token for part in others for token in (self._ids["mask"], *part))]
 
     def _arrays(self, rows: Sequence[MaskedText]) -> dict[str, np.ndarray]:
-        """Arrays as a dataset gives them; the labels are not known, so they are 0."""
+        """The arrays of `BERTDataset.batch`; the labels of the masks are unknown and set to 0."""
         lengths = np.array([len(row.tokens) for row in rows])
         shape = (len(rows), int(lengths.max()))
         tokens, types = np.full(shape, self._ids["pad"]), np.zeros(shape, dtype=np.int64)
@@ -153,7 +153,7 @@ class MaskFiller:
         }
 
     def _best(self, logits: Tensor, top_k: int) -> list[list[Candidate]]:
-        """logits [m, v] -> the best tokens for each of the m masks, of those that the tokenizer can name."""
+        """logits [m, v] -> the best candidates for each of m masks, among the tokens of the tokenizer."""
         known = self.tokenizer.vocab_size
         best = logits.float().softmax(-1)[:, :known].topk(min(top_k, known), dim=-1)
         return [

@@ -1,10 +1,9 @@
-"""Tokens in, tokens out: a batch of prompts of any lengths is continued token by token.
+"""Continues a batch of prompts of any lengths, token by token.
 
-All sequences advance through the same positions, each from its own start, without any padding in between: up
-to the end of a prompt its own tokens are fed, from there on the drawn ones (as in Megatron-LM). So a batch
-gives the same tokens as each prompt alone. While all sequences still have prompt tokens left, many positions
-are fed at once: all of them, or chunks of them (Agrawal et al. 2023, "Sarathi"), so that a long prompt takes
-the memory of a chunk's activations and not of the whole prompt's.
+All sequences advance through the same positions, without padding: up to the end of its prompt a sequence is
+fed the prompt's tokens, then the drawn tokens (as in Megatron-LM). So a batch gives the same tokens as each
+prompt alone. While all sequences still have prompt tokens left, many positions are fed at once: all of them,
+or in chunks (Agrawal et al. 2023, "Sarathi"), so that a long prompt takes the activation memory of one chunk.
 """
 
 from __future__ import annotations
@@ -41,22 +40,22 @@ def generate(
     Dropout is off, and the model is not changed.
 
     Args:
-        model: a model without sequence parallelism: a whole one, or this stage's parts.
-        prompts: token ids of each prompt, at least one.
-        max_new_tokens: most tokens to add to each prompt.
-        sampling: how tokens are drawn; None draws from the model's distribution as it is.
+        model: a model without sequence parallelism: the whole model, or this stage's parts.
+        prompts: the token ids of each prompt, at least one token.
+        max_new_tokens: the most tokens to add to each prompt.
+        sampling: how tokens are drawn; None draws from the model's own distribution.
         eod: the id that ends a sequence; None lets all sequences run to `max_new_tokens`.
         numbers: numbers of the sequences in the random stream, so that a prompt draws the same tokens in any
             batch; the default is 0, 1, 2, ...
-        prefill_chunk: most positions of the prompts to feed at once; None feeds as many as there are. The
-            tokens are the same, and only keys and values grow with the prompt.
-        on_token: called with (index of the prompt, token) as soon as a token is known, on every rank.
+        prefill_chunk: the most prompt positions to feed at once; None for no limit. It bounds the memory of
+            activations and does not change the tokens.
+        on_token: called on every rank with (index of the prompt, token) as soon as a token is drawn.
 
     Returns:
-        The new tokens of each prompt, without the prompt and without the `eod` that ended it.
+        The new tokens of each prompt, without the `eod` that ended it.
 
     Raises:
-        ConfigError: the model is sequence-parallel, the sequences outgrow a learned position table, or an
+        ConfigError: the model is sequence-parallel, a sequence is longer than a learned position table, or an
             argument is out of range.
         DataError: a prompt is empty or has a token outside the vocabulary.
         NumericsError: the model's logits are not finite.
@@ -75,7 +74,7 @@ def generate(
     position = 0
     with torch.inference_mode(), varying_shapes():
         while live := [row for row in rows if row.live]:
-            # A live sequence is longer than what was fed, at least by its last drawn token.
+            # A live sequence has at least one token that was not fed yet, its last drawn one.
             stop = min(len(row.tokens) for row in live)
             if prefill_chunk is not None:
                 stop = min(stop, position + prefill_chunk)
@@ -93,7 +92,7 @@ def generate(
 
 @dataclass
 class _GrowingSequence:
-    """A sequence being generated: the `tokens` so far, which may grow to at most `end` tokens."""
+    """A sequence being generated. tokens: the tokens so far; end: the most tokens; number: in the stream."""
 
     tokens: list[int]
     end: int
@@ -101,7 +100,7 @@ class _GrowingSequence:
     live: bool = True
 
     def span(self, start: int, stop: int) -> list[int]:
-        """Tokens [start, stop); a sequence that has ended is filled up with a token that is never read."""
+        """Tokens [start, stop); a sequence that has ended is padded with tokens whose logits nobody reads."""
         tokens = self.tokens[start:stop]
         return tokens + [self.tokens[0]] * (stop - start - len(tokens))
 
@@ -124,7 +123,7 @@ class _Stepper:
         self.fed = 0
 
     def __call__(self, tokens: list[list[int]]) -> Tensor:
-        """tokens [b, s], which follow those already fed -> logits of the next token, float32 [b, v]."""
+        """Feed the next tokens [b, s]; return the logits of the token after them, float32 [b, v]."""
         start, self.fed = self.fed, self.fed + len(tokens[0])
         batch = Batch(
             tokens=torch.tensor(tokens, device=self.model.device),
@@ -164,9 +163,12 @@ def _check(
                 f"`prompts` must have tokens in [0, {model.vocab_size}), but those of prompt {i} range from "
                 f"{low} to {high}; was it made with another tokenizer?"
             )
+    _check_positions(model, max((len(prompt) for prompt in prompts), default=0), max_new_tokens)
+
+
+def _check_positions(model: StagedModel[Batch], longest_prompt: int, max_new_tokens: int) -> None:
     positions = model.spec.positions
-    # The last token drawn is never fed.
-    needed = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens - 1
+    needed = longest_prompt + max_new_tokens - 1  # the last token drawn is never fed
     learned = model.spec.embedding.positions > 0
     sparse = any(attention.sight.sparse for attention in model.spec.attentions())
     if (learned or sparse) and needed > positions:

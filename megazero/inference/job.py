@@ -1,4 +1,4 @@
-"""The parts that all commands with a trained model share: flags for its sizes, texts, and the job itself."""
+"""The common parts of commands that run a trained model: parallel sizes, loading the model, reading texts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """The flags for the sizes of the job."""
+    """Add the flags for the parallel sizes of the job."""
     for axis, what in (("tensor", "slices of each layer"), ("pipeline", "stages")):
         parser.add_argument(
             f"--{axis}-model-parallel-size",
@@ -41,13 +41,18 @@ def loaded_model(
     verb: str,
     part: Callable[[ModelChunk[MicroBatch]], StagedChunk[M]],
 ) -> Iterator[tuple[Loaded, StagedModel[M]]]:
-    """The checkpoint in the folder `flags.load`, on this rank of a job that lasts as long as the context.
+    """Join the job and load this rank's part of the checkpoint in `flags.load`; leave the job at the end.
 
-    The first rank prints the remarks. `verb` is the command that the model is for, and `part` returns a
-    chunk as one of the models that the command can run.
+    The first rank prints remarks about the checkpoint.
+
+    Args:
+        flags: the parsed flags of the command.
+        launch: this rank's place in the job.
+        verb: the command's name, for messages.
+        part: returns a chunk as a model that the command can run, or raises an error.
 
     Raises:
-        MegazeroError: the checkpoint cannot be loaded on this job, or its model is not for this command.
+        MegazeroError: the checkpoint cannot be loaded on this job, or the command cannot run its model.
     """
     # This imports every part of megazero, so it waits until the flags are known to be good.
     from megazero.train.resume.trained import AxisSizes, load_for_inference
@@ -65,10 +70,9 @@ def loaded_model(
 
 
 def check_texts(texts: list[str], flag: str) -> list[str]:
-    """Return the values of a flag unchanged.
+    """Return `texts`, the values of a flag.
 
-    Raises:
-        DataError: one contains bytes that are not UTF-8, which Python passes on as lone surrogates.
+    Raises DataError if a text contains bytes that are not UTF-8, which Python decodes as lone surrogates.
     """
     for number, text in enumerate(texts, 1):
         if any("\ud800" <= letter <= "\udfff" for letter in text):
@@ -77,12 +81,11 @@ def check_texts(texts: list[str], flag: str) -> list[str]:
 
 
 def decode_lines(content: bytes, what: str, place: str) -> list[str]:
-    """The lines of a UTF-8 text.
+    """The lines of a UTF-8 text; `what` names the text and `place` the file in messages.
 
-    Raises:
-        DataError: a line is not UTF-8; calls the text `what`, and says in which `place` the line is.
+    Raises DataError if a line is not UTF-8.
     """
-    # Not str.splitlines, which also splits at characters that a prompt may contain.
+    # Not by str.splitlines, which also splits at characters that a prompt may contain.
     lines = content.split(b"\n")
     if lines[-1] == b"":
         lines.pop()

@@ -1,7 +1,7 @@
-"""The loss of a language model by position: how much it learns from a longer context.
+"""The loss of a language model by position, which shows how much it gains from a longer context.
 
-The mean over validation samples of the loss at each position, as positions are counted in training: from the
-sample's start, or from the document's with `--reset-position-ids`.
+It is the mean loss over validation samples at each position. Positions count from the start of the sample, or
+from the start of the document with `--reset-position-ids`, as in training.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from megazero.train.parts.chunks import programs_of
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import build_vocabulary
 
-_FIRST = 16  # positions of a table's first interval; each of the others is as long as all before it
-_POINTS = 64  # of a curve
+_FIRST = 16  # positions of the first interval of a table; every other interval ends at twice its begin
+_POINTS = 64  # points of a curve
 
 
 @dataclass(frozen=True)
 class PositionLoss:
-    """The loss at each position of one model.
+    """The loss of a model at each position.
 
     Attributes:
-        name: what it is called in tables and pictures.
-        sums: the losses of all samples in nats, float64 [s].
-        counted: the samples in which each position counts, by their weights, float64 [s].
+        name: the name of the model in tables and pictures.
+        sums: the weighted sum of losses over all samples in nats, float64 [s].
+        counted: the sum of the loss weights over all samples, float64 [s].
     """
 
     name: str
@@ -49,7 +49,7 @@ class PositionLoss:
     counted: np.ndarray
 
     def mean(self, begin: int, end: int) -> float:
-        """The mean loss at positions begin to end - 1; NaN if none counts."""
+        """The mean loss at positions begin to end - 1; NaN if their weights are 0."""
         counted = float(self.counted[begin:end].sum())
         return float(self.sums[begin:end].sum()) / counted if counted else float("nan")
 
@@ -60,11 +60,7 @@ class PositionLoss:
 
     @classmethod
     def read(cls, path: Path) -> PositionLoss:
-        """Read what `write` wrote.
-
-        Raises:
-            DataError: the file is no such thing.
-        """
+        """Read what `write` wrote. Raises DataError if the file cannot be read, or has another form."""
         try:
             facts = json.loads(path.read_text(encoding="utf-8"))
             sums, counted = (np.array(facts[name], dtype=np.float64) for name in ("sums", "counted"))
@@ -82,17 +78,17 @@ class PositionLoss:
 
 
 class PositionMeter(LossMeter[Batch]):
-    """Losses by position of samples of a dataset; its chunks are `PositionLosses`."""
+    """Measures losses by position; the chunks of its model are `PositionLosses`."""
 
     def by_position(self, samples: range, length: int) -> np.ndarray:
-        """Sums of losses and of weights in the loss at each position, float64 [2, length]; see `losses`."""
+        """The sums of losses and of loss weights by position, float64 [2, length]; every rank calls this."""
         totals = torch.zeros(2, length, dtype=torch.float64, device=self.context.device)
         for start in range(0, len(samples), self.samples_per_step):
             step = samples[start : start + self.samples_per_step]
             for slot, arrays, losses in self.evaluated(step):
-                own = max(0, min(slot.stop, len(step)) - slot.start)  # rows that repeat no sample
-                places = arrays["position_ids"][:own].ravel()
-                pair = losses.t()[:own].double().cpu().numpy(), arrays["loss_mask"][:own]
+                real = max(0, min(slot.stop, len(step)) - slot.start)  # rows that do not repeat a sample
+                places = arrays["position_ids"][:real].ravel()
+                pair = losses.t()[:real].double().cpu().numpy(), arrays["loss_mask"][:real]
                 for total, values in zip(totals, pair, strict=True):
                     weights = values.ravel().astype(np.float64)
                     total += torch.from_numpy(np.bincount(places, weights, length)).to(total)
@@ -104,13 +100,13 @@ def measure_position_loss(config: Config, context: ParallelContext, samples: int
 
     Args:
         config: the run's configuration.
-        context: this rank's place.
+        context: this rank's process groups and device.
         samples: the most samples to measure.
-        name: what to call the model.
+        name: the name of the model in tables and pictures.
 
     Raises:
         MegazeroError: the checkpoint or the data cannot be read, there are no validation samples, the model
-            is no language model, or a loss is not finite.
+            is not a language model, or a loss is not finite.
     """
     config = config.model_copy(update={"zero": ZeroConfig(), "recompute": RecomputeConfig()})
     vocabulary, family = build_vocabulary(config), family_of(config.model)
@@ -137,7 +133,7 @@ def measure_position_loss(config: Config, context: ParallelContext, samples: int
 
 
 def table(measured: Sequence[PositionLoss]) -> str:
-    """Mean losses in intervals that double, a column for each model."""
+    """A table of mean losses in `intervals`, with a column for each model."""
     width = max(9, *(len(loss.name) for loss in measured))
     lines = ["   positions  " + "  ".join(f"{loss.name:>{width}}" for loss in measured)]
     for begin, end in intervals(max(len(loss.sums) for loss in measured)):
@@ -147,7 +143,7 @@ def table(measured: Sequence[PositionLoss]) -> str:
 
 
 def intervals(length: int) -> Iterator[tuple[int, int]]:
-    """(first, end) of intervals over all positions, each as long as those before it together."""
+    """Yield [begin, end) of intervals over all positions, each as long as all those before it together."""
     begin = 0
     while begin < length:
         end = min(length, max(_FIRST, 2 * begin))
@@ -156,10 +152,9 @@ def intervals(length: int) -> Iterator[tuple[int, int]]:
 
 
 def draw(measured: Sequence[PositionLoss], path: Path) -> None:
-    """Draw the mean loss against the position, which is logarithmic, into a file.
+    """Draw the mean loss against the position, on a logarithmic axis, into a file.
 
-    Raises:
-        ConfigError: matplotlib is not installed.
+    Raises ConfigError if matplotlib is not installed.
     """
     figure = new_figure(7.0, 4.0)
     axes = figure.subplots()

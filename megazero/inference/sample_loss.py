@@ -1,7 +1,8 @@
 """The loss of each training sample under a trained model, as a metric of the analyzer.
 
-Every rank of the job works on it: replicas take different samples, stages and slices the parts of the model
-that they hold in training. All ranks get all values; the first one keeps them.
+Every rank of the job takes part: data-parallel replicas take different samples, and tensor- and
+pipeline-parallel ranks hold the same parts of the model as in training. All ranks get all values; rank 0
+writes them.
 """
 
 from __future__ import annotations
@@ -42,23 +43,23 @@ from megazero.train.resume.saved import Checkpoint
 from megazero.train.resume.trained import load_chunks
 
 SCALE = 1000
-"""A value in the index is the mean loss in nats times this, rounded."""
+"""A value in the index is round(SCALE x mean loss in nats)."""
 
 METRIC = "loss"
-_CHUNK = 1024  # samples between two saves
+_CHUNK = 1024  # samples that are measured and then saved together
 
 
 @dataclass(frozen=True)
 class LossMeter(Generic[M]):
-    """Losses of samples of a dataset under the chunks of a model.
+    """Measures the losses of samples of a dataset under a model.
 
     Attributes:
-        dataset: where the samples are.
-        evaluator: runs this rank's stage of `SampleLosses` chunks.
-        program: (micro-batches) -> what the stage does.
+        dataset: has the samples.
+        evaluator: runs this rank's stage of the model, of `SampleLosses` chunks.
+        program: number of micro-batches -> the program of this stage.
         collate: turns arrays into batches, without dropout.
-        context: this rank's place.
-        shape: micro-batches of a step, and samples of each.
+        context: this rank's process groups and device.
+        shape: micro-batches of a step on each replica, and samples of a micro-batch.
     """
 
     dataset: SampleDataset
@@ -70,19 +71,16 @@ class LossMeter(Generic[M]):
 
     @property
     def samples_per_step(self) -> int:
-        """The number of samples that all replicas together take in a step."""
+        """The samples of a step over all replicas."""
         return self.shape[0] * self.shape[1] * self.context.data.size
 
     def losses(self, samples: range) -> np.ndarray:
-        """The mean loss of each sample in nats, float64 [n], on every rank; every rank calls this.
+        """The mean loss of each sample in nats, float64 [n]; every rank calls this and gets all values.
 
-        The mean is over the positions that count; a sample of which none does has 0.
+        The mean is over the positions with a loss weight; a sample without such positions has the value 0.
         """
-        steps = [self._step(samples[i : i + self.samples_per_step]) for i in self._starts(samples)]
-        return np.concatenate(steps)
-
-    def _starts(self, samples: range) -> range:
-        return range(0, len(samples), self.samples_per_step)
+        size = self.samples_per_step
+        return np.concatenate([self._step(samples[i : i + size]) for i in range(0, len(samples), size)])
 
     def _step(self, samples: range) -> np.ndarray:
         totals = torch.zeros(2, self.samples_per_step, dtype=torch.float64, device=self.context.device)
@@ -95,14 +93,16 @@ class LossMeter(Generic[M]):
         return means[: len(samples)]
 
     def evaluated(self, samples: range) -> Iterator[tuple[slice, Mapping[str, np.ndarray], Tensor]]:
-        """Evaluate a step's samples; every rank goes through all of it.
+        """Evaluate the samples of a step; every rank must exhaust the iterator.
 
-        Yields (places in the step, the dataset's arrays, what the chunk calls losses) of each of this
-        replica's micro-batches, on the last stage alone. A step that is not full repeats its last sample, as
-        all ranks have to take part: places from len(samples) on are none of its samples.
+        Yields (places in the step, the dataset's arrays, the output "losses") of each micro-batch of this
+        replica, on the last stage only. All ranks have to take part, so an incomplete step repeats its last
+        sample, at the places from len(samples) on.
         """
         numbers = np.minimum(np.arange(self.samples_per_step), len(samples) - 1) + samples.start
-        slots = self._own_slots()
+        count, size = self.shape
+        first = self.context.data.rank * count * size
+        slots = [slice(first + i * size, first + (i + 1) * size) for i in range(count)]
         arrays = [self.dataset.batch(numbers[slot]) for slot in slots]
         batches = [
             self.collate(rows, tuple(numbers[slot].tolist()))
@@ -113,51 +113,46 @@ class LossMeter(Generic[M]):
             yield slots[i], arrays[i], output["losses"]
 
     def summed(self, totals: Tensor) -> np.ndarray:
-        """The sum of float64 tensors of all stages and replicas; every rank calls this."""
+        """Sum a float64 tensor over all stages and replicas; every rank calls this."""
         self.context.pp.all_reduce(totals).wait()
         self.context.batch.all_reduce(totals).wait()
         summed: np.ndarray = totals.cpu().numpy()
         return summed
 
-    def _own_slots(self) -> list[slice]:
-        """The places of this replica's micro-batches in a step."""
-        count, size = self.shape
-        first = self.context.data.rank * count * size
-        return [slice(first + i * size, first + (i + 1) * size) for i in range(count)]
-
 
 def measure_loss(config: Config, context: ParallelContext, output: Path) -> Iterator[tuple[int, int]]:
     """Measure the training samples of a configured run under its `--load`, and write the index files.
 
-    Every rank calls this. Yields (samples done, all samples): first with the samples that an earlier run
+    Every rank calls this. Yields (finished samples, all samples): first with the samples that an earlier run
     measured, then after every chunk. The files are those of `reduce_metric`, in ``output/loss``.
 
     Args:
         config: the run's configuration.
-        context: this rank's place.
-        output: the folder of the analysis, which the first rank can write.
+        context: this rank's process groups and device.
+        output: the folder of the analysis, which rank 0 can write.
 
     Raises:
         MegazeroError: the checkpoint or the data cannot be read, or a loss is not finite.
     """
-    # How rows are packed changes no loss, but the samples of a row would be hard to tell apart.
-    apart = config.data.model_copy(update={"bert_pack": False})
-    plain = {"zero": ZeroConfig(), "recompute": RecomputeConfig(), "data": apart}
-    config = config.model_copy(update=plain)
+    # Packing rows does not change losses, but it would mix the samples of a row.
+    unpacked = config.data.model_copy(update={"bert_pack": False})
+    config = config.model_copy(
+        update={"zero": ZeroConfig(), "recompute": RecomputeConfig(), "data": unpacked}
+    )
     vocabulary = build_vocabulary(config)
     dataset = _training_samples(config, vocabulary, context)
-    meter, model = _loss_meter(config, vocabulary, context, dataset)
-    facts = AnalyzedDataset.of(dataset)
-    grid = ChunkGrid(len(dataset), _CHUNK)
-    objective = family_of(config.model).samples.objective(config)
+    meter, checkpoint_hash = _loss_meter(config, vocabulary, context, dataset)
+    facts, grid = AnalyzedDataset.of(dataset), ChunkGrid(len(dataset), _CHUNK)
     identity = {
+        "metric": METRIC,
+        "scale": SCALE,
         "dataset": facts.key,
         "samples": facts.samples,
         "chunk": grid.size,
-        "model": model,
-        **objective,
+        "model": checkpoint_hash,
+        **family_of(config.model).samples.objective(config),
     }
-    folder = MetricFolder(output, METRIC, False, grid, {"metric": METRIC, "scale": SCALE, **identity})
+    folder = MetricFolder(output, METRIC, False, grid, identity)
     first = context.rank == 0
     progress = (is_reduced(folder), folder.missing(range(len(grid)))) if first else None
     finished, missing = broadcast_value(context.world, progress, context.device)
@@ -179,11 +174,7 @@ def measure_loss(config: Config, context: ParallelContext, output: Path) -> Iter
 
 
 def whole_numbers(losses: np.ndarray, samples: range) -> np.ndarray:
-    """Return round(SCALE x loss) of each sample, int64.
-
-    Raises:
-        NumericsError: a loss is not finite.
-    """
+    """Return round(SCALE x loss) of each sample, int64. Raises NumericsError if a loss is not finite."""
     if not np.isfinite(losses).all():
         sample = samples[int(np.argmin(np.isfinite(losses)))]
         raise NumericsError(
@@ -205,7 +196,7 @@ def _training_samples(config: Config, vocabulary: Vocabulary, context: ParallelC
 def _loss_meter(
     config: Config, vocabulary: Vocabulary, context: ParallelContext, dataset: SampleDataset
 ) -> tuple[LossMeter[MicroBatch], str]:
-    """A meter for the dataset, and a hash of the checkpoint."""
+    """A meter for the dataset, and a hash of the checkpoint's manifest."""
     where, chunks = trained_chunks(config, vocabulary, context)
     wrapped = {number: SampleLosses.of(chunk) for number, chunk in chunks.items()}
     meter = LossMeter(
@@ -220,7 +211,7 @@ def _loss_meter(
 
 
 def step_shape(config: Config) -> tuple[int, int]:
-    """Micro-batches of a step of evaluation on each replica, and samples of each."""
+    """The micro-batches of an evaluation step on each replica, and the samples of a micro-batch."""
     stages = config.parallel.pipeline_model_parallel_size
     return 1 if stages == 1 else 2 * stages, config.batch.micro_batch_size
 
@@ -228,10 +219,9 @@ def step_shape(config: Config) -> tuple[int, int]:
 def trained_chunks(
     config: Config, vocabulary: Vocabulary, context: ParallelContext
 ) -> tuple[Path, dict[int, ModelChunk[MicroBatch]]]:
-    """The folder of the checkpoint in `--load`, and the parts of its model that this rank holds.
+    """Load the checkpoint in `--load`; return its folder, and this rank's chunks of the model.
 
-    Raises:
-        MegazeroError: there is none, it cannot be read, or it holds another model.
+    Raises MegazeroError if there is no checkpoint, it cannot be read, or its model is another one.
     """
     section = config.checkpoint
     if section.load is None:

@@ -1,9 +1,9 @@
 """The choice of the next token: pure functions of the logits and of a counter-based random number.
 
-A token's random number is a function of (seed, its sequence's number, its position), and the choice inverts
-the cumulative distribution in the order of the ids, not of the probabilities. So what is drawn depends on
-neither the rest of the batch, nor the tensor-parallel layout, nor rounding that swaps two nearly equal
-probabilities.
+The random number of a token is a function of (seed, number of the sequence, position), and a token is drawn
+by inverting the cumulative distribution in the order of ids, not of probabilities. So the token depends
+neither on the rest of the batch, nor on the tensor-parallel layout, nor on rounding that swaps two nearly
+equal probabilities.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from megazero.ops.counter_random import hash_uniform
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings for drawing tokens: temperature, then top-k, then top-p among the tokens that top-k left.
+    """Settings for drawing tokens: temperature, then top-k, then top-p among the remaining tokens.
 
     Attributes:
-        temperature: logits are divided by it; as it approaches 0, the most likely token always wins.
-        top_k: draw among this many of the most likely tokens; 0 means all.
-        top_p: draw among the fewest most likely tokens that together have this probability (nucleus
-            sampling, Holtzman et al. 2020); 1 means all.
-        greedy: whether to always take the most likely token, the smallest id among equals, without any
-            randomness.
+        temperature: logits are divided by it; towards 0, only the most likely token is drawn.
+        top_k: the number of most likely tokens to draw among; 0 means all tokens.
+        top_p: draw among the fewest most likely tokens with at least this total probability (nucleus
+            sampling, Holtzman et al. 2020); 1 means all tokens.
+        greedy: always take the most likely token, of equal ones the smallest id; nothing is random.
         seed: seed of the random numbers.
         vocab_size: only ids below this are drawn; None means the model's whole vocabulary. Padding of the
             vocabulary is never drawn.
@@ -64,13 +63,13 @@ class Sampling:
 
 
 def keep_top_k(scores: Tensor, k: int) -> Tensor:
-    """scores [b, v] with all but the `k` largest in each row at -inf; among equals the smaller id stays."""
+    """Set all scores [b, v] but the `k` largest of a row to -inf; of equal scores the smaller id stays."""
     order = scores.argsort(dim=-1, descending=True, stable=True)
     return scores.scatter(-1, order[:, k:], -torch.inf)
 
 
 def keep_top_p(scores: Tensor, p: float) -> Tensor:
-    """scores [b, v] with -inf outside the nucleus: the fewest largest whose softmax reaches mass `p`."""
+    """Set scores [b, v] outside the nucleus to -inf: the fewest largest scores with softmax mass `p`."""
     ranked, order = scores.sort(dim=-1, descending=True, stable=True)
     mass = ranked.softmax(dim=-1)
     before = mass.cumsum(dim=-1) - mass
@@ -92,24 +91,23 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """The token in whose share of [0, 1) each number falls: probs [b, v], uniforms [b] -> int64 [b]."""
+    """Draw tokens by inverting the cumulative distribution: probs [b, v], uniforms [b] -> int64 [b]."""
     cumulative = probs.double().cumsum(dim=-1)
-    # Scale by the row's own sum, so that a uniform below 1 always hits a token of positive probability.
+    # Scaled by the sum of the row, so that a uniform below 1 always hits a token of positive probability.
     points = uniforms.double().unsqueeze(-1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, points, right=True).squeeze(-1)
 
 
 def token_uniforms(seed: int, numbers: Sequence[int], position: int, device: torch.device | str) -> Tensor:
-    """float32 [b] in [0, 1): the random number of the token at `position` of each numbered sequence."""
+    """The random number in [0, 1) of the token at `position` of each numbered sequence, float32 [b]."""
     keys = torch.tensor([derive_key(seed, "generate", number, position) for number in numbers], device=device)
     return hash_uniform(keys, torch.zeros_like(keys))
 
 
 def choose_tokens(logits: Tensor, sampling: Sampling, numbers: Sequence[int], position: int) -> Tensor:
-    """The tokens at `position` of the numbered sequences, int64 [b], from their logits [b, v].
+    """Choose the tokens at `position` of the numbered sequences from logits [b, v]; return int64 [b].
 
-    Raises:
-        NumericsError: a logit is not finite.
+    Raises NumericsError if a logit is not finite.
     """
     if sampling.vocab_size is not None:
         logits = logits[:, : sampling.vocab_size]

@@ -1,4 +1,4 @@
-"""A model spread over the stages of a pipeline, as inference sees it: tokens in, logits out."""
+"""A model whose stages lie on the ranks of a pipeline: tokens in, logits out."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Generic, Literal
 import torch
 from torch import Tensor, nn
 
-from megazero.inference.cache import KeyValueCache
-from megazero.inference.shared_cache import SharedCache
+from megazero.inference.cache import KeyValueCache, SharedCache
 from megazero.layers.attention_cores import CachedCore, LocalCore
 from megazero.layers.collectives import gather_features
 from megazero.layers.context.cached import SharedCacheCore
@@ -26,16 +25,15 @@ Cache = KeyValueCache | SharedCache
 
 
 class StagedModel(Generic[M]):
-    """The parts of a model that this stage holds; a single process holds one part, the whole model.
+    """The chunks of a model that this stage holds; a single process holds the whole model as one chunk.
 
     A token passes through the stages one after another, and every stage gets the logits.
 
     Args:
-        chunks: this stage's parts by their numbers along the model, without sequence parallelism.
+        chunks: the chunks of this stage by their numbers along the model, without sequence parallelism.
         stage_of: chunk -> the stage that holds it.
         pp: the ranks of the pipeline; the group rank is the stage.
-        sharers: ranks with equal parts, which share keys and values of earlier positions; None: there are no
-            others.
+        sharers: ranks with the same chunks, which split the key-value cache; None if there are none.
     """
 
     def __init__(
@@ -57,17 +55,17 @@ class StagedModel(Generic[M]):
 
     @property
     def any_part(self) -> StagedChunk[M]:
-        """One of the parts, for properties that all of them share."""
+        """One of the chunks, for properties that all chunks share."""
         return next(iter(self.chunks.values()))
 
     @property
     def spec(self) -> ModelSpec:
-        """The model, layer by layer."""
+        """The specification of the whole model."""
         return self.any_part.spec
 
     @property
     def placement(self) -> Placement:
-        """The placement of the layers."""
+        """Where the layers lie and how they are sliced."""
         return self.any_part.placement
 
     @property
@@ -78,39 +76,42 @@ class StagedModel(Generic[M]):
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens that the model knows, without padding."""
+        """The number of tokens in the vocabulary, without padding."""
         return self.any_part.vocab_size
 
     def new_cache(self, max_length: int) -> Cache:
-        """A cache for so many positions, of which this rank keeps its share."""
+        """A cache for `max_length` positions, split over the sharers if there are several."""
         return KeyValueCache(max_length) if self.sharers.size == 1 else SharedCache(self.sharers)
 
     def logits(self, batch: M, cache: Cache) -> Tensor:
-        """Logits of the token after `batch`, float32 [b, v], the same on every stage."""
+        """The logits of the token after `batch`, float32 [b, v], the same on every stage."""
 
-        def ask(head: nn.Module, hidden: Tensor) -> Tensor:
+        def last_logits(head: nn.Module, hidden: Tensor) -> Tensor:
             logits: Tensor = head(hidden[-1:])
             return logits[0]
 
-        return self._answers(batch, len(batch.tokens), ask, cache)
+        return self._run(batch, len(batch.tokens), last_logits, cache)
 
     def masked_logits(self: StagedModel[BertBatch], batch: BertBatch) -> Tensor:
-        """Logits at the masked places, float32 [m, v], the same on every stage."""
+        """The logits at the m masked places, float32 [m, v], the same on every stage."""
 
-        def ask(head: nn.Module, hidden: Tensor) -> Tensor:
+        def logits_at_masks(head: nn.Module, hidden: Tensor) -> Tensor:
             logits: Tensor = head(hidden, batch)[0]
             return logits.squeeze(1)
 
-        return self._answers(batch, len(batch.targets.masked), ask)
+        return self._run(batch, len(batch.targets.masked), logits_at_masks)
 
-    def _answers(
+    def _run(
         self,
         batch: M,
         rows: int,
-        ask: Callable[[nn.Module, Tensor], Tensor],
+        apply: Callable[[nn.Module, Tensor], Tensor],
         cache: Cache | None = None,
     ) -> Tensor:
-        """The result of `ask(head, hidden states)` on the last stage, gathered: [rows, v] on every stage."""
+        """Run the batch through all stages and `apply(head, hidden states)`; return [rows, v] on every stage.
+
+        `apply` returns logits sliced over tensor-parallel ranks, which are gathered.
+        """
         hidden = None
         for number, stage in enumerate(self.stage_of):
             if stage != self.pp.rank:
@@ -128,7 +129,7 @@ class StagedModel(Generic[M]):
             head = self.chunks[len(self.stage_of) - 1].head
             assert head is not None, "the last chunk has the head"
             assert hidden is not None, "the last chunk has computed"
-            sliced = ask(head, hidden)
+            sliced = apply(head, hidden)
             whole.copy_(gather_features(sliced, self.placement.tp)[:, : self.vocab_size])
         self.pp.broadcast(whole, self.stage_of[-1]).wait()
         return whole

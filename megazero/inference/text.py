@@ -1,4 +1,4 @@
-"""Text in, text out."""
+"""Continues texts: a model with its tokenizer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from megazero.models.language_model import LanguageModel
 class TextGenerator:
     """A model with the tokenizer that it was trained with.
 
-    Raises:
-        DataError: the tokenizer has more tokens than the model.
+    Raises DataError if the tokenizer has more tokens than the model.
     """
 
     def __init__(self, model: LanguageModel | StagedModel[Batch], tokenizer: Tokenizer):
@@ -43,12 +42,12 @@ class TextGenerator:
     ) -> list[str]:
         """Return the continuation of each prompt, up to the end of the document or `max_new_tokens`.
 
-        An empty prompt begins a new document. Only ids that the tokenizer knows are drawn. `batch_size`
-        prompts are continued at a time, and `prefill_chunk` positions of prompts are fed at once (None: all);
-        both limit memory and change nothing else.
+        An empty prompt begins a new document. Only ids of the tokenizer's vocabulary are drawn. `batch_size`
+        prompts are continued at a time, and `prefill_chunk` prompt positions are fed at once (None: all);
+        both bound memory and do not change the texts.
 
         Raises:
-            ConfigError: an argument is out of range, or a sequence outgrows the learned positions.
+            ConfigError: an argument is out of range, or a sequence is longer than the learned positions.
             DataError: a prompt is empty and the tokenizer has no end-of-document token to start from.
         """
         if batch_size < 1:
@@ -68,14 +67,14 @@ class TextGenerator:
                 numbers=range(start, start + len(batch)),
                 prefill_chunk=prefill_chunk,
             )
-            texts += [self._decode(*pair) for pair in zip(batch, new, strict=True)]
+            texts += [self._decode(prompt, tokens) for prompt, tokens in zip(batch, new, strict=True)]
         return texts
 
     def _encode(self, index: int, prompt: str) -> list[int]:
         tokens = self.tokenizer.encode(prompt)
         if tokens:
             return tokens
-        # In training, a document follows the end of the previous one.
+        # In training, a document follows the eod of the document before.
         if self.tokenizer.eod is None:
             raise DataError(
                 f"`prompts` must not be empty for a tokenizer without an end-of-document token, but prompt "
@@ -84,6 +83,6 @@ class TextGenerator:
         return [self.tokenizer.eod]
 
     def _decode(self, prompt: list[int], new: list[int]) -> str:
-        # Decode with the prompt: a sentencepiece decoder strips a leading space from what it is given alone.
+        # Decode with the prompt: by itself, the new text would lose a leading space in SentencePiece.
         before, whole = self.tokenizer.decode(prompt), self.tokenizer.decode(prompt + new)
         return whole[len(before) :] if whole.startswith(before) else self.tokenizer.decode(new)

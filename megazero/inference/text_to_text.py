@@ -1,7 +1,7 @@
-"""Answers of an encoder and a decoder: texts in, texts out.
+"""Answers texts by an encoder and a decoder.
 
-A text is encoded once. What the decoder's layers make of it, their keys and values, is kept beside those of
-the tokens that have been drawn, so that each further token takes the work of one position.
+A text is encoded once. The decoder's keys and values of the encoded text are cached beside those of the drawn
+tokens, so that each further token costs the work of one position.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from megazero.ops.attention import varying_shapes
 
 
 class PairCache(KeyValueCache, PairStore):
-    """Keys and values of drawn tokens, and of the encoder's rows."""
+    """Keys and values of the drawn tokens, and of the encoder's output for cross-attention."""
 
     def __init__(self, max_length: int):
         super().__init__(max_length)
         self._encoded: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of_encoder(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """As `PairStore` says."""
+        """The keys and values of a layer's cross-attention; None before the first step."""
         return self._encoded.get(layer)
 
     def keep_of_encoder(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """As `PairStore` says."""
+        """Keep the keys and values of a layer's cross-attention."""
         self._encoded[layer] = key, value
 
 
@@ -55,17 +55,17 @@ def answer(
     Dropout is off, and the model is not changed.
 
     Args:
-        model: a model without sequence parallelism: a whole one, or this stage's parts.
-        sources: token ids of each text that the encoder is given.
-        start: the id that the decoder is given first.
-        end: the id that ends an answer, which does not have it.
-        max_new_tokens: most tokens of an answer.
-        sampling: how tokens are drawn; None draws from the model's distribution as it is.
+        model: a model without sequence parallelism: the whole model, or this stage's parts.
+        sources: the token ids of each text.
+        start: the decoder's first input.
+        end: the id that ends an answer; answers are returned without it.
+        max_new_tokens: the most tokens of an answer.
+        sampling: how tokens are drawn; None draws from the model's own distribution.
         numbers: numbers of the answers in the random stream, so that a text draws the same tokens in any
             batch; the default is 0, 1, 2, ...
 
     Raises:
-        ConfigError: texts outgrow a learned position table, or an argument is out of range.
+        ConfigError: a text is longer than a learned position table, or an argument is out of range.
         DataError: a text is empty or has a token outside the vocabulary.
         NumericsError: the model's logits are not finite.
     """
@@ -83,9 +83,9 @@ def answer(
                 break
             for i in live:
                 answers[i].append(ids[i])
-            none = batch.tokens[:, :0]  # the encoder's rows are known by now
+            no_tokens = batch.tokens[:, :0]  # the texts have been encoded in the first step
             place = Places(range(position + 1, position + 2))
-            batch = replace(batch, tokens=none, decoder=Batch(drawn.unsqueeze(1), places=place))
+            batch = replace(batch, tokens=no_tokens, decoder=Batch(drawn.unsqueeze(1), places=place))
     return answers
 
 
@@ -98,7 +98,7 @@ def answer_texts(
     sampling: Sampling,
     batch_size: int = 16,
 ) -> list[str]:
-    """`answer` for plain texts, `batch_size` at a time; only ids that the tokenizer knows are drawn."""
+    """`answer` for plain texts, `batch_size` at a time; only ids of the tokenizer's vocabulary are drawn."""
     if batch_size < 1:
         raise ConfigError(f"`batch_size` must be at least 1, but is {batch_size}; set a positive number")
     ids = SpanVocabulary.of(tokenizer)
@@ -124,10 +124,9 @@ def _first_batch(sources: Sequence[Sequence[int]], start: int, device: torch.dev
     for row, source in zip(tokens, sources, strict=True):
         row[: len(source)] = torch.tensor(source)
     real = torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)
-    given = torch.full((len(sources), 1), start, device=device)
     return PairBatch(
         tokens.to(device),
-        decoder=Batch(given),
+        decoder=Batch(torch.full((len(sources), 1), start, device=device)),
         mask=None if bool(real.all()) else real[:, None, None].to(device),
         read=int(lengths.sum()) + len(sources),
     )

@@ -1,9 +1,11 @@
-"""The agent of a host: starts its ranks when the launcher says so, and ends them when it does, or is gone.
+"""The agent of a host: starts and ends its ranks as the launcher asks, and ends them if the launcher is lost.
+
+The launcher runs
 
     python -m megazero.launch.agent
 
-is what the launcher runs over ssh. It speaks with it in messages over its standard input and output, so that
-nothing of a launch is on a command line, where it would be quoted by shells and seen by everybody.
+over ssh and exchanges messages with it over its standard input and output. So nothing of a launch is on a
+command line, where shells would need quotes and everybody could see it.
 """
 
 from __future__ import annotations
@@ -14,91 +16,22 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megazero.errors import LaunchError, MegazeroError, printable
 from megazero.launch.channel import Channel, Message, beat, open_port, reader_of
-from megazero.launch.environment import visible_devices
-from megazero.launch.job import MARK, Extras, Job, Process, processes_of
+from megazero.launch.job import MARK
 from megazero.launch.lines import Outlet
-from megazero.launch.ranks import Ranks, Show, threads_of_each
-from megazero.launch.secret import SECRET
+from megazero.launch.orders import ASKS_TO_SAVE, SIGNALS, Orders, host_environment, orders_from
+from megazero.launch.ranks import Ranks, Show
 
-PATIENCE = 30.0
-"""Seconds without a message after which a launcher counts as gone."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-ASKS_TO_SAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals after which ranks may go on for a while; the others end them within the grace."""
-_TRY = 3.0
-_ONE_REQUEST = 10.0
-_SETTLED = 0.5
-
-
-@dataclass(frozen=True)
-class Orders:
-    """A node's part of a launch: the content of the message ``start``."""
-
-    processes: tuple[Process, ...]
-    slots: tuple[int, ...]
-    folder: str
-    extras: Extras
-    grace: float
-    save_grace: float
-
-
-def orders_of(job: Job, node: int, master: tuple[str, int], attempt: int = 0) -> Orders:
-    """The orders of a node of a job."""
-    return Orders(
-        processes_of(job, node, master, attempt),
-        job.hosts[node].slots,
-        job.script.folder,
-        job.extras,
-        job.limits.grace,
-        job.limits.save_grace,
-    )
-
-
-def orders_from(message: Message) -> Orders:
-    """The orders that a message holds."""
-    processes = [Process(**{**part, "words": tuple(part["words"])}) for part in message["processes"]]
-    extras = message["extras"]
-    return Orders(
-        tuple(processes),
-        tuple(message["slots"]),
-        message["folder"],
-        Extras(**{**extras, "cores": extras["cores"] and tuple(extras["cores"])}),
-        message["grace"],
-        message["save_grace"],
-    )
-
-
-def surroundings(environment: Mapping[str, str], slots: tuple[int, ...]) -> tuple[dict[str, str], list[str]]:
-    """The host's own variables as ranks get them, and what there is to say about them.
-
-    Variables of a launch around this one are left out, and so are torchrun's PET_*, which would change what
-    it starts, and the secret of the nodes.
-
-    Raises:
-        ConfigError: a slot is not among the devices that the host shows.
-    """
-    stray = sorted(name for name in environment if name.startswith("PET_"))
-    own = {
-        name: value
-        for name, value in environment.items()
-        if not name.startswith(("PET_", "TORCHELASTIC_")) and name not in (MARK, SECRET, "RANK", "LOCAL_RANK")
-    }
-    devices, note = visible_devices(environment.get("CUDA_VISIBLE_DEVICES"), slots)
-    own["CUDA_VISIBLE_DEVICES"] = devices
-    own["PYTHONUNBUFFERED"] = "1"
-    own.setdefault("OMP_NUM_THREADS", str(threads_of_each(len(slots))))
-    notes = [note] if note else []
-    if stray:
-        notes.append(f"{', '.join(stray)} would change a launch by torchrun and are left out")
-    return own, notes
+_LAUNCHER_LOST = 30.0  # seconds without a message after which a launcher counts as lost
+_TRY = 3.0  # seconds for a connection, an answer or a command
+_ONE_REQUEST = 10.0  # seconds within which a repeated request to save counts as the same one
+_SETTLED = 0.5  # seconds until ranks have had a signal that a scheduler sent to every process
 
 
 class Agent:
@@ -108,12 +41,11 @@ class Agent:
         channel: the connection to the launcher.
         mark: the mark of the node's processes.
         show: shows a line of a rank.
-        orders: what to start; None if the launcher's message says. With orders of its own, a node gets
-        signals
-            of its own, too.
+        orders: what to start; None if the launcher sends it. A node with its own orders was started by a
+            scheduler or by hand, and gets signals directly.
 
     Attributes:
-        again: whether the launcher wants to start the ranks again.
+        again: whether the launcher will start the ranks again.
     """
 
     def __init__(self, channel: Channel, mark: str, show: Show, orders: Orders | None = None) -> None:
@@ -127,12 +59,11 @@ class Agent:
         self._started = False
         self._signalled: int | None = None
         self._asked: dict[int, float] = {}
-        self._door: asyncio.Server | None = None
+        self._listener: asyncio.Server | None = None
         self._later: list[asyncio.Task[None]] = []
 
     async def serve(self, **facts: object) -> int:
-        """Report `facts` about this host, if there are any, then do as the launcher says until it is content
-        or gone.
+        """Send `facts` about this host, if there are any, then obey the launcher until it ends or is lost.
 
         Returns:
             The exit status: the launcher's, or that of the first rank here that failed.
@@ -150,24 +81,24 @@ class Agent:
             for task in self._later:
                 task.cancel()
             await self.ranks.close()
-            if self.again:  # else the process ends now, and a late signal must not change its status
+            if self.again:  # otherwise the process ends now, and a late signal must not change its status
                 for number in SIGNALS:
                     loop.remove_signal_handler(number)
-            if self._orders is not None and self._orders.extras.pid_file is not None:
-                Path(self._orders.extras.pid_file).unlink(missing_ok=True)
+            if self._orders is not None and self._orders.options.pid_file is not None:
+                Path(self._orders.options.pid_file).unlink(missing_ok=True)
 
     async def _obey(self) -> int:
         while True:
             try:
-                message = await asyncio.wait_for(self._channel.receive(), PATIENCE)
+                message = await asyncio.wait_for(self._channel.receive(), _LAUNCHER_LOST)
             except asyncio.TimeoutError:
                 message = None
             if message is None:
                 self._channel.abandon()
                 if self._alone:
                     await self._show("", True, b"the connection to node 0 is lost; the ranks here are ended")
-                status = self._status or 1  # of before the ranks are ended here
-                await self.ranks.end(self._grace)
+                status = self._status or 1  # taken before the ranks are ended here
+                await self.ranks.end(self._orders.grace if self._orders is not None else 0.0)
                 return status
             if message["kind"] == "stop":
                 left = await self.ranks.end(message["grace"])
@@ -203,30 +134,30 @@ class Agent:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(word.encode() + b"\n")
             with suppress(ConnectionError, asyncio.TimeoutError):
-                # Who came closes first, so that the port is free at once.
+                # The client closes first, so that the port is free at once.
                 await asyncio.wait_for(reader.read(1), _TRY)
             writer.close()
 
         try:
-            self._door = await asyncio.start_server(answer, sock=open_port(port))
+            self._listener = await asyncio.start_server(answer, sock=open_port(port))
         except OSError as error:
             raise LaunchError(
                 f"port {port} must be free, but is taken ({error.strerror}); leave `--master-port` out"
             ) from error
-        bound: int = self._door.sockets[0].getsockname()[1]
+        bound: int = self._listener.sockets[0].getsockname()[1]
         return bound
 
     async def _start(self, orders: Orders) -> None:
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
         self._orders = orders
-        environment, notes = surroundings(os.environ, orders.slots)
+        environment, notes = host_environment(os.environ, orders.slots)
         for note in notes:
             await self._channel.send("note", text=note)
-        if orders.extras.pid_file is not None:
-            _write_anew(Path(orders.extras.pid_file), str(os.getpid()))
+        if orders.options.pid_file is not None:
+            _replace_file(Path(orders.options.pid_file), str(os.getpid()))
         try:
-            await self.ranks.start(orders.processes, environment, orders.folder, orders.extras)
+            await self.ranks.start(orders.processes, environment, orders.folder, orders.options)
         except MegazeroError:
             await self.ranks.kill()
             raise
@@ -249,16 +180,12 @@ class Agent:
         finally:
             steady.cancel()
 
-    @property
-    def _grace(self) -> float:
-        return self._orders.grace if self._orders is not None else 0.0
-
     def signal(self, number: int) -> None:
-        """Pass a signal on to the ranks; one that ends them ends them for good after a while, or when it is
-        repeated.
+        """Pass a signal on to the ranks; without ranks, exit.
 
-        A request to save that comes twice is passed on once, and a node's own a little later: ranks that have
-        got it from elsewhere would die of a second one as they end. Without ranks, the process ends of it.
+        Ranks that a terminating signal does not end are killed after the grace, or when it is repeated. A
+        repeated request to save is passed on once, and a node with its own orders passes it on a little
+        later: ranks that have received it from elsewhere would die of a second one while they end.
         """
         if self._orders is None or not self._started:
             os._exit(128 + number)
@@ -273,7 +200,7 @@ class Agent:
         if again:
             self._later.append(asyncio.create_task(self._kill_later(0)))
             return
-        # A scheduler may have sent it to every process itself: SLURM does without cgroups.
+        # A scheduler may have sent the signal to every process itself, as SLURM does without cgroups.
         delay = _SETTLED if self._alone and number in ASKS_TO_SAVE else 0.0
         asyncio.get_running_loop().call_later(delay, self.ranks.signal, number)
         if number not in (signal.SIGUSR1, signal.SIGUSR2):
@@ -285,14 +212,13 @@ class Agent:
             await self.ranks.kill()
 
 
-def _write_anew(path: Path, text: str) -> None:
-    """Write a file in a folder where others may write, and have put a link in its place.
+def _replace_file(path: Path, text: str) -> None:
+    """Write a new file in a folder where others may write, and may have put a link in its place.
 
-    Raises:
-        LaunchError: it cannot be written.
+    Raises LaunchError if the file cannot be written.
     """
     try:
-        path.unlink(missing_ok=True)  # a link, never what it leads to
+        path.unlink(missing_ok=True)  # removes a link itself, never its target
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise LaunchError(
@@ -303,7 +229,7 @@ def _write_anew(path: Path, text: str) -> None:
 
 
 async def can_reach(address: str, port: int, word: str) -> bool:
-    """Whether an agent that listens at this port answers at an address with the word of this launch."""
+    """Whether an agent answers at this address and port with the word of this launch."""
 
     async def call() -> bool:
         reader, writer = await asyncio.open_connection(address, port)
@@ -318,9 +244,10 @@ async def can_reach(address: str, port: int, word: str) -> bool:
 
 
 def run_to_the_end(part: Coroutine[Any, Any, int]) -> int:
-    """Run what a process is for, after which the process ends; returns the exit status.
+    """Run the main coroutine of a process that ends afterwards; return the exit status.
 
-    A loop that closes gives signals back their effect, and one that comes late must not change the status.
+    A closing event loop restores the default signal handlers, so signals are ignored first: a late signal
+    must not change the status.
     """
 
     async def whole() -> int:
@@ -335,11 +262,9 @@ def run_to_the_end(part: Coroutine[Any, Any, int]) -> int:
 
 
 def facts_of_host() -> dict[str, Any]:
-    """An agent's word on its host: its name, the boot that it is in, and addresses that others may
-    reach.
-    """
+    """The host's name, the id of its boot, and addresses at which others may reach it."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    addresses = os.environ.get("SSH_CONNECTION", "").split()[2:3]  # the one that ssh has reached
+    addresses = os.environ.get("SSH_CONNECTION", "").split()[2:3]  # the address that ssh has reached
     try:
         known = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=_TRY, check=True)
         addresses += known.stdout.split()

@@ -1,6 +1,4 @@
-"""From flags to a launch: its hosts, its command, the variables that are sent, and what `--dry-run`
-prints.
-"""
+"""From flags to a launch: hosts, command, the variables that are sent, and the output of `--dry-run`."""
 
 from __future__ import annotations
 
@@ -22,19 +20,18 @@ from megazero.errors import ConfigError
 from megazero.launch import commands, environment
 from megazero.launch.flags import cores_of
 from megazero.launch.hosts import Host, exclude, first, include, read_hostfile
-from megazero.launch.job import Extras, Job, Limits, Script, problems_of_places, processes_of
-from megazero.launch.start import Settings
+from megazero.launch.job import HostOptions, Job, Script, Timeouts, processes_of
+from megazero.launch.start import LaunchSettings
 
-_HOSTFILE = "/job/hostfile"  # DeepSpeed's
+_HOSTFILE = "/job/hostfile"  # DeepSpeed's default
 PORT = 29500
-_PATIENCE = 60.0  # seconds for SLURM to answer
+_SLURM_TIMEOUT = 60.0  # seconds
 
 
 def hosts_of(flags: argparse.Namespace, variables: Mapping[str, str]) -> tuple[Host, ...]:
     """The hosts and slots that the flags choose.
 
-    Raises:
-        ConfigError: the hostfile or a choice is wrong, or there is nothing to start.
+    Raises ConfigError if the hostfile or a flag is wrong, or there is nothing to start.
     """
     path = flags.hostfile or (_HOSTFILE if Path(_HOSTFILE).exists() and not flags.no_ssh else None)
     if flags.no_ssh and path is None:
@@ -62,7 +59,7 @@ def hosts_of(flags: argparse.Namespace, variables: Mapping[str, str]) -> tuple[H
 
 
 def _own_slots(flags: argparse.Namespace, variables: Mapping[str, str]) -> int:
-    """The number of slots of this machine: its GPUs, or without any as many as the user wants ranks."""
+    """The number of slots of this machine: its GPUs, or the wanted number of ranks without GPUs."""
     gpus = environment.slots_here(variables.get("CUDA_VISIBLE_DEVICES"), gpus_here())
     count = flags.num_gpus if flags.no_ssh and flags.num_gpus else gpus or flags.num_gpus
     if not count:
@@ -71,7 +68,7 @@ def _own_slots(flags: argparse.Namespace, variables: Mapping[str, str]) -> int:
 
 
 def gpus_here() -> int:
-    """The number of this machine's NVIDIA GPUs, as the driver lists them."""
+    """The number of this machine's NVIDIA GPUs, from the driver."""
     folder = Path("/proc/driver/nvidia/gpus")
     return sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
 
@@ -90,7 +87,7 @@ def _hosts_of_slurm(flags: argparse.Namespace, variables: Mapping[str, str]) -> 
         )
     words = ["scontrol", "show", "hostnames", nodes]
     try:
-        answer = subprocess.run(words, capture_output=True, text=True, check=True, timeout=_PATIENCE)
+        answer = subprocess.run(words, capture_output=True, text=True, check=True, timeout=_SLURM_TIMEOUT)
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(
             f"`{shlex.join(words)}` must name the hosts of the allocation, but has failed ({error}); name "
@@ -102,8 +99,7 @@ def _hosts_of_slurm(flags: argparse.Namespace, variables: Mapping[str, str]) -> 
 def variables_of(flags: argparse.Namespace, variables: Mapping[str, str], folder: Path) -> dict[str, str]:
     """The variables that are sent to the hosts; PYTHONPATH begins with the working folder.
 
-    Raises:
-        ConfigError: an environment file or `--env` is wrong.
+    Raises ConfigError if an environment file or `--env` is wrong.
     """
     files = environment.environment_files(variables, Path.home(), folder)
     sent = environment.inherited(variables) | environment.read_environment_files(files)
@@ -113,7 +109,7 @@ def variables_of(flags: argparse.Namespace, variables: Mapping[str, str], folder
 
 
 def imports_deepspeed(path: Path) -> bool:
-    """Whether a script imports `deepspeed` somewhere; False for what cannot be read as Python."""
+    """Whether a script imports `deepspeed` anywhere; False for a file that is not Python."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -127,8 +123,8 @@ def imports_deepspeed(path: Path) -> bool:
     return any(name.split(".")[0] == "deepspeed" for name in names)
 
 
-def stands_in(flags: argparse.Namespace) -> tuple[bool, str | None]:
-    """Whether megazero is `deepspeed` to the script, and the notice that says so."""
+def replaces_deepspeed(flags: argparse.Namespace) -> tuple[bool, str | None]:
+    """Whether `import deepspeed` in the script gives megazero, and a notice about it."""
     if flags.import_deepspeed == "megazero":
         if flags.no_python:
             raise ConfigError(
@@ -141,14 +137,16 @@ def stands_in(flags: argparse.Namespace) -> tuple[bool, str | None]:
     if importlib.util.find_spec("deepspeed") is not None:
         return False, (
             f"{flags.script} imports deepspeed and gets the one that is installed; `--import-deepspeed "
-            "megazero` "
-            "puts megazero in its place"
+            "megazero` puts megazero in its place"
         )
     return True, f"{flags.script} imports deepspeed, which is not installed: megazero is in its place"
 
 
 def script_of(flags: argparse.Namespace, sent: Mapping[str, str], folder: str, as_deepspeed: bool) -> Script:
-    """The command of every rank, or of torchrun on every host."""
+    """The command of every rank, or of torchrun on every host.
+
+    as_deepspeed: whether `import deepspeed` gives megazero, see `replaces_deepspeed`.
+    """
     python = flags.python or sys.executable
     kind = ("-m",) if flags.module else ()
     if as_deepspeed:
@@ -170,7 +168,7 @@ def script_of(flags: argparse.Namespace, sent: Mapping[str, str], folder: str, a
 
 
 def restarts_of(flags: argparse.Namespace) -> int:
-    """How often ranks are started again: DeepSpeed's elastic training does it a hundred times."""
+    """How often ranks are started again; 100 times with elastic training, as in DeepSpeed."""
     if flags.max_restarts is not None:
         return int(flags.max_restarts)
     return 100 if flags.elastic_training else 0
@@ -179,8 +177,7 @@ def restarts_of(flags: argparse.Namespace) -> int:
 def job_of(flags: argparse.Namespace, hosts: tuple[Host, ...], script: Script) -> Job:
     """The launch that the flags ask for.
 
-    Raises:
-        ConfigError: cores are wrong, or cannot be bound beside KMP_AFFINITY.
+    Raises ConfigError if cores are wrong, or KMP_AFFINITY is set, which binds cores too.
     """
     bind = flags.bind_cores_to_rank or flags.bind_core_list is not None
     if bind and "KMP_AFFINITY" in os.environ:
@@ -188,17 +185,17 @@ def job_of(flags: argparse.Namespace, hosts: tuple[Host, ...], script: Script) -
             "`--bind-cores-to-rank` must not be given while KMP_AFFINITY is set, which binds, too; unset it"
         )
     pid_file = str(Path(tempfile.gettempdir(), f"{os.getpid()}.deepspeed")) if flags.save_pid else None
-    extras = Extras(
+    options = HostOptions(
         logs=flags.enable_each_rank_log,
         stamp=time.strftime("%Y%m%d%H%M%S"),
         bind=bind,
         cores=cores_of(flags.bind_core_list) if flags.bind_core_list else None,
         pid_file=pid_file,
     )
-    limits = Limits(flags.grace, flags.save_grace, flags.silence, flags.rejoin)
+    timeouts = Timeouts(flags.grace, flags.save_grace, flags.silence, flags.rejoin)
     least = (flags.min_elastic_nodes or 1) if flags.elastic_training else None
     restarts = 0 if script.rendezvous else restarts_of(flags)
-    return Job(secrets.token_hex(4), hosts, script, limits, extras, restarts, least)
+    return Job(secrets.token_hex(4), hosts, script, timeouts, options, restarts, least)
 
 
 def reach_of(flags: argparse.Namespace, folder: str) -> commands.Reach:
@@ -212,23 +209,31 @@ def reach_of(flags: argparse.Namespace, folder: str) -> commands.Reach:
     )
 
 
-def settings_of(flags: argparse.Namespace) -> Settings:
-    """The settings that are no part of the job."""
+def settings_of(flags: argparse.Namespace) -> LaunchSettings:
+    """The settings that are not part of the job."""
     quiet = flags.quiet or flags.log_level not in ("debug", "info")
     try_it = not flags.no_ssh_check
-    return Settings(flags.master_addr, flags.master_port, try_it, flags.fan_out, not flags.no_prefix, quiet)
+    return LaunchSettings(
+        flags.master_addr, flags.master_port, try_it, flags.fan_out, not flags.no_prefix, quiet
+    )
 
 
 def command_of(flags: argparse.Namespace, reach: commands.Reach, job: Job, secret: str) -> tuple[str, ...]:
     """The command of pdsh, srun or mpirun that starts all nodes.
 
-    srun and mpirun pass on the secret that is in their environment; pdsh's command has it.
+    srun and mpirun pass the secret on in their environment; pdsh's command contains it.
 
     Raises:
-        ConfigError: the launcher is not installed, or wants hosts with equally many slots.
+        ConfigError: the launcher is not installed, or needs hosts with the same number of slots.
     """
     makers = {"srun": commands.srun_command, "mpirun": commands.mpirun_command}
-    problems = list(problems_of_places(job)) if flags.launcher == "srun" else []
+    problems = []
+    if flags.launcher == "srun" and len({len(host.slots) for host in job.hosts}) > 1:
+        listed = ", ".join(f"{host.name} {len(host.slots)}" for host in job.hosts[:8])
+        problems.append(
+            f"hosts must have equally many slots for `--launcher srun`, but have {listed}; use "
+            "`--launcher ssh`"
+        )
     if shutil.which(flags.launcher) is None and not flags.dry_run:
         problems.append(
             f"`--launcher {flags.launcher}` must be installed here; install it, or leave the flag out for ssh"

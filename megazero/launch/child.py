@@ -1,7 +1,7 @@
-"""A process that is read from, and has ended when it has ended.
+"""A child process whose end does not wait for its output.
 
-asyncio's own waits (since Python 3.11) until nobody holds the process's output any more, and a descendant may
-hold it for ever: `sleep 300 &` in a script that a host sources is enough.
+Since Python 3.11 asyncio's own `Process.wait` also waits until the pipes are closed, and a descendant may
+hold them open for ever: `sleep 300 &` in a script that a host sources is enough.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 
 from megazero.launch.channel import LINE_LIMIT
 
-_LOOK = 0.02
-_GONE = 2.0  # seconds for the kernel to end a process that is killed
+_POLL = 0.02  # seconds
+_KILLED = 2.0  # seconds for the kernel to end a killed process
 
 
 class Child(asyncio.subprocess.Process):
-    """A running process; `close` is due at its end, as a pipe that outlives the loop complains."""
+    """A running process. Call `close` in the end: a pipe that outlives the event loop causes a warning."""
 
     @classmethod
     async def start(cls, *words: str, **options: Any) -> Child:
         """Start a process.
 
         Args:
-            words: its command.
+            words: the command.
             options: as for `asyncio.create_subprocess_exec`.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the process cannot be started.
         """
         loop = asyncio.get_running_loop()
         transport, protocol = await loop.subprocess_exec(
@@ -47,19 +47,19 @@ class Child(asyncio.subprocess.Process):
         self._pipes = transport
 
     async def ended(self) -> int:
-        """Wait until the process has ended, whoever still holds its output; returns its return code."""
+        """Wait until the process has ended, even if its output is still open; return its return code."""
         while self.returncode is None:
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_POLL)
         return self.returncode
 
     async def end(self) -> None:
         """Kill the process if it still runs."""
         with suppress(ProcessLookupError):
             self.kill()
-        with suppress(asyncio.TimeoutError):  # it hangs in the kernel
-            await asyncio.wait_for(self.ended(), _GONE)
+        with suppress(asyncio.TimeoutError):  # the process hangs in the kernel
+            await asyncio.wait_for(self.ended(), _KILLED)
 
     async def close(self) -> None:
-        """Kill the process if it still runs, and let go of its pipes."""
+        """Kill the process if it still runs, and close its pipes."""
         await self.end()
         self._pipes.close()

@@ -1,4 +1,4 @@
-"""The commands that reach the hosts of a launch, as values: over ssh, pdsh, srun or mpirun."""
+"""The commands that reach the hosts of a launch: ssh, pdsh, srun or mpirun."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megazero.launch.secret import SECRET
 AGENT = "megazero.launch.agent"
 SWEEPER = "megazero.launch.processes"
 NODE = "megazero.launch.node"
+# With ssh's limit of three unanswered keepalives, a lost host is noticed after 15 s.
 _SSH = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
-# ssh's own limit of three unanswered questions is then 15 s.
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Reach:
 
     Attributes:
         python: the path of Python on the hosts.
-        folder: the folder to work in.
+        folder: the working folder.
         setup: a script to source first.
         path: PYTHONPATH of the modules that the launch itself runs.
-        words: the user's words for ssh, pdsh, srun or mpirun.
-        always: whether this machine, too, is reached as the others are.
+        words: the user's arguments for ssh, pdsh, srun or mpirun.
+        always: whether this machine, too, is reached over ssh.
     """
 
     python: str
@@ -38,13 +38,13 @@ class Reach:
     always: bool = False
 
     def is_here(self, host: Host) -> bool:
-        """Whether a host is this machine, where no connection is needed."""
+        """Whether a host is this machine, so that no connection is needed."""
         return not self.always and host.name.lower() in LOCAL_NAMES | {socket.gethostname().lower()}
 
     def module(self, module: str, *arguments: str, **variables: str) -> str:
-        """The shell's command that runs a module on a host, with some variables.
+        """The shell command that runs a module on a host, with some environment variables.
 
-        The shell stays, so that a module that a signal ends is reported with status 128 + n.
+        The shell does not exec the module, so that a module ended by signal n is reported as status 128 + n.
         """
         variables |= {"PYTHONPATH": self.path} if self.path else {}
         set_them = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
@@ -53,24 +53,24 @@ class Reach:
         return shlex.join(["sh", "-c", f"{source}cd {shlex.quote(self.folder)} && {run}; exit $?"])
 
     def over_ssh(self, host: Host, command: str) -> tuple[str, ...]:
-        """The command that runs a shell's command on a host; on this machine, without ssh."""
+        """The command that runs a shell command on a host; without ssh on this machine."""
         if self.is_here(host):
             return tuple(shlex.split(command))
         return ("ssh", *self.words, *_SSH, host.name, command)
 
 
 def agent_command(reach: Reach, job: Job, node: int) -> tuple[str, ...]:
-    """The command that starts the agent of a node. It is as long for many ranks as for one."""
+    """The command that starts the agent of a node. Its length does not depend on the number of ranks."""
     return reach.over_ssh(job.hosts[node], reach.module(AGENT, **{MARK: job.mark(node)}))
 
 
 def sweep_command(reach: Reach, job: Job, node: int) -> tuple[str, ...]:
-    """The command that kills what a launch has left on a node."""
+    """The command that kills the processes that a launch has left on a node."""
     return reach.over_ssh(job.hosts[node], reach.module(SWEEPER, job.mark(node)))
 
 
 def node_words(job: Job, node: str, master: tuple[str, int], *, prefix: bool) -> tuple[str, ...]:
-    """The arguments of the module NODE, with which a node takes its part in a launch by itself."""
+    """The arguments of the module NODE, which runs a node's part of a launch."""
     words = (pack(job), "--node-rank", node, "--master-addr", master[0], "--master-port", str(master[1]))
     return words if prefix else (*words, "--no-prefix")
 
@@ -78,9 +78,9 @@ def node_words(job: Job, node: str, master: tuple[str, int], *, prefix: bool) ->
 def pdsh_command(
     reach: Reach, job: Job, master: tuple[str, int], secret: str, *, prefix: bool
 ) -> tuple[str, ...]:
-    """The command that starts all nodes through pdsh, which writes a node's number for ``%n``.
+    """The command that starts all nodes through pdsh, which replaces ``%n`` by a node's number.
 
-    pdsh sends no variables, so the nodes' secret is in the command.
+    pdsh sends no variables, so the secret of the nodes is in the command.
     """
     command = reach.module(NODE, *node_words(job, "@", master, prefix=prefix), **{SECRET: secret})
     command = command.replace("%", "%%")
@@ -91,7 +91,7 @@ def pdsh_command(
 
 
 def srun_command(reach: Reach, job: Job, master: tuple[str, int], *, prefix: bool) -> tuple[str, ...]:
-    """The command that starts a task on each node through srun; its number is SLURM_NODEID."""
+    """The command that starts a task on each node through srun; SLURM_NODEID is the node's number."""
     nodes = str(len(job.hosts))
     names = ",".join(host.name for host in job.hosts)
     layout = ("--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1", "--nodelist", names)
@@ -101,7 +101,10 @@ def srun_command(reach: Reach, job: Job, master: tuple[str, int], *, prefix: boo
 
 
 def mpirun_command(reach: Reach, job: Job, master: tuple[str, int], *, prefix: bool) -> tuple[str, ...]:
-    """The command that starts a process on each node through Open MPI; its number is OMPI_COMM_WORLD_RANK."""
+    """The command that starts a process on each node through Open MPI.
+
+    OMPI_COMM_WORLD_RANK is the node's number.
+    """
     names = ",".join(f"{host.name}:1" for host in job.hosts)
     layout = ("-np", str(len(job.hosts)), "--host", names, "--map-by", "ppr:1:node", "--bind-to", "none")
     path = ("-x", f"PYTHONPATH={reach.path}") if reach.path else ()

@@ -1,6 +1,4 @@
-"""The environment that a launch sends to its hosts: variables by their names, and those of an environment
-file.
-"""
+"""The environment variables that a launch sends to its hosts: chosen by name, or from environment files."""
 
 from __future__ import annotations
 
@@ -13,20 +11,20 @@ from megazero.errors import ConfigError
 from megazero.regular_file import read_regular, why_unreadable
 
 SENT_PREFIXES = (
-    *("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW"),  # what DeepSpeed sends
+    *("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW"),  # the prefixes that DeepSpeed sends
     *("CUDA_", "FI_", "GLOO_", "HF_", "HUGGING_FACE_", "LD_LIBRARY_PATH", "MEGAZERO_", "OMP_", "TORCH"),
     *("TRANSFORMERS_", "TRITON_", "WANDB_"),
 )
 NEVER_SENT = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_", "MEGAZERO_LAUNCH", "PYTHONUNBUFFERED")
-"""They describe this machine or a launch around this one."""
+"""Variables of this machine or of an enclosing launch."""
 NOT_SHOWN = "(not shown)"
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.I)
-_NO_DEVICES = ("", "-1", "NoDevFiles")  # the last is SLURM's
+_NO_DEVICES = ("", "-1", "NoDevFiles")  # NoDevFiles is SLURM's
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def inherited(variables: Mapping[str, str]) -> dict[str, str]:
-    """A process's variables that are sent to all hosts."""
+    """The part of `variables` that is sent to all hosts."""
     return {
         name: value
         for name, value in sorted(variables.items())
@@ -35,26 +33,25 @@ def inherited(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable's name says that its value is not to be shown."""
+    """Whether a variable's name suggests that its value is secret."""
     return _SECRET.search(name) is not None
 
 
 def without_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The variables that may be seen in lists of processes, and the names of the others."""
-    kept = {name: value for name, value in variables.items() if not is_secret(name)}
-    return kept, sorted(variables.keys() - kept.keys())
+    """The variables that are not secret, and the names of the others."""
+    public = {name: value for name, value in variables.items() if not is_secret(name)}
+    return public, sorted(variables.keys() - public.keys())
 
 
 def shown(variables: Mapping[str, str]) -> list[str]:
-    """Lines ``NAME=VALUE`` for people, without the values that are secrets."""
+    """Lines ``NAME=VALUE`` for display; values of secret variables are hidden."""
     return [f"{name}={NOT_SHOWN if is_secret(name) else shlex.quote(v)}" for name, v in variables.items()]
 
 
 def environment_files(variables: Mapping[str, str], home: Path, folder: Path) -> list[Path]:
-    """The environment files that there are: in the home folder, then in the working folder, which has the
-    last word.
+    """The existing environment files: in the home folder, then in the working folder, which takes precedence.
 
-    Their name is ``.deepspeed_env``, or what DS_ENV_FILE says; a path with a folder names one file.
+    Their name is ``.deepspeed_env``, or the value of DS_ENV_FILE; a value with a folder names a single file.
     """
     name = variables.get("DS_ENV_FILE", ".deepspeed_env")
     paths = [Path(name)] if "/" in name else [home / name, folder / name]
@@ -62,10 +59,9 @@ def environment_files(variables: Mapping[str, str], home: Path, folder: Path) ->
 
 
 def read_environment_files(paths: Iterable[Path]) -> dict[str, str]:
-    """The variables of some files, the later ones before the earlier.
+    """The variables of some files; later files take precedence.
 
-    Raises:
-        ConfigError: a file cannot be read, or has lines that cannot be; every such line is listed.
+    Raises ConfigError if a file cannot be read, or has malformed lines; every such line is listed.
     """
     variables: dict[str, str] = {}
     for path in paths:
@@ -80,14 +76,14 @@ def read_environment_files(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def parse_environment(text: str, path: str = "environment file") -> dict[str, str]:
-    """The variables of a text of lines ``NAME=VALUE``, as people write them.
+    """Parse lines ``NAME=VALUE``.
 
-    A line may be blank, a comment, or begin with ``export``. A value may stand in quotes, which are taken off
-    as a shell does; without quotes it is all that follows the first ``=``, a comment after a space excepted.
-    Nothing in it is expanded, neither here nor on the hosts.
+    A line may be blank, a comment, or begin with ``export``. Quotes around a value are removed as in a shell;
+    without quotes, the value is everything after the first ``=``, except for a comment after a space. Nothing
+    is expanded, neither here nor on the hosts.
 
     Raises:
-        ConfigError: naming number and text of every line that is wrong.
+        ConfigError: lines are malformed; the number and text of each are listed.
     """
     variables, problems = {}, []
     for number, line in enumerate(re.split(r"\r\n|\n|\r", text), 1):
@@ -97,9 +93,9 @@ def parse_environment(text: str, path: str = "environment file") -> dict[str, st
         name, equals, value = words.partition("=")
         try:
             if not equals or not _NAME.fullmatch(name.strip()):
-                raise ValueError("it is no NAME=VALUE")
+                raise ValueError("it is not NAME=VALUE")
             if "\0" in value:
-                raise ValueError("no variable can hold a NUL")
+                raise ValueError("a variable cannot hold a NUL")
             variables[name.strip()] = _unquoted(value.strip())
         except ValueError as error:
             problems.append(f"{path}, line {number}: a line must be NAME=VALUE, but is `{line}` ({error})")
@@ -120,8 +116,7 @@ def _unquoted(value: str) -> str:
 def assigned(words: Sequence[str], variables: Mapping[str, str]) -> dict[str, str]:
     """The variables of ``--env NAME=VALUE``, and of ``--env NAME``, which sends this process's value.
 
-    Raises:
-        ConfigError: a name is none, or has no value here.
+    Raises ConfigError if a name is malformed, or has no value here.
     """
     result = {}
     for word in words:
@@ -135,17 +130,17 @@ def assigned(words: Sequence[str], variables: Mapping[str, str]) -> dict[str, st
 
 
 def visible_devices(present: str | None, slots: Sequence[int]) -> tuple[str, str | None]:
-    """CUDA_VISIBLE_DEVICES for the ranks of a host, and what there is to say about it.
+    """CUDA_VISIBLE_DEVICES for the ranks of a host, and a notice if slots and devices differ.
 
-    Slot k is the host's k-th device; where the host itself shows some devices alone, such as a scheduler
-    does by indices, UUIDs or names of MIG slices, the k-th of those.
+    Slot k is the host's k-th visible device: the k-th of all devices, or of those in the host's own
+    CUDA_VISIBLE_DEVICES, where a scheduler may list indices, UUIDs or names of MIG slices.
 
     Args:
         present: the host's own CUDA_VISIBLE_DEVICES; None if it is not set.
         slots: the slots that the launch takes.
 
     Raises:
-        ConfigError: a slot is not among the devices that the host shows.
+        ConfigError: a slot is not among the host's visible devices.
     """
     if present is None:
         return ",".join(map(str, slots)), None
@@ -156,8 +151,7 @@ def visible_devices(present: str | None, slots: Sequence[int]) -> tuple[str, str
         if slot >= len(devices):
             raise ConfigError(
                 f"slot {slot} must be one of the {len(devices)} devices that CUDA_VISIBLE_DEVICES shows "
-                "there "
-                f"(`{present}`); take fewer slots, or unset it"
+                f"there (`{present}`); take fewer slots, or unset it"
             )
     value = ",".join(devices[slot] for slot in slots)
     named = ",".join(map(str, slots))
@@ -167,7 +161,7 @@ def visible_devices(present: str | None, slots: Sequence[int]) -> tuple[str, str
 
 
 def slots_here(visible: str | None, gpus: int) -> int:
-    """The number of slots of this machine: the devices that CUDA_VISIBLE_DEVICES shows, or all of them."""
+    """The number of visible GPUs of this machine. visible: CUDA_VISIBLE_DEVICES; gpus: all GPUs."""
     return gpus if visible is None else len(_devices(visible))
 
 

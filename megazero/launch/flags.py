@@ -1,4 +1,4 @@
-"""The flags of `megazero launch`, in DeepSpeed's spellings too, and what is refused by name."""
+"""The flags of `megazero launch`, also in DeepSpeed's spellings, and their checks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from megazero.launch.hosts import MOST_SLOTS
 
 _MOST_NODES = 1 << 16
 _MOST_CORES = 1 << 16
-LAUNCHERS = MappingProxyType({"slurm": "srun", "openmpi": "mpirun"})
-"""DeepSpeed's names of launchers, and ours."""
+_LAUNCHERS = ("ssh", "pdsh", "srun", "mpirun", "torchrun")
+_DEEPSPEED_LAUNCHERS = MappingProxyType({"slurm": "srun", "openmpi": "mpirun"})
 _REFUSED_LAUNCHERS = ("impi", "mpich", "mvapich")
+_STARTS_NODES = ("pdsh", "srun", "mpirun")  # launchers that start all nodes, in place of agents over ssh
 _EPILOG = (
     "What follows the script is the script's own. Each flag may be written with underscores. Without hosts, "
     "the ranks run on this machine. docs/launch.md has the grammar of hostfiles and the meaning of exit "
@@ -30,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         allow_abbrev=False,
     )
-    for add in (_hosts, _meeting, _script, _around, _limits):
+    for add in (_hosts, _connections, _script, _around, _restarts):
         add(parser)
     return parser
 
@@ -60,10 +61,9 @@ def _hosts(parser: argparse.ArgumentParser) -> None:
     _add(group, "--force-multi", action="store_true", help="use the launcher for this machine alone, too")
 
 
-def _meeting(parser: argparse.ArgumentParser) -> None:
+def _connections(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how hosts are reached, and where ranks meet")
-    kinds = ("ssh", "pdsh", "srun", "mpirun", "torchrun")
-    _add(group, "--launcher", default="ssh", metavar="NAME", help=f"one of {', '.join(kinds)} (ssh)")
+    _add(group, "--launcher", default="ssh", metavar="NAME", help=f"one of {', '.join(_LAUNCHERS)} (ssh)")
     _add(group, "--launcher-args", default="", metavar="WORDS", help="words for it, such as `-F ssh_config`")
     _add(group, "--ssh-args", default="", metavar="WORDS", help="words for ssh under `--launcher torchrun`")
     _add(group, "--ssh-port", type=int, metavar="PORT", help="the port of sshd")
@@ -125,7 +125,7 @@ def _around(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _limits(parser: argparse.ArgumentParser) -> None:
+def _restarts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("ends and restarts, in seconds")
     _add(
         group,
@@ -145,39 +145,40 @@ def _limits(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags of a command line; `launcher` has our name.
+    """Parse a command line; DeepSpeed's names of launchers are replaced by megazero's.
 
-    Raises:
-        ConfigError: flags do not go together, or ask for what is not built.
+    Raises ConfigError if flags contradict each other, are out of range, or ask for an unsupported launcher.
     """
     flags = build_parser().parse_args(words)
-    flags.launcher = LAUNCHERS.get(flags.launcher, flags.launcher)
-    problems = [problem for problem, wrong in _checks(flags) if wrong]
+    flags.launcher = _DEEPSPEED_LAUNCHERS.get(flags.launcher, flags.launcher)
+    checks = [*_launcher_checks(flags), *_combination_checks(flags), *_range_checks(flags)]
+    problems = [problem for problem, is_violated in checks if is_violated]
     if problems:
         raise ConfigError(problems)
     return flags
 
 
-def _checks(flags: argparse.Namespace) -> list[tuple[str, bool]]:
-    """Sentences, and whether they speak against the flags."""
-    counted = flags.num_nodes is not None or flags.num_gpus is not None
-    elastic = flags.min_elastic_nodes is not None or flags.max_elastic_nodes is not None
-    kinds = ("ssh", "pdsh", "srun", "mpirun", "torchrun")
-    times = ("grace", "save_grace", "silence", "rejoin", "max_restarts")
-    negative = [f"--{name.replace('_', '-')}" for name in times if (getattr(flags, name) or 0) < 0]
-    through_others = flags.launcher in ("pdsh", "srun", "mpirun")
+def _launcher_checks(flags: argparse.Namespace) -> list[tuple[str, bool]]:
+    """Problems, and whether the flags have them."""
+    names = ", ".join(_LAUNCHERS)
     return [
         ("a script must follow the flags, but there is none; see `megazero launch --help`", not flags.script),
         (
-            f"`--launcher` must be one of {', '.join(kinds)}, but is {flags.launcher}, which is not built; "
-            "use ssh, "
-            "or mpirun with Open MPI",
+            f"`--launcher` must be one of {names}, but is {flags.launcher}, which is not built; use ssh, or "
+            "mpirun with Open MPI",
             flags.launcher in _REFUSED_LAUNCHERS,
         ),
         (
-            f"`--launcher` must be one of {', '.join(kinds)}, but is {flags.launcher}",
-            flags.launcher not in (*kinds, *_REFUSED_LAUNCHERS),
+            f"`--launcher` must be one of {names}, but is {flags.launcher}",
+            flags.launcher not in (*_LAUNCHERS, *_REFUSED_LAUNCHERS),
         ),
+    ]
+
+
+def _combination_checks(flags: argparse.Namespace) -> list[tuple[str, bool]]:
+    counted = flags.num_nodes is not None or flags.num_gpus is not None
+    elastic = flags.min_elastic_nodes is not None or flags.max_elastic_nodes is not None
+    return [
         ("`--include` must not be given with `--exclude`; give one", bool(flags.include and flags.exclude)),
         (
             "`--num-nodes` and `--num-gpus` must not be given with `--include` or `--exclude`, which choose "
@@ -197,7 +198,7 @@ def _checks(flags: argparse.Namespace) -> list[tuple[str, bool]]:
         ),
         (
             "`--elastic-training` must go through ssh or torchrun; leave `--launcher` out",
-            flags.elastic_training and (through_others or flags.no_ssh),
+            flags.elastic_training and (flags.launcher in _STARTS_NODES or flags.no_ssh),
         ),
         (
             "`--rdzv-backend` must be given with `--launcher torchrun`",
@@ -208,13 +209,21 @@ def _checks(flags: argparse.Namespace) -> list[tuple[str, bool]]:
             "`--launcher-args` what `torchrun --numa-binding` takes",
             flags.launcher == "torchrun" and flags.bind_cores_to_rank,
         ),
-        ("`--fan-out` must be at least 1", flags.fan_out < 1),
         (
             "`--master-addr` must be the address of node 0, the same on all nodes, with `--no-ssh`",
             flags.no_ssh
             and flags.num_nodes not in (None, 1)
             and not (flags.master_addr or flags.hostfile or flags.dry_run),
         ),
+    ]
+
+
+def _range_checks(flags: argparse.Namespace) -> list[tuple[str, bool]]:
+    times = ("grace", "save_grace", "silence", "rejoin", "max_restarts")
+    negative = [f"--{name.replace('_', '-')}" for name in times if (getattr(flags, name) or 0) < 0]
+    without_ssh = flags.launcher in _STARTS_NODES or (flags.no_ssh and flags.num_nodes != 1)
+    return [
+        ("`--fan-out` must be at least 1", flags.fan_out < 1),
         *(
             (f"`--{name.replace('_', '-')}` must be at most {most}", (getattr(flags, name) or 0) > most)
             for name, most in (("num_nodes", _MOST_NODES), ("num_gpus", MOST_SLOTS), ("ssh_port", 65535))
@@ -226,16 +235,15 @@ def _checks(flags: argparse.Namespace) -> list[tuple[str, bool]]:
         ),
         (
             "`--master-port` must name a port where hosts are not reached over ssh; 0 cannot be agreed on",
-            flags.master_port == 0 and (through_others or (flags.no_ssh and flags.num_nodes != 1)),
+            flags.master_port == 0 and without_ssh,
         ),
     ]
 
 
 def cores_of(text: str) -> tuple[int, ...]:
-    """The numbers of ``0-3,8``.
+    """Parse a list of cores such as ``0-3,8``.
 
-    Raises:
-        ConfigError: it is no list of numbers and ranges, or names a core twice.
+    Raises ConfigError if the text has another form, or names a core twice.
     """
     cores: list[int] = []
     for part in text.split(","):

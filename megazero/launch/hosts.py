@@ -1,11 +1,9 @@
-"""Hostfiles, and which of their hosts and slots a launch takes: DeepSpeed's `--include`, `--exclude`,
-`--num_*`.
-"""
+"""Hostfiles, and the choice of hosts and slots by DeepSpeed's `--include`, `--exclude` and `--num_*`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,19 +12,18 @@ from megazero.regular_file import read_regular, why_unreadable
 
 _SLOTS = re.compile(r"(?<!\S)slots\s*=\s*(\S*)")
 MOST_SLOTS = 4096
-"""More than any host has; each slot is one in memory, and in messages."""
+"""More than any host has; a limit, as each slot takes memory and room in messages."""
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine, and the slots of it that a launch takes; a slot is a GPU's index, or a rank's place on a
-    CPU.
+    """A machine, and its slots that a launch takes. A slot is the index of a GPU, or of a rank on a CPU.
 
     Attributes:
-        name: a name or an address, as ssh takes it.
-        slots: indices of the slots, in ascending order.
-        place: the file and line that the host is from, for messages.
+        name: a name or address for ssh.
+        slots: indices of the slots, ascending.
+        place: the file and line of the host, for messages.
     """
 
     name: str
@@ -35,10 +32,9 @@ class Host:
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
-    """The hosts of a file.
+    """The hosts of a hostfile.
 
-    Raises:
-        ConfigError: it cannot be read, or has lines that cannot be; every such line is listed.
+    Raises ConfigError if the file cannot be read, or has malformed lines; every such line is listed.
     """
     try:
         data = read_regular(Path(path))
@@ -50,13 +46,13 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
 
 
 def parse_hostfile(text: str, path: str = "hostfile") -> tuple[Host, ...]:
-    """The hosts of a text of lines ``NAME slots=N``, in its order.
+    """Parse lines ``NAME slots=N``; the hosts are in the order of the lines.
 
-    Blank lines and what follows a ``#`` are left out, and so are other words of a line, such as MPI's
-    ``max_slots=8``. An IPv6 address may stand in brackets.
+    Blank lines, comments after ``#`` and other words of a line, such as MPI's ``max_slots=8``, are ignored.
+    An IPv6 address may be in brackets.
 
     Raises:
-        ConfigError: naming file, line number and text of every line that is wrong.
+        ConfigError: lines are malformed; the file, number and text of each are listed.
     """
     hosts: dict[str, Host] = {}
     problems = []
@@ -68,7 +64,7 @@ def parse_hostfile(text: str, path: str = "hostfile") -> tuple[Host, ...]:
         host = _host_of(words, place)
         if isinstance(host, str):
             problems.append(f"{place}: {host}, but is `{line.strip()}`")
-        elif (key := _identity(host.name)) in hosts:
+        elif (key := _normalized(host.name)) in hosts:
             problems.append(
                 f"{place}: a host must be there once, but `{line.strip()}` is the host of "
                 f"{hosts[key].place}; give it all its slots in one line"
@@ -85,7 +81,7 @@ def parse_hostfile(text: str, path: str = "hostfile") -> tuple[Host, ...]:
 
 
 def _host_of(words: str, place: str) -> Host | str:
-    """The host of a line without its comment; or what a line must be."""
+    """Parse a line without its comment; return the host, or the rule that the line breaks."""
     name = words.split()[0]
     counts = _SLOTS.findall(words[len(name) :])
     name = name[1:-1] if name[0] == "[" and name[-1] == "]" else name
@@ -100,26 +96,26 @@ def _host_of(words: str, place: str) -> Host | str:
     return Host(name, tuple(range(int(counts[0]))), place)
 
 
-def _identity(name: str) -> str:
+def _normalized(name: str) -> str:
     lower = name.lower().rstrip(".")
     return "localhost" if lower in LOCAL_NAMES else lower
 
 
 def parse_filter(text: str, hosts: Sequence[Host], flag: str) -> dict[str, tuple[int, ...]]:
-    """The slots that ``NAME[:SLOT[,SLOT]][@NAME...]`` names, by host; a bare name names all slots of its
-    host.
+    """Parse ``NAME[:SLOT[,SLOT]][@NAME...]`` into host name -> slots; a bare name means all slots of a host.
 
     Names are compared with those of `hosts`, so they may contain colons (IPv6) and ``@`` (``user@host``).
 
     Raises:
-        ConfigError: it names a host or slot that is not there, or is not of this form.
+        ConfigError: the text names an unknown host or slot, or has another form.
     """
     chosen: dict[str, tuple[int, ...]] = {}
     rest = text.strip()
     while rest:
         host, match = _host_at(rest, hosts)
         if host is None or match is None:
-            names = _listed(host.name for host in hosts)
+            names = ", ".join(host.name for host in hosts[:8])
+            names += f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
             raise ConfigError(f"`{flag}` must name hosts of {names}, but has `{rest}`; correct the name")
         if host.name in chosen:
             raise ConfigError(f"`{flag}` must name a host once, but `{text}` has {host.name} twice")
@@ -129,7 +125,7 @@ def parse_filter(text: str, hosts: Sequence[Host], flag: str) -> dict[str, tuple
 
 
 def _host_at(text: str, hosts: Sequence[Host]) -> tuple[Host, re.Match[str]] | tuple[None, None]:
-    """The host that a filter begins with, and the match of its name and slots."""
+    """The host with which the rest of a filter begins, and the match of its name and slots."""
     for host in sorted(hosts, key=lambda host: -len(host.name)):
         match = re.match(re.escape(host.name) + r"(?::([^:@]*))?(?:@|$)", text)
         if match:
@@ -156,11 +152,6 @@ def _slots_of(text: str, host: Host, flag: str) -> tuple[int, ...]:
     return slots
 
 
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
 def include(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:
     """The hosts and slots that `text` names, in the order of `hosts`."""
     chosen = parse_filter(text, hosts, "--include")
@@ -168,30 +159,22 @@ def include(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:
 
 
 def exclude(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:
-    """The hosts and slots that `text` does not name.
-
-    Raises:
-        ConfigError: nothing is left.
-    """
+    """The hosts and slots that `text` does not name. Raises ConfigError if nothing is left."""
     chosen = parse_filter(text, hosts, "--exclude")
-    left = tuple(_without(hosts, chosen))
-    if not left:
-        raise ConfigError(f"`--exclude` must leave a slot, but `{text}` leaves none")
-    return left
-
-
-def _without(hosts: Sequence[Host], chosen: Mapping[str, tuple[int, ...]]) -> Iterator[Host]:
+    left = []
     for host in hosts:
         slots = tuple(slot for slot in host.slots if slot not in chosen.get(host.name, ()))
         if slots:
-            yield replace(host, slots=slots)
+            left.append(replace(host, slots=slots))
+    if not left:
+        raise ConfigError(f"`--exclude` must leave a slot, but `{text}` leaves none")
+    return tuple(left)
 
 
 def first(hosts: Sequence[Host], nodes: int | None, slots: int | None) -> tuple[Host, ...]:
-    """The first `nodes` hosts with slots 0 to `slots` - 1; None takes all.
+    """The first `nodes` hosts with their first `slots` slots; None takes all.
 
-    Raises:
-        ConfigError: there are fewer; every host with too few slots is listed.
+    Raises ConfigError if there are fewer hosts or slots; every host with too few slots is listed.
     """
     if nodes is not None and not 1 <= nodes <= len(hosts):
         raise ConfigError(

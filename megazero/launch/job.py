@@ -1,13 +1,11 @@
-"""A launch as a value: which process runs where, with which words and variables. Nothing here touches a
-machine.
-"""
+"""A launch as a value: which process runs where, with which command and variables; nothing is executed."""
 
 from __future__ import annotations
 
 import base64
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any
@@ -16,17 +14,17 @@ from megazero.errors import LaunchError
 from megazero.launch.hosts import Host
 
 MARK = "MEGAZERO_LAUNCH"
-"""The variable that says to which launch and node a process belongs."""
+"""The environment variable with the launch and node of a process."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How long things may take, in seconds.
+class Timeouts:
+    """The timeouts of a launch, in seconds.
 
     Attributes:
-        grace: for ranks to end after a failure, Ctrl-C or a hang-up, before they are killed.
-        save_grace: for ranks to save and end after SIGTERM.
-        silence: for a host or a rank to say nothing, or to be stopped, before it counts as lost; 0 for ever.
+        grace: until ranks are killed that do not end after a failure, Ctrl-C or a hang-up.
+        save_grace: the same after SIGTERM, for ranks that save first.
+        silence: until a silent host or a stopped rank counts as lost; 0 for never.
         rejoin: for lost hosts to come back before a restart.
         connect: for a host to answer.
     """
@@ -43,11 +41,10 @@ class Script:
     """The command of every rank.
 
     Attributes:
-        words: the command; None among them is where words go that differ between ranks, or between hosts.
-        environment: variables that are sent to the hosts.
-        folder: the working folder.
-        rendezvous: ``static`` or ``c10d`` if the command is torchrun's and starts all ranks of a host; None
-            if it starts one rank.
+        words: the command; None marks the place of words that differ between ranks, or between hosts.
+        environment: variables that are sent to the hosts. folder: the working folder. rendezvous: "static" or
+        "c10d" if the command is torchrun, which starts all ranks of a host; None if it
+            starts one rank.
     """
 
     words: tuple[str | None, ...]
@@ -56,20 +53,20 @@ class Script:
     rendezvous: str | None = None
 
     def filled(self, words: Sequence[str]) -> tuple[str, ...]:
-        """The command, with words where they go."""
+        """The command with `words` in the place of None."""
         return tuple(word for part in self.words for word in (words if part is None else (part,)))
 
 
 @dataclass(frozen=True)
-class Extras:
-    """Things that are done around a rank.
+class HostOptions:
+    """Options that each host's agent applies.
 
     Attributes:
-        logs: a folder on each host for a file for every rank.
-        stamp: the beginning of the names of those files.
-        bind: whether each rank has cores of its own.
-        cores: the cores to share out; None for all.
-        pid_file: a file on each host that holds the agent's process number while it runs.
+        logs: a folder on each host for log files, one for each rank.
+        stamp: the prefix of the names of log files.
+        bind: whether each rank is bound to cores of its own.
+        cores: the cores to divide among the ranks; None for all.
+        pid_file: a file on each host with the agent's process id while it runs.
     """
 
     logs: str | None = None
@@ -84,8 +81,8 @@ class Process:
     """A process for a host to start: a rank, or torchrun for all ranks of the host.
 
     Attributes:
-        label: the rank's number, or ``torchrun``.
-        local: its place among the host's processes.
+        label: the rank's number, or "torchrun".
+        local: its number among the host's processes.
     """
 
     label: str
@@ -99,17 +96,17 @@ class Job:
     """A launch.
 
     Attributes:
-        key: a word that no other launch has.
+        key: a word that is unique to the launch.
         hosts: in the order of their ranks.
         restarts: how often the ranks are started again after a failure.
-        least_hosts: how many hosts are enough for a restart; None for all.
+        least_hosts: the number of hosts that suffice for a restart; None for all.
     """
 
     key: str
     hosts: tuple[Host, ...]
     script: Script
-    limits: Limits = field(default_factory=Limits)
-    extras: Extras = field(default_factory=Extras)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    options: HostOptions = field(default_factory=HostOptions)
     restarts: int = 0
     least_hosts: int | None = None
 
@@ -119,7 +116,7 @@ class Job:
         return sum(len(host.slots) for host in self.hosts)
 
     def first_ranks(self) -> tuple[int, ...]:
-        """The first rank of each host: ranks follow the order of hosts, and of slots within a host."""
+        """The first rank of each host; ranks follow the order of hosts, and of slots within a host."""
         return tuple(accumulate((len(host.slots) for host in self.hosts[:-1]), initial=0))
 
     def mark(self, node: int) -> str:
@@ -132,9 +129,9 @@ def processes_of(job: Job, node: int, master: tuple[str, int], attempt: int = 0)
 
     Args:
         job: the launch.
-        node: the place of a host among its hosts.
-        master: the address and port where ranks meet.
-        attempt: how many restarts there have been.
+        node: the number of the host.
+        master: the address and port of the ranks' rendezvous.
+        attempt: the number of earlier restarts.
     """
     if job.script.rendezvous is not None:
         return (_torchrun(job, node, master),)
@@ -176,15 +173,14 @@ def _torchrun(job: Job, node: int, master: tuple[str, int]) -> Process:
 
 
 def bracketed(address: str) -> str:
-    """An address as it stands before ``:port``."""
+    """An address in the form that precedes ``:port``: IPv6 in brackets."""
     return f"[{address}]" if ":" in address else address
 
 
 def share_cores(cores: Sequence[int], ranks: int, local: int) -> tuple[int, ...]:
-    """The cores of one of a host's ranks: equally many for each, neighbours together.
+    """The cores of a rank: every rank of a host gets the same number of neighbouring cores.
 
-    Raises:
-        LaunchError: there are fewer cores than ranks.
+    Raises LaunchError if there are fewer cores than ranks.
     """
     size = len(cores) // ranks
     if size == 0:
@@ -195,8 +191,9 @@ def share_cores(cores: Sequence[int], ranks: int, local: int) -> tuple[int, ...]
 
 
 def pack(job: Job) -> str:
-    """A job as one word for a command line. It is as long for 1,000 equal hosts as for two, whose names it
-    leaves out.
+    """Encode a job as one word for a command line.
+
+    Names of hosts are left out and equal hosts are counted, so 1,000 equal hosts take as much room as two.
     """
     runs = [(slots, sum(1 for _ in group)) for slots, group in groupby(host.slots for host in job.hosts)]
     data = {**asdict(job), "hosts": runs}
@@ -204,32 +201,21 @@ def pack(job: Job) -> str:
 
 
 def unpack(word: str) -> Job:
-    """The job of a word that `pack` made; its hosts are called ``node 0`` and so on."""
+    """Decode a word of `pack`; the hosts have the names "node 0", "node 1", ..."""
     data: dict[str, Any] = json.loads(zlib.decompress(base64.urlsafe_b64decode(word)))
     slots = [tuple(slots) for slots, count in data["hosts"] for _ in range(count)]
-    script, extras = data["script"], data["extras"]
+    script, options = data["script"], data["options"]
     return Job(
         **{
             **data,
             "hosts": tuple(Host(f"node {node}", own) for node, own in enumerate(slots)),
             "script": Script(**{**script, "words": tuple(script["words"])}),
-            "limits": Limits(**data["limits"]),
-            "extras": Extras(**{**extras, "cores": extras["cores"] and tuple(extras["cores"])}),
+            "timeouts": Timeouts(**data["timeouts"]),
+            "options": HostOptions(**{**options, "cores": options["cores"] and tuple(options["cores"])}),
         }
     )
 
 
 def with_hosts(job: Job, names: Sequence[str]) -> Job:
-    """The job on those of its hosts whose names are given."""
+    """The job on the hosts with these names."""
     return replace(job, hosts=tuple(host for host in job.hosts if host.name in names))
-
-
-def problems_of_places(job: Job) -> Iterator[str]:
-    """The hosts of a job whose slots differ in number, for launchers that want them equal."""
-    sizes = {len(host.slots) for host in job.hosts}
-    if len(sizes) > 1:
-        listed = ", ".join(f"{host.name} {len(host.slots)}" for host in job.hosts[:8])
-        yield (
-            f"hosts must have equally many slots for `--launcher srun`, but have {listed}; use "
-            "`--launcher ssh`"
-        )

@@ -1,26 +1,29 @@
-"""Output as whole lines: cut from what ranks write, and written by one thread, so that none is torn or
-lost.
-"""
+"""Output as whole lines: split from the output of ranks, and written by one thread, so that none is torn."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import queue
+import sys
 import threading
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+from megazero.errors import printable
+from megazero.launch.channel import AgentLink
+
 LONGEST = 1 << 15
-"""Bytes after which a line without an end is cut."""
-_REDRAW = 1.0
-_WAITING = 2000
+"""Bytes after which a line without an end is split."""
+_REDRAW = 1.0  # seconds between two shown states of a progress bar
+_WAITING = 2000  # unwritten lines after which writers wait
 
 
 class LineCutter:
-    """Cuts what a rank writes into lines.
+    """Splits the output of a rank into lines.
 
-    A line that is drawn over and over with carriage returns, as a progress bar is, counts each second and
-    when it ends.
+    Of a line that is redrawn by carriage returns, such as a progress bar, one state per second and the last
+    state become lines.
     """
 
     def __init__(self) -> None:
@@ -28,7 +31,7 @@ class LineCutter:
         self._drawn = float("-inf")
 
     def feed(self, data: bytes, now: float) -> list[bytes]:
-        """The lines that `data` completes, without their ends; `now` is a time in seconds."""
+        """The lines that `data` completes, without line ends; `now` is the time in seconds."""
         *whole, self._open = (self._open + data).split(b"\n")
         lines = [self._last_drawn(line.removesuffix(b"\r")) for line in whole]
         drawn, turn, rest = self._open.rpartition(b"\r")
@@ -44,7 +47,7 @@ class LineCutter:
         return lines
 
     def finish(self) -> list[bytes]:
-        """The line that has no end yet, if there is one."""
+        """The last line, if it has no line end."""
         line, self._open = self._last_drawn(self._open.removesuffix(b"\r")), b""
         return [line] if line else []
 
@@ -54,10 +57,10 @@ class LineCutter:
 
 
 class Outlet:
-    """Writes to a file descriptor in order, from a thread; who writes waits while much is unwritten.
+    """Writes to a file descriptor in order, from a thread; writers wait while many lines are unwritten.
 
     Attributes:
-        broken: whether nobody reads any more; what is written is then dropped.
+        broken: whether nobody reads any more; further writes are then dropped.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -66,16 +69,18 @@ class Outlet:
         self._loop = asyncio.get_running_loop()
         self._room = asyncio.Semaphore(_WAITING)
         self._queue: queue.SimpleQueue[bytes | asyncio.Event | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, daemon=True).start()  # a blocked write must not keep us alive
+        threading.Thread(
+            target=self._work, daemon=True
+        ).start()  # daemon: a blocked write must not keep the process alive
 
     async def write(self, data: bytes) -> None:
-        """Write `data` after all that was written before."""
+        """Write `data` after all earlier writes."""
         if not self.broken:
             await self._room.acquire()
             self._queue.put(data)
 
     async def flush(self, seconds: float = 5.0) -> None:
-        """Wait until all is written, at most so long."""
+        """Wait until everything is written, at most `seconds`."""
         event = asyncio.Event()
         self._queue.put(event)
         try:
@@ -84,13 +89,13 @@ class Outlet:
             self.broken = True
 
     def abandon(self) -> None:
-        """Drop what is not written yet, and let those who wait go on."""
+        """Drop what is not written yet, and release waiting writers."""
         self.broken = True
         for _ in range(_WAITING):
             self._room.release()
 
     def close(self) -> None:
-        """End the thread once all is written."""
+        """End the thread when everything is written."""
         self._queue.put(None)
 
     def _work(self) -> None:
@@ -108,3 +113,32 @@ class Outlet:
                 view = view[os.write(self._descriptor, view) :]
         except OSError:
             self.broken = True
+
+
+def say(text: str) -> None:
+    """Print a notice of the launcher."""
+    print(f"megazero launch: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def printer(
+    prefix: bool, out: Outlet, error: Outlet
+) -> Callable[[AgentLink, str, bool, str], Awaitable[None]]:
+    """A function that shows lines as ``HOST[RANK]: TEXT``, those of standard error on `error`."""
+
+    async def show(link: AgentLink, label: str, is_error: bool, text: str) -> None:
+        await (error if is_error else out).write(line_bytes(link.name, label, text, prefix))
+
+    return show
+
+
+def line_bytes(host: str, label: str, text: str, prefix: bool) -> bytes:
+    """A line as it is shown. Control characters of ranks, such as colours, are kept.
+
+    `channel` has checked that host and label are printable.
+    """
+    who = f"{host}[{label}]: " if label else f"{host}: "
+    line = f"{who if prefix else ''}{text}\n"
+    try:
+        return line.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # half of a surrogate pair, which no rank can have written
+        return line.encode("utf-8", "replace")

@@ -1,10 +1,10 @@
-"""One node's part of a launch whose nodes are started by others: by hand, pdsh, srun or mpirun.
+"""One node's part of a launch whose nodes are started by hand, pdsh, srun or mpirun.
 
     python -m megazero.launch.node JOB --node-rank 1 --master-addr HOST --master-port 29500
 
-Node 0 waits at the address where its first rank will listen, names the nodes that have not come every ten
-seconds, and keeps a connection to each, over which the failure of one ends all. Who does not prove that it
-knows the launch's secret is left out.
+Node 0 waits at the address where rank 0 will listen, names the missing nodes every ten seconds, and keeps a
+connection to each node, over which the failure of one ends all. Connections that do not prove that they know
+the launch's secret are rejected.
 """
 
 from __future__ import annotations
@@ -20,36 +20,38 @@ from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 
 from megazero.errors import ConfigError, exit_status
-from megazero.launch.agent import Agent, orders_of, run_to_the_end
-from megazero.launch.conductor import Conductor, Link, line_bytes, say
+from megazero.launch.agent import Agent, run_to_the_end
+from megazero.launch.channel import AgentLink
+from megazero.launch.conductor import Conductor
 from megazero.launch.job import Job, unpack
-from megazero.launch.lines import Outlet
-from megazero.launch.meeting import Meeting, connect, open_door
+from megazero.launch.lines import Outlet, line_bytes, say
+from megazero.launch.orders import orders_of
+from megazero.launch.rendezvous import NodeRendezvous, connect, open_listener
 from megazero.launch.secret import SECRET, made_secret, secret_file
 
 
 async def _conduct(
-    job: Job, secret: bytes, master: tuple[str, int], door: socket.socket, attempt: int
+    job: Job, secret: bytes, master: tuple[str, int], listener: socket.socket, attempt: int
 ) -> None:
-    """Node 0's other half: wait for all nodes, start them, and end them together."""
-    meeting = Meeting(job, secret, master)
+    """The launcher's part on node 0: wait for all nodes, start them, and end them together."""
+    rendezvous = NodeRendezvous(job, secret, master)
 
-    async def show(link: Link, label: str, error: bool, text: str) -> None:
+    async def show(link: AgentLink, label: str, error: bool, text: str) -> None:
         say(f"{link.name}: {text}")
 
     try:
-        links = await meeting.gather(door)
+        links = await rendezvous.gather(listener)
         for link in links:
             link.name = f"{link.name} (node {link.node})"
         orders = [orders_of(job, link.node, master, attempt) for link in links]
-        conductor = Conductor(links, show, job.limits.silence)
+        conductor = Conductor(links, show, job.timeouts.silence)
         await conductor.conduct(orders, travel=False, last=attempt == job.restarts)
     finally:
-        meeting.close()
+        rendezvous.close()
 
 
 async def _end_without_reader(agent: Agent) -> None:
-    """End the ranks when nobody reads this node's output: pdsh has gone, which sends no signal."""
+    """End the ranks when nobody reads this node's output: pdsh has ended, which sends no signal."""
     poll = select.poll()
     poll.register(1, 0)
     while not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
@@ -58,13 +60,13 @@ async def _end_without_reader(agent: Agent) -> None:
 
 
 async def run_node(job: Job, node: int, master: tuple[str, int], *, prefix: bool) -> int:
-    """Take this node's part in a launch; returns the status of the launch.
+    """Run this node's part of a launch; return the status of the launch.
 
     Args:
         job: the launch.
-        node: this node's place among its hosts.
-        master: where node 0 waits, and its first rank will listen.
-        prefix: whether lines are shown with the host and the rank.
+        node: this node's number.
+        master: the address and port where node 0 waits, and where rank 0 will listen.
+        prefix: whether lines are shown with host and rank.
 
     Raises:
         LaunchError: the nodes do not fit together, or the port is taken.
@@ -77,13 +79,13 @@ async def run_node(job: Job, node: int, master: tuple[str, int], *, prefix: bool
         text = line.decode("utf-8", "surrogateescape")
         return (error if is_error else out).write(line_bytes(name, label, text, prefix))
 
-    status, secret = 0, _secret_of_node_0() if node == 0 else b""
+    status, secret = 0, _made_secret() if node == 0 else b""
     for attempt in range(job.restarts + 1):
         conducting, place = None, master
         if node == 0:
-            door, here = open_door(master)
+            listener, here = open_listener(master)
             place = (here, master[1])
-            conducting = asyncio.create_task(_conduct(job, secret, master, door, attempt))
+            conducting = asyncio.create_task(_conduct(job, secret, master, listener, attempt))
         connecting = asyncio.create_task(connect(place, facts))
         await asyncio.wait([connecting, *filter(None, [conducting])], return_when=asyncio.FIRST_COMPLETED)
         if conducting is not None and conducting.done():
@@ -104,7 +106,7 @@ async def run_node(job: Job, node: int, master: tuple[str, int], *, prefix: bool
     return status
 
 
-def _secret_of_node_0() -> bytes:
+def _made_secret() -> bytes:
     secret, is_new = made_secret(os.environ)
     if is_new:
         say(
@@ -115,7 +117,7 @@ def _secret_of_node_0() -> bytes:
 
 
 def _node_of(text: str) -> int:
-    """A node's number, or that in the variable of this name."""
+    """The number of a node, given as a number or as the name of a variable that holds it."""
     number = text if text.isdecimal() else os.environ.get(text, "")
     if not number.isdecimal():
         raise ConfigError(
@@ -125,9 +127,9 @@ def _node_of(text: str) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Be a node of the launch on the command line; returns the exit status."""
+    """Run a node of the launch on the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m megazero.launch.node")
-    parser.add_argument("job", help="what `megazero.launch.job.pack` made of the launch")
+    parser.add_argument("job", help="the launch, as packed by `megazero.launch.job.pack`")
     parser.add_argument("--node-rank", required=True, help="the node's number, or the variable that holds it")
     parser.add_argument("--master-addr", required=True)
     parser.add_argument("--master-port", type=int, required=True)

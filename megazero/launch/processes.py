@@ -1,8 +1,8 @@
-"""The processes of this machine, as /proc shows them: who listens to a signal, and who belongs to a launch.
+"""The processes of this machine, from /proc: which ones handle a signal, and which ones belong to a launch.
 
     python -m megazero.launch.processes MARK
 
-kills every process of a launch's node, stopped ones too, and ends with status 1 if one is still there.
+kills every process of a launch's node, including stopped ones, and exits with status 1 if some are left.
 """
 
 from __future__ import annotations
@@ -18,26 +18,24 @@ from pathlib import Path
 from megazero.launch.job import MARK
 
 _PROC = Path("/proc")
-_PATIENCE = 5.0
+_TIMEOUT = 5.0  # seconds
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A process: its parent, its state's letter, and the set of signals that it has handlers for, as a
-    mask.
-    """
+class ProcessState:
+    """A process: its parent's pid, the letter of its state, and a mask of the signals that it handles."""
 
     parent: int
     state: str
     caught: int
 
     def catches(self, number: int) -> bool:
-        """Whether there is a handler for a signal."""
+        """Whether the process has a handler for a signal."""
         return bool(self.caught >> (number - 1) & 1)
 
 
-def process_table() -> dict[int, Entry]:
-    """All processes; none where there is no /proc."""
+def process_table() -> dict[int, ProcessState]:
+    """All processes by pid; empty without /proc."""
     return {pid: entry for pid in _pids() if (entry := _entry(pid)) is not None}
 
 
@@ -46,22 +44,20 @@ def _pids() -> Iterator[int]:
         yield from (int(name) for name in os.listdir(_PROC) if name.isdecimal())
 
 
-def _entry(pid: int) -> Entry | None:
+def _entry(pid: int) -> ProcessState | None:
     try:
         lines = (_PROC / str(pid) / "status").read_text(errors="replace").splitlines()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return None
     facts = dict(line.partition(":\t")[::2] for line in lines)
-    return Entry(int(facts["PPid"]), facts["State"][0], int(facts.get("SigCgt", "0"), 16))
+    return ProcessState(int(facts["PPid"]), facts["State"][0], int(facts.get("SigCgt", "0"), 16))
 
 
-def receivers(pid: int, number: int, table: Mapping[int, Entry]) -> list[int]:
-    """Who is to get a signal that is meant for a rank: the process itself if it has a handler, else the
-    nearest
-    of its descendants that have.
+def receivers(pid: int, number: int, table: Mapping[int, ProcessState]) -> list[int]:
+    """The pids that get a rank's signal: the process if it handles it, else the nearest descendants that do.
 
-    A shell or torchrun between would die of SIGUSR1, and the trainer would never see it. Where nobody has a
-    handler, the process itself gets it.
+    A shell or torchrun in between would die of SIGUSR1, and the trainer would never get it. If there is no
+    handler at all, the process itself gets the signal.
     """
     children: dict[int, list[int]] = {}
     for child, entry in table.items():
@@ -78,15 +74,13 @@ def receivers(pid: int, number: int, table: Mapping[int, Entry]) -> list[int]:
 
 
 def marked(mark: str) -> list[int]:
-    """The processes, this one and those that have ended left out, whose environment says that they are
-    `mark`'s.
-    """
+    """The pids of other running processes with `mark` in their environment."""
     word = f"{MARK}={mark}".encode()
     pids = []
     for pid in _pids():
         try:
             data = (_PROC / str(pid) / "environ").read_bytes()
-        except OSError:  # it has ended, or is somebody else's
+        except OSError:  # the process has ended, or belongs to another user
             continue
         if pid != os.getpid() and word in data.split(b"\0"):
             pids.append(pid)
@@ -94,7 +88,7 @@ def marked(mark: str) -> list[int]:
 
 
 def send(pids: Iterable[int], number: int) -> None:
-    """Send a signal to some processes, as far as they are there."""
+    """Send a signal to those of the processes that still exist."""
     for pid in pids:
         try:
             os.kill(pid, number)
@@ -103,8 +97,8 @@ def send(pids: Iterable[int], number: int) -> None:
 
 
 def sweep(mark: str) -> list[int]:
-    """Kill the processes of a mark until none is left; returns those that do not go."""
-    deadline = time.monotonic() + _PATIENCE
+    """Kill the processes of a mark until none is left; return those that could not be killed."""
+    deadline = time.monotonic() + _TIMEOUT
     while pids := marked(mark):
         send(pids, signal.SIGKILL)
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""The ranks of one host: started, listened to, sent signals, and ended together."""
+"""The ranks of one host: starting them, reading their output, sending signals, and ending them together."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megazero.launch.child import Child
-from megazero.launch.job import Extras, Process, share_cores
+from megazero.launch.job import HostOptions, Process, share_cores
 from megazero.launch.lines import LineCutter
 from megazero.launch.processes import process_table, receivers, send, sweep
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_LAST_WORDS = 1.0  # seconds for output to end after its process; a descendant may keep the pipe open
+_LAST_OUTPUT = 1.0  # seconds for output to end after its process; a descendant may keep the pipe open
 _CANNOT_START = 127
 
 Show = Callable[[str, bool, bytes], Awaitable[None]]
 """Shows a line: the label of its process, whether it is from standard error, and the line."""
 Ended = Callable[[str, int], Awaitable[None]]
-"""Takes note of the end of a process: its label and its status, 128 + n for signal n."""
+"""Handles the end of a process: its label and its status, 128 + n for signal n."""
 
 
 def status_of(returncode: int) -> int:
-    """The exit status that a shell gives: 128 + n for a process that signal n has ended."""
+    """The exit status in the form of a shell: 128 + n for a process that signal n has ended."""
     return 128 - returncode if returncode < 0 else returncode
 
 
@@ -36,8 +36,8 @@ class Ranks:
     """The processes of a node.
 
     Args:
-        mark: what `processes.marked` knows them by.
-        show, ended: what is done with their lines, and when they end.
+        mark: the mark in their environment, see `processes.marked`.
+        show, ended: called with their lines, and when they end.
     """
 
     def __init__(self, mark: str, show: Show, ended: Ended) -> None:
@@ -49,26 +49,23 @@ class Ranks:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(
-        self, processes: Sequence[Process], environment: Mapping[str, str], folder: str, extras: Extras
+        self, processes: Sequence[Process], environment: Mapping[str, str], folder: str, options: HostOptions
     ) -> None:
-        """Start the processes; one that cannot be started counts as ended with status 127.
+        """Start the processes; a process that cannot be started counts as ended with status 127.
 
         Args:
-            processes: what to start.
-            environment: the variables that they get besides their own.
-            folder: where they work.
-            extras: what is done around them.
+            processes: the processes to start.
+            environment: variables that all processes get, besides their own.
+            folder: the working folder.
+            options: options about cores and logs.
 
         Raises:
-            LaunchError: there are too few cores to share out.
+            LaunchError: there are fewer cores than processes.
         """
-        cores = extras.cores or physical_cores()
-        share = (
-            (lambda local: share_cores(cores, len(processes), local)) if extras.bind else (lambda local: None)
-        )
-        plans = [(process, share(process.local)) for process in processes]
-        for process, own in plans:
-            threads = {} if own is None else {"OMP_NUM_THREADS": str(len(own))}
+        cores, size = options.cores or physical_cores(), len(processes)
+        bound = [share_cores(cores, size, process.local) if options.bind else None for process in processes]
+        for process, own_cores in zip(processes, bound, strict=True):
+            threads = {} if own_cores is None else {"OMP_NUM_THREADS": str(len(own_cores))}
             variables = {**environment, **threads, **process.environment}
             try:
                 child = await Child.start(
@@ -79,7 +76,7 @@ class Ranks:
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
                     start_new_session=True,  # signals of a terminal reach the launcher alone
-                    preexec_fn=_tied_to_this_process(own),
+                    preexec_fn=_tied_to_this_process(own_cores),
                 )
             except OSError as error:
                 await self._show(process.label, True, str(error).encode())
@@ -87,7 +84,7 @@ class Ranks:
                 continue
             self._running[process.label] = child
             self._started.append(child)
-            log = _open_log(extras, process.label)
+            log = _open_log(options, process.label)
             self._tasks.append(asyncio.create_task(self._attend(process.label, child, log)))
 
     async def _attend(self, label: str, child: Child, log: BinaryIO | None) -> None:
@@ -110,7 +107,7 @@ class Ranks:
             asyncio.create_task(listen(child.stderr, True)),
         ]
         status = status_of(await child.ended())
-        _, late = await asyncio.wait(streams, timeout=_LAST_WORDS)
+        _, late = await asyncio.wait(streams, timeout=_LAST_OUTPUT)
         for task in late:
             task.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
@@ -120,13 +117,13 @@ class Ranks:
         await self._ended(label, status)
 
     def signal(self, number: int) -> None:
-        """Send a signal to those who listen to it."""
+        """Send a signal to the processes that handle it."""
         table = process_table()
         for child in list(self._running.values()):
             send(receivers(child.pid, number, table), number)
 
     def stopped(self) -> list[str]:
-        """The labels of processes that a signal has stopped, and none has let go on."""
+        """The labels of processes that a signal has stopped."""
         if not self._running:
             return []
         table = process_table()
@@ -137,18 +134,17 @@ class Ranks:
         ]
 
     async def await_end(self, seconds: float | None = None) -> bool:
-        """Wait until all have ended, or for so long; whether they have."""
+        """Wait until all processes have ended, at most `seconds`; return whether they have."""
         if self._tasks:
             _, left = await asyncio.wait(self._tasks, timeout=seconds)
             return not left
         return True
 
     async def end(self, seconds: float) -> list[int]:
-        """End all, and what they have started: asked first, killed after so many seconds, all at the same
-        time.
+        """Send SIGTERM to all processes, and kill them and their descendants after `seconds`.
 
         Returns:
-            The numbers of processes that could not be ended.
+            The pids of processes that could not be killed.
         """
         if not self._tasks:
             return []
@@ -157,21 +153,21 @@ class Ranks:
         return await self.kill()
 
     async def kill(self) -> list[int]:
-        """Kill all, and what they have started; returns the numbers of processes that do not go."""
+        """Kill all processes and their descendants; return the pids of those that could not be killed."""
         for child in list(self._running.values()):
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
         left = await asyncio.to_thread(sweep, self.mark)
-        await self.await_end(_LAST_WORDS + 1)
+        await self.await_end(_LAST_OUTPUT + 1)
         return left
 
     async def close(self) -> None:
-        """Let go of the output of all; what has outlived them may have kept it."""
+        """Close the pipes of all processes, which descendants may still hold open."""
         await asyncio.gather(*(child.close() for child in self._started))
 
 
 def _tied_to_this_process(cores: Sequence[int] | None) -> Callable[[], None]:
-    """A child's steps before it becomes its program: it dies with this process, however that ends."""
+    """The `preexec_fn` of a child: binds it to `cores`, and lets it die with this process."""
     libc, parent = ctypes.CDLL(None), os.getpid()
     has_prctl = hasattr(libc, "prctl")
 
@@ -187,21 +183,19 @@ def _tied_to_this_process(cores: Sequence[int] | None) -> Callable[[], None]:
     return prepare
 
 
-def _open_log(extras: Extras, label: str) -> BinaryIO | None:
-    if extras.logs is None:
+def _open_log(options: HostOptions, label: str) -> BinaryIO | None:
+    if options.logs is None:
         return None
-    folder = Path(extras.logs)
+    folder = Path(options.logs)
     folder.mkdir(parents=True, exist_ok=True)
-    return (folder / f"{extras.stamp}_rank{label}.log").open("ab", buffering=0)
+    return (folder / f"{options.stamp}_rank{label}.log").open("ab", buffering=0)
 
 
 def usable_cores() -> list[int]:
     """The cores that this process may use."""
-    return (
-        sorted(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else list(range(os.cpu_count() or 1))
-    )
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def physical_cores() -> tuple[int, ...]:
@@ -216,5 +210,5 @@ def physical_cores() -> tuple[int, ...]:
 
 
 def threads_of_each(processes: int) -> int:
-    """OMP_NUM_THREADS where it is not set: the ranks of a host share its cores."""
+    """The default of OMP_NUM_THREADS: the usable cores divided by the processes of a host, at least 1."""
     return max(1, len(usable_cores()) // processes)

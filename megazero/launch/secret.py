@@ -1,4 +1,4 @@
-"""The secret of nodes that no ssh connects: where it is kept, and proofs that do not tell it."""
+"""The secret that nodes share which are not reached over ssh: its file, and proofs that do not reveal it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from megazero.errors import ConfigError
 from megazero.launch.job import MARK
 
 SECRET = f"{MARK}_SECRET"
-"""The variable that holds the secret; it is not sent on, and ranks do not get it."""
-_LEAST = 16
-_MOST = 4096
+"""The environment variable that holds the secret; it is not sent to hosts, and ranks do not get it."""
+_LEAST = 16  # characters
+_MOST = 4096  # bytes that are read
 
 
 def secret_file() -> Path:
-    """The file that holds the secret where the variable is not set; many clusters share the home folder."""
+    """The file with the secret, if the variable is not set; nodes often share the home folder."""
     return Path.home() / ".megazero" / "launch_secret"
 
 
 def made_secret(variables: Mapping[str, str]) -> tuple[bytes, bool]:
-    """The secret on node 0, which makes its file if there is none; and whether it has done so.
+    """The secret on node 0, and whether its file was made now.
 
     Raises:
-        ConfigError: the secret is too short, or its file can be neither read nor made, or is open to others.
+        ConfigError: the secret is too short, or its file cannot be read or made, or is accessible to others.
     """
     known = known_secret(variables)
     if known is not None:
@@ -42,7 +42,7 @@ def made_secret(variables: Mapping[str, str]) -> tuple[bytes, bool]:
         try:
             with os.fdopen(descriptor, "w", encoding="ascii") as file:
                 file.write(f"{made}\n")
-            os.link(beside, path)  # whole, and never in the place of another launch's
+            os.link(beside, path)  # whole, and never replaces the file of another launch
         finally:
             beside.unlink()
     except FileExistsError:
@@ -56,10 +56,9 @@ def made_secret(variables: Mapping[str, str]) -> tuple[bytes, bool]:
 
 
 def known_secret(variables: Mapping[str, str]) -> bytes | None:
-    """The secret of the variable, else of the file; None if neither is there.
+    """The secret in the variable, else in the file; None if there is neither.
 
-    Raises:
-        ConfigError: it is too short, or the file cannot be read, or others can read or write it.
+    Raises ConfigError if the secret is too short, the file cannot be read, or others can read or write it.
     """
     text, place = variables.get(SECRET), SECRET
     if text is None:
@@ -89,10 +88,10 @@ def known_secret(variables: Mapping[str, str]) -> bytes | None:
 
 
 def proof_of(secret: bytes, *words: object) -> str:
-    """The proof that somebody knows the secret: its HMAC of some words."""
+    """A proof that the sender knows the secret: the HMAC of some words."""
     return hmac.new(secret, json.dumps(words).encode(), hashlib.sha256).hexdigest()
 
 
 def is_proof(secret: bytes, proof: str, *words: object) -> bool:
-    """Whether `proof` is that of the words, in a time that does not tell how much of it is right."""
+    """Whether `proof` is right for these words; the comparison takes constant time."""
     return hmac.compare_digest(proof_of(secret, *words).encode(), proof.encode("utf-8", "replace"))

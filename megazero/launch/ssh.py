@@ -1,4 +1,4 @@
-"""Connections to the agents of hosts over ssh, opened a few at a time, and where the ranks are to meet."""
+"""Connections to the agents of hosts over ssh, and the choice of the master address."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megazero.errors import LaunchError
-from megazero.launch.channel import Message, stream_channel
+from megazero.launch.channel import AgentLink, Message, heartbeat, stream_channel
 from megazero.launch.child import Child
 from megazero.launch.commands import Reach, agent_command, sweep_command
-from megazero.launch.conductor import Link, heartbeat, say
 from megazero.launch.hosts import LOCAL_NAMES
 from megazero.launch.job import Job, bracketed
+from megazero.launch.lines import say
 from megazero.launch.ranks import status_of
 
 _CLOSING = 5.0
-_PATIENCE = 15.0  # seconds for an agent to answer, or a host to be swept
+_TIMEOUT = 15.0  # seconds for an agent to answer, or for a host to be swept
 _PAUSE = 1.0
 _LAST_LINES = 3
-_LONGEST = 500  # characters of a line in a reason
+_LONGEST = 500  # characters of a line that is quoted in a reason
 
 
 @dataclass(frozen=True)
 class Unreachable:
-    """A host that did not answer, and why."""
+    """A host that did not answer, and the reason."""
 
     name: str
     why: str
@@ -39,7 +38,7 @@ class Connections:
     Args:
         job: the launch.
         reach: how its hosts are reached.
-        fan_out: how many are connected to at once; sshd, and what lies before it, refuses too many.
+        fan_out: the most connections that are made at once; sshd and firewalls refuse too many.
     """
 
     def __init__(self, job: Job, reach: Reach, fan_out: int) -> None:
@@ -47,33 +46,33 @@ class Connections:
         self._reach = reach
         self._turns = asyncio.Semaphore(fan_out)
         self._children: list[Child] = []
-        self._tasks: list[asyncio.Task[Any]] = []
+        self._tasks: list[asyncio.Task[object]] = []
 
-    async def open(self, patience: float = 0.0) -> tuple[list[Link], list[Unreachable]]:
+    async def open(self, patience: float = 0.0) -> tuple[list[AgentLink], list[Unreachable]]:
         """Connect to all hosts.
 
         Args:
-            patience: seconds for which hosts that do not answer are tried again.
+            patience: seconds for which hosts that do not answer are retried.
 
         Returns:
-            The connections in the order of hosts, and the hosts that did not answer.
+            The links in the order of hosts, and the hosts that did not answer.
         """
         deadline = time.monotonic() + patience
         results = await asyncio.gather(*(self._try(node, deadline) for node in range(len(self._job.hosts))))
-        links = [result for result in results if isinstance(result, Link)]
+        links = [result for result in results if isinstance(result, AgentLink)]
         return links, [result for result in results if isinstance(result, Unreachable)]
 
-    async def _try(self, node: int, deadline: float) -> Link | Unreachable:
+    async def _try(self, node: int, deadline: float) -> AgentLink | Unreachable:
         tries = 0
         while True:
             async with self._turns:
                 result = await self._connect(node)
             tries += 1
-            if isinstance(result, Link) or (tries > 1 and time.monotonic() > deadline):
+            if isinstance(result, AgentLink) or (tries > 1 and time.monotonic() > deadline):
                 return result
             await asyncio.sleep(_PAUSE)
 
-    async def _connect(self, node: int) -> Link | Unreachable:
+    async def _connect(self, node: int) -> AgentLink | Unreachable:
         name = self._job.hosts[node].name
         words = agent_command(self._reach, self._job, node)
         pipe = asyncio.subprocess.PIPE
@@ -91,7 +90,7 @@ class Connections:
         errors: deque[str] = deque(maxlen=_LAST_LINES)
 
         def take(text: str) -> None:
-            if link.facts:  # it has greeted us: what is said now is news
+            if link.facts:  # after the agent's hello, errors are news
                 say(f"{name}: {text}")
             elif text.strip():
                 errors.append(text[:_LONGEST])
@@ -102,7 +101,7 @@ class Connections:
         async def sweep() -> bool:
             return await self._sweep(node)
 
-        link = Link(node, name, channel, close, sweep)
+        link = AgentLink(node, name, channel, close, sweep)
         collecting = asyncio.create_task(_collect(child.stderr, take))
         self._tasks.append(collecting)
         hello, text = await self._greeting(link, child)
@@ -115,8 +114,8 @@ class Connections:
         self._tasks.append(heartbeat(link))
         return link
 
-    async def _greeting(self, link: Link, child: Child) -> tuple[Message | None, Sequence[str]]:
-        """The agent's first message, None if it does not come, and the lines before it."""
+    async def _greeting(self, link: AgentLink, child: Child) -> tuple[Message | None, Sequence[str]]:
+        """The agent's hello, None if it does not come, and the lines before it."""
         text: deque[str] = deque(maxlen=_LAST_LINES)
 
         async def listen() -> Message | None:
@@ -127,11 +126,11 @@ class Connections:
 
         async def end() -> None:
             await child.ended()
-            await asyncio.sleep(_PAUSE)  # for its last words; a stray process may hold the output open
+            await asyncio.sleep(_PAUSE)  # for its last output; a stray process may hold the pipe open
 
         listening, ending = asyncio.create_task(listen()), asyncio.create_task(end())
         self._tasks += [listening, ending]
-        patience = self._job.limits.connect
+        patience = self._job.timeouts.connect
         done, _ = await asyncio.wait([listening, ending], timeout=patience, return_when="FIRST_COMPLETED")
         if listening in done:
             return listening.result(), text
@@ -143,12 +142,12 @@ class Connections:
         child = await Child.start(*words, stdin=null, stdout=null, stderr=null, start_new_session=True)
         self._children.append(child)
         try:
-            return await asyncio.wait_for(child.ended(), _PATIENCE) == 0
+            return await asyncio.wait_for(child.ended(), _TIMEOUT) == 0
         except asyncio.TimeoutError:
             return False
 
     async def abandon(self) -> None:
-        """End all connections at once; agents end their ranks, and themselves, when they see it."""
+        """Close all connections at once; an agent that notices ends its ranks and itself."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -159,7 +158,7 @@ async def _collect(stream: asyncio.StreamReader, take: Callable[[str], None]) ->
     while True:
         try:
             line = await stream.readline()
-        except ValueError:  # beyond the limit of a line, and dropped
+        except ValueError:  # the line is longer than the limit, and is dropped
             continue
         if not line:
             return
@@ -176,16 +175,16 @@ async def _close(child: Child) -> int | None:
         return None if child.returncode is None else status_of(child.returncode)
 
 
-async def meet(
-    job: Job, links: Sequence[Link], wanted: tuple[str | None, int | None], try_it: bool
+async def master_address(
+    job: Job, links: Sequence[AgentLink], wanted: tuple[str | None, int | None], try_it: bool
 ) -> tuple[str, int]:
-    """The address and port of the first host where ranks meet: free there, and reached from every other host.
+    """Choose the master address and port: free on the first host, and reached from every other host.
 
     Args:
         job: the launch.
         links: the connections to its hosts.
-        wanted: the address and the port that the user wants; None, and port 0, leave the choice to us.
-        try_it: whether all hosts try it; else it is the first address that the host has.
+        wanted: the user's address and port; None, or port 0, to choose automatically.
+        try_it: whether all hosts try the addresses; otherwise the first address of the host is taken.
 
     Raises:
         LaunchError: the port is taken, or some hosts do not reach the address; all of them are listed.
@@ -199,29 +198,28 @@ async def meet(
     if not others:
         return wanted[0] or "127.0.0.1", port
     name = job.hosts[0].name
-    own = [] if name in LOCAL_NAMES else [name]
+    names = [] if name in LOCAL_NAMES else [name]
     known = first.facts["addresses"]
-    addresses = [wanted[0]] if wanted[0] else list(dict.fromkeys([*known[:1], *own, *known]))
+    addresses = [wanted[0]] if wanted[0] else list(dict.fromkeys([*known[:1], *names, *known]))
     if not try_it:
         return addresses[0], port
     questions = (link.channel.send("reach", addresses=addresses, port=port, word=job.key) for link in others)
     await asyncio.gather(*questions)
-    reached = [(await _answer(link))["addresses"] for link in others]
+    reached_by = [(await _answer(link))["addresses"] for link in others]
     for address in addresses:
-        if all(address in own for own in reached):
+        if all(address in reached for reached in reached_by):
             return address, port
-    best = max(addresses, key=lambda address: sum(address in own for own in reached))
-    failing = [link.name for link, own in zip(others, reached, strict=True) if best not in own]
+    best = max(addresses, key=lambda address: sum(address in reached for reached in reached_by))
+    failing = [link.name for link, reached in zip(others, reached_by, strict=True) if best not in reached]
     tried = ", ".join(f"{bracketed(address)}:{port}" for address in addresses)
     raise LaunchError(
         f"every host must reach {first.name}, but {', '.join(failing)} "
-        f"{'does' if len(failing) == 1 else 'do'} not "
-        f"(tried {tried}); give an address of {first.name} that all reach as `--master-addr`, or open the "
-        "port"
+        f"{'does' if len(failing) == 1 else 'do'} not (tried {tried}); give an address of {first.name} that "
+        "all reach as `--master-addr`, or open the port"
     )
 
 
-async def _answer(link: Link) -> Message:
+async def _answer(link: AgentLink) -> Message:
     async def listen() -> Message | None:
         while (message := await link.channel.receive()) is not None:
             if message["kind"] in ("listening", "reached", "refused"):
@@ -229,7 +227,7 @@ async def _answer(link: Link) -> Message:
         return None
 
     try:
-        message = await asyncio.wait_for(listen(), _PATIENCE)
+        message = await asyncio.wait_for(listen(), _TIMEOUT)
     except asyncio.TimeoutError:
         message = None
     if message is None:
@@ -239,8 +237,8 @@ async def _answer(link: Link) -> Message:
     return message
 
 
-def twins(links: Sequence[Link]) -> list[str]:
-    """Notices of hosts that are one machine under several names, whose ranks would share devices."""
+def same_machine_notices(links: Sequence[AgentLink]) -> list[str]:
+    """A notice for each machine that has several names among the hosts, so that ranks share its devices."""
     machines: dict[tuple[str, str], list[str]] = {}
     for link in links:
         machines.setdefault((link.facts["host"], link.facts["boot"]), []).append(link.name)
@@ -251,14 +249,9 @@ def twins(links: Sequence[Link]) -> list[str]:
     ]
 
 
-def refuse(hosts: Sequence[Unreachable]) -> None:
-    """Raise the error that names all hosts that do not answer.
-
-    Raises:
-        LaunchError: there are some.
-    """
-    if hosts:
-        lines = "".join(f"\n  {host.name}: {host.why}" for host in hosts)
-        raise LaunchError(
-            f"every host must answer, but {len(hosts)} {'does' if len(hosts) == 1 else 'do'} not:{lines}"
-        )
+def unreachable_error(hosts: Sequence[Unreachable]) -> LaunchError:
+    """The error that names all hosts that did not answer."""
+    lines = "".join(f"\n  {host.name}: {host.why}" for host in hosts)
+    return LaunchError(
+        f"every host must answer, but {len(hosts)} {'does' if len(hosts) == 1 else 'do'} not:{lines}"
+    )

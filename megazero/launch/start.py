@@ -7,26 +7,33 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megazero.launch.agent import SIGNALS, orders_of
+from megazero.launch.channel import AgentLink
 from megazero.launch.commands import Reach
-from megazero.launch.conductor import Conductor, Link, Outcome, printer, say
+from megazero.launch.conductor import AttemptResult, Conductor
 from megazero.launch.job import Job, with_hosts
-from megazero.launch.lines import Outlet
-from megazero.launch.ssh import Connections, Unreachable, meet, refuse, twins
+from megazero.launch.lines import Outlet, printer, say
+from megazero.launch.orders import SIGNALS, orders_of
+from megazero.launch.ssh import (
+    Connections,
+    Unreachable,
+    master_address,
+    same_machine_notices,
+    unreachable_error,
+)
 
-_NOBODY_READS = 128 + 13  # as of a process that a closed pipe has ended
+_NOBODY_READS = 128 + 13  # the status of a process that SIGPIPE has ended
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The user's settings of a launch besides the job.
+class LaunchSettings:
+    """The user's settings of a launch that are not part of the job.
 
     Attributes:
-        address, port: where ranks are to meet; None leaves the choice to the launch.
-        try_address: whether all hosts try it before.
-        fan_out: connections that are made at once.
+        address, port: the master address and port; None to choose them automatically.
+        try_address: whether every host first checks that it reaches the address.
+        fan_out: the most connections that are made at once.
         prefix: whether lines are shown with host and rank.
-        quiet: whether notices are left out that tell of no failure.
+        quiet: whether notices other than failures are suppressed.
     """
 
     address: str | None = None
@@ -37,35 +44,21 @@ class Settings:
     quiet: bool = False
 
 
-async def run(job: Job, reach: Reach, settings: Settings) -> int:
-    """Run a launch; returns its exit status.
+class Launcher:
+    """A launch with all its attempts."""
 
-    Raises:
-        LaunchError: it could not begin.
-    """
-    return await _Launcher(job, reach, settings).run()
-
-
-class _Launcher:
-    """A launch from beginning to end.
-
-    Args:
-        job: what runs where.
-        reach: how the hosts are reached.
-        settings: what the user says besides.
-    """
-
-    def __init__(self, job: Job, reach: Reach, settings: Settings) -> None:
+    def __init__(self, job: Job, reach: Reach, settings: LaunchSettings) -> None:
         self._job = job
         self._reach = reach
         self._settings = settings
         self._notice: Callable[[str], None] = (lambda text: None) if settings.quiet else say
         self._conductor: Conductor | None = None
-        self._attempt: asyncio.Task[Outcome] | None = None
+        self._attempt: asyncio.Task[AttemptResult] | None = None
         self._signalled: int | None = None
         self._out, self._error = Outlet(1), Outlet(2)
 
     async def run(self) -> int:
+        """Run the launch; return its exit status. Raises LaunchError if it cannot start."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
@@ -81,48 +74,46 @@ class _Launcher:
         for attempt in range(self._job.restarts + 1):
             self._attempt = asyncio.create_task(self._once(attempt))
             try:
-                outcome = await self._attempt
+                result = await self._attempt
             except asyncio.CancelledError:
                 return 128 + (self._signalled or signal.SIGINT)
-            if self._out.broken and outcome.signalled == signal.SIGHUP:
+            if self._out.broken and result.signalled == signal.SIGHUP:
                 return _NOBODY_READS
-            if not outcome.wants_restart:
-                return outcome.status
+            if not result.wants_restart:
+                return result.status
             if attempt < self._job.restarts:
                 self._notice(f"the ranks are started again ({attempt + 1} of {self._job.restarts})")
-        return outcome.status
+        return result.status
 
-    async def _once(self, attempt: int) -> Outcome:
+    async def _once(self, attempt: int) -> AttemptResult:
         connections = Connections(self._job, self._reach, self._settings.fan_out)
         try:
-            links, lost = await connections.open(self._job.limits.rejoin if attempt else 0.0)
-            job = self._on_those_that_answered(links, lost)
-            for text in twins(links):
+            links, lost = await connections.open(self._job.timeouts.rejoin if attempt else 0.0)
+            job = self._on_answering_hosts(links, lost)
+            for text in same_machine_notices(links):
                 self._notice(text)
-            master = await meet(
-                job, links, (self._settings.address, self._settings.port), self._settings.try_address
-            )
+            wanted = self._settings.address, self._settings.port
+            master = await master_address(job, links, wanted, self._settings.try_address)
             orders = [orders_of(job, node, master, attempt) for node in range(len(links))]
             show = printer(self._settings.prefix, self._out, self._error)
             hosts = f"{len(links)} host{'s' if len(links) > 1 else ''}"
             self._notice(f"{job.world_size} ranks on {hosts} meet at {master[0]}:{master[1]}")
             spare = len(links) - (job.least_hosts or len(links)) if job.script.rendezvous == "c10d" else 0
-            self._conductor = Conductor(links, show, job.limits.silence, self._notice, spare)
+            self._conductor = Conductor(links, show, job.timeouts.silence, self._notice, spare)
             return await self._conductor.conduct(orders)
         finally:
             self._conductor = None
             await connections.abandon()
 
-    def _on_those_that_answered(self, links: list[Link], lost: list[Unreachable]) -> Job:
-        """The job on the hosts that answered, if they are enough.
+    def _on_answering_hosts(self, links: list[AgentLink], lost: list[Unreachable]) -> Job:
+        """The job on the hosts that answered.
 
-        Raises:
-            LaunchError: they are not; all that did not answer are named.
+        Raises LaunchError if too few hosts answered; those that did not are named.
         """
         if not lost:
             return self._job
         if self._job.least_hosts is None or len(links) < self._job.least_hosts:
-            refuse(lost)
+            raise unreachable_error(lost)
         job = with_hosts(self._job, [link.name for link in links])
         for host in lost:
             say(f"{host.name} does not answer and is left out: {host.why}")
@@ -141,7 +132,7 @@ class _Launcher:
             self._attempt.cancel()
 
     async def _watch_readers(self) -> None:
-        """End the launch if nobody reads what it shows."""
+        """End the launch when nobody reads its output."""
         while not self._out.broken:
             await asyncio.sleep(0.5)
         self._signal(signal.SIGHUP)

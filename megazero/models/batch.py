@@ -15,7 +15,7 @@ from torch import Tensor
 from megazero.config.derive import sequence_multiple
 from megazero.config.tree.config import Config
 from megazero.config.tree.parallel import ParallelConfig
-from megazero.data.token_ids import check_token_ids
+from megazero.data.range_checks import check_token_ids
 from megazero.host_memory import sent_to
 from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
 from megazero.layers.placement import SequenceCut

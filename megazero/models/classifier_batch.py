@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megazero.config.tree.config import Config
 from megazero.data.labelled.dataset import UNKNOWN_LABEL
-from megazero.data.token_ids import check_token_ids
+from megazero.data.range_checks import check_token_ids
 from megazero.models.batch import (
     COLUMNS,
     MicroBatch,

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from megazero.data.blended import BlendedDataset, parse_blend
-from megazero.data.gpt_dataset import GPTSettings, MockGPTDataset
+from megazero.data.gpt_dataset import GPTSettings
+from megazero.data.mock import MockGPTDataset
 from megazero.errors import DataError
 from tests.data.corpora import write_golden
 

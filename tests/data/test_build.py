@@ -13,8 +13,8 @@ from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.config.tree.training import BatchConfig
 from megazero.data.blended import BlendedDataset
-from megazero.data.build import DatasetRequest, DataSources, build_datasets, gpt_datasets
-from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.build import DatasetRequest, DataSources, build_datasets
+from megazero.data.from_config import GPTBuilder, gpt_datasets
 from megazero.data.gpt_dataset import GPTDataset, GPTSettings
 from megazero.data.sources import contents
 from megazero.data.splits import SplitReading

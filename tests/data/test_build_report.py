@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from megazero.data import build_report
-from megazero.data.bert.builder import BERTBuilder
 from megazero.data.bert.dataset import BERTSettings
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import BlendedDataset
-from megazero.data.build_report import BuildReport, Patience
-from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.build_report import BuildReport, ProgressLog
+from megazero.data.from_config import BERTBuilder, GPTBuilder
 from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.indexed.writer import IndexedDatasetWriter
@@ -31,7 +30,7 @@ def indexed(tmp_path) -> IndexedDataset:
 @pytest.fixture
 def impatient(monkeypatch) -> None:
     """As if every build took seconds."""
-    monkeypatch.setattr(build_report, "_PATIENCE", 0.0)
+    monkeypatch.setattr(build_report, "_SILENT_SECONDS", 0.0)
 
 
 def test_a_gpt_index_says_each_step(indexed, impatient, capsys):
@@ -76,7 +75,7 @@ def test_what_comes_from_a_cache_is_not_built(indexed, impatient, tmp_path, caps
 
 def test_a_short_build_and_other_ranks_of_the_machine_are_silent(indexed, monkeypatch, capsys):
     GPT.build(indexed, range(len(indexed)), 100, "train", None)
-    monkeypatch.setattr(build_report, "_PATIENCE", 0.0)
+    monkeypatch.setattr(build_report, "_SILENT_SECONDS", 0.0)
     monkeypatch.setenv("LOCAL_RANK", "3")
     GPT.build(indexed, range(len(indexed)), 100, "train", None)
     assert capsys.readouterr().err == ""
@@ -109,7 +108,7 @@ def test_what_takes_long_says_how_far_it_is_in_few_lines(monkeypatch):
     """An evaluation of minutes was silent."""
     now, lines = [0.0], []
     monkeypatch.setattr(build_report.time, "monotonic", lambda: now[0])
-    for _ in Patience(lines.append, "evaluating on validation").over(range(3600), 3600):
+    for _ in ProgressLog(lines.append, "evaluating on validation").over(range(3600), 3600):
         now[0] += 1.0
     assert [line.split()[3] for line in lines] == [
         "5",
@@ -125,5 +124,5 @@ def test_what_takes_long_says_how_far_it_is_in_few_lines(monkeypatch):
     ]
     assert lines[0] == "evaluating on validation: 5 of 3600 batches, after 5 s"
     short: list[str] = []
-    assert list(Patience(short.append, "x").over("ab", 2)) == ["a", "b"]
+    assert list(ProgressLog(short.append, "x").over("ab", 2)) == ["a", "b"]
     assert short == []

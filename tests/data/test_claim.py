@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megazero import file_lock
-from megazero.data.claim import OutputClaim, temporary_path
+from megazero.data.files import OutputClaim, temporary_path
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data_efficiency.disk import whole_folder
 from megazero.errors import DataError

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megazero.data.build import default_cache, gpt_datasets
+from megazero.data.build import default_cache
+from megazero.data.from_config import gpt_datasets
 from tests.config.samples import make_config
 from tests.data.corpora import write_lengths
 

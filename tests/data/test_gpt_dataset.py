@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from megazero.data import gpt_dataset
-from megazero.data.gpt_dataset import DocumentEnds, GPTDataset, GPTSettings, MockGPTDataset, finish_batch
+from megazero.data.gpt_dataset import DocumentEnds, GPTDataset, GPTSettings, finish_batch
 from megazero.data.indexed.reader import open_indexed
 from megazero.data.indexed.writer import IndexedDatasetWriter
+from megazero.data.mock import MockGPTDataset
 from megazero.errors import DataError
 from tests.data.corpora import write_golden, write_lengths
 from tests.tables import over_table

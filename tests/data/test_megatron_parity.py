@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megazero.data.build import DatasetRequest, DataSources, build_datasets
-from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.from_config import GPTBuilder
 from megazero.data.gpt_dataset import DocumentEnds, GPTSettings
 from megazero.data.index_build import (
     build_blending_index,

@@ -14,8 +14,9 @@ import pytest
 from megazero.data.bert.dataset import BERTDataset, BERTSettings
 from megazero.data.blended import BlendedDataset
 from megazero.data.cache import _record
-from megazero.data.gpt_dataset import GPTDataset, GPTSettings, MockGPTDataset
+from megazero.data.gpt_dataset import GPTDataset, GPTSettings
 from megazero.data.indexed.reader import open_indexed
+from megazero.data.mock import MockGPTDataset
 from tests.data.bert.golden import WORDS, golden_corpus
 from tests.data.corpora import write_lengths
 from tests.tables import over_table

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero.data.bert.builder import BERTBuilder
 from megazero.data.bert.dataset import BERTDataset, BERTSettings
-from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.from_config import BERTBuilder, GPTBuilder
 from megazero.data.gpt_dataset import GPTDataset, GPTSettings
 from megazero.data.indexed.reader import open_indexed
 from megazero.data_efficiency.analyzed import AnalyzedDataset

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from megazero.data_efficiency.analyzed import AnalyzedDataset
-from megazero.data_efficiency.map import ChunkGrid, MapJob, MetricFolder, Share, run_map
+from megazero.data_efficiency.map import ChunkAssignment, ChunkGrid, MapJob, MetricFolder, run_map
+from megazero.data_efficiency.metrics import Samples
 from megazero.data_efficiency.reduce import reduce_metric, reduce_steps
 from megazero.data_efficiency.row_file import RowFile
-from megazero.data_efficiency.samples import Samples
 
 FACTS = AnalyzedDataset("0" * 32, 0, {})
 
@@ -66,14 +66,19 @@ def job_of(
 
 
 def analyzed(
-    folder: Path, metric: Valued, size: int, chunk: int = 7, share: Share | None = None, processes: int = 1
+    folder: Path,
+    metric: Valued,
+    size: int,
+    chunk: int = 7,
+    share: ChunkAssignment | None = None,
+    processes: int = 1,
 ) -> Path:
     """The path of the metric's files, without what comes after its name."""
     job, home, facts = job_of(folder, metric, size, chunk)
-    list(run_map(job, share or Share()))
+    list(run_map(job, share or ChunkAssignment()))
     done = list(reduce_metric(home, facts, processes))
     assert done[-1] == reduce_steps(home)
-    return home.home / metric.name
+    return home.results / metric.name
 
 
 def rows_of(prefix: Path | str) -> list[list[int]]:

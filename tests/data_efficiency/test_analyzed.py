@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero.data.bert.builder import BERTBuilder
 from megazero.data.bert.dataset import BERTSettings
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.build import DatasetRequest, DataSources, build_datasets
-from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.from_config import BERTBuilder, GPTBuilder
 from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.indexed import reader
 from megazero.data.indexed.reader import open_indexed

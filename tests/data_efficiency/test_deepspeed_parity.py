@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 
 from megazero.data_efficiency.metric_index import MetricIndex
-from megazero.data_efficiency.metrics import RarityTable, VocabularyCounts, VocabularyRarity, read_counts
-from megazero.data_efficiency.samples import Samples
+from megazero.data_efficiency.metrics import (
+    RarityTable,
+    Samples,
+    VocabularyCounts,
+    VocabularyRarity,
+    read_counts,
+)
 from tests.data_efficiency.made_up import Numbered, Valued, analyzed, rows_of
 
 analyzer = pytest.importorskip("deepspeed.runtime.data_pipeline.data_sampling.data_analyzer")

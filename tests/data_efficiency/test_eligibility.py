@@ -5,7 +5,7 @@ import pytest
 
 from megazero.config.difficulties import Difficulties
 from megazero.config.tree.data_sampling import CurriculumMetric, DataSamplingConfig
-from megazero.data_efficiency.eligibility import EligibilityOrder, eligible
+from megazero.data_efficiency.eligibility import EligibilityOrder, eligible_samples
 from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.errors import DataError
 from tests.tables import over_table
@@ -36,12 +36,12 @@ VALUES = np.array([5, 3, 9, 3, 7])
 
 @over_table(("level", "count"), [(2, 0), (3, 2), (4, 2), (5, 3), (8, 4), (9, 5), (10**9, 5)])
 def test_by_value(level, count):
-    assert eligible(index_of(VALUES), levels("m", (1,)), level) == count
+    assert eligible_samples(index_of(VALUES), levels("m", (1,)), level) == count
 
 
 @over_table(("level", "count"), [(1, 0), (19, 0), (20, 1), (50, 2), (99, 4), (100, 5)])
 def test_by_percentile(level, count):
-    assert eligible(index_of(VALUES), levels("m", (1,), "percentile"), level) == count
+    assert eligible_samples(index_of(VALUES), levels("m", (1,), "percentile"), level) == count
 
 
 @over_table("size", [100, 12_345, 99_999])
@@ -50,7 +50,7 @@ def test_a_percentile_is_deepspeed_s_to_a_percent_of_a_sample_each(size):
     index, metric = index_of(np.arange(size)), levels("m", (1,), "percentile")
     for level in range(1, 101):
         theirs = size if level == 100 else size // 100 * level
-        assert 0 <= eligible(index, metric, level) - theirs < 100
+        assert 0 <= eligible_samples(index, metric, level) - theirs < 100
 
 
 def test_one_metric_s_own_order_is_taken():
@@ -71,7 +71,7 @@ def test_several_metrics_leave_what_is_within_all_of_them(seed):
     assert sorted(order.samples.tolist()) == list(range(40))
     assert len(order.ends) == len(difficulties.levels) == 4
     for (a, b, c), end in zip(difficulties.levels, order.ends, strict=True):
-        easy = set(indexes[2].samples[: eligible(indexes[2], metrics[2], c)].tolist())
+        easy = set(indexes[2].samples[: eligible_samples(indexes[2], metrics[2], c)].tolist())
         expected = {i for i in easy if values[0, i] <= a and values[1, i] <= b}
         assert set(order.samples[:end].tolist()) == expected
 

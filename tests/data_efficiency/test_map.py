@@ -6,7 +6,7 @@ import signal
 import numpy as np
 import pytest
 
-from megazero.data_efficiency.map import ChunkGrid, Share, part_of, run_map
+from megazero.data_efficiency.map import ChunkAssignment, ChunkGrid, even_part, run_map
 from megazero.data_efficiency.reduce import reduce_metric
 from megazero.errors import DataError
 from tests.data_efficiency.made_up import Valued, analyzed, job_of, rows_of
@@ -34,7 +34,7 @@ def test_no_samples_are_refused():
 @over_table(("length", "parts"), [(0, 3), (1, 4), (7, 3), (8, 8), (5, 9), (100, 7)])
 def test_parts_are_all_of_it_in_order(length, parts):
     """An uneven split once lost or repeated samples in DeepSpeed's distributed analyzer."""
-    found = [part_of(range(length), i, parts) for i in range(parts)]
+    found = [even_part(range(length), i, parts) for i in range(parts)]
     assert [i for part in found for i in part] == list(range(length))
     assert max(map(len, found)) - min(map(len, found)) <= 1
 
@@ -42,28 +42,30 @@ def test_parts_are_all_of_it_in_order(length, parts):
 @over_table(("workers", "processes"), [(1, 1), (1, 3), (4, 1), (3, 2), (30, 1)])
 def test_shares_are_all_of_it(workers, processes):
     grid = ChunkGrid(100, 7)
-    chunks = [i for w in range(workers) for i in Share(workers, w, processes).chunks(grid)]
+    chunks = [i for w in range(workers) for i in ChunkAssignment(workers, w, processes).chunks(grid)]
     assert chunks == list(range(15))
-    assert [i for t in range(processes) for i in Share(1, 0, processes, (t,)).chunks(grid)] == list(range(15))
+    assert [i for t in range(processes) for i in ChunkAssignment(1, 0, processes, (t,)).chunks(grid)] == list(
+        range(15)
+    )
 
 
 def test_specific_threads_are_exactly_those():
     """DeepSpeed started processes 0..n-1 instead of those that were named."""
     grid = ChunkGrid(40, 10)
-    assert Share(1, 0, 4, (2,)).chunks(grid) == [2]
-    assert Share(1, 0, 4, (3, 1, 3)).chunks(grid) == [1, 3]
+    assert ChunkAssignment(1, 0, 4, (2,)).chunks(grid) == [2]
+    assert ChunkAssignment(1, 0, 4, (3, 1, 3)).chunks(grid) == [1, 3]
 
 
 @over_table("values", [(2, 2), (2, -1), (1, 1)])
 def test_a_worker_that_there_is_not_is_refused(values):
     with pytest.raises(DataError, match="analyzing-worker-id"):
-        Share(*values)
+        ChunkAssignment(*values)
 
 
 @over_table("only", [(4,), (-1,), (0, 9)])
 def test_a_thread_that_there_is_not_is_refused(only):
     with pytest.raises(DataError, match="analyzing-specific-threads"):
-        Share(1, 0, 4, only)
+        ChunkAssignment(1, 0, 4, only)
 
 
 def test_what_is_there_is_not_measured_again(tmp_path):
@@ -74,11 +76,11 @@ def test_what_is_there_is_not_measured_again(tmp_path):
         return index
 
     job, home, _ = job_of(tmp_path, Valued(values), 30, 10)
-    first = run_map(job, Share())
+    first = run_map(job, ChunkAssignment())
     assert [next(first), next(first)] == [0, 10]
     first.close()
-    assert list(run_map(job, Share())) == [10, 20, 30]
-    assert list(run_map(job, Share())) == [30]
+    assert list(run_map(job, ChunkAssignment())) == [10, 20, 30]
+    assert list(run_map(job, ChunkAssignment())) == [30]
     assert seen == list(range(30))
     assert home.read(1).tolist() == list(range(10, 20))
 
@@ -88,21 +90,21 @@ def test_chunks_of_other_settings_are_left_alone(tmp_path):
     for factor in (1, 2):
         metric = Valued(lambda index, by=factor: index * by, identity={"by": factor})
         job, home, facts = job_of(tmp_path, metric, 30, 10)
-        runs = run_map(job, Share())
+        runs = run_map(job, ChunkAssignment())
         assert next(runs) == 0
         if factor == 1:
             next(runs)
             runs.close()
     assert list(runs) == [10, 20, 30]
     list(reduce_metric(home, facts))
-    assert rows_of(home.home / "m_sample_to_metric") == [[2 * i] for i in range(30)]
-    assert len(list(home.home.glob("map-*"))) == 1
+    assert rows_of(home.results / "m_sample_to_metric") == [[2 * i] for i in range(30)]
+    assert len(list(home.results.glob("map-*"))) == 1
 
 
 @over_table("processes", [1, 3])
 @over_table("size", [1, 6, 7, 8, 50])
 def test_any_number_of_processes_gives_the_same(tmp_path, size, processes):
-    share = Share(processes=processes)
+    share = ChunkAssignment(processes=processes)
     prefix = analyzed(tmp_path, Valued(lambda index: index % 3), size, share=share, processes=processes)
     assert rows_of(f"{prefix}_sample_to_metric") == [[i % 3] for i in range(size)]
     expected = [[i for i in range(size) if i % 3 == k] for k in range(min(3, size))]
@@ -113,15 +115,15 @@ def test_workers_on_several_machines_add_up(tmp_path):
     metric = Valued(lambda index: np.bincount(index % 5, minlength=5), accumulates=True)
     job, home, facts = job_of(tmp_path, metric, 50)
     for worker in (2, 0):
-        list(run_map(job, Share(3, worker)))
+        list(run_map(job, ChunkAssignment(3, worker)))
     with pytest.raises(
         DataError, match=r"values of all 50 samples, but 21 are missing, the first are 14..20"
     ):
         list(reduce_metric(home, facts))
-    assert not list(home.home.glob("*.idx"))
-    list(run_map(job, Share(3, 1, 2)))
+    assert not list(home.results.glob("*.idx"))
+    list(run_map(job, ChunkAssignment(3, 1, 2)))
     list(reduce_metric(home, facts))
-    assert rows_of(home.home / "m_metric_value") == [[10] * 5]
+    assert rows_of(home.results / "m_metric_value") == [[10] * 5]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -135,7 +137,7 @@ def test_what_a_metric_raises_names_it(tmp_path, processes):
     with pytest.raises(
         DataError, match=r"metric `m` on samples 30..39.*raised KeyError: 'gone' .*test_map.py"
     ):
-        list(run_map(job, Share(processes=processes)))
+        list(run_map(job, ChunkAssignment(processes=processes)))
     assert 3 in home.missing(range(5))
     assert len(home.missing(range(5))) < 5
 
@@ -148,7 +150,7 @@ def test_a_killed_worker_is_an_error_and_what_it_finished_stays(tmp_path):
 
     job, home, _ = job_of(tmp_path, Valued(dies), 50, 10)
     with pytest.raises(DataError, match=r"worker process \d+ must finish its work, but ended with status -9"):
-        list(run_map(job, Share(processes=2)))
+        list(run_map(job, ChunkAssignment(processes=2)))
     assert 2 in home.missing(range(5))
 
 
@@ -163,11 +165,11 @@ def test_a_killed_worker_is_an_error_and_what_it_finished_stays(tmp_path):
 )
 def test_a_damaged_chunk_is_refused(tmp_path, spoil, message):
     job, home, facts = job_of(tmp_path, Valued(lambda index: index), 30, 10)
-    list(run_map(job, Share()))
+    list(run_map(job, ChunkAssignment()))
     spoil(home.path(1))
     with pytest.raises(DataError, match=message):
         list(reduce_metric(home, facts))
-    assert [path.name for path in home.home.iterdir()] == [home.chunks.name]
+    assert [path.name for path in home.results.iterdir()] == [home.chunks.name]
 
 
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch):
@@ -178,5 +180,5 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("megazero.data_efficiency.disk.os.fsync", full)
         with pytest.raises(DataError, match=r"00000000.npy` must be writable.*No space left"):
-            list(run_map(job, Share()))
+            list(run_map(job, ChunkAssignment()))
     assert list(home.chunks.iterdir()) == []

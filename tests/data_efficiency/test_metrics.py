@@ -10,12 +10,12 @@ import pytest
 from megazero.data_efficiency.metrics import (
     LengthThenRarity,
     RarityTable,
+    Samples,
     SequenceLength,
     VocabularyCounts,
     VocabularyRarity,
     read_counts,
 )
-from megazero.data_efficiency.samples import Samples
 from megazero.errors import DataError
 from tests.data_efficiency.row_files import write_rows
 from tests.tables import over_table

@@ -10,7 +10,7 @@ import pytest
 
 from megazero.data_efficiency import sorting
 from megazero.data_efficiency.analyzed import dataset_of
-from megazero.data_efficiency.map import Share, run_map
+from megazero.data_efficiency.map import ChunkAssignment, run_map
 from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.data_efficiency.reduce import reduce_metric
 from megazero.errors import DataError
@@ -60,7 +60,7 @@ def test_six_samples(tmp_path):
 def test_random_values(tmp_path, monkeypatch, size, spread, processes):
     """With small ranges, so that there are many: of one value, of several, and some that end up empty."""
     monkeypatch.setattr(sorting, "_RANGE", 30)
-    monkeypatch.setattr(sorting, "_THIN", 200)
+    monkeypatch.setattr(sorting, "_SAMPLED", 200)
     values = np.random.default_rng(size + spread).integers(-spread, spread, size)
     check(
         analyzed(tmp_path, Valued(lambda index: values[index]), size, chunk=64, processes=processes), values
@@ -116,7 +116,7 @@ def test_new_files_replace_old_ones_together(tmp_path):
 def test_a_full_disk_leaves_the_old_files(tmp_path, monkeypatch):
     prefix = analyzed(tmp_path, Valued(lambda index: index), 20)
     job, home, facts = job_of(tmp_path, Valued(lambda index: -index, identity={"new": 1}), 20)
-    list(run_map(job, Share()))
+    list(run_map(job, ChunkAssignment()))
 
     def full(handle):
         raise OSError(28, "No space left on device")

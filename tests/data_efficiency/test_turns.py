@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from megazero.data_efficiency.turns import owners, shares
+from megazero.data_efficiency.sampler import owners, shares
 from tests.tables import over_table
 
 

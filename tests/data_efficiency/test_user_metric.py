@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero.data_efficiency.samples import Samples
+from megazero.data_efficiency.metrics import Samples
 from megazero.data_efficiency.user_metric import UserMetric, measured
 from megazero.errors import DataError
 from tests.tables import over_table

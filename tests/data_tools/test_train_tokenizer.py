@@ -115,7 +115,7 @@ def test_unfit_wordpiece_flags_write_nothing(tmp_path, out, capsys):
 
 def test_a_long_training_says_how_far_it_is(monkeypatch, capsys):
     """It was silent for minutes."""
-    monkeypatch.setattr(build_report, "_PATIENCE", 0.0)
+    monkeypatch.setattr(build_report, "_SILENT_SECONDS", 0.0)
     monkeypatch.setattr(train_tokenizer, "_INTERVAL", 0.001)
     progress = TrainingProgress()
     with progress.shown():

@@ -206,7 +206,7 @@ class Machine:
 
 def test_the_report_of_the_machine_needs_no_arguments(monkeypatch, capsys):
     monkeypatch.setattr(env, "gather", lambda ranks: Machine({"HOME": "/root"}))
-    monkeypatch.setattr(env, "troubles", lambda found: ())
+    monkeypatch.setattr(env, "find_problems", lambda found: ())
     monkeypatch.setattr(env, "report", lambda found: "the machine")
     assert env.main() == 0
     assert capsys.readouterr().out == "the machine\n"

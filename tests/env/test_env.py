@@ -22,7 +22,7 @@ from megazero.env.facts import (
     operator_rows,
 )
 from megazero.env.gather import gather
-from megazero.env.problems import troubles
+from megazero.env.problems import find_problems
 from megazero.env.report import document, report
 from megazero.kernels.build import BuildError
 from megazero.ops.dispatch import Implementation, Operator, where
@@ -145,13 +145,13 @@ PROBLEMS = {
 
 def test_rates_on_a_busy_machine_are_no_verdict():
     slow = replace(SOUND.processors, load=9.0, rates={"fp32": 1e9, "bf16": 1e8})
-    assert [trouble.name for trouble in troubles(replace(ON_CPU, processors=slow))] == ["machine_busy"]
+    assert [trouble.name for trouble in find_problems(replace(ON_CPU, processors=slow))] == ["machine_busy"]
 
 
 @over_table("name", PROBLEMS)
 def test_a_problem_is_named_alone_with_its_remedy(name):
     env, text = PROBLEMS[name]
-    assert [str(each) for each in troubles(env)] == [text]
+    assert [str(each) for each in find_problems(env)] == [text]
 
 
 @over_table(
@@ -169,7 +169,7 @@ def test_a_problem_is_named_alone_with_its_remedy(name):
     ],
 )
 def test_nothing_is_found_where_nothing_is_wrong(env):
-    assert troubles(env) == ()
+    assert find_problems(env) == ()
 
 
 def test_rows_say_what_runs_and_why_nothing_faster_does():
@@ -311,7 +311,7 @@ def test_kernels_that_cannot_be_had_are_a_problem(monkeypatch):
         "CUDA kernels",
         "The device must have compute capability 8.0 or more, but has 7.0.",
     )
-    found = {str(each) for each in troubles(replace(SOUND, modules=(kernels,)))}
+    found = {str(each) for each in find_problems(replace(SOUND, modules=(kernels,)))}
     assert found == {
         "`CUDA kernels` must be built to be fast, but cannot be used (The device must have compute "
         "capability 8.0 or more, but has 7.0.); install CUDA's toolkit, or set MEGAZERO_CUDA=0 to do without "

@@ -10,16 +10,16 @@ from megazero.env.node import (
     UNLIMITED,
     GpuState,
     KernelFacts,
-    Limits,
     NodeFacts,
     Port,
+    ProcessLimits,
     chosen_word,
     gpu_states,
     node_facts,
     nvlink_counts,
     rdma_ports,
 )
-from megazero.env.problems import troubles
+from megazero.env.problems import find_problems
 from megazero.env.report import report
 from tests.env.test_env import ON_CPU, SOUND
 from tests.tables import over_table
@@ -101,10 +101,10 @@ def test_a_recorded_machine(tmp_path) -> None:
         # An old driver refuses the whole query for a column that it does not know.
         return None if "remapped_rows" in command[1] else QUERY
 
-    facts = node_facts(output, "c0de", write(tmp_path, TREE), Limits(1024, 2048, 65536))
+    facts = node_facts(output, "c0de", write(tmp_path, TREE), ProcessLimits(1024, 2048, 65536))
     assert facts == NodeFacts(
         code="c0de",
-        limits=Limits(1024, 2048, 65536),
+        limits=ProcessLimits(1024, 2048, 65536),
         gpus=gpu_states(QUERY),
         nvlinks={0: (2, 0), 1: (1, 1)},
         ports=PORTS,
@@ -119,7 +119,7 @@ def test_a_recorded_machine(tmp_path) -> None:
         ),
     )
     assert len(asked) == 3
-    found = {trouble.name for trouble in troubles(replace(SOUND, node=facts))}
+    found = {trouble.name for trouble in find_problems(replace(SOUND, node=facts))}
     assert found == {
         *("few_files", "few_processes", "memlock_limited", "nvlink_inactive", "port_down", "no_peermem"),
         *("gpus_differ", "pcie_narrow", "power_capped", "gpu_slowed", "ecc_errors", "rows_to_remap"),
@@ -128,9 +128,9 @@ def test_a_recorded_machine(tmp_path) -> None:
 
 
 def test_a_machine_that_tells_nothing(tmp_path) -> None:
-    facts = node_facts(lambda *command: None, "c0de", tmp_path, Limits())
+    facts = node_facts(lambda *command: None, "c0de", tmp_path, ProcessLimits())
     assert replace(facts, kernel=KernelFacts()) == NodeFacts(code="c0de")
-    assert troubles(replace(SOUND, node=facts)) == ()
+    assert find_problems(replace(SOUND, node=facts)) == ()
     assert rdma_ports(tmp_path) == ()
 
 
@@ -159,13 +159,13 @@ SENTENCES = [
         "`docker run --ipc=host` or `docker run --shm-size=16g` [shm_small]",
     ),
     (
-        node(limits=Limits(files=1024)),
+        node(limits=ProcessLimits(files=1024)),
         False,
         "the limit of open files must be at least 4096, but is 1024; run `ulimit -n 65536`, and set it in "
         "/etc/security/limits.conf [few_files]",
     ),
     (
-        node(limits=Limits(locked=64 << 10), ports=(UP,)),
+        node(limits=ProcessLimits(locked=64 << 10), ports=(UP,)),
         True,
         "the limit of locked memory must be unlimited where RDMA devices register buffers, but "
         "is 64 KiB; run "
@@ -224,7 +224,7 @@ SENTENCES = [
 
 @over_table(("env", "stops", "text"), SENTENCES)
 def test_a_problem_of_a_node_is_named_alone_with_its_remedy(env, stops: bool, text: str) -> None:
-    (trouble,) = troubles(env)
+    (trouble,) = find_problems(env)
     assert str(trouble) == text
     assert trouble.stops is stops
 
@@ -232,7 +232,9 @@ def test_a_problem_of_a_node_is_named_alone_with_its_remedy(env, stops: bool, te
 @over_table(
     "env",
     [
-        node(limits=Limits(UNLIMITED, UNLIMITED, 64 << 10)),  # without RDMA, locked memory is of no use
+        node(
+            limits=ProcessLimits(UNLIMITED, UNLIMITED, 64 << 10)
+        ),  # without RDMA, locked memory is of no use
         node(
             ports=(UP, replace(UP, name="eth", layer="Ethernet", rate=25.0)),
             kernel=PEERMEM,
@@ -244,7 +246,7 @@ def test_a_problem_of_a_node_is_named_alone_with_its_remedy(env, stops: bool, te
     ],
 )
 def test_nothing_is_said_where_nothing_is_wrong(env) -> None:
-    assert troubles(env) == ()
+    assert find_problems(env) == ()
 
 
 def variables(env=SOUND, **values: str):
@@ -255,14 +257,14 @@ def variables(env=SOUND, **values: str):
 def test_each_known_bad_setting_is_named_alone(row) -> None:
     bad = next(value for value in ("1", "0", "LL128", "TRACE", "DETAIL") if row.bad(value.lower()))
     env = replace(SOUND, node=NodeFacts(ports=(UP,), kernel=PEERMEM))
-    (trouble,) = troubles(variables(env, **{row.name: bad}))
+    (trouble,) = find_problems(variables(env, **{row.name: bad}))
     assert str(trouble) == (
         f"`{row.name}` must be left out of a training, but is {bad}: {row.why}; run `unset {row.name}` "
         f"[variable_{row.name.lower()}]"
     )
     fine = next((value for value in ("0", "1", "INFO", "") if not row.bad(value.lower())), None)
     assert fine is not None
-    assert troubles(variables(env, **{row.name: fine})) == ()
+    assert find_problems(variables(env, **{row.name: fine})) == ()
 
 
 @over_table(
@@ -283,13 +285,13 @@ def test_each_known_bad_setting_is_named_alone(row) -> None:
 )
 def test_devices_that_variables_name(name: str, value: str, problem: str | None) -> None:
     env = replace(SOUND, node=NodeFacts(ports=(UP,), kernel=PEERMEM))
-    assert [trouble.name for trouble in troubles(variables(env, **{name: value}))] == [problem] * (
+    assert [trouble.name for trouble in find_problems(variables(env, **{name: value}))] == [problem] * (
         problem is not None
     )
 
 
 def test_the_report_has_the_node() -> None:
-    text = report(node(gpus=gpu_states(QUERY)[:1], nvlinks={0: (18, 0)}, limits=Limits(1 << 20)))
+    text = report(node(gpus=gpu_states(QUERY)[:1], nvlinks={0: (18, 0)}, limits=ProcessLimits(1 << 20)))
     rows = {line[:26].strip(): line[26:] for line in text.splitlines() if line[:2] == "  "}
     assert rows["limits"] == "open files 1048576, processes unlimited, locked memory unlimited"
     assert rows["NVLinks of GPU 0"] == "18 active, 0 inactive"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megazero.inference.cache import SharedCache
 from megazero.inference.generate import generate
 from megazero.inference.sampling import Sampling
-from megazero.inference.shared_cache import SharedCache
 from megazero.inference.staged import StagedModel
 from megazero.layers.inputs import Attends
 from megazero.mpu.context import thread_context, with_whole_sequences

@@ -13,12 +13,12 @@ import pytest
 
 from megazero.errors import LaunchError
 from megazero.launch import ssh
-from megazero.launch.agent import _write_anew, can_reach
+from megazero.launch.agent import _replace_file, can_reach
 from megazero.launch.channel import LINE_LIMIT, message_of
 from megazero.launch.child import Child
-from megazero.launch.conductor import line_bytes, say
 from megazero.launch.hosts import Host
 from megazero.launch.job import Job, Script
+from megazero.launch.lines import line_bytes, say
 from tests.launch.cluster import Launch
 
 PIPE = asyncio.subprocess.PIPE
@@ -69,7 +69,7 @@ def unreachable(monkeypatch, *scripts: str) -> str:
     async def run() -> None:
         connections = ssh.Connections(Job("key", hosts, Script(("x",), {}, ".")), None, 8)
         try:
-            ssh.refuse((await connections.open())[1])
+            raise ssh.unreachable_error((await connections.open())[1])
         finally:
             await connections.abandon()
 
@@ -149,7 +149,7 @@ def test_the_pid_file_is_made_anew_and_follows_no_link(tmp_path):
     mine, planted = tmp_path / "mine", tmp_path / "7.deepspeed"
     mine.write_text("all I have")
     planted.symlink_to(mine)
-    _write_anew(planted, "7")
+    _replace_file(planted, "7")
     assert (mine.read_text(), planted.read_text(), planted.is_symlink()) == ("all I have", "7", False)
     with pytest.raises(LaunchError, match="`--save-pid` must write"):
-        _write_anew(tmp_path, "7")
+        _replace_file(tmp_path, "7")

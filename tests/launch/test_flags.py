@@ -151,7 +151,7 @@ def test_a_script_that_imports_deepspeed_is_known(tmp_path, text, needs):
 def test_megazero_is_in_deepspeeds_place_where_that_is_not_installed(folder, monkeypatch):
     (folder / "train.py").write_text("import deepspeed\n")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    as_deepspeed, notice = assemble.stands_in(parse(["--num_gpus", "1", "train.py"]))
+    as_deepspeed, notice = assemble.replaces_deepspeed(parse(["--num_gpus", "1", "train.py"]))
     assert as_deepspeed
     assert notice == "train.py imports deepspeed, which is not installed: megazero is in its place"
     flags = parse(["--num_gpus", "1", "train.py", "--deepspeed", "--deepspeed_config", "f.json"])
@@ -168,5 +168,7 @@ def test_megazero_is_in_deepspeeds_place_where_that_is_not_installed(folder, mon
         ),
     )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert not assemble.stands_in(parse(["--num_gpus", "1", "train.py"]))[0]
-    assert assemble.stands_in(parse(["--import-deepspeed", "megazero", "--num_gpus", "1", "train.py"]))[0]
+    assert not assemble.replaces_deepspeed(parse(["--num_gpus", "1", "train.py"]))[0]
+    assert assemble.replaces_deepspeed(
+        parse(["--import-deepspeed", "megazero", "--num_gpus", "1", "train.py"])
+    )[0]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megazero.errors import LaunchError
 from megazero.launch.commands import Reach, agent_command, mpirun_command, pdsh_command, srun_command
 from megazero.launch.hosts import Host
-from megazero.launch.job import Extras, Job, Script, pack, processes_of, share_cores, unpack, with_hosts
+from megazero.launch.job import HostOptions, Job, Script, pack, processes_of, share_cores, unpack, with_hosts
 
 SCRIPT = Script(("python", "-u", "train.py", None, "--lr", "1"), {"NCCL_DEBUG": "INFO"}, "/data/run 1")
 REACH = Reach("/opt/python", "/data/run 1")
@@ -77,7 +77,7 @@ def test_torchrun_starts_the_ranks_of_a_host(rendezvous, least, words):
 
 
 def test_a_job_survives_its_command_line_and_is_as_long_for_a_thousand_hosts():
-    launch = replace(job(2, 1, 4), extras=Extras(cores=(0, 1, 5), bind=True), restarts=3)
+    launch = replace(job(2, 1, 4), options=HostOptions(cores=(0, 1, 5), bind=True), restarts=3)
     again = unpack(pack(launch))
     assert again.hosts == tuple(replace(h, name=f"node {n}") for n, h in enumerate(launch.hosts))
     assert replace(again, hosts=launch.hosts) == launch

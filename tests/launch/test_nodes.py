@@ -13,11 +13,11 @@ import time
 import pytest
 
 from megazero.errors import ConfigError, LaunchError
-from megazero.launch import meeting, secret
+from megazero.launch import rendezvous, secret
 from megazero.launch.channel import open_port_at, stream_channel
 from megazero.launch.hosts import Host
 from megazero.launch.job import Job, Script
-from megazero.launch.meeting import in_runs
+from megazero.launch.rendezvous import in_runs
 from tests.launch.cluster import WHY_NOT, Cluster, Launch, free_ports, has_sshd, is_alive, processes_of, until
 from tests.launch.programs import SHOW, WAIT
 from tests.tables import over_table
@@ -56,9 +56,9 @@ class Lobby:
 
     def __init__(self) -> None:
         self.job = Job("key", tuple(Host(f"node {rank}", (0,)) for rank in range(6)), Script(("x",), {}, "."))
-        self.meeting = meeting.Meeting(self.job, SECRET, ("10.0.0.1", 1))
+        self.rendezvous = rendezvous.NodeRendezvous(self.job, SECRET, ("10.0.0.1", 1))
         self.door = open_port_at("127.0.0.1", 0)
-        self.gathering = asyncio.create_task(self.meeting.gather(self.door))
+        self.gathering = asyncio.create_task(self.rendezvous.gather(self.door))
         self.writers = []
 
     async def connect(self):
@@ -69,15 +69,15 @@ class Lobby:
     async def come(self, rank: int, secret: bytes = SECRET, **claims) -> asyncio.StreamWriter:
         reader, writer = await self.connect()
         facts = {"node": rank, "nodes": 6, "world": 6, "host": f"h{rank}", **claims}
-        await meeting._introduce(stream_channel(reader, writer), secret, facts)
+        await rendezvous._introduce(stream_channel(reader, writer), secret, facts)
         return writer
 
     async def all_come(self) -> list[str]:
         for rank in range(6):
-            if rank not in self.meeting._links:
+            if rank not in self.rendezvous._links:
                 await self.come(rank)
         links = await asyncio.wait_for(self.gathering, 5)
-        self.meeting.close()
+        self.rendezvous.close()
         for writer in self.writers:
             writer.close()
         return [link.name for link in links]
@@ -88,7 +88,7 @@ EVERYBODY = [f"h{rank}" for rank in range(6)]
 
 def test_node_0_names_the_nodes_that_have_not_come(monkeypatch, capsys):
     """A node that goes away before all have come is missing again."""
-    monkeypatch.setattr(meeting, "_NEWS", 0.2)
+    monkeypatch.setattr(rendezvous, "_NEWS", 0.2)
 
     async def meet() -> list[str]:
         lobby = Lobby()
@@ -108,7 +108,7 @@ def test_node_0_names_the_nodes_that_have_not_come(monkeypatch, capsys):
 
 def test_a_stranger_neither_ends_a_launch_nor_takes_a_seat(monkeypatch, capsys, caplog):
     """One line from anyone ended it; `"node": -3` took a seat, and `{"kind":"hello"}` left a traceback."""
-    monkeypatch.setattr(meeting, "_INTRODUCTION", 0.3)
+    monkeypatch.setattr(rendezvous, "_INTRODUCTION", 0.3)
     claims = {"node": 1, "nodes": 6, "world": 6, "host": "h\x1b[31m", "nonce": "n", "proof": "0" * 64}
     lines = [
         b"",
@@ -131,8 +131,8 @@ def test_a_stranger_neither_ends_a_launch_nor_takes_a_seat(monkeypatch, capsys, 
         with pytest.raises(LaunchError, match="must know the secret of node 0, but has another one"):
             await lobby.come(2, secret=b"a secret of another launch")
         await asyncio.sleep(0.5)
-        assert lobby.meeting._links == {}
-        assert lobby.meeting._problem is None
+        assert lobby.rendezvous._links == {}
+        assert lobby.rendezvous._problem is None
         return await lobby.all_come()
 
     assert asyncio.run(meet()) == EVERYBODY
@@ -156,7 +156,7 @@ def test_a_node_does_not_obey_a_stranger_in_the_place_of_node_0():
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         facts = {"node": 1, "nodes": 6, "world": 6, "host": "h1"}
         try:
-            return await meeting._introduce(stream_channel(reader, writer), SECRET, facts)
+            return await rendezvous._introduce(stream_channel(reader, writer), SECRET, facts)
         finally:
             writer.close()
             server.close()
@@ -167,10 +167,10 @@ def test_a_node_does_not_obey_a_stranger_in_the_place_of_node_0():
 
 def test_node_0_listens_at_the_masters_address_alone(capsys):
     """It listened on all of them."""
-    door, here = meeting.open_door(("127.0.0.2", 0))
+    door, here = rendezvous.open_listener(("127.0.0.2", 0))
     with door:
         assert (door.getsockname()[0], here) == ("127.0.0.2", "127.0.0.2")
-    door, here = meeting.open_door(("192.0.2.7", 0))  # a gateway's
+    door, here = rendezvous.open_listener(("192.0.2.7", 0))  # a gateway's
     with door:
         assert here == "localhost"
     assert "192.0.2.7 is no address of this machine" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.launch.processes import Entry, receivers
+from megazero.launch.processes import ProcessState, receivers
 from tests.launch.cluster import Launch, is_alive, until
 from tests.launch.programs import SHOW, WAIT
 
@@ -97,11 +97,11 @@ def test_who_gets_a_signal():
     usr1 = 1 << (signal.SIGUSR1 - 1)
     shell, run, train, worker = 10, 11, 12, 13
     table = {
-        shell: Entry(1, "S", 0),
-        run: Entry(shell, "S", 0),
-        train: Entry(run, "S", usr1),
-        worker: Entry(train, "S", usr1),
-        99: Entry(1, "S", usr1),
+        shell: ProcessState(1, "S", 0),
+        run: ProcessState(shell, "S", 0),
+        train: ProcessState(run, "S", usr1),
+        worker: ProcessState(train, "S", usr1),
+        99: ProcessState(1, "S", usr1),
     }
     assert receivers(shell, signal.SIGUSR1, table) == [train]
     assert receivers(train, signal.SIGUSR1, table) == [train]

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.tree.model import ModelConfig
-from megazero.inference.cache import KeyValueCache
-from megazero.inference.shared_cache import SharedCache
+from megazero.inference.cache import KeyValueCache, SharedCache
 from megazero.layers.attention_cores import CachedCore, LocalCore
 from megazero.layers.context.cached import SharedCacheCore
 from megazero.layers.inputs import AttentionCore, LayerInputs

@@ -1,10 +1,7 @@
 """BERT's training samples: sentences packed, cut into two segments and masked, in Megatron-Core's order.
 
-- `word_pieces`: what masking needs to know of a vocabulary.
-- `sample_map`: which sentences make which sample. `mersenne`: the generator that shuffles it.
+- `word_pieces`: the vocabulary, as masking reads it.
+- `sample_map`: which sentences make which sample.
 - `sample`, `masking`: from the sentences of a sample to its arrays.
-- `dataset`: samples of one split of one dataset. `mock`: random ones, for runs without data. `builder`: both,
-  for the splits of a run.
+- `dataset`: samples of one split of one dataset. `mock`: random samples, for runs without data.
 """
-
-from __future__ import annotations

@@ -1,10 +1,10 @@
 """BERT training samples from an indexed dataset of sentences, in Megatron-Core's order.
 
 A sample is a dict of numpy arrays: `tokens` int64 [T], masked and padded with [PAD]; `token_types` int64 [T],
-1 in segment B and its [SEP]; `labels` int64 [T], what stood at the masked positions, -1 elsewhere;
-`loss_mask` float32 [T], 1 at the masked positions; and the int64 scalars `lengths` (tokens that are no
-padding; the padding comes after them), `is_random` (1 if the segments are exchanged) and `truncated`.
-`batch` gives the same arrays stacked, [b, T] and [b], and is the fast path.
+1 in segment B and its [SEP]; `labels` int64 [T], the original tokens at the masked positions, -1 elsewhere;
+`loss_mask` float32 [T], 1 at the masked positions; and the int64 scalars `lengths` (tokens before the
+padding), `is_random` (1 if the segments are swapped) and `truncated`. `batch` returns the same arrays
+stacked, [b, T] and [b], and is the fast path.
 """
 
 from __future__ import annotations
@@ -16,30 +16,37 @@ from pathlib import Path
 
 import numpy as np
 
-from megazero.data.bert.map_check import sample_map_fault
 from megazero.data.bert.sample import SPECIAL_TOKENS, SampleRecipe, SentenceStore, make_samples
-from megazero.data.bert.sample_map import LONGEST_SENTENCE, MapPlan, build_sample_map, count_documents
+from megazero.data.bert.sample_map import (
+    LONGEST_SENTENCE,
+    MapPlan,
+    build_sample_map,
+    count_documents,
+    sample_map_fault,
+)
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import SampleDataset
 from megazero.data.build_report import BuildReport
 from megazero.data.cache import cached_arrays
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.prepared import check_prepared, digest_of, read_prepared
-from megazero.data.sample_numbers import sample_numbers
+from megazero.data.range_checks import check_sample_numbers
 from megazero.errors import DataError
 
-_ROW_SECONDS = 200e-9  # about what each row of a sample map takes on one busy core
-_MEASURED = 1 << 14  # samples whose padding is counted; they are shuffled, so any are a random subset
+_ROW_SECONDS = 200e-9  # to build a row of a sample map, measured on one busy core
+_MEASURED = (
+    1 << 14
+)  # samples whose padding is counted; rows are shuffled, so the first ones are a random subset
 
 
 @dataclass(frozen=True)
 class BERTSettings:
     """The settings that all BERT datasets of a run share.
 
-    sequence_length: T, in tokens, special ones included. words: the vocabulary. seed: determines order and
-    content of the samples. cache_dir: index cache, None for none. mask_prob: share of the tokens to predict.
-    short_seq_prob: share of the samples that are made shorter than T. binary_head: whether samples have a
-    segment B, and are exchanged for half of them.
+    sequence_length: T, in tokens, special tokens included. words: the vocabulary. seed: determines order and
+    content of the samples. cache_dir: folder of the index cache, None for no cache. mask_prob: share of the
+    tokens to predict. short_seq_prob: share of the samples that are made shorter than T. binary_head: whether
+    samples have a segment B; half of the samples then have their segments swapped.
     """
 
     sequence_length: int
@@ -87,10 +94,10 @@ class BERTSettings:
 class BERTDataset(SampleDataset):
     """Samples of one split of one indexed dataset.
 
-    documents: the split's documents, consecutive ones; num_samples: the least number of samples, over as
-    many epochs as it takes (None: one epoch); epochs: exactly this many epochs instead. name: the split's
-    name, for messages and cache files. prepared: a .npy file with the rows of the map, instead of one that is
-    built. Raises DataError if no document gives a sample, or if the file is not a map of these documents.
+    documents: the split's documents; num_samples: the least number of samples, over as many epochs as that
+    takes (None: one epoch); epochs: exactly this many epochs instead. name: the split's name, for messages
+    and cache files. prepared: path of a .npy file with the sample map; None to build the map. Raises
+    DataError if no document gives a sample, or if the file is not a map of these documents.
     """
 
     def __init__(
@@ -119,7 +126,7 @@ class BERTDataset(SampleDataset):
         self.counts = count_documents(indexed.lengths, self._boundaries, self.plan.min_sentences)
         if not self.counts.used:
             raise self._nothing_to_use()
-        self._prepared = prepared
+        self._is_prepared = prepared is not None
         if prepared is not None:
             self.rows = read_prepared(prepared)
             check_prepared(self._fault({"rows": self.rows}), len(self.rows), num_samples, indexed.prefix)
@@ -135,9 +142,8 @@ class BERTDataset(SampleDataset):
         return len(self.rows)
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """The samples `indices` stacked. IndexError past the end, DataError for foreign ids."""
-        where = f"the {self.name} split of {self.indexed.prefix}"
-        indices = sample_numbers(indices, len(self), where)
+        """The samples `indices` stacked. IndexError past the end, DataError for unknown token ids."""
+        indices = check_sample_numbers(indices, len(self), f"the {self.name} split of {self.indexed.prefix}")
         rows = self.rows[indices].astype(np.int64)
         self.indexed.guard.before_use(lambda: self._spans(rows))
         seeds = (indices + self.settings.seed % (1 << 32)) % (1 << 32)
@@ -147,18 +153,18 @@ class BERTDataset(SampleDataset):
         return batch
 
     def whereabouts(self, number: int) -> str:
-        """The place of a sample's text: its first and its last sentence."""
+        """Where the text of a sample lies: its first and its last sentence."""
         first, end = self.rows[number, :2].tolist()
         return f"{self.indexed.prefix}: sentences {first} to {end - 1}"
 
     @property
     def description(self) -> dict[str, object]:
-        """Everything that the order and content of the samples depend on, as JSON: the key of caches."""
+        """Everything that the samples and their order depend on, as JSON."""
         return {**self._map_description, **self.settings.masking}
 
     @cached_property
     def padding_share(self) -> float:
-        """Share of the positions of all samples that hold padding, from some thousand random samples."""
+        """Share of the positions that hold padding, measured on some thousand samples."""
         lengths, target = self.indexed.lengths, self.settings.target
         special = SPECIAL_TOKENS if self.settings.binary_head else SPECIAL_TOKENS - 1
         measured = self.rows[:_MEASURED].tolist()
@@ -177,7 +183,7 @@ class BERTDataset(SampleDataset):
 
     @property
     def _map_description(self) -> dict[str, object]:
-        """Everything that the sample map depends on."""
+        """Everything that the sample map depends on, as JSON: the key of the index cache."""
         plan = self.plan
         return {
             "kind": "bert",
@@ -189,13 +195,12 @@ class BERTDataset(SampleDataset):
             "epochs": plan.epochs,
             "num_samples": plan.num_samples,
             "seed": plan.seed,
-            **self._prepared_as,
+            **({"prepared": self._map_digest} if self._is_prepared else {}),
         }
 
     @cached_property
-    def _prepared_as(self) -> dict[str, object]:
-        """The part of the description that a prepared map adds: a digest of its rows."""
-        return {} if self._prepared is None else {"prepared": digest_of(self.rows)}
+    def _map_digest(self) -> str:
+        return digest_of(self.rows)
 
     def _build(self) -> dict[str, np.ndarray]:
         lengths, plan = self.indexed.lengths, self.plan
@@ -206,7 +211,7 @@ class BERTDataset(SampleDataset):
             return {"rows": build_sample_map(lengths, self._boundaries, plan)}
 
     def _spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """First byte and end in the `.bin`, int64 [b] each, of the samples of these rows of the map."""
+        """First byte and end in the `.bin`, int64 [b] each, of the samples in `rows` of the map."""
         offsets, first, last = self.indexed.offsets, rows[:, 0], rows[:, 1] - 1
         sizes = self.indexed.lengths[last].astype(np.int64) * self.indexed.dtype.itemsize
         return offsets[first], offsets[last] + sizes

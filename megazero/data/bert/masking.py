@@ -1,7 +1,7 @@
 """Masking whole words and runs of words, in Megatron-Core's order of draws.
 
-15% of the tokens are to be predicted (Devlin et al. 2019), in runs of one to three words (the n-gram masking
-of Joshi et al. 2020 and others). Of these tokens 80% become [MASK], 10% a random id and 10% stay.
+15% of the tokens are predicted (Devlin et al. 2019), in runs of one to three words (n-gram masking, Joshi et
+al. 2020 and others). Of these tokens 80% become [MASK], 10% become a random id and 10% stay.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ LONGEST_RUN = 3  # words
 
 
 def run_chances() -> np.ndarray:
-    """The chances of runs of 1, 2 and 3 words, 6/11, 3/11 and 2/11: the inverse of their lengths, normalized
-    twice as Megatron-Core does."""
+    """The probabilities of runs of 1, 2 and 3 words, 6/11, 3/11 and 2/11: inverse to the length.
+
+    They are normalized twice, as in Megatron-Core, to equal its numbers bit for bit.
+    """
     inverse = 1.0 / np.arange(1, LONGEST_RUN + 1)
     once = inverse / inverse.sum()
     chances: np.ndarray = once / once.sum()
@@ -25,8 +27,10 @@ def run_chances() -> np.ndarray:
 
 
 def words_of(tokens: Sequence[int], words: WordPieces) -> list[list[int]]:
-    """The places of each word's pieces. A piece that continues a word joins the last one, even one before a
-    [SEP]: that is where truncation can leave it."""
+    """The places of the pieces of each word in `tokens`; [CLS] and [SEP] belong to no word.
+
+    A piece that continues a word joins the last word, even across a [SEP], where truncation can leave it.
+    """
     pieces: list[list[int]] = []
     for place, token in enumerate(tokens):
         if token in (words.cls, words.sep):
@@ -41,10 +45,10 @@ def words_of(tokens: Sequence[int], words: WordPieces) -> list[list[int]]:
 def mask_tokens(
     tokens: list[int], target: int, prob: float, words: WordPieces, random: np.random.RandomState
 ) -> tuple[list[int], list[int]]:
-    """The tokens with some masked, and the places of those that are to be predicted, ascending.
+    """Mask some of `tokens`; return the masked tokens, and the places to predict in ascending order.
 
-    tokens: a sample with its special tokens; target: the sample's target length, without them; prob: the
-    share to predict.
+    tokens: a sample with its special tokens; target: the sample's target length without special tokens; prob:
+    the share to predict.
     """
     pieces = words_of(tokens, words)
     budget = min(prob * target, max(1, round(len(tokens) * prob)))
@@ -66,7 +70,7 @@ def mask_tokens(
 
 
 def fitting_run(run: list[list[int]], room: float) -> list[int]:
-    """The places of a run of words, or of as many of its first words as there is room for."""
+    """The places of the longest prefix of a run of words that has at most `room` pieces."""
     for count in range(len(run), 0, -1):
         places = [place for word in run[:count] for place in word]
         if len(places) <= room:

@@ -2,43 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 
 from megazero.data.bert.dataset import BERTSettings
 from megazero.data.bert.sample import SentenceStore, make_samples
-from megazero.data.blended import SampleDataset
+from megazero.data.mock import MockDataset
+from megazero.data.range_checks import check_sample_numbers
 
-_SENTENCE = (5, 41)  # tokens, from and below
+_SENTENCE = (5, 41)  # lengths of sentences in tokens: from 5, below 41
 
 
-class MockBERTDataset(SampleDataset):
-    """Samples of random sentences: sample i is a function of (seed, name, i) alone.
+class MockBERTDataset(MockDataset):
+    """Random sentences with the arrays of `BERTDataset`; as there, some samples have a shorter target.
 
-    Items are like `BERTDataset`'s; as there, some are shorter than the full length. Raises DataError if the
-    vocabulary holds nothing but special tokens.
+    Raises DataError if the vocabulary holds nothing but special tokens.
     """
 
     def __init__(self, num_samples: int, settings: BERTSettings, name: str = "train"):
+        super().__init__(num_samples, settings.seed, name)
         self.settings = settings
-        self.name = name
-        self._size = num_samples
         self._plain = settings.words.plain
-        digest = hashlib.blake2b(f"{settings.seed} {name}".encode(), digest_size=8).digest()
-        self._key = int.from_bytes(digest, "little")
-
-    def __len__(self) -> int:
-        return self._size
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples `indices` stacked, arrays [b, T] and [b]. IndexError past the end."""
+        numbers = check_sample_numbers(indices, len(self), "mock data")
         texts, sizes, rows, first = [], [], [], 0
-        for index in np.asarray(indices, dtype=np.int64).tolist():
-            if not 0 <= index < self._size:
-                raise IndexError(f"`index` must be in 0..{self._size - 1} of mock data, but is {index}.")
-            random = np.random.Generator(np.random.Philox(key=[self._key, index]))
+        for index in numbers.tolist():
+            random = self._random(index)
             target, lengths = self._shape(random)
             texts.append(self._plain[random.integers(0, self._plain.size, int(lengths.sum()))])
             sizes.append(lengths)
@@ -47,12 +39,13 @@ class MockBERTDataset(SampleDataset):
         tokens = np.concatenate([np.empty(0, dtype=np.int64), *texts])
         lengths = np.concatenate([np.empty(0, dtype=np.int32), *sizes])
         offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * tokens.itemsize
-        seeds = (np.asarray(indices, dtype=np.int64) + self._key % (1 << 32)) % (1 << 32)
-        plan = np.array(rows, dtype=np.int64).reshape(-1, 3)
-        return make_samples(SentenceStore(tokens, lengths, offsets), plan, seeds, self.settings.recipe)[0]
+        seeds = (numbers + self._key % (1 << 32)) % (1 << 32)
+        sample_map = np.array(rows, dtype=np.int64).reshape(-1, 3)
+        store = SentenceStore(tokens, lengths, offsets)
+        return make_samples(store, sample_map, seeds, self.settings.recipe)[0]
 
     def _shape(self, random: np.random.Generator) -> tuple[int, np.ndarray]:
-        """A sample's target length, and the lengths of at least two sentences that reach it, int32 [n]."""
+        """The target length of a sample, and the lengths int32 [n >= 2] of sentences that reach it."""
         target = self.settings.target
         if random.random() < self.settings.short_seq_prob:
             target = int(random.integers(2, target + 1))
@@ -62,13 +55,9 @@ class MockBERTDataset(SampleDataset):
 
     @property
     def padding_share(self) -> float:
-        """About the share of the positions that hold padding: short targets are half of the full one."""
+        """An estimate of the share of positions that hold padding: short targets are half full on average."""
         settings = self.settings
         return settings.short_seq_prob * settings.target / 2 / settings.sequence_length
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return ()
 
     @property
     def description(self) -> dict[str, object]:

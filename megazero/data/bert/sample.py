@@ -1,12 +1,12 @@
 """From the sentences of a sample to its arrays, in Megatron-Core's order of draws.
 
-A sample draws from a generator of its own, `numpy.random.RandomState` of its seed, so it is a function of its
-sentences and its seed. `sample_reference` is the algorithm; the compiled twin (csrc/data), which has numpy's
-generator bit for bit, is used where it is built.
+A sample draws from a generator of its own, `numpy.random.RandomState(seed)`, so it is a function of its
+sentences and its seed. `sample_reference` is the algorithm; its compiled twin (csrc/data), which reproduces
+numpy's generator bit for bit, is used if it is built.
 
-Two things differ from Megatron-Core, on purpose. Which positions are padding follows from `lengths`, and not
-from the ids after masking, where a random replacement or the text itself may show the padding's id. And
-replacements are drawn from ids in ascending order, so that they are the same in every process.
+Two things differ from Megatron-Core, on purpose. Padding is known from `lengths`, not from the ids after
+masking, as a random replacement or the text itself may contain the id of [PAD]. And replacements are drawn
+from ids in ascending order, so that they are the same in every process.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ _ARRAYS = ("tokens", "token_types", "labels", "loss_mask", "lengths", "is_random
 
 @dataclass(frozen=True)
 class SampleRecipe:
-    """How sentences become a sample. sequence_length: T, to which samples are padded; mask_prob: the share of
-    tokens to predict; two_segments: whether there is a segment B."""
+    """How sentences become a sample.
+
+    sequence_length: T, to which samples are padded; mask_prob: the share of tokens to predict; two_segments:
+    whether samples have a segment B.
+    """
 
     words: WordPieces
     sequence_length: int
@@ -37,8 +40,7 @@ class SampleRecipe:
 
 @dataclass(frozen=True)
 class SentenceStore:
-    """Sentences: `tokens` holds their ids, `lengths` int32 [S] and `offsets` int64 [S], in bytes, say which
-    are whose."""
+    """Token ids of S sentences. lengths: int32 [S], in tokens; offsets: int64 [S], in bytes of `tokens`."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -53,11 +55,10 @@ class SentenceStore:
 def make_samples(
     store: SentenceStore, rows: np.ndarray, seeds: np.ndarray, recipe: SampleRecipe
 ) -> tuple[dict[str, np.ndarray], int, int]:
-    """A batch, and the lowest and highest id of its text before masking.
+    """Make the arrays of `BERTDataset.batch`; also return the lowest and highest id before masking.
 
-    rows: int64 [b, 3], of a sample map; seeds: int64 [b], one for each sample, below 2^32. The arrays are
-    those of `BERTDataset.batch`. Ids outside of the vocabulary are taken as whole words, so that the caller
-    can name the sample that has one.
+    rows: int64 [b, 3], of a sample map; seeds: int64 [b], below 2^32. An id outside the vocabulary counts as
+    a whole word, so that the caller can name the sample that has it.
     """
     if NATIVE is None:
         return _make_samples_reference(store, rows, seeds, recipe)
@@ -104,8 +105,11 @@ def _make_samples_reference(
 
 @dataclass(frozen=True)
 class MaskedSample:
-    """One sample. tokens: as the text has them; masked: with some replaced; places: those to predict;
-    begin_b: where segment B begins, the end if there is none."""
+    """One sample.
+
+    tokens: before masking; masked: after masking; places: the positions to predict; begin_b: where segment B
+    begins, the end of the sample if there is no segment B.
+    """
 
     tokens: list[int]
     masked: list[int]
@@ -118,7 +122,7 @@ class MaskedSample:
 def sample_reference(
     sentences: Sequence[list[int]], target: int, random: np.random.RandomState, recipe: SampleRecipe
 ) -> MaskedSample:
-    """The sample of these sentences, of at most `target` tokens and three special ones."""
+    """Make a sample of at most `target` tokens of text and three special tokens."""
     words = recipe.words
     a, b, swapped = _segments(sentences, recipe.two_segments, random)
     truncated = len(a) + len(b) > target
@@ -131,8 +135,11 @@ def sample_reference(
 def _segments(
     sentences: Sequence[list[int]], two: bool, random: np.random.RandomState
 ) -> tuple[list[int], list[int], bool]:
-    """Segments A and B, exchanged for half of the samples, and whether they are: the label of sentence order
-    prediction (Lan et al. 2020), which stands in for next sentences here and in Megatron."""
+    """Segments A and B, and whether they are swapped, as half of the samples are.
+
+    That is the label of sentence order prediction (Lan et al. 2020), which replaces next sentence prediction
+    here and in Megatron.
+    """
     pivot = len(sentences)
     if two:
         pivot = int(random.randint(1, len(sentences))) if len(sentences) > 2 else 1
@@ -145,7 +152,7 @@ def _segments(
 def _shortened(
     a: list[int], b: list[int], target: int, random: np.random.RandomState
 ) -> tuple[list[int], list[int]]:
-    """Drop a token at a time from either end of the longer segment, until both fit together."""
+    """Drop tokens one by one, from a random end of the longer segment, until both segments fit `target`."""
     spans = [[0, len(a)], [0, len(b)]]
     sizes = [len(a), len(b)]
     while sum(sizes) > target:

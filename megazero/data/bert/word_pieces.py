@@ -1,4 +1,4 @@
-"""A vocabulary of word pieces, as masking needs to know it."""
+"""A WordPiece vocabulary, as masking reads it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import numpy as np
 from megazero.data.tokenizers.base import Tokenizer
 from megazero.errors import DataError
 
-CONTINUES = "##"  # how WordPiece spells a piece that goes on with the word before it
+CONTINUES = "##"  # the prefix of a piece that continues a word
 _ROLES = ("cls", "sep", "mask", "pad")
 
 
 @dataclass(frozen=True, eq=False)
 class WordPieces:
-    """A WordPiece vocabulary as masking sees it.
+    """The word boundaries and special tokens of a vocabulary.
 
-    cls, sep, mask, pad: ids of the special tokens. continues: bool [one above the largest id], whether a
-    piece goes on with the word before it. replacements: int64 [V], the ids that a random replacement is drawn
-    from, in ascending order.
+    cls, sep, mask, pad: ids of the special tokens. continues: bool [largest id + 1], whether a piece
+    continues a word. replacements: int64 [V], ascending, the ids that random replacements are drawn from.
     """
 
     cls: int
@@ -33,7 +32,7 @@ class WordPieces:
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> WordPieces:
-        """The vocabulary of a tokenizer. Raises DataError if it is no WordPiece or lacks a special token."""
+        """The vocabulary of a tokenizer; DataError if it is not a WordPiece or lacks a special token."""
         pieces = tokenizer.word_pieces()
         if pieces is None:
             raise DataError(
@@ -62,8 +61,7 @@ class WordPieces:
 
     @staticmethod
     def numbered(size: int) -> WordPieces:
-        """A vocabulary for runs without a tokenizer: ids 0 to `size` - 1, 0 to 4 of them the special tokens
-        `[PAD] [UNK] [CLS] [SEP] [MASK]`.
+        """A vocabulary for runs without a tokenizer: ids 0..4 are [PAD] [UNK] [CLS] [SEP] [MASK].
 
         Raises DataError if no id is left for words.
         """
@@ -88,7 +86,7 @@ class WordPieces:
 
     @property
     def plain(self) -> np.ndarray:
-        """int64: the ids that are none of these, ascending. Raises DataError if there are none."""
+        """The ids of other tokens than `specials`, int64, ascending. Raises DataError if there are none."""
         ids = np.setdiff1d(self.replacements, self.specials)
         if not ids.size:
             raise DataError(
@@ -98,7 +96,7 @@ class WordPieces:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex key of all of it."""
+        """A hash of the vocabulary, in hex."""
         digest = hashlib.blake2b(digest_size=16)
         for array in (self.specials, self.replacements):
             digest.update(array.astype("<i8").tobytes())

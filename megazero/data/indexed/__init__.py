@@ -1,6 +1,7 @@
 """indexed: Megatron's `.bin`/`.idx` datasets, checked when read, whole or absent when written.
 
-`format` is the layout of the bytes, and `checksum` an optional sidecar that shows damage beyond it, which
-`sums` writes later; `reader` opens a dataset, `guard` watches over one that is trained on, and `writer` makes
-one.
+- `format`: the layout of the bytes.
+- `checksum`: an optional sidecar that reveals damage to the tokens.
+- `reader`: opens a dataset, and adds a sidecar to it. `guard`: checks the files while they are read.
+- `writer`: writes a dataset.
 """

@@ -1,11 +1,10 @@
-"""`prefix.sum`: an optional sidecar that lets a reader see damage the index format itself cannot show.
+"""`prefix.sum`: an optional sidecar that reveals damage which the index format itself cannot show.
 
-A flipped bit in the tokens, or a document boundary moved inside its neighbours, leaves a perfectly formed
-dataset. Our writer therefore leaves a small JSON beside the two files: their sizes, a BLAKE2b hash of the
-`.idx` (checked at every open, as it is short) and one CRC-32 per 4 MiB block of the `.bin` (checked on
-demand, or by `guard` when a block is first used; it names the damaged block). Megatron ignores the file, and
-a dataset without one opens fine. The extra `fast` brings the CRC-32 of ISA-L, which is several times as fast
-as zlib's.
+A flipped bit in the tokens, or a document boundary that has moved between its neighbours, leaves a
+well-formed dataset. The writer therefore adds a small JSON beside the two files: their sizes, a BLAKE2b hash
+of the `.idx` (checked at every open, as the file is short) and a CRC-32 for each 4 MiB block of the `.bin`
+(checked on demand, or by `guard` when a block is first used). Megatron ignores the sidecar, and a dataset
+without one can be opened. The extra `fast` installs ISA-L's CRC-32, which is several times as fast as zlib's.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ class BlockChecksum:
                 self._open = 0
 
     def blocks(self) -> list[int]:
-        """CRC of every block so far, the last one possibly short."""
+        """The CRC-32 of every block so far; the last block may be short."""
         return [*self._done, self._open] if self.size % BLOCK else list(self._done)
 
 
 @dataclass(frozen=True)
 class Sidecar:
-    """Content of `prefix.sum`. idx_hash: BLAKE2b in hex; bin_blocks: one CRC-32 per 4 MiB of the `.bin`."""
+    """The content of `prefix.sum`. idx_hash: BLAKE2b in hex; bin_blocks: a CRC-32 per 4 MiB of the `.bin`."""
 
     idx_size: int
     idx_hash: str
@@ -66,16 +65,10 @@ class Sidecar:
     bin_blocks: tuple[int, ...]
 
     def to_json(self) -> str:
+        idx = {"size": self.idx_size, "blake2b": self.idx_hash}
+        crcs = "".join(f"{crc:08x}" for crc in self.bin_blocks)
         return json.dumps(
-            {
-                "format": FORMAT,
-                "idx": {"size": self.idx_size, "blake2b": self.idx_hash},
-                "bin": {
-                    "size": self.bin_size,
-                    "block": BLOCK,
-                    "crc32": "".join(f"{crc:08x}" for crc in self.bin_blocks),
-                },
-            }
+            {"format": FORMAT, "idx": idx, "bin": {"size": self.bin_size, "block": BLOCK, "crc32": crcs}}
         )
 
     @classmethod
@@ -93,12 +86,8 @@ class Sidecar:
                 raise ValueError("unknown format or block size")
             crcs = content["bin"]["crc32"]
             blocks = tuple(int(crcs[at : at + 8], 16) for at in range(0, len(crcs), 8))
-            sidecar = cls(
-                int(content["idx"]["size"]),
-                str(content["idx"]["blake2b"]),
-                int(content["bin"]["size"]),
-                blocks,
-            )
+            idx = content["idx"]
+            sidecar = cls(int(idx["size"]), str(idx["blake2b"]), int(content["bin"]["size"]), blocks)
             if len(blocks) != -(-sidecar.bin_size // BLOCK):
                 raise ValueError(f"{len(blocks)} block checksums for {sidecar.bin_size} bytes")
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -126,11 +115,10 @@ class Sidecar:
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """The blocks of a `.bin` beside their recorded sums.
+    """The blocks of a `.bin`, and their recorded checksums.
 
-    sidecar: the sums; path: its file; content: uint8 [bytes of the `.bin`]; offsets: int64 [S], the byte at
-    which each sequence begins; document_index: int64 [documents + 1], the sequence at which each document
-    does.
+    path: the sidecar's file; content: the bytes of the `.bin`, uint8; offsets: int64 [S], the first byte of
+    each sequence; document_index: int64 [documents + 1], the first sequence of each document.
     """
 
     sidecar: Sidecar
@@ -143,7 +131,7 @@ class TokenBlocks:
         return len(self.sidecar.bin_blocks)
 
     def check(self, number: int) -> None:
-        """Raise DataError, naming bytes, sums and documents, unless this block has its recorded sum."""
+        """Raise DataError, naming the damaged documents, unless block `number` has its recorded checksum."""
         begin, end = number * BLOCK, min((number + 1) * BLOCK, self.content.size)
         actual, recorded = crc32(self.content[begin:end]), self.sidecar.bin_blocks[number]
         if actual != recorded:
@@ -154,13 +142,13 @@ class TokenBlocks:
             )
 
     def covering(self, begins: np.ndarray, ends: np.ndarray) -> list[int]:
-        """The numbers of the blocks that hold bytes begins[i]..ends[i] for some i; both are int64 [n]."""
+        """The numbers of the blocks that hold bytes begins[i]..ends[i] of any i; both are int64 [n]."""
         filled = ends > begins
         pairs = zip((begins[filled] // BLOCK).tolist(), ((ends[filled] - 1) // BLOCK).tolist(), strict=True)
         return sorted({number for first, last in set(pairs) for number in range(first, last + 1)})
 
     def _documents(self, begin: int, end: int) -> str:
-        """Name the documents that have some of these bytes."""
+        """The names of the documents with bytes in begin..end."""
         first = int(np.searchsorted(self.offsets, begin, "right")) - 1
         last = int(np.searchsorted(self.offsets, end, "left")) - 1
         numbers = np.searchsorted(self.document_index, [first, last], "right") - 1
@@ -169,7 +157,7 @@ class TokenBlocks:
 
 
 def hash_bytes(data: np.ndarray) -> str:
-    """BLAKE2b (16 bytes, hex) of a uint8 array, taken in blocks so that a mapped file is not copied."""
+    """BLAKE2b (16 bytes, hex) of a uint8 array, block by block so that a mapped file is not copied."""
     digest = hashlib.blake2b(digest_size=16)
     for begin in range(0, data.size, BLOCK):
         digest.update(data[begin : begin + BLOCK].data)

@@ -1,13 +1,13 @@
-"""The Megatron indexed-dataset file layouts: the meaning of an `.idx`'s bytes, and whether to trust them.
+"""The file layout of Megatron's indexed datasets: parsing an `.idx`, and checking it.
 
-A dataset is two files. `prefix.bin` is the raw little-endian token ids of all sequences, one after the
-other. `prefix.idx` says where each *sequence* (one run of tokens) and each *document* (a run of
-sequences) begins. Two kinds of `.idx` exist: "MMIDIDX" version 1, written by every current tool, and the
-older "TNTIDX" (`--data-impl lazy|cached`). The layouts are Megatron-LM's and fairseq's; the checks are
-ours: both upstream readers look at the magic and the version only, so a damaged index reads as wrong data.
+A dataset is two files. `prefix.bin` holds the raw little-endian token ids of all sequences, concatenated.
+`prefix.idx` says where each *sequence* (a run of tokens) and each *document* (a run of sequences) begins. Two
+kinds of `.idx` exist: "MMIDIDX" version 1, which every current tool writes, and the older "TNTIDX"
+(`--data-impl lazy|cached`). The layouts are Megatron-LM's and fairseq's. Their readers check only the magic
+and the version, so that a damaged index reads as wrong data; here everything that can be checked is.
 
-Every check is O(S) in the number of sequences, works on slices of the mapped file, and compares Python
-integers before anything is allocated, so a hostile count is refused and never believed.
+Every check takes O(S) time for S sequences, works on slices of the mapped file, and compares Python integers
+before anything is allocated, so that a hostile count is refused.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ _CHUNK = 1 << 20  # sequences per vectorised check: bounds memory, and int32 * 8
 
 @dataclass(frozen=True)
 class IndexTables:
-    """The checked content of an `.idx`, as views on the mapped file (they may be unaligned).
+    """The checked content of an `.idx`, as views of the mapped file, which may be unaligned.
 
-    lengths: int32 [S], in tokens; offsets: int64 [S], in bytes into the `.bin`; document_index: int64 [D],
-    first 0, last S; modes: int8 [S] for a multimodal dataset, else None; total_tokens: the sum of lengths.
+    lengths: int32 [S], in tokens; offsets: int64 [S], in bytes of the `.bin`; document_index: int64
+    [documents + 1], from 0 to S; modes: int8 [S] for a multimodal dataset, else None; total_tokens: the sum
+    of lengths.
     """
 
     dtype: np.dtype
@@ -60,12 +61,12 @@ class IndexTables:
 
 
 def dtype_for_vocab(vocab_size: int) -> np.dtype:
-    """Element type Megatron gives a vocabulary: uint16 below 65,500 ids, else int32."""
+    """The element type that Megatron chooses for a vocabulary: uint16 below 65,500 ids, else int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def normal_dtype(dtype: np.dtype | type | str) -> np.dtype:
-    """`dtype` as one of the little-endian integer types of the format, or DataError."""
+    """`dtype` as one of the format's little-endian integer types; DataError for other types."""
     normal = np.dtype(dtype).newbyteorder("<")
     if normal not in CODE_OF_DTYPE:
         allowed = ", ".join(sorted(d.name for d in CODE_OF_DTYPE))
@@ -76,10 +77,10 @@ def normal_dtype(dtype: np.dtype | type | str) -> np.dtype:
 
 
 def parse_mmididx(path: Path, index: np.ndarray, bin_size: int, multimodal: bool = False) -> IndexTables:
-    """Check and split an MMIDIDX file.
+    """Parse and check an MMIDIDX file.
 
-    path: the `.idx`, for messages; index: its bytes, uint8 [file size]; bin_size: the `.bin`'s size in bytes.
-    Raises DataError naming the file, the field and its value.
+    path: of the `.idx`, for messages; index: the bytes of the `.idx`, uint8 [file size]; bin_size: the size
+    of the `.bin` in bytes. Raises DataError, naming the file, the field and its value.
     """
     code, sequences, entries = read_mmididx_header(path, index)
     dtype = _dtype_of_code(path, code)
@@ -99,16 +100,16 @@ def parse_mmididx(path: Path, index: np.ndarray, bin_size: int, multimodal: bool
 
 
 def read_mmididx_header(path: Path, index: np.ndarray) -> tuple[int, int, int]:
-    """(element code, sequences, document entries) of the bytes of an MMIDIDX file, uint8 [file size].
+    """Read (element code, sequences, document entries) from the bytes of an MMIDIDX file, uint8 [file size].
 
-    Raises DataError for another kind or version, and for a file too short to have a header.
+    Raises DataError for another kind or version, and for a file shorter than a header.
     """
     code, sequences, entries = _header(path, index, MMIDIDX_HEADER, MMIDIDX_MAGIC)
     return code, sequences, entries
 
 
 def split_mmididx(index: np.ndarray, sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(lengths int32 [S], offsets int64 [S], all bytes after them), as views on the bytes of a file."""
+    """Split the bytes of an MMIDIDX file into views: lengths int32 [S], offsets int64 [S], the rest."""
     offsets_at = MMIDIDX_HEADER.size + 4 * sequences
     end = offsets_at + 8 * sequences
     lengths = index[MMIDIDX_HEADER.size : offsets_at].view("<i4")
@@ -116,7 +117,7 @@ def split_mmididx(index: np.ndarray, sequences: int) -> tuple[np.ndarray, np.nda
 
 
 def parse_tntidx(path: Path, index: np.ndarray, bin_size: int) -> IndexTables:
-    """Check and convert a legacy TNTIDX file (one-dimensional items); arguments as for `parse_mmididx`."""
+    """Parse and check a TNTIDX file of one-dimensional items; arguments and errors as in `parse_mmididx`."""
     code, itemsize, items, sizes, entries = _header(path, index, TNTIDX_HEADER, TNTIDX_MAGIC)
     dtype = _dtype_of_code(path, code)
     if itemsize != dtype.itemsize:
@@ -158,7 +159,7 @@ def parse_tntidx(path: Path, index: np.ndarray, bin_size: int) -> IndexTables:
 
 
 def _header(path: Path, index: np.ndarray, header: struct.Struct, kind: bytes) -> tuple[int, ...]:
-    """The fields of a header after its magic and its version, which are checked."""
+    """Check the magic and the version of a header; return the fields after them."""
     if index.size < header.size:
         raise DataError(
             f"`{path}` must hold a header of {header.size} bytes, but is {index.size} bytes long; "
@@ -184,7 +185,10 @@ def _dtype_of_code(path: Path, code: int) -> np.dtype:
 
 
 def check_file_size(path: Path, size: int, sequences: int, entries: int, multimodal: bool = False) -> None:
-    """Raise DataError unless an MMIDIDX file of so many sequences and document entries has this size."""
+    """Raise DataError unless `size` is right for an MMIDIDX file of this many sequences and entries.
+
+    entries: of the document index.
+    """
     plain = MMIDIDX_HEADER.size + 12 * sequences + 8 * entries
     with_modes = plain + sequences
     if size == (with_modes if multimodal else plain):
@@ -230,7 +234,7 @@ def _check_documents(path: Path, document_index: np.ndarray, sequences: int) -> 
 def check_sequences(
     path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsize: int, bin_size: int
 ) -> None:
-    """Raise DataError unless lengths >= 0 and offsets are their running sum, which ends with the `.bin`."""
+    """Raise DataError unless lengths are >= 0, offsets are their running sum, and the total is `bin_size`."""
     total = 0
     for begin in range(0, lengths.size, _CHUNK):
         part = lengths[begin : begin + _CHUNK]
@@ -241,10 +245,10 @@ def check_sequences(
                 "the index is damaged."
             )
         ends = np.cumsum(part, dtype=np.int64) * itemsize + total
-        given = offsets[begin : begin + _CHUNK]
-        wrong = given[1:] != ends[:-1]
-        if int(given[0]) != total or wrong.any():
-            at = begin if int(given[0]) != total else begin + 1 + int(np.argmax(wrong))
+        stored = offsets[begin : begin + _CHUNK]
+        wrong = stored[1:] != ends[:-1]
+        if int(stored[0]) != total or wrong.any():
+            at = begin if int(stored[0]) != total else begin + 1 + int(np.argmax(wrong))
             expected = total if at == begin else int(ends[at - begin - 1])
             raise DataError(
                 f"`offset` of sequence {at} in {path} must be {expected}, the sum of the lengths before it, "

@@ -1,10 +1,10 @@
-"""The files of a dataset that is trained on stay what they were: damaged blocks, cut and changed files.
+"""Detects damaged blocks, truncated files and changed files of a dataset during training.
 
-A file is mapped, so what another process does to it happens under the training. A byte that changes is read
-as another token; an access behind the end of a file that was cut ends the process with SIGBUS, without a
-word. So `before_use` looks at the sizes before anything is read, which leaves a window of microseconds, and
-compares each block of the `.bin` with its recorded sum when one of its tokens is first used. `changed` says
-what became of the files since they were opened.
+The files are mapped, so a training sees what other processes do to them. A changed byte is read as another
+token; an access past the end of a truncated file kills the process by SIGBUS, without a message. So
+`before_use` checks the sizes before anything is read, which leaves a window of microseconds, and compares
+each block of the `.bin` with its recorded checksum when a token of the block is first used. `changed` lists
+the files that changed since they were opened.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megazero.errors import DataError
 
 @dataclass(frozen=True)
 class FileState:
-    """The facts that tell one file from another. size: in bytes; modified: time of the last change in ns."""
+    """Facts that identify the content of a file. size: in bytes; modified: time of the last change in ns."""
 
     size: int
     modified: int
@@ -32,7 +32,7 @@ class FileState:
 
     @classmethod
     def of(cls, path: Path) -> FileState | None:
-        """The state of a file; None if it cannot be looked at."""
+        """The state of a file; None if `stat` fails."""
         try:
             status = os.stat(path)
         except OSError:
@@ -40,7 +40,7 @@ class FileState:
         return cls(status.st_size, status.st_mtime_ns, status.st_ino)
 
     def difference(self, now: FileState | None) -> str:
-        """Say how a file that was so differs `now`, as a clause without its subject."""
+        """How the file differs `now`: a clause without its subject."""
         if now is None:
             return f"is gone or cannot be read, and was {self.size} bytes"
         if now.size != self.size:
@@ -51,22 +51,22 @@ class FileState:
 
 
 class Guard:
-    """Watches over the files of one dataset. Several threads may use it at once.
+    """Checks the files of one dataset. Several threads may use it at once.
 
-    prefix: the dataset's; files: each file's state when it was opened, empty to watch over nothing; blocks:
-    the blocks of the `.bin`, None if there are no sums.
+    files: the state of each file when it was opened; empty to check nothing. blocks: the blocks of the
+    `.bin`; None if there are no checksums.
     """
 
     def __init__(self, prefix: str, files: Mapping[Path, FileState | None], blocks: TokenBlocks | None):
         self.prefix = prefix
         self._files = dict(files)
         self._blocks = blocks
-        # Threads that meet a block together check it twice, which does no harm.
+        # Two threads may check the same block at the same time, which does no harm.
         self._checked = bytearray(0 if blocks is None else len(blocks))
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences that a user should read at the start: that there are no sums, and how to write them."""
+        """A sentence for the user if there are no checksums, with the command that writes them."""
         if not self._files or self._blocks is not None:
             return ()
         return (
@@ -75,11 +75,11 @@ class Guard:
         )
 
     def before_use(self, spans: Callable[[], tuple[np.ndarray, np.ndarray]]) -> None:
-        """Check the files; called before tokens are read.
+        """Check the files before tokens are read.
 
-        spans: gives their bytes in the `.bin`, those from begins[i] up to ends[i], both int64 [n]. It is not
-        called once all blocks are known to be sound. Raises DataError if a file is shorter than when it was
-        opened, or a block is damaged.
+        spans: returns the bytes of these tokens in the `.bin`, begins and ends int64 [n]; it is not called
+        once all blocks have been checked. Raises DataError if a file is shorter than when it was opened, or
+        if a block is damaged.
         """
         for path, then in self._files.items():
             now = FileState.of(path)
@@ -95,7 +95,7 @@ class Guard:
                     self._checked[number] = 1
 
     def changed(self) -> list[str]:
-        """A clause for each file that is not what it was when it was opened, beginning with its path."""
+        """A clause, beginning with the path, for each file that changed since it was opened."""
         changes = []
         for path, then in self._files.items():
             now = FileState.of(path)

@@ -1,8 +1,8 @@
 """Reading an indexed dataset: `open_indexed(prefix)` or `IndexedDataset(prefix)`.
 
-Both files are memory-mapped, so ranks on one machine share the pages and opening costs one pass over the
-`.idx`. Everything that the format allows to be checked is checked at open; `validate(full=True)` also
-compares the tokens with the checksum sidecar, and a training has a `guard` do so block by block.
+Both files are memory-mapped, so the ranks of a machine share the pages, and opening costs one pass over the
+`.idx`, in which everything that the format determines is checked. `validate(full=True)` also compares the
+tokens with the checksum sidecar; during a training, `guard` compares them block by block.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megazero.data.indexed.checksum import Sidecar, TokenBlocks, hash_bytes
+from megazero.data.files import whole_file
+from megazero.data.indexed.checksum import BlockChecksum, Sidecar, TokenBlocks, hash_bytes
 from megazero.data.indexed.format import TNTIDX_MAGIC, IndexTables, parse_mmididx, parse_tntidx
 from megazero.data.indexed.guard import FileState, Guard, sums_command
 from megazero.errors import DataError
@@ -32,7 +33,7 @@ def prefix_path(prefix: str | Path, suffix: str) -> Path:
 
 
 def map_file(path: Path) -> np.ndarray:
-    """A file's bytes, uint8 [size], read-only; an empty file cannot be mapped and gives an empty array."""
+    """Map a file's bytes read-only, uint8 [size]; an empty file, which cannot be mapped, gives [0]."""
     try:
         with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size == 0:
@@ -51,15 +52,14 @@ class IndexedDataset:
 
     `len(ds)` sequences; `ds[i]` is sequence i as a read-only array view of `dtype`, shape [lengths[i]].
 
-    prefix: path without suffix. multimodal: the index also carries one mode per sequence (nothing in the
-    file says so). verify: compare the tokens with the checksum sidecar at open (reads the whole `.bin`;
-    DataError when there is no sidecar). guarded: compare each block of them when it is first used, as far as
-    there is a sidecar, and know when the files change: see `guard`, which without it does nothing. Raises
-    DataError if anything in the files contradicts the format.
+    prefix: path without suffix. multimodal: the index also has a mode for each sequence (which the file
+    itself does not say). verify: compare the tokens with the checksum sidecar at open, which reads the whole
+    `.bin`; DataError without a sidecar. guarded: detect changes of the files and, with a sidecar, damaged
+    blocks when they are first used; see `guard`. Raises DataError if the files contradict the format.
 
-    lengths: int32 [S], tokens of each sequence; offsets: int64 [S], its first byte in the `.bin`;
-    document_index: int64 [documents + 1], the sequence at which each document starts, first 0, last S; modes:
-    int8 [S] for a multimodal dataset, else None; tokens: `dtype` [total_tokens], all sequences in a row.
+    lengths: int32 [S], tokens of each sequence; offsets: int64 [S], first byte of each sequence in the
+    `.bin`; document_index: int64 [documents + 1], first sequence of each document, then S; modes: int8 [S]
+    for a multimodal dataset, else None; tokens: `dtype` [total_tokens], all sequences concatenated.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class IndexedDataset:
         self.path_sum = prefix_path(prefix, ".sum")
         self._multimodal = multimodal
         self._guarded = guarded
-        # Looked at before they are mapped, so that a change in between is seen.
+        # Taken before the files are mapped, so that a change in between is noticed.
         files = {path: FileState.of(path) for path in (self.path_idx, self.path_bin)}
         self._index = map_file(self.path_idx)
         self._bytes = map_file(self.path_bin)
@@ -84,7 +84,11 @@ class IndexedDataset:
         self.document_index = tables.document_index
         self.tokens = self._bytes.view(tables.dtype)
         self._check_signs()
-        self._blocks = self._summed_blocks()
+        self._blocks: TokenBlocks | None = None
+        if self._sidecar is not None:
+            self._blocks = TokenBlocks(
+                self._sidecar, self.path_sum, self._bytes, self.offsets, self.document_index
+            )
         self.guard = Guard(self.prefix, files, self._blocks) if guarded else Guard(self.prefix, {}, None)
         if verify:
             self._check_bin()
@@ -93,7 +97,7 @@ class IndexedDataset:
         return parse_mmididx(self.path_idx, self._index, self._bytes.size, self._multimodal)
 
     def _check_signs(self) -> None:
-        """Refuse negative ids of 1 or 2 bytes: so rare a type is more likely a flipped bit in the header."""
+        """Refuse negative ids of type int8 or int16, which are rare: the element code is likely damaged."""
         if self.dtype.kind == "i" and self.dtype.itemsize <= 2 and self.tokens.size and self.tokens.min() < 0:
             raise DataError(
                 f"`token ids` of {self.path_bin} must not be negative, but one is {int(self.tokens.min())} "
@@ -102,7 +106,7 @@ class IndexedDataset:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether a `prefix.sum` lies beside the files."""
+        """Whether there is a `prefix.sum`."""
         return self._sidecar is not None
 
     def __len__(self) -> int:
@@ -115,7 +119,7 @@ class IndexedDataset:
         )
 
     def __reduce__(self) -> tuple[type, tuple[str, bool, bool, bool]]:
-        """Pickle as a path: a worker process maps the files itself instead of receiving their bytes."""
+        """Pickle the path, so that a worker process maps the files instead of receiving their bytes."""
         return type(self), (self.prefix, self._multimodal, False, self._guarded)
 
     def __getitem__(self, index: int) -> np.ndarray:
@@ -127,7 +131,7 @@ class IndexedDataset:
         return (self.get(i) for i in range(len(self)))
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` tokens (None: to the end) of sequence `index` from token `offset`, as a view."""
+        """A view of `length` tokens (None: to the end) of sequence `index`, from token `offset` on."""
         if not 0 <= index < len(self):
             raise DataError(f"`index` must be in 0..{len(self) - 1} of {self.prefix}, but is {index}.")
         whole = int(self.lengths[index])
@@ -143,7 +147,7 @@ class IndexedDataset:
         return self.tokens[begin : begin + count]
 
     def document(self, number: int) -> list[np.ndarray]:
-        """The sequences of document `number`, in order; empty documents give an empty list."""
+        """The sequences of document `number` in order; an empty list for an empty document."""
         count = self.document_index.size - 1
         if not 0 <= number < count:
             raise DataError(f"`document` must be in 0..{count - 1} of {self.prefix}, but is {number}.")
@@ -156,12 +160,12 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex key of the dataset's content, for index caches: changes whenever `.idx` or `.bin` changes.
+        """A hash of the dataset's content in hex, the key of index caches.
 
-        It covers the whole `.idx`, the size of the `.bin` and its tokens: all of them up to 64 MiB, beyond
-        that 64 samples of 64 KiB and the modification time. Hashing terabytes at every start would take
-        minutes and rebuilding an index takes milliseconds, so a key that changes too often (a large file
-        copied without its times) is a cheap mistake; one that stays the same after an edit is a costly one.
+        It covers the whole `.idx`, the size of the `.bin`, and its tokens: all of them up to 64 MiB,
+        otherwise 64 samples of 64 KiB and the modification time. Hashing terabytes at every start would take
+        minutes, but rebuilding an index takes milliseconds. So it is harmless if the key of a large file
+        changes when the file is copied without its times; it must not stay the same after an edit.
         """
         return self._digest(with_time=True)
 
@@ -179,7 +183,7 @@ class IndexedDataset:
 
     @cached_property
     def _bin_hash(self) -> str:
-        """The hash of the whole `.bin` if it is small enough, else of samples of it."""
+        """The hash of the `.bin` up to 64 MiB, else of samples of it."""
         if self._bytes.size <= _FULL_HASH_LIMIT:
             return hash_bytes(self._bytes)
         return hash_bytes(np.concatenate(list(self._samples())))
@@ -193,7 +197,7 @@ class IndexedDataset:
     def validate(self, full: bool = False) -> None:
         """Check the index again and, with `full`, the tokens against the sidecar; DataError on damage.
 
-        Without a sidecar a full check can only look for negative ids, which no tokenizer produces.
+        Without a sidecar, a full check only refuses negative ids, which no tokenizer produces.
         """
         self._parse()
         if not full:
@@ -219,29 +223,24 @@ class IndexedDataset:
         for number in range(len(self._blocks)):
             self._blocks.check(number)
 
-    def _summed_blocks(self) -> TokenBlocks | None:
-        if self._sidecar is None:
-            return None
-        return TokenBlocks(self._sidecar, self.path_sum, self._bytes, self.offsets, self.document_index)
-
 
 class LegacyIndexedDataset(IndexedDataset):
-    """The same for the legacy kind TNTIDX (`--data-impl lazy|cached`); read only."""
+    """A memory-mapped indexed dataset of the older kind TNTIDX (`--data-impl lazy|cached`)."""
 
     def _parse(self) -> IndexTables:
         return parse_tntidx(self.path_idx, self._index, self._bytes.size)
 
 
 def content_hash(dataset: IndexedDataset) -> str:
-    """The dataset's `fingerprint` without the modification time: equal for every copy, wherever it is."""
+    """The dataset's `fingerprint` without the modification time: the same for every copy of the files."""
     return dataset._digest(with_time=False)
 
 
 def file_hashes(dataset: IndexedDataset) -> dict[str, str | None]:
-    """Hashes of the content of each file, equal for every copy.
+    """Hashes of the content of each file, the same for every copy of the files.
 
-    `idx`; `bin`, of samples if it is over 64 MiB; `blocks`, of the recorded sums of all blocks of the `.bin`,
-    None without a sidecar.
+    `idx`: of the `.idx`; `bin`: of the `.bin`, or of samples of it above 64 MiB; `blocks`: of the recorded
+    checksums of the `.bin`, None without a sidecar.
     """
     blocks = None
     if dataset._sidecar is not None:
@@ -252,7 +251,31 @@ def file_hashes(dataset: IndexedDataset) -> dict[str, str | None]:
 def open_indexed(
     prefix: str | Path, multimodal: bool = False, verify: bool = False, guarded: bool = False
 ) -> IndexedDataset:
-    """Open either kind of dataset, told apart by the first 8 bytes of its `.idx`. Raises DataError."""
+    """Open a dataset of either kind, which the first 8 bytes of the `.idx` tell; DataError on damage."""
     head = map_file(prefix_path(prefix, ".idx"))[: len(TNTIDX_MAGIC)]
     kind = LegacyIndexedDataset if bytes(head) == TNTIDX_MAGIC else IndexedDataset
     return kind(prefix, multimodal, verify, guarded)
+
+
+def write_sums(prefix: str | Path) -> bool:
+    """Write `prefix.sum`, whole or not at all; False if the dataset has one that agrees with the files.
+
+    The checksums are those of the files as they are now. Raises DataError for a dataset that contradicts the
+    format, for a sidecar that does not agree with the files (it is kept), and for files that change
+    meanwhile. Raises OSError if the disk refuses.
+    """
+    dataset = open_indexed(prefix, guarded=True)
+    dataset.validate(full=True)
+    if dataset.has_checksums:
+        return False
+    index, checksum = map_file(dataset.path_idx), BlockChecksum()
+    checksum.update(dataset.tokens.view(np.uint8))
+    sidecar = Sidecar(index.size, hash_bytes(index), checksum.size, tuple(checksum.blocks()))
+    if changed := dataset.guard.changed():
+        raise DataError(
+            f"`{dataset.prefix}` must stay as it is while its checksums are computed, but {changed[0]}; wait "
+            "until it is whole, then try again."
+        )
+    with whole_file(dataset.path_sum) as file:
+        file.write(sidecar.to_json().encode())
+    return True

@@ -1,10 +1,10 @@
-"""Writes an indexed dataset that is either whole or not there.
+"""Writes an indexed dataset that is whole or absent.
 
-Everything goes to temporary names in the target's directory; `close` flushes them to disk and renames
-`.bin`, then `.sum`, and `.idx` last, so an `.idx` that exists means a whole dataset. An exception, a full
-disk or a killed process leaves no `.idx` behind. Lengths and document sizes are spooled to unnamed files,
-so memory stays flat however large the corpus is. A prefix has one writer at a time, and temporary files that
-a killed one left are removed by the next (`data/claim.py`).
+Files are written under temporary names in the target's directory; `close` flushes them to disk and renames
+`.bin`, then `.sum`, and `.idx` last, so that an existing `.idx` means a whole dataset. An exception, a full
+disk or a killed process leaves no `.idx`. Lengths and document sizes are spooled to unnamed files, so memory
+does not grow with the corpus. A prefix has one writer at a time, and a writer removes the temporary files
+that a killed writer left (`data/files.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO
 
 import numpy as np
 
-from megazero.data.claim import OutputClaim, temporary_path
+from megazero.data.files import OutputClaim, flush, flush_folder, temporary_path
 from megazero.data.indexed.checksum import BlockChecksum, Sidecar
 from megazero.data.indexed.format import CODE_OF_DTYPE, MMIDIDX_HEADER, MMIDIDX_MAGIC, normal_dtype
 from megazero.data.indexed.reader import open_indexed, prefix_path
@@ -35,9 +35,9 @@ class IndexedDatasetWriter:
         with IndexedDatasetWriter(prefix, dtype_for_vocab(50257)) as writer:
             writer.add_document([np.array([11, 12, 13])])
 
-    Leaving the block normally finishes the dataset (replacing one of the same name); leaving it by an
-    exception removes what was written. Raises DataError, naming the path, for a directory that cannot be
-    written or a full disk, for ids that do not fit `dtype`, and if another process writes the dataset.
+    At the end of the block the dataset is finished and replaces one of the same name; after an exception the
+    written files are removed. Raises DataError, naming the path, for a directory that cannot be written or a
+    full disk, for ids that do not fit `dtype`, and if another process writes the dataset.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype | type | str):
@@ -59,11 +59,11 @@ class IndexedDatasetWriter:
 
     @property
     def tokens(self) -> int:
-        """Tokens written so far."""
+        """The number of tokens written so far."""
         return self._checksum.size // self.dtype.itemsize
 
     def add_document(self, sequences: Sequence[np.ndarray]) -> None:
-        """Append one document. sequences: arrays of token ids, [n], of any integer type; may be empty."""
+        """Append a document. sequences: arrays of token ids, [n], of any integer type; may be empty."""
         arrays = [np.asarray(sequence).reshape(-1) for sequence in sequences]
         arrays = [array if array.size else np.empty(0, self.dtype) for array in arrays]
         tokens = np.concatenate(arrays) if arrays else np.empty(0, self.dtype)
@@ -77,10 +77,10 @@ class IndexedDatasetWriter:
     ) -> None:
         """Append many documents at once.
 
-        tokens: all their ids in a row, as an integer array [n] or as bytes already in the dataset's dtype;
-        lengths: int [sequences], tokens of each; document_lengths: int [documents], *sequences* in each
-        (None: one sequence per document). Raises DataError if the sums disagree or an id does not fit;
-        nothing is appended then.
+        tokens: all token ids, concatenated, as an integer array [n] or as bytes of the dataset's dtype;
+        lengths: int [sequences], the tokens of each sequence; document_lengths: int [documents], the
+        *sequences* of each document (None: one sequence per document). Raises DataError, and appends nothing,
+        if the sums disagree or an id does not fit the dtype.
         """
         self._require_open()
         data = self._as_elements(tokens)
@@ -96,7 +96,7 @@ class IndexedDatasetWriter:
         self.documents += counts.size
 
     def append_dataset(self, prefix: str | Path) -> None:
-        """Append all documents of another dataset; its tokens are verified if it has checksums."""
+        """Append all documents of another dataset, whose tokens are verified if it has checksums."""
         self._require_open()
         other = open_indexed(prefix)
         if other.dtype != self.dtype:
@@ -119,13 +119,12 @@ class IndexedDatasetWriter:
         self.documents += other.document_index.size - 1
 
     def close(self) -> None:
-        """Finish the dataset and make it visible; a second call does nothing. DataError if the disk fails."""
+        """Finish and publish the dataset; a second call does nothing. Raises DataError if the disk fails."""
         if self._finished:
             return
         try:
             with self._disk(prefix_path(self.prefix, ".idx")):
-                self._bin.flush()
-                os.fsync(self._bin.fileno())
+                flush(self._bin)
                 idx_size, idx_hash = self._write_index()
                 self._write_sidecar(idx_size, idx_hash)
                 self._publish()
@@ -135,7 +134,7 @@ class IndexedDatasetWriter:
         self._release()
 
     def abort(self) -> None:
-        """Remove everything written; a dataset that had the same name before stays as it was."""
+        """Remove the written files; an older dataset of the same name is kept."""
         if not self._finished:
             self._release()
 
@@ -149,7 +148,7 @@ class IndexedDatasetWriter:
             self.abort()
 
     def _as_elements(self, tokens: np.ndarray | bytes | bytearray | memoryview) -> np.ndarray:
-        """`tokens` as a contiguous array of the dataset's dtype, or DataError if that would change an id."""
+        """`tokens` as a contiguous array of the dataset's dtype; DataError if that would change an id."""
         if isinstance(tokens, (bytes, bytearray, memoryview)):
             view = memoryview(tokens).cast("B")
             if view.nbytes % self.dtype.itemsize:
@@ -174,7 +173,7 @@ class IndexedDatasetWriter:
         return np.ascontiguousarray(array, dtype=self.dtype)
 
     def _as_counts(self, name: str, counts: np.ndarray, total: int, limit: int | None) -> np.ndarray:
-        """`counts` as int64 [n], checked: integers, none negative or above limit, and adding up to total."""
+        """`counts` as int64 [n]; DataError unless they are integers in 0..limit with the sum `total`."""
         array = np.asarray(counts).reshape(-1)
         if array.size and array.dtype.kind not in "iu":
             raise DataError(f"`{name}` must be integers, but are {array.dtype}; give counts.")
@@ -198,7 +197,7 @@ class IndexedDatasetWriter:
             self._checksum.update(data)
 
     def _write_index(self) -> tuple[int, str]:
-        """Write the temporary `.idx` from the spools; returns its size and hash."""
+        """Write the temporary `.idx` from the spools; return its size and hash."""
         digest = hashlib.blake2b(digest_size=16)
         size = 0
         with self._open_temporary(".idx") as file:
@@ -209,8 +208,7 @@ class IndexedDatasetWriter:
                 digest.update(part)
                 size += len(part)
                 file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
+            flush(file)
         return size, digest.hexdigest()
 
     def _index_parts(self, header: bytes) -> Iterator[bytes]:
@@ -233,27 +231,19 @@ class IndexedDatasetWriter:
         sidecar = Sidecar(idx_size, idx_hash, self._checksum.size, tuple(self._checksum.blocks()))
         with self._open_temporary(".sum") as file:
             file.write(sidecar.to_json().encode())
-            file.flush()
-            os.fsync(file.fileno())
+            flush(file)
 
     def _publish(self) -> None:
-        """Remove an old dataset of this name, then rename the new files into place, `.idx` last."""
+        """Remove an older dataset of this name, then rename the new files into place, `.idx` last."""
         for suffix in (".idx", ".sum"):
             prefix_path(self.prefix, suffix).unlink(missing_ok=True)
-        self._sync_directory()
+        flush_folder(self._directory)
         by_suffix = {path.suffix: path for path in self._temporary}
         for suffix in (".bin", ".sum"):
             os.replace(by_suffix[suffix], prefix_path(self.prefix, suffix))
-        self._sync_directory()
+        flush_folder(self._directory)
         os.replace(by_suffix[".idx"], prefix_path(self.prefix, ".idx"))
-        self._sync_directory()
-
-    def _sync_directory(self) -> None:
-        handle = os.open(self._directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        flush_folder(self._directory)
 
     def _open_temporary(self, suffix: str) -> IO[bytes]:
         path = temporary_path(self.prefix, suffix)
@@ -264,7 +254,7 @@ class IndexedDatasetWriter:
     def _release(self) -> None:
         self._finished = True
         for file in (self._bin, self._lengths, self._counts):
-            # A full disk fails again when buffered bytes are flushed here; the first error is already raised.
+            # On a full disk, flushing the buffer fails again; the first error has been raised already.
             with contextlib.suppress(OSError):
                 file.close()
         self._remove_temporary()
@@ -281,7 +271,7 @@ class IndexedDatasetWriter:
 
     @contextlib.contextmanager
     def _disk(self, path: Path) -> Iterator[None]:
-        """Turn an OSError into a DataError naming the path; the half-written dataset is removed."""
+        """Turn an OSError into a DataError that names `path`, and remove the written files."""
         try:
             yield
         except OSError as error:
@@ -296,7 +286,7 @@ class IndexedDatasetWriter:
 
 
 def _spooled(file: IO[bytes], dtype: str) -> Iterator[np.ndarray]:
-    """The content of a spool from its start, in arrays of at most half a million elements."""
+    """Read a spool from its start, in arrays of at most a million elements."""
     file.seek(0)
     while part := file.read(_COPY_BYTES):
         yield np.frombuffer(part, dtype=dtype)

@@ -1,5 +1,5 @@
-"""labelled: samples with labels, from files as published to the arrays of a training step.
+"""labelled: samples with labels, from published files to the arrays of a training step.
 
-`files` reads TSV, JSONL and RACE's folders, `encode` makes token ids of texts, and `dataset` holds them and
-orders the epochs.
+`files` reads TSV, JSONL and RACE's folders, `encode` turns texts into token ids, and `dataset` has the
+encoded samples and the order of epochs.
 """

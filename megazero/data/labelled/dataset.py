@@ -1,4 +1,4 @@
-"""Encoded samples in memory, and the order in which epochs bring them."""
+"""Encoded samples in memory, and their order in the epochs of a training."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from megazero.data.blended import SampleDataset
-from megazero.data.sample_numbers import sample_numbers
+from megazero.data.range_checks import check_sample_numbers
 from megazero.data.shuffle import cyclic_sample
 
 UNKNOWN_LABEL = -1
-"""In place of a label's number where it is not known; such a sample does not count."""
+"""The label of a sample whose label is unknown, which counts neither in losses nor in scores."""
 
 
 @dataclass(frozen=True)
 class LabelledSamples:
-    """`n` samples in rows of ids, one for each choice.
+    """`n` encoded samples; a sample has one row of ids for each choice, or a single row.
 
     Attributes:
-        ids: the ids of all rows, one after the other.
+        ids: the ids of all rows, concatenated.
         offsets: int64 [n x choices + 1], where each row begins in `ids`.
-        firsts: int64 [n x choices], how many ids of a row belong to its first text.
+        firsts: int64 [n x choices], the number of ids in the first text of each row.
         labels: int64 [n].
-        choices: rows of a sample.
+        choices: the number of rows of a sample.
         length: T, the width of the arrays of `batch`.
     """
 
@@ -40,8 +40,10 @@ class LabelledSamples:
         return len(self.labels)
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """Arrays of some samples: `tokens` and `token_types` [b, choices, T], `lengths` [b, choices] and
-        `labels` [b], all int64. The index -1 gives a sample of one token without a label.
+        """The samples `indices`, arrays of int64.
+
+        `tokens` and `token_types` are [b, choices, T], `lengths` [b, choices] and `labels` [b]. The index -1
+        gives a sample of one token with an unknown label.
         """
         shape = (len(indices), self.choices)
         tokens, types = (np.zeros((*shape, self.length), dtype=np.int64) for _ in range(2))
@@ -61,16 +63,16 @@ class LabelledSamples:
 
 
 class EpochOrder(SampleDataset):
-    """The samples of several epochs, each rounded up to whole global batches by samples that do not count.
+    """The samples of several epochs, each padded to whole global batches with samples of unknown label.
 
-    So every epoch brings each sample once, whatever the batch size and the ranks, and its last step, which
-    may be short, is the mean over what it really holds. The order of an epoch is a function of (seed, epoch).
+    So every epoch has each sample once, whatever the batch size and the ranks, and the loss of the last step
+    is the mean over its real samples. The order of an epoch is a function of (seed, epoch).
 
     Args:
-        samples: what there is.
+        samples: the samples of one epoch.
         batch_size: samples in a global batch.
-        epochs: how many epochs there are.
-        seed: determines their orders; None leaves the samples in theirs.
+        epochs: the number of epochs.
+        seed: determines the orders; None keeps the samples in file order.
         name: the split's name.
     """
 
@@ -82,24 +84,22 @@ class EpochOrder(SampleDataset):
         seed: int | None = None,
         name: str = "train",
     ):
-        self.samples = samples
-        self.name = name
+        self.samples, self.name = samples, name
         self.steps = -(-len(samples) // batch_size)
         self._size = self.steps * batch_size
-        self._epochs = epochs
-        self._seed = seed
+        self._epochs, self._seed = epochs, seed
 
     def __len__(self) -> int:
         return self._epochs * self._size
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """The samples at these positions, as `LabelledSamples.batch` gives them. IndexError past the end."""
-        positions = sample_numbers(indices, len(self), f"the {self.name} split")
+        """The samples at positions `indices`, see `LabelledSamples.batch`. IndexError past the end."""
+        positions = check_sample_numbers(indices, len(self), f"the {self.name} split")
         return self.samples.batch([self._sample(position) for position in positions.tolist()])
 
     @property
     def description(self) -> dict[str, object]:
-        """Everything that the order and content of the samples depend on, as JSON."""
+        """Everything that the samples and their order depend on, as JSON."""
         digest = hashlib.blake2b(digest_size=16)
         for array in (self.samples.ids, self.samples.offsets, self.samples.firsts, self.samples.labels):
             digest.update(np.ascontiguousarray(array).data)
@@ -113,13 +113,13 @@ class EpochOrder(SampleDataset):
 
     @property
     def padding_share(self) -> float:
-        """Share of the positions that hold no token, those of samples that do not count left out."""
+        """Share of the positions of real samples that hold no token."""
         positions = len(self.samples) * self.samples.choices * self.samples.length
         return 1.0 - len(self.samples.ids) / positions if positions else 0.0
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """No notes: `train/finetuning` says what was left out of the files."""
+        """No notes: `train/finetuning` reports what was left out of the files."""
         return ()
 
     def _sample(self, position: int) -> int:

@@ -1,10 +1,10 @@
-"""From labelled texts to token ids, as the two kinds of pretrained models know them.
+"""From labelled texts to token ids, in the form that each kind of pretrained model was trained on.
 
-A bidirectional model reads ``[CLS] A [SEP]`` or ``[CLS] A [SEP] B [SEP]`` (Devlin et al. 2019). A causal one
-reads ``A <eod>`` or ``A <eod> B <eod>``, where the last token has seen everything (Radford et al. 2018). Of
-two texts that are too long the longer one loses tokens at its end until both fit. For multiple choice there
-is one row for each choice: A is the question with the choice in place of ``_`` or appended, at most 128
-tokens, and B the passage, cut at its end (Lai et al. 2017; Shoeybi et al. 2019).
+A bidirectional model reads ``[CLS] A [SEP]`` or ``[CLS] A [SEP] B [SEP]`` (Devlin et al. 2019). A causal
+model reads ``A <eod>`` or ``A <eod> B <eod>``, where the last token attends to everything (Radford et al.
+2018). If two texts are too long, the longer one is truncated first, until both fit. For multiple choice there
+is a row for each choice: A is the question with the choice in place of ``_`` or appended, at most 128 tokens,
+and B is the passage, truncated to fit (Lai et al. 2017; Shoeybi et al. 2019).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megazero.data.labelled.files import LabelledFile, LabelledText
 from megazero.data.tokenizers.base import Tokenizer
 from megazero.errors import DataError
 
-MOST_OF_A_QUESTION = 128
-_AT_A_TIME = 5000
+MOST_OF_A_QUESTION = 128  # tokens
+_CHUNK = 5000  # samples whose texts are encoded together
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class SampleEncoder:
     """Turns texts into rows of ids.
 
     Attributes:
-        tokenizer: text to ids.
-        length: the most ids of a row.
+        tokenizer: encodes the texts.
+        length: the longest row, in ids.
         begin: ids before the first text.
         after: ids after each text.
     """
@@ -42,10 +42,9 @@ class SampleEncoder:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, length: int, *, causal: bool) -> SampleEncoder:
-        """The encoder for a kind of model.
+        """The encoder for a causal or a bidirectional model.
 
-        Raises:
-            DataError: the vocabulary lacks a special token that it needs; its role is named.
+        Raises DataError if the vocabulary lacks a special token that the model needs, which is named.
         """
         if causal:
             if tokenizer.eod is None:
@@ -63,11 +62,11 @@ class SampleEncoder:
         return cls(tokenizer, length, (tokenizer.special_ids["cls"],), (tokenizer.special_ids["sep"],))
 
     def rows(self, sample: LabelledText, ids: Mapping[str, np.ndarray]) -> Iterator[tuple[np.ndarray, int]]:
-        """Each row of a sample, and the number of its tokens that belong to the first text.
+        """Yield each row of a sample, with the number of its ids that belong to the first text.
 
         Args:
-            sample: the sample.
-            ids: the ids of all texts that `texts` names.
+            sample: the sample as text.
+            ids: the ids of all its texts.
         """
         if not sample.choices:
             yield self._row([ids[text] for text in sample.texts], None)
@@ -85,14 +84,14 @@ class SampleEncoder:
         else:
             first = min(len(texts[0]), most_of_first, room)
             kept = first, min(len(texts[1]), room - first)
-        pieces = [np.array(self.begin, dtype=np.int64)]
+        ids = list(self.begin)
         for text, count in zip(texts, kept, strict=True):
-            pieces += [text[:count], np.array(self.after, dtype=np.int64)]
-        return np.concatenate(pieces), len(self.begin) + kept[0] + len(self.after)
+            ids += [*text[:count].tolist(), *self.after]
+        return np.array(ids, dtype=np.int64), len(self.begin) + kept[0] + len(self.after)
 
 
 def longest_first(a: int, b: int, room: int) -> tuple[int, int]:
-    """The rest of two lengths after the longer one, the second on ties, has shrunk until both fit."""
+    """Shorten two lengths to a sum of at most `room`: always the longer one, and on ties the second."""
     if a + b <= room:
         return a, b
     half = room // 2
@@ -104,7 +103,7 @@ def longest_first(a: int, b: int, room: int) -> tuple[int, int]:
 
 
 def choice_texts(sample: LabelledText) -> list[str]:
-    """The text that stands first in the row of each choice."""
+    """The first text of the row of each choice."""
     if len(sample.texts) == 1:
         return list(sample.choices)
     question = sample.texts[1]
@@ -121,21 +120,21 @@ def encode_samples(
     Args:
         files: the files.
         labels: all labels, in the order of their numbers.
-        encoder: text to rows.
+        encoder: makes the rows.
         choosing: whether samples have choices, one for each label.
 
     Raises:
-        DataError: a label is none of `labels`, or a sample has another number of choices.
+        DataError: a label is not in `labels`, or a sample has another number of choices than labels.
     """
     numbers = {label: number for number, label in enumerate(labels)}
     dtype = dtype_for_vocab(encoder.tokenizer.vocab_size)
     rows, firsts, targets = [], [], []
     for file in files:
-        for start in range(0, len(file.samples), _AT_A_TIME):
-            chunk = file.samples[start : start + _AT_A_TIME]
+        for start in range(0, len(file.samples), _CHUNK):
+            chunk = file.samples[start : start + _CHUNK]
             ids = _ids_of(chunk, encoder.tokenizer)
             for sample in chunk:
-                targets.append(_number(sample, numbers, file.path))
+                targets.append(_label_number(sample, numbers, file.path))
                 if choosing and len(sample.choices) != len(labels):
                     raise DataError(
                         f"`choices` must be as many as the labels ({len(labels)}), but are "
@@ -157,17 +156,16 @@ def encode_samples(
 
 
 def _ids_of(samples: Sequence[LabelledText], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
-    """The ids of every text, each encoded once: the rows of a passage share it."""
+    """The ids of all texts; a text that several rows share is encoded once."""
     texts: dict[str, None] = {}
     for sample in samples:
-        texts.update(
-            dict.fromkeys([sample.texts[0], *choice_texts(sample)] if sample.choices else sample.texts)
-        )
+        own = [sample.texts[0], *choice_texts(sample)] if sample.choices else sample.texts
+        texts |= dict.fromkeys(own)
     encoded = tokenizer.encode_batch(list(texts)).rows()
     return {text: row.astype(np.int64) for text, row in zip(texts, encoded, strict=True)}
 
 
-def _number(sample: LabelledText, numbers: Mapping[str, int], path: str) -> int:
+def _label_number(sample: LabelledText, numbers: Mapping[str, int], path: str) -> int:
     if sample.label is None:
         return UNKNOWN_LABEL
     if sample.label not in numbers:

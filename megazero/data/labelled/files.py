@@ -1,4 +1,4 @@
-"""Labelled files as they are published: TSV with a row of names, JSON objects, and folders of these."""
+"""Reads labelled files in the formats that they are published in: TSV, JSON objects, and folders of these."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megazero.config.tasks import Task
 from megazero.errors import DataError
 from megazero.regular_file import read_regular
 
+_Row = dict[str, object]  # column -> value
 _READ_IN_FOLDERS = (".txt", ".json", ".jsonl", ".tsv")
 # A passage of RACE lists its questions, options and answers under the plurals of a sample's columns.
 _PLURALS = (("questions", "question"), ("options", "options"), ("answers", "answer"))
@@ -22,10 +22,10 @@ class LabelledText:
     """One sample as text.
 
     Attributes:
-        identity: what names it within its file.
+        identity: the sample's name or number within its file.
         texts: one or two texts; for multiple choice the passage and, if there is one, the question.
-        choices: what is to be chosen from; empty for classification.
-        label: None if it is not known.
+        choices: the options of multiple choice; empty for classification.
+        label: None if it is unknown.
     """
 
     identity: str
@@ -40,8 +40,8 @@ class LabelledFile:
 
     Attributes:
         path: the file or folder.
-        samples: what it holds, in its order.
-        remarks: what was left out, and how much of it.
+        samples: the samples in file order.
+        remarks: sentences about what was left out.
     """
 
     path: str
@@ -52,14 +52,14 @@ class LabelledFile:
 def read_labelled(path: str, task: Task, *, labels_needed: bool) -> LabelledFile:
     """Read the samples of a file, or of all files in a folder by name.
 
-    A file whose first character is `{` holds JSON objects, one after the other; any other is TSV, in which
-    quotes are characters like others. Lines of TSV with another number of fields than the first one has are
-    left out, and so are samples without a label where it is needed.
+    A file whose first character is `{` holds JSON objects, one after the other; any other file is TSV, in
+    which quotes have no meaning. A TSV line with another number of fields than the first line is left out, as
+    is a sample without a label if labels are needed.
 
     Args:
         path: the file or folder.
-        task: the columns.
-        labels_needed: whether the column of the labels must be there.
+        task: the names of the columns.
+        labels_needed: whether the label column must exist.
 
     Raises:
         DataError: the path is missing, unreadable or holds no sample, or a column is missing.
@@ -100,8 +100,8 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _rows(file: Path, task: Task, path: str) -> tuple[Iterator[dict[str, Any]], int]:
-    """The rows of one file by column, and how many lines are malformed."""
+def _rows(file: Path, task: Task, path: str) -> tuple[Iterator[_Row], int]:
+    """The rows of one file, as column -> value, and the number of malformed lines."""
     try:
         text = read_regular(file).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -113,7 +113,7 @@ def _rows(file: Path, task: Task, path: str) -> tuple[Iterator[dict[str, Any]], 
     return _table(text, task, file)
 
 
-def _table(text: str, task: Task, file: Path) -> tuple[Iterator[dict[str, Any]], int]:
+def _table(text: str, task: Task, file: Path) -> tuple[Iterator[_Row], int]:
     lines = [line.removesuffix("\r").split("\t") for line in text.removesuffix("\n").split("\n")]
     names = lines[0]
     if task.headless and task.texts[0] not in names:
@@ -127,7 +127,7 @@ def _table(text: str, task: Task, file: Path) -> tuple[Iterator[dict[str, Any]],
     return (dict(zip(names, line, strict=True)) for line in good), len(lines) - len(good)
 
 
-def _objects(text: str, file: Path) -> Iterator[dict[str, Any]]:
+def _objects(text: str, file: Path) -> Iterator[_Row]:
     decoder, position = json.JSONDecoder(), 0
     while position < len(text):
         if text[position].isspace():
@@ -145,9 +145,9 @@ def _objects(text: str, file: Path) -> Iterator[dict[str, Any]]:
         yield from _questions(value)
 
 
-def _questions(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The samples of a passage that lists several questions; else the row itself."""
-    lists = [row[many] for many, _ in _PLURALS if isinstance(row.get(many), list)]
+def _questions(row: _Row) -> Iterator[_Row]:
+    """Yield a row for each question of a passage that lists several; else the row itself."""
+    lists = [values for many, _ in _PLURALS if isinstance(values := row.get(many), list)]
     if len(lists) < len(_PLURALS) or len({len(values) for values in lists}) > 1:
         yield row
         return
@@ -157,7 +157,7 @@ def _questions(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {**rest, **own, "id": f"{row.get('id', '')}-{number}"}
 
 
-def _sample(row: dict[str, Any], task: Task, place: str, number: str, labels_needed: bool) -> LabelledText:
+def _sample(row: _Row, task: Task, place: str, number: str, labels_needed: bool) -> LabelledText:
     identity = number
     if task.identity is not None and row.get(task.identity) is not None:
         identity = _text(row[task.identity], task.identity, place)
@@ -169,7 +169,7 @@ def _sample(row: dict[str, Any], task: Task, place: str, number: str, labels_nee
     )
 
 
-def _choices(row: dict[str, Any], columns: Sequence[str], place: str) -> tuple[str, ...]:
+def _choices(row: _Row, columns: Sequence[str], place: str) -> tuple[str, ...]:
     if len(columns) != 1:
         return tuple(_text(_at(row, column, place), column, place) for column in columns)
     values = _at(row, columns[0], place)
@@ -181,7 +181,7 @@ def _choices(row: dict[str, Any], columns: Sequence[str], place: str) -> tuple[s
     return tuple(_text(value, columns[0], place) for value in values)
 
 
-def _label(row: dict[str, Any], task: Task, place: str, needed: bool) -> str | None:
+def _label(row: _Row, task: Task, place: str, needed: bool) -> str | None:
     value = _at(row, task.labels.name, place) if needed else row.get(task.labels.name)
     if value is None:
         return None
@@ -189,7 +189,7 @@ def _label(row: dict[str, Any], task: Task, place: str, needed: bool) -> str | N
     return None if label in task.labels.unlabelled else label
 
 
-def _at(row: dict[str, Any], column: str, place: str) -> Any:
+def _at(row: _Row, column: str, place: str) -> object:
     if column not in row:
         raise _missing(column, row, place)
     return row[column]
@@ -202,7 +202,7 @@ def _missing(column: str, names: Iterable[str], place: object) -> DataError:
     )
 
 
-def _text(value: Any, column: str, place: str) -> str:
+def _text(value: object, column: str, place: str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, (bool, int, float)):

@@ -1,5 +1,4 @@
 """GPT's training samples of whole documents (`--pack best-fit`).
 
-- `packing`: which documents share a sample.
-- `dataset`: samples of one split of one indexed dataset.
+`packing` decides which documents share a sample; `dataset` has the samples of one split.
 """

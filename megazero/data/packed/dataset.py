@@ -1,9 +1,9 @@
-"""GPT training samples by best-fit packing: whole documents beside one another in each sample.
+"""GPT training samples by best-fit packing: each sample holds several whole documents.
 
-The arrays are those of `GPTDataset`, with `document_ids` always, as the documents of a sample have nothing to
-do with each other. Positions behind the last document are padding: token 0, document -1, no loss. The last
-token of a document has no label and no loss either. A document that is longer than a sample goes on in
-another, and there its first token is a label of the sample before.
+The arrays are those of `GPTDataset`, always with `document_ids`, as the documents of a sample are unrelated.
+Positions after the last document are padding: token 0, document -1, no loss. The last token of a document has
+no label and no loss. A document longer than a sample continues in another sample; the first token there is
+also the last label of the sample before.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from megazero.data.cache import cached_arrays
 from megazero.data.gpt_dataset import GPTSettings, chosen_sequences, refuse_ids
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.packed.packing import Packing, PackingFacts, pack, packing_fault
-from megazero.data.sample_numbers import sample_numbers
+from megazero.data.range_checks import check_sample_numbers
 from megazero.data.shuffle import cyclic_sample
 from megazero.errors import DataError
 
 _INDEX_ARRAYS = ("documents", "offsets", "firsts")
-_DOCUMENT_SECONDS = 2.5e-6  # about what a document takes on one busy core
+_DOCUMENT_SECONDS = 2.5e-6  # to pack a document, measured on one busy core
 PADDING_ID = -1
-"""The document of padding."""
+"""The document id of padding."""
 
 
 class PackedDataset(SampleDataset):
     """Packed samples of one split of one indexed dataset, whose documents are one sequence each.
 
-    Documents are packed once. Every epoch has the same samples, each once, in an order of its own, and the
-    packing and the order of an epoch do not depend on how many epochs there are.
+    Documents are packed once. Every epoch gives each sample once, in an order of its own; neither the packing
+    nor the order of an epoch depends on the number of epochs.
 
     sequence_ids: the split's sequences, a range or int [n]; num_samples: the least number of samples, over as
-    many epochs as it takes (None: one epoch); epochs: exactly this many epochs instead. name: the split's
-    name. Raises DataError if the split holds no token, or documents are split into sentences.
+    many epochs as that takes (None: one epoch); epochs: exactly this many epochs instead. name: the split's
+    name. Raises DataError if the split holds no token, or if documents are split into sentences.
     """
 
     def __init__(
@@ -69,23 +69,23 @@ class PackedDataset(SampleDataset):
         return self._size
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """The samples `indices` stacked, [b, T]. IndexError past the end, DataError for foreign ids."""
-        indices, ends = sample_numbers(indices, len(self), self._where), self.settings.ends
+        """The samples `indices` stacked, [b, T]. IndexError past the end, DataError for unknown token ids."""
+        indices, ends = check_sample_numbers(indices, len(self), self._where), self.settings.ends
         shape, text = (len(indices), self.settings.sequence_length), self._text(indices)
         tokens, labels, position_ids = (np.zeros(shape, dtype=np.int64) for _ in range(3))
         stored = self.indexed.tokens
-        tokens.flat[text.to] = stored[text.at]
-        labels.flat[text.to] = np.where(text.last, 0, stored[text.at + ~text.last])
+        tokens.flat[text.places] = stored[text.sources]
+        labels.flat[text.places] = np.where(text.is_last, 0, stored[text.sources + ~text.is_last])
         refuse_ids(indices, (tokens, labels), self.settings.vocab_size, self._where)
         loss_mask = np.zeros(shape, dtype=np.float32)
-        loss_mask.flat[text.to] = ~text.last
+        loss_mask.flat[text.places] = ~text.is_last
         if ends.eod_mask_loss:
             loss_mask[tokens == ends.eod_token] = 0.0
         document_ids = np.full(shape, PADDING_ID, dtype=np.int32)
-        document_ids.flat[text.to] = text.number
+        document_ids.flat[text.places] = text.document_ids
         position_ids[:] = np.arange(shape[1])
         if ends.reset_position_ids:
-            position_ids.flat[text.to] -= text.before
+            position_ids.flat[text.places] -= text.document_starts
         return {
             "tokens": tokens,
             "labels": labels,
@@ -95,7 +95,7 @@ class PackedDataset(SampleDataset):
         }
 
     def whereabouts(self, number: int) -> str:
-        """The place of a sample's text: its documents, with where they are cut."""
+        """Where the text of a sample lies: its documents, and where a document is cut."""
         documents, offsets, _ = self._pieces(np.array([number]))
         pairs = zip(documents.tolist(), offsets.tolist(), strict=True)
         shown = (f"{document} from token {offset}" if offset else str(document) for document, offset in pairs)
@@ -119,11 +119,12 @@ class PackedDataset(SampleDataset):
 
     @property
     def description(self) -> dict[str, object]:
-        """Everything that the order and content of the samples depend on, as JSON: the key of caches."""
+        """Everything that the samples and their order depend on, as JSON."""
         return {**self._packing_description, "samples": len(self)}
 
     @property
     def _packing_description(self) -> dict[str, object]:
+        """Everything that the packing depends on, as JSON: the key of the index cache."""
         return {
             "kind": "gpt-packed",
             "dataset": self.indexed.fingerprint,
@@ -164,60 +165,54 @@ class PackedDataset(SampleDataset):
         return packing_fault(arrays, self.indexed.lengths, self._documents, self.settings.sequence_length)
 
     def _pieces(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Documents and offsets of the pieces in these samples, int [p] each, and their numbers, int [b]."""
+        """The pieces of some samples: documents and offsets, int [p] each, and pieces per sample, int [b]."""
         per_epoch, seed = self.packing.sequences, self.settings.seed
         sequences = np.array([cyclic_sample(i, per_epoch, seed) for i in indices.tolist()], dtype=np.int64)
         firsts = self.packing.firsts[sequences]
         counts = self.packing.firsts[sequences + 1] - firsts
-        pieces = np.arange(int(counts.sum())) + np.repeat(firsts - _sum_before(counts), counts)
+        pieces = np.arange(int(counts.sum())) + np.repeat(firsts - _exclusive_sum(counts), counts)
         return self.packing.documents[pieces], self.packing.offsets[pieces].astype(np.int64), counts
 
     def _text(self, indices: np.ndarray) -> _Text:
-        length = self.settings.sequence_length
+        # Arrays of pieces are [p], those of tokens [n].
+        length, width = self.settings.sequence_length, self.indexed.dtype.itemsize
         documents, offsets, counts = self._pieces(indices)
-        rests = self.indexed.lengths[documents] - offsets  # int64 [p]: tokens from here to the document's end
+        rests = (
+            self.indexed.lengths[documents] - offsets
+        )  # tokens from the piece's start to the document's end
         sizes = np.minimum(rests, length)
-        begins = self.indexed.offsets[documents] // self.indexed.dtype.itemsize + offsets
-        self.indexed.guard.before_use(lambda: self._spans(begins, np.minimum(rests, length + 1)))
-        rows, firsts = np.repeat(np.arange(len(counts)), counts), np.repeat(_sum_before(counts), counts)
-        before = _sum_before(sizes)
-        in_row = before - before[firsts]
-        number = np.arange(len(sizes)) - firsts
+        begins = self.indexed.offsets[documents] // width + offsets  # in tokens of the `.bin`
+        read_ends = begins + np.minimum(rests, length + 1)  # with the label of the last token
+        self.indexed.guard.before_use(lambda: (begins * width, read_ends * width))
+        rows, firsts = np.repeat(np.arange(len(counts)), counts), np.repeat(_exclusive_sum(counts), counts)
+        before = _exclusive_sum(sizes)
+        in_row = before - before[firsts]  # where the piece starts in its row
         tokens = np.arange(int(sizes.sum()))
-
-        def of_tokens(values: np.ndarray) -> np.ndarray:
-            return np.repeat(values, sizes)
-
         return _Text(
-            at=tokens + of_tokens(begins - before),
-            to=tokens + of_tokens(rows * length + in_row - before),
-            last=tokens - of_tokens(before) == of_tokens(rests - 1),
-            number=of_tokens(number),
-            before=of_tokens(in_row),
+            sources=tokens + np.repeat(begins - before, sizes),
+            places=tokens + np.repeat(rows * length + in_row - before, sizes),
+            is_last=tokens - np.repeat(before, sizes) == np.repeat(rests - 1, sizes),
+            document_ids=np.repeat(np.arange(len(sizes)) - firsts, sizes),
+            document_starts=np.repeat(in_row, sizes),
         )
-
-    def _spans(self, begins: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """First byte and end in the `.bin`, int64 [p] each, of so many tokens from `begins`."""
-        width = self.indexed.dtype.itemsize
-        return begins * width, (begins + sizes) * width
 
 
 @dataclass(frozen=True)
 class _Text:
     """The tokens of a batch, arrays [n] each.
 
-    at: in the `.bin`; to: in the flattened batch; last: of its document; number: of its piece in the row;
-    before: tokens of the pieces before it in the row.
+    sources: place in the `.bin`, in tokens; places: place in the flattened batch; is_last: whether the token
+    ends its document; document_ids: number of its document in the row; document_starts: where that starts in
+    the row.
     """
 
-    at: np.ndarray
-    to: np.ndarray
-    last: np.ndarray
-    number: np.ndarray
-    before: np.ndarray
+    sources: np.ndarray
+    places: np.ndarray
+    is_last: np.ndarray
+    document_ids: np.ndarray
+    document_starts: np.ndarray
 
 
-def _sum_before(counts: np.ndarray) -> np.ndarray:
-    """The sum of the counts before each."""
-    total: np.ndarray = np.cumsum(counts) - counts
-    return total
+def _exclusive_sum(counts: np.ndarray) -> np.ndarray:
+    sums: np.ndarray = np.cumsum(counts) - counts
+    return sums

@@ -1,7 +1,7 @@
-"""Best-fit packing: documents share sequences of one length, and only those that are longer than it are cut.
+"""Best-fit packing: documents share sequences of one length, and only documents longer than that are cut.
 
-Laid end to end, most documents of a long sequence's size are cut somewhere, and the model learns to continue
-text whose beginning it cannot see. Here a document that fits into a sequence is never cut: the longest comes
+If documents are laid end to end, long ones are often cut, and the model learns to continue text whose
+beginning it cannot see. Here a document that fits into a sequence is never cut: the longest documents come
 first, and each goes into the fullest sequence that still has room for it (best-fit decreasing; Ding et al.
 2024, "Fewer truncations improve language modeling").
 """
@@ -17,10 +17,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Packing:
-    """Pieces of documents, by the sequences that they share; a document that fits is one piece.
+    """Pieces of documents in the order of the sequences that they share; a document that fits is one piece.
 
-    documents: int32|int64 [p], the document of each piece; offsets: int32 [p], its first token in there, a
-    multiple of the sequence length; firsts: int64 [n + 1], the first piece of each of n sequences, and p.
+    documents: int32|int64 [p], the document of each piece; offsets: int32 [p], the piece's first token in the
+    document, a multiple of the sequence length; firsts: int64 [n + 1], the first piece of each of n
+    sequences, then p.
     """
 
     documents: np.ndarray
@@ -34,10 +35,10 @@ class Packing:
 
 @dataclass(frozen=True)
 class PackingFacts:
-    """The cost of a packing: documents with tokens, those that are longer than a sequence, and padding."""
+    """The figures of a packing."""
 
-    documents: int
-    cut: int
+    documents: int  # with at least one token
+    cut: int  # documents longer than a sequence
     tokens: int
     sequences: int
     padding: int  # positions that hold no token
@@ -49,7 +50,7 @@ class PackingFacts:
 
     @classmethod
     def of(cls, sizes: np.ndarray, sequence_length: int, sequences: int) -> PackingFacts:
-        """The facts about documents of `sizes`, int [n], in so many sequences."""
+        """The figures for documents of `sizes` tokens, int [n], packed into `sequences` sequences."""
         tokens = int(sizes.sum(dtype=np.int64))
         cut = int((sizes > sequence_length).sum())
         padding = sequences * sequence_length - tokens
@@ -59,8 +60,9 @@ class PackingFacts:
 def pack(lengths: np.ndarray, ids: np.ndarray, sequence_length: int, seed: int) -> Packing:
     """Pack the documents `ids`, int [n], of a dataset with these `lengths`, int32 [S].
 
-    A longer document gives full sequences and a rest, which is packed with the others; empty ones give
-    nothing. The seed decides which of the documents of one length go together. Takes O(n log n) time.
+    A document longer than a sequence gives full sequences and a rest, which is packed like a document; an
+    empty document gives nothing. The seed decides which documents of equal length share a sequence. Takes
+    O(n log n) time.
     """
     ids = np.random.RandomState(seed).permutation(ids)
     sizes = lengths[ids].astype(np.int64)
@@ -84,24 +86,24 @@ def pack(lengths: np.ndarray, ids: np.ndarray, sequence_length: int, seed: int) 
 
 
 def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """The bin of each item, int64 [n], numbered in the order in which they are opened.
+    """Assign items to bins; return the bin of each item, int64 [n]. Bins are numbered as they are opened.
 
-    Equal sizes are placed together: items of one size fill the bins of least room one after another, so a
-    step of the loop handles all bins of equal room, and there are at most as many steps as items.
+    Items of one size fill the bins with the least room one after another, so a step of the loop handles all
+    bins of equal room, and there are at most as many steps as items.
 
     Args:
         sizes: int [n], from largest to smallest, in 1..capacity.
-        capacity: of each bin.
+        capacity: the size of a bin.
     """
     bins = np.empty(len(sizes), dtype=np.int64)
     values, counts = np.unique(sizes, return_counts=True)
-    rooms = _Rooms(capacity)
+    rooms = _OpenBins(capacity)
     done = 0
     for size, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
         end = done + count
         while done < end:
             room, chosen = rooms.take(size, end - done)
-            fit = room // size  # items that one of these bins takes
+            fit = room // size  # items that fit into one of these bins
             placed = min(end - done, fit * len(chosen))
             bins[done : done + placed] = np.repeat(chosen, fit)[:placed]
             done += placed
@@ -111,11 +113,11 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
     return bins
 
 
-class _Rooms:
-    """Open bins by the room that is left in them, while sizes only decrease.
+class _OpenBins:
+    """Open bins by the room that is left in them. Item sizes may only decrease from call to call.
 
-    Two heaps find the least room that suffices: of the rooms that do for the present size, the least is on
-    top, and of those that do not yet, the largest.
+    Two heaps find the least room that suffices: one of rooms that suffice for the current size, with the
+    least on top, and one of rooms that are too small as yet, with the largest on top.
     """
 
     def __init__(self, capacity: int):
@@ -126,7 +128,7 @@ class _Rooms:
         self._too_small: list[int] = []  # negated
 
     def take(self, size: int, items: int) -> tuple[int, np.ndarray]:
-        """The least room of at least `size`, and bins with it, int64 [m], for up to so many items: m >= 1."""
+        """Take bins for up to `items` items: the least room of at least `size`, and bins int64 [m >= 1]."""
         while self._too_small and -self._too_small[0] >= size:
             heappush(self._enough, -heappop(self._too_small))
         if not self._enough:
@@ -144,7 +146,7 @@ class _Rooms:
         return room, chosen[:wanted]
 
     def put(self, room: int, bins: np.ndarray, size: int) -> None:
-        """Keep bins with this room left; `size` is the present one."""
+        """Return bins with `room` left; `size` is the current item size."""
         if room == 0 or not len(bins):
             return
         if room not in self._bins:
@@ -159,7 +161,7 @@ class _Rooms:
 def packing_fault(
     arrays: Mapping[str, np.ndarray], lengths: np.ndarray, ids: np.ndarray, sequence_length: int
 ) -> str | None:
-    """Say, as a clause, why loaded arrays cannot be a `Packing` of these documents; None if they can."""
+    """Return a clause saying why loaded arrays cannot be a `Packing` of these documents; None if they can."""
     documents, offsets, firsts = (arrays[name] for name in ("documents", "offsets", "firsts"))
     for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind != "i":

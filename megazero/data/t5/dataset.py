@@ -1,7 +1,7 @@
 """T5 training samples from an indexed dataset of sentences or documents, in Megatron-Core's order.
 
-A sample has the arrays of `PairShape.arrays`: the encoder's text, with sentinels in the place of the spans
-that were cut out of it, and these spans as the decoder's. `batch` gives them stacked.
+A sample has the arrays of `PairShape.arrays`. The encoder reads the text with a sentinel in place of each
+span that was cut out; the decoder reads and predicts these spans. `batch` returns the arrays stacked.
 """
 
 from __future__ import annotations
@@ -13,21 +13,24 @@ from functools import cached_property
 import numpy as np
 
 from megazero.data.bert.dataset import BERTDataset, BERTSettings
-from megazero.data.sample_numbers import sample_numbers
+from megazero.data.bert.mock import MockBERTDataset
+from megazero.data.range_checks import check_sample_numbers
 from megazero.data.t5.spans import Arrays, PairShape, cut_spans
 from megazero.data.t5.vocabulary import SpanVocabulary
 from megazero.errors import DataError
 
-_MEASURED = 256  # samples; they are shuffled, so the first are random ones
-SPECIAL_TOKENS = 2  # as Megatron-Core counts: one that begins and one that ends a text
+_MEASURED = (
+    256  # samples whose padding is counted; samples are shuffled, so the first ones are a random subset
+)
+SPECIAL_TOKENS = 2  # as Megatron-Core counts: the token that begins a text and the token that ends it
 
 
 @dataclass(frozen=True)
 class T5Settings(BERTSettings):
-    """The settings that all T5 datasets of a run share; those of BERT's that mean something here.
+    """The settings that all T5 datasets of a run share: BERT's, and the decoder's.
 
-    vocabulary: the ids; decoder_length: T, the columns of the decoder's arrays. Raises DataError if there may
-    be more spans than sentinels.
+    decoder_length: T, the columns of the decoder's arrays. Raises DataError if a sample may have more spans
+    than there are sentinels.
     """
 
     vocabulary: SpanVocabulary = field(kw_only=True)
@@ -36,11 +39,11 @@ class T5Settings(BERTSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        most, given = max(1, int(self.mask_prob * self.target)), len(self.vocabulary.sentinels)
-        if given < most:
+        most_spans, sentinels = max(1, int(self.mask_prob * self.target)), len(self.vocabulary.sentinels)
+        if sentinels < most_spans:
             raise DataError(
-                f"`vocab_extra_ids` must be at least {most} for T5, as that many spans may be cut out of a "
-                f"sample, but the vocabulary has {given} sentinels; add some, or set a shorter "
+                f"`vocab_extra_ids` must be at least {most_spans} for T5, as that many spans may be cut out "
+                f"of a sample, but the vocabulary has {sentinels} sentinels; add some, or set a shorter "
                 "`--encoder-seq-length` or a smaller `--mask-prob`."
             )
 
@@ -51,7 +54,6 @@ class T5Settings(BERTSettings):
 
     @property
     def shape(self) -> PairShape:
-        """The shape of a sample's arrays."""
         return PairShape(self.sequence_length, self.decoder_length, self.words.pad)
 
     @property
@@ -61,7 +63,7 @@ class T5Settings(BERTSettings):
         return {**super().masking, "kind": "t5", "decoder_length": self.decoder_length, "ids": ids}
 
     def samples(self, texts: Sequence[tuple[list[int], int]], seeds: Sequence[int]) -> Arrays:
-        """The arrays of samples: the tokens and the target length of each, and the seed of what it draws."""
+        """Make the arrays of a batch. texts: tokens and target length of each sample; seeds: of its draws."""
         vocabulary, shape = self.vocabulary, self.shape
         pairs = [
             cut_spans(tokens[:target], target, self.mask_prob, vocabulary, np.random.RandomState(seed))
@@ -73,21 +75,21 @@ class T5Settings(BERTSettings):
 
 
 class T5Dataset(BERTDataset):
-    """Samples of one split of one indexed dataset; arguments and errors are those of `BERTDataset`."""
+    """Samples of one split of one indexed dataset; arguments and errors as in `BERTDataset`."""
 
     settings: T5Settings
 
     @cached_property
     def padding_share(self) -> float:
-        """Share of the positions of both texts that hold padding, from some hundred random samples."""
-        sample, settings = self.batch(range(min(len(self), _MEASURED))), self.settings
-        held = sample["lengths"].sum() + sample["decoder_lengths"].sum()
-        room = len(sample["lengths"]) * (settings.sequence_length + settings.decoder_length)
-        return 1.0 - float(held) / room
+        """Share of the encoder's and decoder's positions that hold padding, measured on some samples."""
+        batch, settings = self.batch(range(min(len(self), _MEASURED))), self.settings
+        tokens = batch["lengths"].sum() + batch["decoder_lengths"].sum()
+        positions = len(batch["lengths"]) * (settings.sequence_length + settings.decoder_length)
+        return 1.0 - float(tokens) / positions
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Arrays:
-        """The samples `indices` stacked. IndexError past the end, DataError for foreign ids."""
-        numbers = sample_numbers(indices, len(self), f"the {self.name} split of {self.indexed.prefix}")
+        """The samples `indices` stacked. IndexError past the end, DataError for unknown token ids."""
+        numbers = check_sample_numbers(indices, len(self), f"the {self.name} split of {self.indexed.prefix}")
         rows = self.rows[numbers].astype(np.int64)
         self.indexed.guard.before_use(lambda: self._spans(rows))
         texts = []
@@ -102,3 +104,19 @@ class T5Dataset(BERTDataset):
             texts.append((tokens, target))
         seeds = (numbers + self.settings.seed % (1 << 32)) % (1 << 32)
         return self.settings.samples(texts, seeds.tolist())
+
+
+class MockT5Dataset(MockBERTDataset):
+    """Random text with the arrays of `T5Dataset`."""
+
+    settings: T5Settings
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> Arrays:
+        """The samples `indices` stacked. IndexError past the end."""
+        plain, texts, seeds = self.settings.vocabulary.plain, [], []
+        for index in check_sample_numbers(indices, len(self), "mock data").tolist():
+            random = self._random(index)
+            target, _ = self._shape(random)
+            texts.append((plain[random.integers(0, plain.size, target)].tolist(), target))
+            seeds.append((index + self._key) % (1 << 32))
+        return self.settings.samples(texts, seeds)

@@ -1,8 +1,8 @@
 """Cutting spans of words out of a text, in Megatron-Core's order of draws.
 
-15% of the tokens are cut out (Raffel et al. 2020), in spans of one to ten words whose lengths are geometric
-(SpanBERT, Joshi et al. 2020). A sentinel stands in the encoder's text for each span, and before it in the
-decoder's.
+15% of the tokens are cut out (Raffel et al. 2020), in spans of one to ten words with lengths from a geometric
+distribution (SpanBERT, Joshi et al. 2020). In the encoder's text a sentinel replaces each span; in the
+decoder's text the same sentinel precedes the span.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from megazero.data.bert.masking import fitting_run, words_of
 from megazero.data.t5.vocabulary import SpanVocabulary
 
 LONGEST_SPAN = 10  # words
-_END_OF_SPAN = 0.2  # the chance that a span ends after each of its words
+_END_OF_SPAN = 0.2  # probability that a span ends after a word
 
 Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class PairShape:
-    """The arrays of pairs: `encoder` and `decoder` columns, of which `pad` fills those without tokens."""
+    """The widths of a batch's arrays in tokens, and the id that pads them."""
 
     encoder: int
     decoder: int
     pad: int
 
     def arrays(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], start: int) -> Arrays:
-        """The arrays of pairs of texts, of which the second ones end with the token that ends a text.
+        """Make the arrays of a batch of (encoder's text, decoder's text).
 
-        `tokens` int64 [b, S] and `lengths` [b] are the first texts; `decoder_tokens` int64 [b, T], `labels`,
-        `loss_mask` float32 and `decoder_lengths` [b] are of the second: the decoder is given `start` and all
-        but the last token. Longer texts are cut, which `truncated` int64 [b] says.
+        The encoder's text becomes `tokens` int64 [b, S] and `lengths` [b]. The decoder's text, which ends
+        with the token that ends a text, becomes `labels` int64 [b, T], `loss_mask` float32 [b, T] and
+        `decoder_lengths` [b]; `decoder_tokens` int64 [b, T] are the labels shifted right behind `start`.
+        `truncated` int64 [b] is 1 where a text was too long.
         """
         b = len(pairs)
         arrays: Arrays = {
@@ -58,10 +59,10 @@ class PairShape:
 def cut_spans(
     tokens: list[int], target: int, prob: float, vocabulary: SpanVocabulary, random: np.random.RandomState
 ) -> tuple[list[int], list[int]]:
-    """The encoder's text, and the decoder's with its end.
+    """Cut spans out of `tokens`; return the encoder's text and the decoder's, which ends with the end token.
 
-    tokens: a sample's text; target: its target length; prob: the share to cut out. There must be as many
-    sentinels as tokens to cut out.
+    target: the target length of the sample, in tokens; prob: the share of tokens to cut out. The vocabulary
+    must have as many sentinels as tokens are cut out.
     """
     pieces = words_of(tokens, vocabulary.words)
     budget = min(prob * target, max(1, round(len(tokens) * prob)))

@@ -1,4 +1,4 @@
-"""A vocabulary as T5's samples need to know it."""
+"""The vocabulary of T5's samples: the special ids, the sentinels, and where words begin."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MOCK_SENTINELS = 100  # as many as T5's own vocabulary has
 class SpanVocabulary:
     """A vocabulary with sentinels.
 
-    words: which ids go on with the word before them, and the ids that belong to no word. start: what the
-    decoder is given first; end: what it ends with. sentinels: ids that stand for a span that was cut out.
+    words: which ids continue a word, and the special ids. start: the decoder's first input; end: its last
+    label. sentinels: the ids that stand for spans that were cut out.
     """
 
     words: WordPieces
@@ -31,11 +31,10 @@ class SpanVocabulary:
     def of(tokenizer: Tokenizer) -> SpanVocabulary:
         """The vocabulary of a tokenizer.
 
-        The decoder starts with the beginning of a text as in Megatron-LM, or with padding as in T5 where
-        there is no such token.
+        The decoder starts with the bos token, as in Megatron-LM; without a bos, with padding, as in T5.
 
         Raises:
-            DataError: there is nothing that ends a text.
+            DataError: the tokenizer has no token that ends a text.
         """
         roles, pieces, size = tokenizer.special_ids, tokenizer.word_pieces() or {}, tokenizer.vocab_size
         end = roles.get("eos", tokenizer.eod)
@@ -59,7 +58,7 @@ class SpanVocabulary:
 
     @staticmethod
     def numbered(size: int) -> SpanVocabulary:
-        """A vocabulary for runs without a tokenizer: 0 pads and starts, 1 ends, the last ids are sentinels.
+        """A vocabulary for runs without a tokenizer: 0 is pad and start, 1 end, the last ids are sentinels.
 
         Raises DataError if no id is left for words.
         """

@@ -1,4 +1,4 @@
-"""Text to token ids and back. Start at `build_tokenizer` (build.py); `fast.py` is the fast path.
+"""Text to token ids and back; start at `build.build_tokenizer`.
 
-Importing this package loads no tokenizer library; each kind imports its own when it is built.
+Importing this package loads no tokenizer library; each kind imports its own when a tokenizer is built.
 """

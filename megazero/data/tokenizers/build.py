@@ -21,12 +21,12 @@ from megazero.errors import DataError
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """The choice of a tokenizer, in Megatron's words; a value that can be sent to another process.
+    """The choice of a tokenizer by Megatron's flags; it can be pickled.
 
-    `kind` is `--tokenizer-type`, `model` is `--tokenizer-model`, `extra_ids` is `--vocab-extra-ids`
-    (sentinel tokens after the vocabulary, WordPiece and SentencePieceTokenizer only). `vocab_size` is needed
-    by NullTokenizer; elsewhere it may be left out, and if given it must agree with the files.
-    `wordpiece_first` is `--wordpiece-first`.
+    kind: `--tokenizer-type`; vocab_file, merge_file, model: `--vocab-file`, `--merge-file`,
+    `--tokenizer-model`; vocab_size: NullTokenizer needs it, for other kinds it must agree with the files if
+    given; extra_ids: `--vocab-extra-ids`, sentinels after the vocabulary, for WordPiece and
+    SentencePieceTokenizer only; wordpiece_first: `--wordpiece-first`.
     """
 
     kind: str
@@ -76,7 +76,7 @@ TOKENIZER_KINDS: tuple[str, ...] = tuple(_KINDS)
 
 
 def build_tokenizer(spec: TokenizerSpec) -> Tokenizer:
-    """The tokenizer `spec` describes. DataError if a file is missing or unsuitable, or a value is unused."""
+    """Build a tokenizer. Raises DataError if a file is missing or unsuitable, or if a value is not used."""
     kind = _KINDS.get(spec.kind)
     if kind is None:
         near = difflib.get_close_matches(spec.kind, TOKENIZER_KINDS, n=1)

@@ -1,8 +1,8 @@
-"""The fast path: gigatoken, if it is installed, supports the tokenizer and gives the same ids.
+"""Encoding by gigatoken, if it is installed, supports the tokenizer and gives the same ids.
 
-gigatoken (MIT) encodes byte-level BPE some hundred times faster than the `tokenizers` library. It is optional
-and never trusted blindly: callers compare a sample of every run with `first_difference` and go back to the
-tokenizer itself where the two disagree.
+gigatoken (MIT) encodes byte-level BPE about a hundred times faster than the `tokenizers` library. It is
+optional and never trusted blindly: callers compare a sample of every run by `first_difference`, and use the
+tokenizer itself if the two disagree.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import numpy as np
 
 from megazero.data.tokenizers.base import TokenBatch, Tokenizer, is_failure
 
-# A batch call is faster only for many texts, and its first use imports a large library (a quarter second).
+# A batch call is faster only for more texts than this, and its first use imports a large library (0.25 s).
 _ONE_BY_ONE = 4096
-_PROBED = (*range(0xD800), *range(0xE000, 0x10000))
+_PROBED = (*range(0xD800), *range(0xE000, 0x10000))  # the code points below 2^16 without surrogates
 
 
 class FastEncoder:
-    """Encodes batches on the calling thread; the ids are those of the tokenizer it was made for.
+    """Encodes batches on the calling thread to the same ids as `tokenizer`.
 
-    Texts that contain a `reserved` string are left to the `tokenizer` itself.
+    backend: a `gigatoken.Tokenizer`, which has no type annotations. Texts that contain a `reserved` string
+    are encoded by `tokenizer` itself.
     """
 
     name = "gigatoken"
@@ -41,7 +42,9 @@ class FastEncoder:
             if any(word in text for word in self._reserved):
                 batches += [self._encode(texts[start:i]), self._tokenizer.encode_batch([text])]
                 start = i + 1
-        return _join([*batches, self._encode(texts[start:])])
+        batches.append(self._encode(texts[start:]))
+        ids = np.concatenate([batch.ids for batch in batches])
+        return TokenBatch(ids, np.concatenate([batch.lengths for batch in batches]))
 
     def _encode(self, texts: Sequence[str]) -> TokenBatch:
         if not texts:
@@ -55,14 +58,8 @@ class FastEncoder:
         return TokenBatch(np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets))
 
 
-def _join(batches: Sequence[TokenBatch]) -> TokenBatch:
-    ids = np.concatenate([batch.ids for batch in batches])
-    return TokenBatch(ids, np.concatenate([batch.lengths for batch in batches]))
-
-
 class FastChoice(NamedTuple):
-    """`encoder` is None if there is no fast path. `reason` then tells the user why it is missing, or is None
-    too if this kind of tokenizer never has one."""
+    """encoder: None if there is none. reason: why there is none; None if this kind never has one."""
 
     encoder: FastEncoder | None
     reason: str | None
@@ -82,13 +79,13 @@ def try_fast(tokenizer: Tokenizer) -> FastChoice:
             backend = gigatoken.Tokenizer.from_sentencepiece(source.data)
         else:
             backend = gigatoken.Tokenizer.from_json(source.data)
-    except BaseException as error:  # whatever it does not support, the tokenizer itself still does
+    except BaseException as error:  # gigatoken supports fewer tokenizers, and may panic
         if not is_failure(error):
             raise
         return FastChoice(None, f"gigatoken does not support this tokenizer ({error})")
     encoder = FastEncoder(backend, tokenizer, source.reserved)
     if source.normalizes:
-        # Normalization may differ in letters too rare for a sample, such as U+0085, so each is tried first.
+        # Normalization may differ for letters too rare to be in a sample, such as U+0085: probe them all.
         probes = [text for code in _PROBED for text in (chr(code), f"a{chr(code)} {chr(code)}b")]
         different = first_difference(encoder, tokenizer, probes)
         if different is not None:
@@ -98,7 +95,7 @@ def try_fast(tokenizer: Tokenizer) -> FastChoice:
 
 
 def first_difference(fast: FastEncoder, tokenizer: Tokenizer, texts: Sequence[str]) -> int | None:
-    """The number of the first text to which the two give different ids, or None if they agree on all."""
+    """The number of the first text that the two encode to different ids; None if they agree on all texts."""
     quick, slow = fast.encode_batch(texts), tokenizer.encode_batch(texts)
     for number, (a, b) in enumerate(zip(quick.rows(), slow.rows(), strict=True)):
         if not np.array_equal(a, b):

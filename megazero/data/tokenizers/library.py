@@ -10,8 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megazero.config.compat.hub import fetched
-from megazero.data.tokenizers.base import FastSource, TokenBatch, Tokenizer, is_failure
-from megazero.data.tokenizers.files import read_json, require_file
+from megazero.data.tokenizers.base import (
+    FastSource,
+    TokenBatch,
+    Tokenizer,
+    is_failure,
+    read_json,
+    require_file,
+)
 from megazero.errors import DataError
 
 if TYPE_CHECKING:
@@ -19,12 +25,12 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-_MOST_UNUSED = 1 << 16  # ids; some vocabularies keep a few thousand for later
+_MOST_UNUSED = 1 << 16  # ids without a token; some vocabularies reserve a few thousand
 _ROLES = ("bos", "eos", "pad", "cls", "sep", "mask", "unk")
 
 
 class LibraryTokenizer(Tokenizer):
-    """A `tokenizers.Tokenizer` under megazero's rule that documents are plain text."""
+    """A `tokenizers.Tokenizer` that encodes documents as plain text."""
 
     def __init__(
         self,
@@ -35,7 +41,7 @@ class LibraryTokenizer(Tokenizer):
         eod: int | None,
         source: Path,
     ):
-        # A tokenizer.json may carry truncation or padding; either would change documents silently.
+        # A tokenizer.json may ask for truncation or padding, which would change documents silently.
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
@@ -49,7 +55,7 @@ class LibraryTokenizer(Tokenizer):
         self._source = source
 
     def definition(self) -> dict[str, Any]:
-        """The library's description of it, as in a `tokenizer.json`."""
+        """The content of a `tokenizer.json` for this tokenizer."""
         description: dict[str, Any] = json.loads(self._backend.to_str())
         return description
 
@@ -75,8 +81,8 @@ class LibraryTokenizer(Tokenizer):
         return self._backend.get_vocab(with_added_tokens=True) if is_one else None
 
     def fast_source(self) -> FastSource | None:
-        config = json.loads(self._backend.to_str())
-        # Fast encoders always recognize special tokens; without these, documents are plain text there too.
+        config = self.definition()
+        # A fast encoder recognizes special tokens in text; without them, documents stay plain text.
         config["added_tokens"] = [token for token in config["added_tokens"] if not token["special"]]
         config["post_processor"] = None
         normalizes = config["normalizer"] is not None
@@ -85,9 +91,9 @@ class LibraryTokenizer(Tokenizer):
 
 @contextmanager
 def _refusals(must: str, source: Path | None = None) -> Iterator[None]:
-    """Turn the library's errors into DataErrors: plain Exceptions, and panics of Rust, which are none.
+    """Turn errors of the library, panics of its Rust code included, into DataErrors.
 
-    source: the tokenizer's file, where `must` does not name it.
+    must: the start of the message; source: the tokenizer's file, if `must` does not name it.
     """
     try:
         yield
@@ -139,11 +145,11 @@ def load_gpt2_bpe(vocab_file: str | None, merge_file: str | None) -> LibraryToke
 
 
 def load_tokenizer_json(model: str | None, kind: str) -> LibraryTokenizer:
-    """Any Hugging Face `tokenizer.json`: the file, a directory with one, or the name of one on the hub.
+    """Load a Hugging Face `tokenizer.json`, given as the file, its directory, or a name on the hub.
 
-    The special tokens' roles come from `tokenizer_config.json` and `special_tokens_map.json` beside it;
-    without them the first of `<|endoftext|>`, `<|end_of_text|>`, `</s>`, `<eos>`, `[EOS]` that exists ends
-    documents, and the special tokens of a WordPiece are BERT's.
+    The roles of special tokens come from `tokenizer_config.json` and `special_tokens_map.json` beside the
+    file. Without these, the first of `<|endoftext|>`, `<|end_of_text|>`, `</s>`, `<eos>`, `[EOS]` that exists
+    ends documents, and a WordPiece has BERT's special tokens.
     """
     import tokenizers
 
@@ -155,11 +161,13 @@ def load_tokenizer_json(model: str | None, kind: str) -> LibraryTokenizer:
     with _refusals(is_not):
         backend = tokenizers.Tokenizer.from_file(str(path))
         vocab = backend.get_vocab(with_added_tokens=True)
-    # Before anything else: to write a vocabulary out, the library counts up to its largest id.
+    # Checked before `to_str`, in which the library counts up to the largest id.
     size = _size_of(vocab, f"`tokenizer_model` {path}")
     with _refusals(is_not):
         config = json.loads(backend.to_str())
-    if _drops_unknown_bytes(config):
+    byte_level = '"ByteLevel"' in json.dumps([config["pre_tokenizer"], config["normalizer"]])
+    if byte_level and config["model"]["type"] == "BPE" and config["model"].get("unk_token") is None:
+        # The library drops bytes that such a vocabulary lacks.
         _require_byte_alphabet(config["model"]["vocab"], f"`tokenizer_model` {path}")
     special_ids = {**_usual_roles(config), **_roles_beside(path, backend)}
     eod = special_ids.get("eos")
@@ -170,7 +178,7 @@ def load_tokenizer_json(model: str | None, kind: str) -> LibraryTokenizer:
 
 
 def _size_of(vocab: Mapping[str, int], what: str) -> int:
-    """One above the largest id; refused if there is none, or if most of the ids below it are no tokens."""
+    """The largest id + 1. Raises DataError if there are no tokens, or if most ids have no token."""
     largest = max(vocab.values(), default=None)
     if largest is None:
         raise DataError(f"{what} must hold tokens, but holds none.")
@@ -179,13 +187,6 @@ def _size_of(vocab: Mapping[str, int], what: str) -> int:
             f"{what} must number its {len(vocab)} tokens without large gaps, but one has the id {largest}."
         )
     return largest + 1
-
-
-def _drops_unknown_bytes(config: dict[str, Any]) -> bool:
-    """Whether this is a byte-level BPE in which the library drops bytes outside the vocabulary."""
-    model = config["model"]
-    byte_level = '"ByteLevel"' in json.dumps([config["pre_tokenizer"], config["normalizer"]])
-    return model["type"] == "BPE" and byte_level and model.get("unk_token") is None
 
 
 def _require_byte_alphabet(vocab: Mapping[str, int], what: str) -> None:
@@ -200,7 +201,7 @@ def _require_byte_alphabet(vocab: Mapping[str, int], what: str) -> None:
 
 
 def _usual_roles(config: dict[str, Any]) -> dict[str, int]:
-    """A WordPiece's special tokens have had BERT's names before files said so."""
+    """The ids of BERT's special tokens in a WordPiece; older files do not name the roles."""
     if config["model"]["type"] != "WordPiece":
         return {}
     vocab = config["model"]["vocab"]
@@ -208,10 +209,10 @@ def _usual_roles(config: dict[str, Any]) -> dict[str, int]:
 
 
 def _roles_beside(path: Path, backend: tokenizers.Tokenizer) -> dict[str, int]:
-    """Ids of the special tokens that the files beside `path` name; the last file that names one counts.
+    """The ids of the special tokens that the files beside `path` name; the last file to name a role counts.
 
-    An end of documents that is no token is refused, for another would take its place. Other tokens may be
-    missing: transformers adds them as the model needs them.
+    An eos that is not in the vocabulary is refused, as another token would take its place. Other tokens may
+    be missing: transformers adds them when a model needs them.
     """
     named: dict[str, tuple[str, Path]] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -243,5 +244,5 @@ def _roles_beside(path: Path, backend: tokenizers.Tokenizer) -> dict[str, int]:
 def _id_of(backend: tokenizers.Tokenizer, token: str) -> int | None:
     try:
         return backend.token_to_id(token)
-    except UnicodeEncodeError:  # JSON can name one half of a surrogate pair, which is no text
+    except UnicodeEncodeError:  # JSON can hold half of a surrogate pair, which is not text
         return None

@@ -9,22 +9,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megazero.data.tokenizers.base import FastSource, TokenBatch, Tokenizer
-from megazero.data.tokenizers.files import require_file
+from megazero.data.tokenizers.base import FastSource, TokenBatch, Tokenizer, require_file
 from megazero.data.tokenizers.library import check_ids
 from megazero.errors import DataError
 
 if TYPE_CHECKING:
     import sentencepiece
 
-# Loads a model from standard input, with limits of seconds on the processor and bytes of memory, and uses it
-# once. Its own start is kept short: without `site`, and with the search path of the process that asks.
+# Loads a model from standard input under limits on CPU seconds and bytes of memory, and uses it once. It
+# starts without `site` and gets the parent's `sys.path` instead, which is faster.
 _TRIAL = """
 import sys
 seconds, memory, *sys.path = sys.argv[1:]
 import resource
 for kind, most in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
-    hard = resource.getrlimit(kind)[1]  # of this process's own surroundings
+    hard = resource.getrlimit(kind)[1]  # a limit may not be raised above it
     resource.setrlimit(kind, (int(most) if hard == resource.RLIM_INFINITY else min(int(most), hard), hard))
 import sentencepiece
 model = sentencepiece.SentencePieceProcessor()
@@ -38,18 +37,18 @@ except (RuntimeError, ValueError) as error:
 """
 _NO_MODEL = 3
 _TRIAL_SECONDS = 3
-_SECONDS_PER_MEGABYTE = 2  # 256,000 pieces are 4 MB, and load in half a second
+_SECONDS_PER_MEGABYTE = 2  # 256,000 pieces take 4 MB and load in half a second
 _TRIAL_MEMORY = 8 << 30
 
 
 def load_model(path: Path) -> tuple[bytes, sentencepiece.SentencePieceProcessor]:
-    """A model, and the bytes of its file.
+    """Load a model; return the bytes of the file and the model.
 
-    The library trusts these files: versions of it take for ever on a damaged one, or end the process. So
-    another process loads the file first, which takes about a tenth of a second.
+    Some versions of the library hang or crash on a damaged file. So another process loads the file first,
+    which takes about 0.1 s.
 
     Raises:
-        DataError: the file is not a model, or cannot be loaded within limits.
+        DataError: the file is not a model, or cannot be loaded within the limits.
     """
     import sentencepiece
 
@@ -75,7 +74,7 @@ def load_model(path: Path) -> tuple[bytes, sentencepiece.SentencePieceProcessor]
 
 
 def memory_limit() -> int:
-    """Bytes of memory that a process may have here (`ulimit -v`); -1 if there is no limit."""
+    """The memory limit of a process here in bytes (`ulimit -v`); -1 if there is no limit."""
     import resource
 
     return resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -86,7 +85,7 @@ def _unsuitable(path: Path, reason: str) -> DataError:
 
 
 class GPTSentencePieceTokenizer(Tokenizer):
-    """The model's own pieces and nothing else; a document ends with the model's eos."""
+    """The model's own pieces and no other tokens; the model's eos ends a document."""
 
     name = "GPTSentencePieceTokenizer"
 
@@ -97,12 +96,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
             raise _unsuitable(path, "it holds no pieces")
         self._processor = processor
         self.vocab_size = processor.get_piece_size()
-        ids = {
-            "bos": processor.bos_id(),
-            "eos": processor.eos_id(),
-            "pad": processor.pad_id(),
-            "unk": processor.unk_id(),
-        }
+        ids = {role: getattr(processor, f"{role}_id")() for role in ("bos", "eos", "pad", "unk")}
         self.special_ids = {role: i for role, i in ids.items() if i >= 0}
         self.eod = self.special_ids.get("eos")
 
@@ -129,8 +123,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
 class Llama2Tokenizer(GPTSentencePieceTokenizer):
     """The model's own pieces with its bos before every text, as Megatron-LM encodes for Llama 2.
 
-    Raises:
-        DataError: the model has no bos.
+    Raises DataError if the model has no bos.
     """
 
     name = "Llama2Tokenizer"
@@ -156,9 +149,10 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
 
 
 class SentencePieceTokenizer(GPTSentencePieceTokenizer):
-    """The model's pieces, then whichever of Megatron's special tokens it lacks, then `<extra_id_0>` ...
+    """The model's pieces, then those of Megatron's special tokens that the model lacks, then sentinels.
 
-    The order is Megatron's: `<CLS> <SEP> <EOD> <MASK>`, pad, bos, eos, extra ids. `<EOD>` ends a document.
+    The order is Megatron's: `<CLS> <SEP> <EOD> <MASK>`, pad, bos, eos, `<extra_id_0>` ... `<EOD>` ends a
+    document.
     """
 
     name = "SentencePieceTokenizer"

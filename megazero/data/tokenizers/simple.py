@@ -1,4 +1,4 @@
-"""Tokenizers without files: raw bytes, and text that already is token ids."""
+"""Tokenizers without files: raw bytes, and text that consists of token ids."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ByteLevelTokenizer(Tokenizer):
         return TokenBatch(np.frombuffer(b"".join(rows), dtype=np.uint8), lengths)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Bytes that are not UTF-8 (a document cut in mid-letter) come back as U+FFFD."""
+        """The text of `ids`; bytes that are not UTF-8 (a document cut inside a letter) become U+FFFD."""
         parts, run = [], bytearray()
         for i in ids:
             if 0 <= i < 256:
@@ -43,7 +43,7 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Its texts are token ids in decimal, separated by blanks. As in Megatron, `eod` is the given size."""
+    """Texts are decimal token ids, separated by whitespace. `eod` is `vocab_size`, as in Megatron."""
 
     name = "NullTokenizer"
     eod: int

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megazero.data.tokenizers.base import FastSource, TokenBatch
-from megazero.data.tokenizers.files import require_file
+from megazero.data.tokenizers.base import FastSource, TokenBatch, require_file
 from megazero.data.tokenizers.library import LibraryTokenizer, check_ids
-from megazero.data.tokenizers.word_cache import WordCache
 from megazero.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,12 +21,14 @@ if TYPE_CHECKING:
 _ROLES = MappingProxyType({"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]", "unk": "[UNK]"})
 # Google's WordPiece gives up on words longer than this; the library's own default is 100.
 _LONGEST_WORD = 200
+_MOST_CACHED_WORDS = 1 << 20
+_LONGEST_CACHED_WORD = 64
 _ASCII_PARTS = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9]")
 _REMOVED = re.compile(r"[\x0b\x0c\x1c-\x1f\x85]")
 
 
 class WordPieceTokenizer(LibraryTokenizer):
-    """WordPiece plus the ids Megatron appends: [BOS], then [EOS] where absent, then `<extra_id_0>` ..."""
+    """WordPiece plus the tokens that Megatron appends: [BOS] and [EOS] if absent, then `<extra_id_0>` ..."""
 
     def __init__(
         self,
@@ -48,12 +49,12 @@ class WordPieceTokenizer(LibraryTokenizer):
         self._words = WordCache(self._encode_parts, _parts)
 
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
-        # BERT separates words at whitespace and looks at each by itself. Some characters that Python takes
-        # for whitespace it removes, which joins what they separate.
+        # BERT splits text at whitespace and encodes each word by itself. It removes some characters that
+        # Python's `split` takes for whitespace, which joins the letters around them.
         return self._words.encode_batch([_REMOVED.sub("", text) for text in texts])
 
     def _encode_parts(self, parts: Sequence[str]) -> TokenBatch:
-        # To a part in ASCII the normalizer does nothing but this, and the other steps nothing at all.
+        # The normalizer only lower-cases a part in ASCII, and the pre-tokenizer leaves such a part whole.
         model = self._backend.model
         rows: dict[str, list[int] | np.ndarray] = {}
         for part in filter(_is_plain, parts):
@@ -85,7 +86,7 @@ class WordPieceTokenizer(LibraryTokenizer):
 
 
 def _parts(word: str) -> list[str]:
-    """Divide a word as BERT does before it looks for pieces: runs of letters and digits, and single signs."""
+    """Split a word as BERT's pre-tokenizer does: runs of letters and digits, and single other characters."""
     return _ASCII_PARTS.findall(word) if _is_plain(word) else [word]
 
 
@@ -96,9 +97,9 @@ def _is_plain(word: str) -> bool:
 def load_wordpiece(
     vocab_file: str | None, kind: str, extra_ids: int, *, first: str = "bos"
 ) -> WordPieceTokenizer:
-    """The tokenizer of this vocab.txt; lower-cases and strips accents if `kind` is BertWordPieceLowerCase.
+    """Load BERT's vocab.txt; with `kind` BertWordPieceLowerCase, text is lower-cased and loses its accents.
 
-    `first`: which of `bos` and `eos` is appended before the other.
+    first: which of "bos" and "eos" is appended first.
     """
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -130,3 +131,55 @@ def load_wordpiece(
     roles = {**_ROLES, "bos": "[BOS]", "eos": "[EOS]"}
     special_ids = {role: ids[token] for role, token in roles.items()}
     return WordPieceTokenizer(kind, backend, special_ids, appended, path)
+
+
+class WordCache:
+    """Encodes each different word of the texts once, and remembers its ids.
+
+    For tokenizers whose ids of a text are the ids of its words (by `str.split`), concatenated, and whose ids
+    of a word are the ids of its parts, concatenated. Memory is bounded: long words are not kept, and the
+    cache is emptied when it holds more than a million words.
+
+    encode: encodes some parts; split: splits a word into parts.
+    """
+
+    def __init__(self, encode: Callable[[Sequence[str]], TokenBatch], split: Callable[[str], list[str]]):
+        self._encode = encode
+        self._split = split
+        self._words: dict[str, tuple[int, ...]] = {}
+        self._parts: dict[str, tuple[int, ...]] = {}
+
+    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
+        """The ids of several texts."""
+        words = [text.split() for text in texts]
+        known = self._look_up(set(chain.from_iterable(words)))
+        rows = [list(chain.from_iterable(map(known.__getitem__, row))) for row in words]
+        lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+        ids = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum()))
+        return TokenBatch(ids, lengths)
+
+    def _look_up(self, words: set[str]) -> dict[str, tuple[int, ...]]:
+        """The ids of these words, and maybe of others."""
+        if len(self._words) > _MOST_CACHED_WORDS:
+            self._words, self._parts = {}, {}
+        missing = {word: self._split(word) for word in words - self._words.keys()}
+        if not missing:
+            return self._words
+        parts = self._look_up_parts(set(chain.from_iterable(missing.values())))
+        new = {word: tuple(chain.from_iterable(map(parts.__getitem__, own))) for word, own in missing.items()}
+        return _remember(self._words, new)
+
+    def _look_up_parts(self, parts: set[str]) -> dict[str, tuple[int, ...]]:
+        missing = list(parts - self._parts.keys())
+        rows = self._encode(missing).rows()
+        new = {part: tuple(row.tolist()) for part, row in zip(missing, rows, strict=True)}
+        return _remember(self._parts, new)
+
+
+def _remember(
+    table: dict[str, tuple[int, ...]], new: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Add the words that are not too long to `table`; return a table with all words."""
+    short = {word: ids for word, ids in new.items() if len(word) <= _LONGEST_CACHED_WORD}
+    table.update(short)
+    return table if len(short) == len(new) else table | new

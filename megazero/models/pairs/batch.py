@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.tree.config import Config
-from megazero.data.token_ids import check_token_ids
+from megazero.data.range_checks import check_token_ids
 from megazero.models.batch import Batch, MicroBatch, Places, SampleIndex, column_multiple, tensor_of
 from megazero.models.targets import Targets
 from megazero.mpu.context import ParallelContext

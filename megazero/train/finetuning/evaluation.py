@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.data.build_report import Patience
+from megazero.data.build_report import ProgressLog
 from megazero.models.classifier import SCORES
 from megazero.models.classifier_batch import LabelledBatch
 from megazero.mpu.context import ParallelContext
@@ -43,7 +43,7 @@ class Answers:
 
 
 def answer(
-    engine: Engine, feed: Feed[LabelledBatch], count: int, batch_size: int, classes: int, patience: Patience
+    engine: Engine, feed: Feed[LabelledBatch], count: int, batch_size: int, classes: int, log: ProgressLog
 ) -> Answers:
     """Evaluate the first `count` samples of a feed in whole global batches; every rank calls this.
 
@@ -52,7 +52,7 @@ def answer(
     """
     spec, starts = feed.spec, range(0, count, batch_size)
     batches = (feed.micro_batches(start, batch_size // spec.stride) for start in starts)
-    losses, counted, outputs = engine.evaluate(patience.over(batches, len(starts)))
+    losses, counted, outputs = engine.evaluate(log.over(batches, len(starts)))
     own = spec.data_parallel_rank * spec.micro_batch_size
     parts = {
         start + i * spec.stride + own: output[SCORES]
@@ -127,10 +127,10 @@ class TaskEvaluation:
     def answers(self, split: str) -> Answers:
         """Compute the model's answers to a split, without a report; every rank calls this."""
         count = len(self._labelled(split))
-        patience = Patience(self.monitor.message, f"evaluating on {split}")
+        log = ProgressLog(self.monitor.message, f"evaluating on {split}")
         classes = len(self.data.labels)
         with self.timers("evaluation"):
-            return answer(self.engine, self.feeds[split], count, self.batch_size, classes, patience)
+            return answer(self.engine, self.feeds[split], count, self.batch_size, classes, log)
 
     def __call__(self, split: str, state: TrainState) -> Answers:
         """Report on a split, and return the answers; every rank calls this."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from megazero.config.training_plan import Evaluations
-from megazero.data.build_report import Patience
+from megazero.data.build_report import ProgressLog
 from megazero.models.batch import MicroBatch
 from megazero.train.observe.metrics import EvalMetrics
 from megazero.train.observe.monitors.base import Monitor
@@ -76,7 +76,7 @@ class LossEvaluation:
 
         began = time.perf_counter()
         with self.timers("evaluation"):
-            patience = Patience(self.monitor.message, f"evaluating on {split}")
-            losses, tokens, _ = self.engine.evaluate(patience.over(batches(), samples.batches))
+            progress = ProgressLog(self.monitor.message, f"evaluating on {split}")
+            losses, tokens, _ = self.engine.evaluate(progress.over(batches(), samples.batches))
         seconds = time.perf_counter() - began
         self.monitor.evaluation(EvalMetrics(state.progress, split, losses, tokens, seconds))

@@ -16,7 +16,8 @@ import numpy as np
 
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
-from megazero.data.build import Datasets, bert_datasets, gpt_datasets, t5_datasets
+from megazero.data.build import Datasets
+from megazero.data.from_config import bert_datasets, gpt_datasets, t5_datasets
 from megazero.formats.hf.architecture import Architecture
 from megazero.formats.hf.architectures import DECODERS, ENCODER_DECODERS, ENCODERS
 from megazero.layers.inputs import Skipping

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megazero.config.derive import padded_vocab_size
 from megazero.config.tree.config import Config
-from megazero.data.build import TextVocabulary
+from megazero.data.from_config import TextVocabulary
 from megazero.data.tokenizers.base import Tokenizer
 from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import ConfigError

@@ -12,12 +12,12 @@ from megazero.config.tree.data import DataConfig
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.config.tree.training import BatchConfig
-from megazero.data.bert.builder import BERTBuilder
 from megazero.data.bert.dataset import BERTDataset, BERTSettings
 from megazero.data.bert.mock import MockBERTDataset
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import BlendedDataset
-from megazero.data.build import DatasetRequest, DataSources, bert_datasets, build_datasets
+from megazero.data.build import DatasetRequest, DataSources, build_datasets
+from megazero.data.from_config import BERTBuilder, bert_datasets
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import DataError

@@ -24,10 +24,10 @@ with warnings.catch_warnings():
     )
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
-from megazero.data.bert.builder import BERTBuilder
 from megazero.data.bert.dataset import BERTSettings
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.build import DatasetRequest, DataSources, build_datasets
+from megazero.data.from_config import BERTBuilder
 from megazero.data.indexed.writer import IndexedDatasetWriter
 
 SIZE = 500

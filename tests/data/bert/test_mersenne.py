@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from megazero.data.bert.mersenne import mersenne_64
+from megazero.data.bert.sample_map import mersenne_64
 
 
 def test_it_is_the_generator_of_the_cpp_standard():

@@ -63,7 +63,7 @@ def test_any_length_is_filled(length):
 
 
 def test_what_it_cannot_give():
-    with pytest.raises(IndexError, match=r"must be in 0\.\.2 of mock data, but is 3"):
+    with pytest.raises(IndexError, match=r"must be in 0\.\.2 of mock data, but spans 3\.\.3"):
         MockBERTDataset(3, SETTINGS)[3]
     specials = replace(SETTINGS.words, replacements=np.array([0, 2, 3, 4]))
     with pytest.raises(DataError, match="must hold words"):

@@ -14,7 +14,7 @@ from megazero.data.bert.dataset import BERTDataset, BERTSettings
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import BlendedDataset
 from megazero.data.build import DatasetRequest, DataSources, build_datasets
-from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.from_config import GPTBuilder
 from megazero.data.gpt_dataset import GPTDataset, GPTSettings
 from megazero.data.indexed import checksum
 from megazero.data.indexed.checksum import TokenBlocks

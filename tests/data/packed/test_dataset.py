@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megazero.data.build import DatasetRequest, DataSources, build_datasets
-from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.from_config import GPTBuilder
 from megazero.data.gpt_dataset import DocumentEnds, GPTSettings
 from megazero.data.indexed.reader import open_indexed
 from megazero.data.indexed.writer import IndexedDatasetWriter

@@ -102,14 +102,14 @@ def test_a_million_documents_take_as_many_steps_as_there_are_lengths(monkeypatch
     from megazero.data.packed import packing
 
     steps = 0
-    take = packing._Rooms.take
+    take = packing._OpenBins.take
 
     def counted(self, size, items):
         nonlocal steps
         steps += 1
         return take(self, size, items)
 
-    monkeypatch.setattr(packing._Rooms, "take", counted)
+    monkeypatch.setattr(packing._OpenBins, "take", counted)
     lengths = np.random.default_rng(0).integers(1, 2049, 1_000_000).astype(np.int32)
     best_fit_decreasing(np.sort(lengths)[::-1], 2048)
     assert steps < 50_000

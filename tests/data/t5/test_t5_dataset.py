@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megazero.data.t5.dataset import T5Dataset
-from megazero.data.t5.mock import MockT5Dataset
+from megazero.data.t5.dataset import MockT5Dataset, T5Dataset
 from megazero.data.t5.pairs import PairDataset, read_pairs
 from megazero.data.t5.spans import PairShape, cut_spans
 from megazero.data.t5.vocabulary import SpanVocabulary

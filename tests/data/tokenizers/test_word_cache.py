@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from megazero.data.tokenizers import word_cache
+from megazero.data.tokenizers import wordpiece
 from megazero.data.tokenizers.base import TokenBatch
-from megazero.data.tokenizers.word_cache import WordCache
+from megazero.data.tokenizers.wordpiece import WordCache
 
 
 class _Letters:
@@ -30,7 +30,7 @@ def test_each_part_is_encoded_once():
 
 
 def test_long_words_are_not_kept_and_too_many_are_forgotten(monkeypatch):
-    monkeypatch.setattr(word_cache, "_MOST_WORDS", 2)
+    monkeypatch.setattr(wordpiece, "_MOST_CACHED_WORDS", 2)
     encode = _Letters()
     cache = WordCache(encode, lambda word: [word])
     long = "x" * 65

@@ -1,6 +1,6 @@
-"""How nodes that no ssh connects find each other: node 0 waits, and lets in who knows the secret.
+"""The rendezvous of nodes that are not reached over ssh: node 0 waits, and admits nodes that know the secret.
 
-Each side proves to the other that it knows the secret, without telling it. What follows is plain text.
+Each side proves to the other that it knows the secret, without sending it. Later messages are plain text.
 """
 
 from __future__ import annotations
@@ -14,17 +14,25 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from megazero.errors import LaunchError
-from megazero.launch.channel import Channel, Message, open_port, open_port_at, stream_channel
-from megazero.launch.conductor import Link, heartbeat, say
+from megazero.launch.channel import (
+    AgentLink,
+    Channel,
+    Message,
+    heartbeat,
+    open_port,
+    open_port_at,
+    stream_channel,
+)
 from megazero.launch.job import Job, bracketed
+from megazero.launch.lines import say
 from megazero.launch.secret import SECRET, is_proof, known_secret, proof_of, secret_file
 
-_NEWS = 10.0
-_PAUSE = 0.3
-_SHARED = 60.0  # seconds until a file of node 0 is seen in a shared folder
+_NEWS = 10.0  # seconds between notices of a wait
+_PAUSE = 0.3  # seconds between two tries to connect
+_SHARED = 60.0  # seconds until a shared folder shows a file of node 0
 _INTRODUCTION = 10.0  # seconds for a connection to prove that it belongs to the launch
-_STRANGERS = 64  # connections beyond those of the nodes that may be about to
-_LINE = 1 << 16
+_STRANGERS = 64  # connections without a proof, beyond one for each node, that may be open
+_LINE = 1 << 16  # bytes of the longest message
 
 
 def in_runs(numbers: Sequence[int]) -> str:
@@ -38,20 +46,20 @@ def in_runs(numbers: Sequence[int]) -> str:
     return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in runs)
 
 
-class Meeting:
+class NodeRendezvous:
     """Node 0's wait for all nodes.
 
     Args:
         job: the launch.
-        secret: what nodes of the same launch know.
-        master: the address and port to wait at, in words.
+        secret: the secret that the nodes of a launch share.
+        master: the address and port where node 0 waits, for messages.
     """
 
     def __init__(self, job: Job, secret: bytes, master: tuple[str, int]) -> None:
         self._job = job
         self._secret = secret
         self._master = master
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, AgentLink] = {}
         self._readers: dict[int, asyncio.Task[None]] = {}
         self._beats: list[asyncio.Task[None]] = []
         self._unknown: set[asyncio.StreamWriter] = set()
@@ -59,20 +67,19 @@ class Meeting:
         self._all = asyncio.Event()
         self._problem: str | None = None
 
-    async def gather(self, door: socket.socket) -> list[Link]:
-        """Wait for all nodes at an open port; returns their connections in order.
+    async def gather(self, listener: socket.socket) -> list[AgentLink]:
+        """Wait for all nodes at an open port; return their links in order.
 
-        Raises:
-            LaunchError: a node that knows the secret was told of another launch than this one.
+        Raises LaunchError if a node that knows the secret was started for another launch.
         """
-        server = await asyncio.start_server(self._greet, sock=door, limit=_LINE)
+        server = await asyncio.start_server(self._greet, sock=listener, limit=_LINE)
         try:
             while not await self._all_here():
                 missing = [node for node in range(len(self._job.hosts)) if node not in self._links]
                 count = f"{len(missing)} of {len(self._job.hosts)} nodes"
                 say(f"node 0 waits at {_place(self._master)} for {count}: {in_runs(missing)}")
         finally:
-            server.close()  # the first rank listens there next
+            server.close()  # rank 0 listens at the same port next
             for writer in self._unknown:
                 writer.close()
         for task in self._readers.values():
@@ -91,7 +98,7 @@ class Meeting:
             return False
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Let a node in that knows the secret; others are left out, whatever they say."""
+        """Admit a connection if it proves that it knows the secret; close it otherwise."""
         if len(self._unknown) > _STRANGERS + len(self._job.hosts):
             writer.close()
             return
@@ -112,7 +119,7 @@ class Meeting:
             writer.close()
 
         if not self._all.is_set():
-            self._seat(Link(hello["node"], hello["host"], channel, close), hello)
+            self._admit(AgentLink(hello["node"], hello["host"], channel, close), hello)
         if self._problem is not None or self._all.is_set():
             why = self._problem or "all nodes of the launch have come already"
             await channel.send("bye", status=1, again=False, why=why)
@@ -121,7 +128,7 @@ class Meeting:
             self._all.set()
 
     async def _introduced(self, channel: Channel) -> Message | None:
-        """Hear what a node says of itself; None if it does not prove that it knows the secret."""
+        """Receive a node's hello; None if it does not prove that it knows the secret."""
         challenge = secrets.token_hex(16)
         await channel.send("challenge", nonce=challenge)
         hello = await channel.receive()
@@ -134,15 +141,15 @@ class Meeting:
         return hello
 
     def _note_stranger(self, writer: asyncio.StreamWriter) -> None:
-        """Say that somebody was left out, less often the more there are."""
+        """Report a rejected connection: the first, the second, the fourth, the eighth, and so on."""
         self._strangers += 1
         if self._strangers & (self._strangers - 1) == 0:
             peer = writer.get_extra_info("peername") or ("an unknown address",)
             count = "1 connection" if self._strangers == 1 else f"{self._strangers} connections"
             say(f"{count} without the launch's secret left out, the last from {peer[0]}")
 
-    def _seat(self, link: Link, hello: Message) -> None:
-        """Give a node its place, or say why it has none."""
+    def _admit(self, link: AgentLink, hello: Message) -> None:
+        """Add a node, or record the problem that ends the rendezvous."""
         node, size, name = link.node, len(self._job.hosts), link.name
         if (hello["nodes"], hello["world"]) != (size, self._job.world_size) or node >= size:
             self._problem = (
@@ -160,14 +167,14 @@ class Meeting:
             self._beats.append(heartbeat(link))
             self._readers[node] = asyncio.create_task(self._await_loss(link))
 
-    async def _await_loss(self, link: Link) -> None:
+    async def _await_loss(self, link: AgentLink) -> None:
         while await link.channel.receive() is not None:
             continue
         say(f"node {link.node} on {link.name} has gone; it may come again")
         del self._links[link.node]
 
     def close(self) -> None:
-        """Stop showing the nodes that node 0 is there."""
+        """Stop the heartbeats to the nodes."""
         for task in self._beats:
             task.cancel()
 
@@ -177,20 +184,19 @@ def _place(master: tuple[str, int]) -> str:
 
 
 def _claims(hello: Message) -> list[object]:
-    """List what a node says of itself, in the order in which it proves it."""
+    """The fields of a hello that its proof covers, in order."""
     return [hello[name] for name in ("nonce", "node", "nodes", "world", "host")]
 
 
-def open_door(master: tuple[str, int]) -> tuple[socket.socket, str]:
-    """Node 0's open port, at the master's address alone, and the address by which node 0 itself reaches it.
+def open_listener(master: tuple[str, int]) -> tuple[socket.socket, str]:
+    """Open node 0's port at the master's address alone; return it and node 0's own address for it.
 
-    Raises:
-        LaunchError: the port is taken.
+    Raises LaunchError if the port is taken.
     """
     try:
-        door = open_port_at(*master)
-        if door is not None:
-            return door, str(door.getsockname()[0])
+        listener = open_port_at(*master)
+        if listener is not None:
+            return listener, str(listener.getsockname()[0])
         say(f"{master[0]} is no address of this machine that others reach, so node 0 listens on all it has")
         return open_port(master[1]), "localhost"
     except OSError as error:
@@ -201,10 +207,10 @@ def open_door(master: tuple[str, int]) -> tuple[socket.socket, str]:
 
 
 async def connect(place: tuple[str, int], facts: Message) -> tuple[Channel, Callable[[], None]]:
-    """A connection to node 0, as soon as it listens there, and both have proved that they know the secret.
+    """Connect to node 0, waiting until it listens; both sides prove that they know the secret.
 
     Raises:
-        LaunchError: there is no secret here, or node 0 has another one.
+        LaunchError: this node has no secret, or another one than node 0.
         ConfigError: the secret cannot be read.
     """
     begun, news, node = None, time.monotonic() + _NEWS, facts["node"]
@@ -237,10 +243,9 @@ async def connect(place: tuple[str, int], facts: Message) -> tuple[Channel, Call
 
 
 async def _introduce(channel: Channel, secret: bytes, facts: Message) -> bool:
-    """Prove to node 0 that the secret is known here; whether it has proved the same.
+    """Prove to node 0 that this node knows the secret; return whether node 0 has proved the same.
 
-    Raises:
-        LaunchError: its secret is another one.
+    Raises LaunchError if node 0 has another secret.
     """
     challenge = await channel.receive()
     if challenge is None or challenge["kind"] != "challenge":
