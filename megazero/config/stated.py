@@ -42,24 +42,20 @@ class Stated:
         """
         always = {"activation", *(["moe_router_topk"] if self.model.num_experts else [])}
         unsaid = given | {f"model.{name}" for name in self.silent} | _said_otherwise(given)
+        sections = ("model",) if any(p.startswith("tokenizer.") for p in given) else ("model", "tokenizer")
         values = {}
-        for spec in (spec for spec in FIELDS if spec.section in ("model", "tokenizer")):
+        for spec in (spec for spec in FIELDS if spec.section in sections):
             value = getattr(getattr(self, spec.section), spec.name)
             if spec.path not in unsaid and (value != spec.default or spec.name in always):
                 values[spec.path] = value
-        if any(path.startswith("tokenizer.") for path in given):
-            values = {path: value for path, value in values.items() if path.startswith("model.")}
         return values
 
     def other_tokenizer(self, given: Mapping[str, Any]) -> str | None:
         """The first tokenizer setting that differs from the given ones (path -> value); None if none does."""
         launch = TokenizerConfig.model_construct(**{path.partition(".")[2]: x for path, x in given.items()})
-        if self.tokenizer.tokenizer_type is None:
-            return None
         ours, theirs = (dict(section.located()) for section in (launch, self.tokenizer))
-        return next(
-            (f"{name} {spoken(value)}" for name, value in theirs.items() if value != ours[name]), None
-        )
+        differing = (f"{name} {spoken(value)}" for name, value in theirs.items() if value != ours[name])
+        return None if self.tokenizer.tokenizer_type is None else next(differing, None)
 
     def check(self, config: Config) -> None:
         """Refuse the model of a configuration that differs from the folder's.
