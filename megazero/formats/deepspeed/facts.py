@@ -83,7 +83,7 @@ def read_facts(
     )
 
 
-def count_updates(states: Mapping[Any, Any] | Sequence[Any], groups: Sequence[Saved]) -> int:
+def count_updates(states: Mapping[Any, object] | Sequence[object], groups: Sequence[Saved]) -> int:
     """The largest count of updates in an optimizer's states or groups."""
     steps = [0]
     # Adam counts in each parameter's state, apex's FusedAdam in the groups.

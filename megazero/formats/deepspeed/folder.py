@@ -7,7 +7,6 @@ for one tensor at a time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,7 +129,7 @@ class ForeignFolder:
         self.buffers |= set(model.get("buffer_names") or ())
         self.shared |= model.get("shared_params") or {}
         self.frozen |= set(model.get("frozen_param_shapes") or ())
-        owners: dict[Any, str] = {}
+        owners: dict[object, str] = {}
         for name, value in module.items():
             if not isinstance(value, Tensor):
                 continue

@@ -62,7 +62,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     return item
 
 
-def dump_object(value: Any, name: str) -> torch.Tensor:
+def dump_object(value: object, name: str) -> torch.Tensor:
     """Pickle an object of any class into a tensor of bytes; `name` is for messages.
 
     Raises:

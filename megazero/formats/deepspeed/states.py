@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,7 +103,7 @@ def join_ranks(ranks: Sequence[Saved], shapes: Sequence[Shapes]) -> dict[tuple[s
     return tensors
 
 
-def read_unsharded(saved: Any, groups: Sequence[Shapes], folder: Path) -> OptimizerStates | None:
+def read_unsharded(saved: Saved | None, groups: Sequence[Shapes], folder: Path) -> OptimizerStates | None:
     """Read the state of stage 0, which numbers parameters instead of naming them, from the model file.
 
     Args:

@@ -44,7 +44,7 @@ class ParameterFile:
     parameter: str
     kind: str
     facts: Saved
-    value: Any
+    value: object
 
 
 def parameter_files(folder: Path, load: Open) -> Iterator[ParameterFile]:

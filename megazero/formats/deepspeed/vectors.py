@@ -96,7 +96,7 @@ def group_state(base: Any, number: int) -> Mapping[str, Tensor]:
     return tensors_of(entry) if isinstance(entry, Mapping) else joined_states(dict(enumerate(entry)))
 
 
-def joined_states(states: Mapping[Any, Saved]) -> Mapping[str, Tensor]:
+def joined_states(states: Mapping[int, Saved]) -> Mapping[str, Tensor]:
     """Concatenate the vectors of numbered states, by kind."""
     parts = [tensors_of(states[number]) for number in sorted(states)]
     return {kind: torch.cat([part[kind] for part in parts]) for kind in (parts[0] if parts else ())}

@@ -203,9 +203,8 @@ class Architecture:
             own in this model.
         fused: (their tensor, the tensors of `rules` and `blank` whose rows it concatenates, in order), by
             layer; a layer without any of these has no such tensor.
-        blank: tensors that only theirs has. They are written as zeros, and read if they change nothing:
-        `seen`
-            refuses others that would change a result.
+        blank: tensors that only theirs has. They are written as zeros; when they are read, `seen` refuses
+            those that would change a result.
         ignored: regular expressions for buffers that are not weights. One with the group `further`, a layer's
             number, matches tensors of layers behind the model's own, which transformers drops too.
         renamed: (regular expression, replacement) for names in older files.

@@ -144,10 +144,11 @@ def _updates(header: Header) -> int:
     return int(steps.pop())
 
 
-def _scaler(header: Header) -> dict[str, Any]:
+def _scaler(header: Header) -> dict[str, float]:
     """The state of the loss scale; scale 1 if the checkpoint has none, as for bf16."""
     names = {"scale": "scale", "growth_tracker": "growth_tracker", "hysteresis_tracker": "hysteresis_left"}
-    state: dict[str, Any] = {"scale": 1.0, "growth_tracker": 0, "hysteresis_left": 0, "overflows_at_floor": 0}
+    counts = dict.fromkeys(("growth_tracker", "hysteresis_left", "overflows_at_floor"), 0)
+    state: dict[str, float] = {"scale": 1.0, **counts}
     for theirs, ours in names.items():
         for value in header.numbers.get(theirs, ()):
             state[ours] = value if ours == "scale" else int(value)

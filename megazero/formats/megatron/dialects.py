@@ -15,6 +15,9 @@ from typing import Any
 Arguments = Mapping[str, Any]
 """Megatron's arguments, by name."""
 
+ModelFields = dict[str, Any]
+"""Fields of `ModelConfig`, by name."""
+
 UNSET = (None, False, "", ())
 """The values of an argument that was not given."""
 

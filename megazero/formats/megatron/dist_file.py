@@ -38,10 +38,10 @@ class _StandIn:
         self.values = values
         self.__dict__.update(fields)
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self) -> object:
         return {name: value for name, value in self.__dict__.items() if name != "values"}
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.__dict__.update(state if isinstance(state, dict) else {"values": state})
 
 
@@ -66,7 +66,7 @@ class _Metadata(_StandIn): ...
 class _Properties(_StandIn):
     """The dtype, layout, requires_grad, memory format and pinning, as a tuple."""
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self) -> object:
         return self.values
 
 
@@ -84,7 +84,7 @@ class _MetadataIndex(_StandIn):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _MetadataIndex) and self._key() == other._key()
 
-    def _key(self) -> tuple[Any, ...]:
+    def _key(self) -> tuple[object, ...]:
         fields = self.__dict__
         return fields["fqn"], None if fields.get("offset") is None else tuple(fields["offset"])
 
@@ -94,7 +94,7 @@ def _layout(name: object) -> _StandIn:
 
 
 _MODULE = "torch.distributed.checkpoint.metadata"
-_NAMES: tuple[tuple[str, str, Any], ...] = (
+_NAMES: tuple[tuple[str, str, object], ...] = (
     (_MODULE, "Metadata", _Metadata),
     (_MODULE, "TensorStorageMetadata", _TensorMetadata),
     (_MODULE, "BytesStorageMetadata", _BytesMetadata),
@@ -129,7 +129,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Pickler(pickle._Pickler):  # the one in Python, which lets a class be called by another name
-    def save_global(self, obj: Any, name: str | None = None) -> None:
+    def save_global(self, obj: object, name: str | None = None) -> None:
         named = next((entry for entry in _NAMES if entry[2] is obj), None)
         if named is None or obj is torch.Size:
             super().save_global(obj, name)  # type: ignore[misc]

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,9 +131,9 @@ def _write_common(disk: Disk, folder: Path, common: Facts) -> None:
             file.sync()
 
 
-def _content(spec: ModelSpec, options: ExportOptions) -> dict[str, Any]:
+def _content(spec: ModelSpec, options: ExportOptions) -> dict[str, bool | str]:
     """``content_metadata``, which tells Megatron the naming and form of the tensors."""
-    content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    content: dict[str, bool | str] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if options.with_optimizer:
         content["distrib_optim_sharding_type"] = "fully_reshardable"
     return {**content, "non_homogeneous_layers": not _alike(spec)}

@@ -19,7 +19,7 @@ from megazero.config.fields import names_with
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.roles import Role
 from megazero.formats.hf.state_space import mixer
-from megazero.formats.megatron.dialects import UNSET, Arguments
+from megazero.formats.megatron.dialects import UNSET, Arguments, ModelFields
 from megazero.formats.megatron.weights import Weights
 from megazero.spec.model import LayerSpec
 
@@ -97,7 +97,7 @@ def is_hybrid(names: Collection[str], arguments: Arguments) -> bool:
     return said or any(".mixer." in name for name in names)
 
 
-def hybrid_settings(names: Collection[str], arguments: Arguments) -> dict[str, Any]:
+def hybrid_settings(names: Collection[str], arguments: Arguments) -> ModelFields:
     """A hybrid's settings of layers and sizes; empty for other models.
 
     Args:
@@ -123,7 +123,7 @@ def hybrid_settings(names: Collection[str], arguments: Arguments) -> dict[str, A
     mixers = "M" in pattern or any(".mixer." in name for name in names)
     if epsilon != _EPSILON and mixers:
         raise ValueError(f"`layernorm_epsilon` is {epsilon!r} beside mixers, whose norms have {_EPSILON}")
-    fields: dict[str, Any] = {"is_hybrid_model": True}
+    fields: ModelFields = {"is_hybrid_model": True}
     fields |= {name: arguments[name] for name in _SIZES if arguments.get(name) is not None}
     if pattern:
         if len(pattern) != (layers := arguments.get("num_layers")) and {*pattern} <= {*"M*-E"}:

@@ -12,7 +12,7 @@ from typing import Any
 from megazero.config.fields import names_with
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.roles import Role
-from megazero.formats.megatron.dialects import BLOCK, UNSET, Arguments, renumbered
+from megazero.formats.megatron.dialects import BLOCK, UNSET, Arguments, ModelFields, renumbered
 from megazero.spec.model import LayerSpec
 from megazero.spec.parts import LatentAttentionSpec
 
@@ -62,7 +62,7 @@ def latent_norms() -> Iterator[tuple[str, str, str]]:
     yield "latent_norm", "kv_layernorm", "l"
 
 
-def latent_settings(arguments: Arguments) -> dict[str, Any]:
+def latent_settings(arguments: Arguments) -> ModelFields:
     """The settings of latent attention, which has a RoPE of its own; empty for models without it.
 
     Raises:
@@ -77,7 +77,7 @@ def latent_settings(arguments: Arguments) -> dict[str, Any]:
                 f"--megatron-args)"
             )
     kind = arguments.get("rope_type") or "yarn"
-    fields: dict[str, Any] = {"multi_latent_attention": True, "rotary_percent": 1.0}
+    fields: ModelFields = {"multi_latent_attention": True, "rotary_percent": 1.0}
     fields["rope_type"] = arguments.get("rope_type")
     fields |= {name: arguments[name] for name in _SAME if arguments.get(name) is not None}
     scaling = {name: arguments[name] for name in _SCALING if arguments.get(name) is not None}

@@ -6,9 +6,8 @@ Megatron's arguments do not say whether they are a BERT's or a GPT's; the names 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
-from megazero.formats.megatron.dialects import Arguments
+from megazero.formats.megatron.dialects import Arguments, ModelFields
 from megazero.spec.model import ModelSpec
 
 _FAMILY = "bert"
@@ -17,7 +16,7 @@ _BINARY_HEAD = "binary_head.weight"
 _TYPES = "embedding.tokentype_embeddings.weight"
 
 
-def family_settings(names: Collection[str], arguments: Arguments) -> dict[str, Any]:
+def family_settings(names: Collection[str], arguments: Arguments) -> ModelFields:
     """The settings of a BERT that a GPT lacks; empty for a GPT.
 
     Args:

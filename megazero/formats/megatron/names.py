@@ -48,9 +48,9 @@ class ShardedRule:
     """A rule, and the way in which tensor-parallel ranks split the tensor.
 
     Attributes:
-        rule: the rule. letter: the dim that ranks split; None if each rank has the whole. A vocabulary
-        (letter v) is padded at
-            its end, by any number of rows.
+        rule: the rule.
+        letter: the dim that ranks split; None if each rank has the whole. A vocabulary (letter v) is padded
+            at its end, by any number of rows.
         kind: our kind of the tensor.
         either: the dim that some implementations split, while others have the whole on each rank.
     """

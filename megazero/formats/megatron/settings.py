@@ -13,7 +13,7 @@ from megazero.config.fields import names_with
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.roles import Role
 from megazero.errors import CheckpointError
-from megazero.formats.megatron.dialects import UNSET, Arguments
+from megazero.formats.megatron.dialects import UNSET, Arguments, ModelFields
 from megazero.formats.megatron.hybrid import hybrid_settings
 from megazero.formats.megatron.latent import latent_settings
 from megazero.formats.pickles import PositionEmbedding
@@ -106,9 +106,9 @@ def read_settings(
         wrong.append(
             "`apply_layernorm_1p` is True (but not for all norms: those of embeddings, or of a head)"
         )
-    fields: dict[str, Any] = {n: arguments[n] for n in _SAME_NAME if arguments.get(n) is not None}
+    fields: ModelFields = {n: arguments[n] for n in _SAME_NAME if arguments.get(n) is not None}
     fields |= family
-    parts: tuple[Callable[[Arguments, bool], dict[str, Any]], ...] = (
+    parts: tuple[Callable[[Arguments, bool], ModelFields], ...] = (
         _heads,
         _positions,
         _normalization,
@@ -146,7 +146,7 @@ def _comparable(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _heads(arguments: Arguments, core: bool) -> dict[str, Any]:
+def _heads(arguments: Arguments, core: bool) -> ModelFields:
     # Megatron-LM stores `num_query_groups` 1 even without groups, and `kv_channels` even with latent
     # attention, which has sizes of its own.
     if arguments.get("multi_latent_attention"):
@@ -155,7 +155,7 @@ def _heads(arguments: Arguments, core: bool) -> dict[str, Any]:
     return {"num_query_groups": groups or arguments.get("num_key_value_heads")}
 
 
-def _positions(arguments: Arguments, core: bool) -> dict[str, Any]:
+def _positions(arguments: Arguments, core: bool) -> ModelFields:
     kind = arguments.get("position_embedding_type", "learned_absolute")
     if arguments.get("use_rotary_position_embeddings"):
         kind = "rope"
@@ -189,13 +189,13 @@ def _positions(arguments: Arguments, core: bool) -> dict[str, Any]:
     }
 
 
-def _turned_otherwise(arguments: Arguments) -> dict[str, Any]:
+def _turned_otherwise(arguments: Arguments) -> ModelFields:
     """Settings of interleaved RoPE and of layers without RoPE, if the arguments have them.
 
     Raises:
         ValueError: `no_rope_freq` is neither a list with a 1 for layers without RoPE, nor an interval.
     """
-    own: dict[str, Any] = {} if arguments.get("rotary_interleaved") in UNSET else {"rotary_interleaved": True}
+    own: ModelFields = {} if arguments.get("rotary_interleaved") in UNSET else {"rotary_interleaved": True}
     freq, layers = _comparable(arguments.get("no_rope_freq")), arguments.get("num_layers")
     if freq in UNSET:
         return own
@@ -207,7 +207,7 @@ def _turned_otherwise(arguments: Arguments) -> dict[str, Any]:
     return {**own, "no_rope_freq": freq}
 
 
-def _normalization(arguments: Arguments, core: bool) -> dict[str, Any]:
+def _normalization(arguments: Arguments, core: bool) -> ModelFields:
     kind = arguments.get("normalization") or "LayerNorm"
     if not isinstance(kind, str) or kind.lower() not in _NORMS:
         raise ValueError(f"`normalization` is {kind!r}")
@@ -219,7 +219,7 @@ def _normalization(arguments: Arguments, core: bool) -> dict[str, Any]:
     return {"normalization": _NORMS[kind.lower()], "norm_epsilon": epsilon}
 
 
-def _activation(arguments: Arguments, core: bool) -> dict[str, Any]:
+def _activation(arguments: Arguments, core: bool) -> ModelFields:
     # Megatron's fused bias and GELU compute the tanh form, its unfused GELU the erf form. Its fused SwiGLU
     # ignores the settings of gated activations.
     gated = {name: arguments[name] for name in GATED if _comparable(arguments.get(name)) not in UNSET}
@@ -255,16 +255,16 @@ def with_grouped_mlp(arguments: Arguments) -> bool:
     return bool(arguments.get("moe_grouped_gemm") and legacy)
 
 
-def _attention(arguments: Arguments, core: bool) -> dict[str, Any]:
+def _attention(arguments: Arguments, core: bool) -> ModelFields:
     # Without a window, the layers that it is for mean nothing.
-    fields: dict[str, Any] = {"softmax_type": arguments.get("softmax_type") or "vanilla"}
+    fields: ModelFields = {"softmax_type": arguments.get("softmax_type") or "vanilla"}
     window = arguments.get("window_size")
     if window in UNSET:
         return fields
     return {**fields, "window_size": window, "window_attn_skip_freq": arguments.get("window_attn_skip_freq")}
 
 
-def _experts(arguments: Arguments, core: bool) -> dict[str, Any]:
+def _experts(arguments: Arguments, core: bool) -> ModelFields:
     if _comparable(arguments.get("num_experts")) in (*UNSET, 1, (1,)):
         return {}
     counts = arguments["num_experts"]

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -232,7 +232,7 @@ def _header(loaded: Saved) -> Header:
     )
 
 
-def numbers_in(tree: Any) -> Mapping[str, Sequence[float]]:
+def numbers_in(tree: object) -> Mapping[str, Sequence[float]]:
     """Collect the values of `_NUMBERS` in nested mappings and lists, by name, as plain numbers."""
     numbers: dict[str, list[float]] = defaultdict(list)
     for name, value in _named(tree):
@@ -240,7 +240,7 @@ def numbers_in(tree: Any) -> Mapping[str, Sequence[float]]:
     return dict(numbers)
 
 
-def _named(tree: Any, depth: int = 0) -> Iterator[tuple[str, float]]:
+def _named(tree: object, depth: int = 0) -> Iterator[tuple[str, float]]:
     if depth > _DEEPEST_NUMBER:
         return
     if isinstance(tree, Mapping):
@@ -253,22 +253,23 @@ def _named(tree: Any, depth: int = 0) -> Iterator[tuple[str, float]]:
             yield from _named(inner, depth + 1)
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     """The value as a number, which may be in a tensor of one element; None for others."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if plain and math.isfinite(value) else None
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    return None
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return values that can be compared and printed; replace all others by `Inert`."""
     if isinstance(value, (list, tuple)):
         return tuple(_plain(item) for item in value)
     return value if isinstance(value, (bool, int, float, str, PositionEmbedding, type(None))) else Inert()
 
 
-def flatten(path: Path, tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+def flatten(path: Path, tree: object, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
     """The tensors in nested mappings, with names joined by dots; other values are left out.
 
     Raises:

@@ -38,7 +38,7 @@ class ZeroStates:
     numbers: Saved
 
 
-def read_zero(folder: Path, rank: int, shapes: Any, inert: Sequence[str] = ()) -> ZeroStates:
+def read_zero(folder: Path, rank: int, shapes: object, inert: Sequence[str] = ()) -> ZeroStates:
     """Read the state of a model-parallel rank's optimizer.
 
     Args:
