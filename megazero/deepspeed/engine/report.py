@@ -89,13 +89,12 @@ class Reporter:
     Attributes:
         timers: time the phases forward, backward and step.
         clocks: DeepSpeed's timers of the same phases, for scripts; they run with `wall_clock_breakdown`.
-        settings: the engine's settings; they choose what is reported.
         monitor: records a script's own values.
         tput_timer: measures samples per second.
         profiler: the profile of the step that the JSON's `flops_profiler` names; None before that step.
 
     Args:
-        settings: the engine's settings.
+        settings: the engine's settings, which choose what is reported.
         context: the rank's groups; rank 0 prints.
         traffic: counts the collectives; None without `comms_logger`.
     """

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from megazero.deepspeed.pipe.chunk import StageBatch
-from megazero.deepspeed.pipe.grid import PipelineParallelGrid
 from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.errors import DataError
 
@@ -23,27 +22,20 @@ class DataEnded(DataError, StopIteration):
 class StagePosition:
     """The members of a `PipelineEngine` that concern the rank's position in the pipeline.
 
-    Args:
-        module: the stage.
+    Attributes:
+        grid: this rank's coordinates and groups.
+        num_stages: the number of stages.
+        stage_id: this rank's stage.
+        is_pipe_parallel: whether there is more than one stage.
+        is_data_parallel: whether there is more than one pipeline.
+        is_model_parallel: whether the tensor-parallel size is above 1.
     """
 
     def __init__(self, module: PipelineStage):
-        self._module = module
-
-    @property
-    def grid(self) -> PipelineParallelGrid:
-        """This rank's coordinates and groups."""
-        return self._module.mpu()
-
-    @property
-    def num_stages(self) -> int:
-        """The number of stages."""
-        return self._module.num_stages
-
-    @property
-    def stage_id(self) -> int:
-        """This rank's stage."""
-        return self._module.stage_id
+        self.grid, self.num_stages, self.stage_id = module.mpu(), module.num_stages, module.stage_id
+        self.is_pipe_parallel = self.num_stages > 1
+        self.is_data_parallel = self.grid.data_parallel_size > 1
+        self.is_model_parallel = self.grid.model_parallel_size > 1
 
     def get_pipeline_parallel_rank(self) -> int:
         """This rank's stage."""
@@ -55,22 +47,7 @@ class StagePosition:
 
     def is_last_stage(self) -> bool:
         """Whether this rank holds the last layers, and computes the loss."""
-        return self._module.is_last_stage
-
-    @property
-    def is_pipe_parallel(self) -> bool:
-        """Whether there is more than one stage."""
-        return self.num_stages > 1
-
-    @property
-    def is_data_parallel(self) -> bool:
-        """Whether there is more than one pipeline."""
-        return self.grid.data_parallel_size > 1
-
-    @property
-    def is_model_parallel(self) -> bool:
-        """Whether the tensor-parallel size is above 1."""
-        return self.grid.model_parallel_size > 1
+        return self.stage_id == self.num_stages - 1
 
 
 class PipelineFeed:

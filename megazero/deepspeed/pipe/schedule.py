@@ -79,7 +79,9 @@ class PipeSchedule:
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int):
         self.micro_batches, self.stages, self.stage_id = micro_batches, stages, stage_id
+        self.num_micro_batches, self.num_stages, self.stage = micro_batches, stages, stage_id
         self.prev_stage, self.next_stage = stage_id - 1, stage_id + 1
+        self.is_first_stage, self.is_last_stage = stage_id == 0, stage_id == stages - 1
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """The instructions of each step."""
@@ -88,31 +90,6 @@ class PipeSchedule:
     def num_pipe_buffers(self) -> int:
         """The number of buffers: the most micro-batches that the stage holds at a time."""
         return self.micro_batches
-
-    @property
-    def stage(self) -> int:
-        """The stage."""
-        return self.stage_id
-
-    @property
-    def num_stages(self) -> int:
-        """The number of stages."""
-        return self.stages
-
-    @property
-    def num_micro_batches(self) -> int:
-        """The number of micro-batches."""
-        return self.micro_batches
-
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this is the first stage."""
-        return self.stage_id == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this is the last stage."""
-        return self.stage_id == self.stages - 1
 
     def __iter__(self) -> Iterator[list[PipeInstruction]]:
         return self.steps()

@@ -53,7 +53,6 @@ class Init(Builder):
         module: a finished module, which is sharded at once.
         data_parallel_group: the ranks to shard over, a group of torch's or ours; by default all ranks that
             hold the same parameters.
-        mem_efficient_linear: has no effect.
         remote_device: the device of slices until `initialize`: ``cpu``, or ``none`` for the rank's device;
             ``nvme`` means ``cpu`` here. By default the configuration's `offload_param.device`.
         pin_memory: whether slices on the host are in pinned memory.
@@ -62,12 +61,10 @@ class Init(Builder):
         enabled: False makes the context do nothing.
         dtype: dtype of the weights; takes precedence over the configuration. By default they keep theirs.
         mpu: see `find_context`.
-        zero_param_parallel_group: has no effect; see `zero_hpz_partition_size` in the configuration.
-        zero_quantized_weights: has no effect; the configuration decides how an engine gathers.
-        zero_quantized_nontrainable_weights: has no effect.
         sequence_data_parallel_group: another name for `data_parallel_group`.
-        param_swapper: has no effect; `initialize` moves slices to disk.
         tensor_overrides: members of `DeepSpeedTensorOverride`; without `dtype`, weights keep their dtype.
+        mem_efficient_linear, zero_param_parallel_group, zero_quantized_weights, param_swapper,
+        zero_quantized_nontrainable_weights: have no effect; the configuration decides how an engine gathers.
 
     Raises:
         ConfigError: the configuration is refused, or an argument contradicts another.
