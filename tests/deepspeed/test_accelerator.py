@@ -15,7 +15,7 @@ from megazero.errors import ConfigError
 @pytest.fixture
 def fresh(monkeypatch):
     """As in a process that has not asked yet."""
-    monkeypatch.setattr(choose._CHOICE, "accelerator", None)
+    monkeypatch.setattr(choose._CURRENT, "accelerator", None)
 
 
 @pytest.mark.parametrize(("wanted", "kind"), [("cpu", Accelerator), ("cuda", CudaAccelerator)])

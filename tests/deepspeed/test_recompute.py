@@ -88,7 +88,7 @@ def test_tensor_parallel_ranks_keep_a_part_each(in_cpu):
         mask = torch.ones(3, 4, dtype=torch.bool)
         (recompute.checkpoint(lambda x, y, mask: (x.sin() * y * mask).cos(), x, y, mask)).sum().backward()
         recompute.partition_activations_in_checkpoint(False)
-        keeping = recompute._Keeping(thread_context(world, grid, rank).tp)
+        keeping = recompute._CheckpointInputs(thread_context(world, grid, rank).tp)
         _, (kept, *_) = keeping._pack(torch.ones(4, 4))
         return x.grad, y.grad, kept.numel()
 

@@ -15,7 +15,7 @@ from megazero.deepspeed.tensor_parallel.cutter import Cutter
 from megazero.deepspeed.tensor_parallel.families import read_families
 from megazero.deepspeed.tensor_parallel.heads import Heads
 from megazero.deepspeed.tensor_parallel.policy import SlicingPolicy, slice_model
-from megazero.deepspeed.tensor_parallel.slices import Piece, Sliced
+from megazero.deepspeed.tensor_parallel.slices import SlicedWeight, WeightPiece
 from megazero.deepspeed.tensor_parallel.training import TensorParallelRequest, tp_model_init
 from megazero.deepspeed.zero import Init
 from megazero.errors import ConfigError, DataError
@@ -105,19 +105,19 @@ def test_heads_of_a_rank(heads, local):
 @over_table(
     "pieces",
     [
-        (Piece(12, 12),),
-        (Piece(7, 7),),
-        (Piece(12, 3),),
-        (Piece(8, 8), Piece(8, 8), Piece(8, 8)),
-        (Piece(16, 4), Piece(8, 2), Piece(8, 2)),
-        (Piece(5, 5, align=8), Piece(5, 5, align=8)),
+        (WeightPiece(12, 12),),
+        (WeightPiece(7, 7),),
+        (WeightPiece(12, 3),),
+        (WeightPiece(8, 8), WeightPiece(8, 8), WeightPiece(8, 8)),
+        (WeightPiece(16, 4), WeightPiece(8, 2), WeightPiece(8, 2)),
+        (WeightPiece(5, 5, align=8), WeightPiece(5, 5, align=8)),
     ],
 )
 @over_table("ranks", [1, 2, 3, 4])
 def test_the_slices_of_all_ranks_are_the_whole(pieces, ranks):
     width = sum(piece.width for piece in pieces)
     whole = torch.arange(3.0 * width).view(width, 3) + 1
-    sliced = Sliced("weight", (width, 3), 0, pieces)
+    sliced = SlicedWeight("weight", (width, 3), 0, pieces)
     slices = [sliced.of(whole, rank, ranks) for rank in range(ranks)]
     assert len({part.shape for part in slices}) == 1
     assert torch.equal(sliced.join(slices), whole)

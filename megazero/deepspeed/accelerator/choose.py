@@ -11,14 +11,14 @@ from megazero.deepspeed.accelerator.cuda import CudaAccelerator
 from megazero.errors import ConfigError
 
 
-class _Choice:
+class _CurrentAccelerator:
     """The accelerator of this process, which is chosen once for all callers."""
 
     def __init__(self) -> None:
         self.accelerator: Accelerator | None = None
 
 
-_CHOICE = _Choice()
+_CURRENT = _CurrentAccelerator()
 
 
 def get_accelerator() -> Accelerator:
@@ -27,7 +27,7 @@ def get_accelerator() -> Accelerator:
     Raises:
         ConfigError: DS_ACCELERATOR is neither cpu nor cuda.
     """
-    if _CHOICE.accelerator is None:
+    if _CURRENT.accelerator is None:
         default = "cuda" if torch.cuda.is_available() else "cpu"
         wanted = os.environ.get("DS_ACCELERATOR", default)
         kinds = {"cpu": Accelerator, "cuda": CudaAccelerator}
@@ -36,8 +36,8 @@ def get_accelerator() -> Accelerator:
                 f"the environment variable `DS_ACCELERATOR` must be cpu or cuda, but is {wanted!r}; megazero "
                 "runs on no other device"
             )
-        _CHOICE.accelerator = kinds[wanted]()
-    return _CHOICE.accelerator
+        _CURRENT.accelerator = kinds[wanted]()
+    return _CURRENT.accelerator
 
 
 def set_accelerator(accel_obj: Accelerator) -> None:
@@ -49,7 +49,7 @@ def set_accelerator(accel_obj: Accelerator) -> None:
     if not isinstance(accel_obj, Accelerator):
         kind = type(accel_obj).__name__
         raise ConfigError(f"`accel_obj` must be a DeepSpeedAccelerator, but is a {kind}; derive it from that")
-    _CHOICE.accelerator = accel_obj
+    _CURRENT.accelerator = accel_obj
 
 
 def is_current_accelerator_supported() -> bool:

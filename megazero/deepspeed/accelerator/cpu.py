@@ -34,12 +34,12 @@ def _always(value: object, docstring: str) -> Any:
     return method
 
 
-class _Devices:
+class _DeviceCalls:
     """The devices of this host."""
 
     set_device = _always(None, "Set this process's device.")
     synchronize = _always(None, "Wait until all work on the device is done.")
-    is_available = _always(True, "Whether there is such a device.")
+    is_available = _always(True, "Whether there is a device of this type.")
     communication_backend_version = _always(None, "The version of the communication library, if known.")
 
     _name = "cpu"
@@ -73,7 +73,7 @@ class _Devices:
         return int(size) if size.isdigit() and int(size) else max(1, nodes)
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on such a device."""
+        """Whether a tensor is on a device of this type."""
         return tensor.device.type == self._name
 
     def communication_backend_name(self) -> str:
@@ -81,7 +81,7 @@ class _Devices:
         return self._backend
 
 
-class _RandomNumbers:
+class _RandomCalls:
     """The device's random number generator."""
 
     _random: ModuleType = torch
@@ -120,7 +120,7 @@ class _RandomNumbers:
         return ()
 
 
-class _Streams:
+class _StreamCalls:
     """Streams, events, graphs and profiler ranges, none of which exist on the CPU."""
 
     stream = _always(nullcontext(), "A context that selects a stream.")
@@ -146,7 +146,7 @@ class _Streams:
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
 
-class _Memory:
+class _MemoryCalls:
     """The device's memory in bytes; on the CPU this process's."""
 
     empty_cache = _always(None, "Return unused cached memory to the device.")
@@ -205,7 +205,7 @@ class _Memory:
     reset_max_memory_allocated = reset_max_memory_cached
 
 
-class _Types:
+class _DtypeCalls:
     """Tensor types, and the dtypes that the device supports."""
 
     is_bf16_supported = _always(True, "Whether the device supports bf16.")
@@ -227,7 +227,7 @@ class _Types:
         return [torch.float32, *half, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
 
-class _Host:
+class _HostCalls:
     """Pinned memory, operators, compilers and environment variables."""
 
     op_builder_dir = _always("deepspeed.ops.op_builder", "The module of the operators' builders.")
@@ -288,7 +288,7 @@ class _Host:
         self._compiler = backend
 
 
-class Accelerator(_Devices, _RandomNumbers, _Streams, _Memory, _Types, _Host):
+class Accelerator(_DeviceCalls, _RandomCalls, _StreamCalls, _MemoryCalls, _DtypeCalls, _HostCalls):
     """The CPU."""
 
 

@@ -21,7 +21,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         for name, short in DTYPE_NAMES.items()
     }
 )
-DEEPSPEED_OPTIMIZERS = (*("adagrad", "adam", "adamw", "lamb", "muadam", "muadamw", "musgd", "lion", "muon"),)
+DEEPSPEED_OPTIMIZERS = ("adagrad", "adam", "adamw", "lamb", "muadam", "muadamw", "musgd", "lion", "muon")
 """The names of DeepSpeed's own optimizers, which match in any case."""
 
 

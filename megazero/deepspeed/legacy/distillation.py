@@ -1,4 +1,4 @@
-"""A student's loss on its own texts, against a teacher's distribution (Agarwal et al. 2024)."""
+"""On-policy distillation: a student's loss on its own texts against a teacher (Agarwal et al. 2024)."""
 
 from __future__ import annotations
 

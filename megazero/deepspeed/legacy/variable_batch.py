@@ -11,14 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megazero.deepspeed.config.shown import value_at
 from megazero.deepspeed.legacy.indexed import MMapIndexedDataset, dataset_exists
 from megazero.deepspeed.legacy.variable_lr import VariableBatchSizeLR, lr_scheduler_for_variable_batch_size
-from megazero.deepspeed.schedules.warmup import RateSchedule
 from megazero.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -173,7 +170,9 @@ def dataloader_for_variable_batch_size(
     pad = sample_padding_fn if required_microbatches_of_same_seqlen else None
     collate = _MicroBatches(dataset, batch_max_seqlens, dataloader_collate_fn, pad)
     ids = cast(Dataset[_MicroBatch], microbatch_ids)  # a sequence is all that a loader asks for
-    sampler = DistributedSampler(ids, dataloader_num_replicas, dataloader_rank, shuffle=False)
+    sampler: DistributedSampler[_MicroBatch] = DistributedSampler(
+        ids, dataloader_num_replicas, dataloader_rank, shuffle=False
+    )
     workers = dataloader_num_workers
     shared: dict[str, Any] = {"batch_size": dataloader_batch_size, "pin_memory": dataloader_pin_memory}
     shared["collate_fn"] = collate
@@ -188,7 +187,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size(
     effective_batch_size: int,
     dataset_filter_ids: Sequence[int] | None = None,
     lr_scaling_method: str | None = "linear",
-    lr_scheduler_or_optimizer: LRScheduler | RateSchedule | Optimizer | None = None,
+    lr_scheduler_or_optimizer: Any = None,
     required_microbatches_of_same_size: bool = False,
     verbose: bool = False,
     **others: Any,

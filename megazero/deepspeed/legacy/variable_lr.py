@@ -36,7 +36,7 @@ def scale_lr(
     raise ConfigError(f"`lr_scaling_method` must be linear, sqrt or none, but is {method!r}")
 
 
-class _Constant(LRScheduler):
+class _ConstantRates(LRScheduler):
     """Keeps the learning rates constant."""
 
     def get_lr(self) -> list[float | Tensor]:
@@ -119,5 +119,5 @@ def lr_scheduler_for_variable_batch_size(
     """Wrap a schedule, or the constant rates of an optimizer, in a `VariableBatchSizeLR`."""
     base = lr_scheduler_or_optimizer
     if isinstance(base, Optimizer):
-        base = _Constant(base)
+        base = _ConstantRates(base)
     return VariableBatchSizeLR(base, base_batch_size, batch_sizes, dataloader, lr_scaling_method)

@@ -157,7 +157,7 @@ def checkpoint(function: Callable[..., _T], *args: object, **kwargs: object) -> 
     `get_cuda_rng_tracker`.
     """
     settings = current_settings()
-    keeping = _Keeping(settings.group if settings.partition else None, settings.in_cpu)
+    keeping = _CheckpointInputs(settings.group if settings.partition else None, settings.in_cpu)
     runs = iter(("forward", "backward"))
 
     def run(*inputs: object) -> _T:
@@ -168,7 +168,11 @@ def checkpoint(function: Callable[..., _T], *args: object, **kwargs: object) -> 
 
     with keeping.hooks():
         result: _T = recompute(
-            run, *args, *kwargs.values(), use_reentrant=False, context_fn=lambda: (nullcontext(), _Replay())
+            run,
+            *args,
+            *kwargs.values(),
+            use_reentrant=False,
+            context_fn=lambda: (nullcontext(), _TrackerReplay()),
         )
     return result
 
@@ -177,7 +181,7 @@ non_reentrant_checkpoint = checkpoint
 
 
 @dataclass(frozen=True)
-class _Keeping(InputKeeping):
+class _CheckpointInputs(InputKeeping):
     """Keeps tensors whole that do not divide by the ranks, and parameters and integers as they are."""
 
     def _pack(self, x: Tensor) -> Any:
@@ -193,7 +197,7 @@ class _Keeping(InputKeeping):
         return InputKeeping._unpack(self if split else replace(self, partition=None), kept)
 
 
-class _Replay:
+class _TrackerReplay:
     """A context in which the tracker repeats the random numbers that it drew since construction."""
 
     def __init__(self) -> None:

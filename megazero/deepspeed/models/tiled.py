@@ -236,7 +236,7 @@ class SequenceTiledCompute:
         output_reduction: Reduction,
         *args: Any,
     ) -> Tensor:
-        """Compute; `args` are the values of `keys_to_shard`, then those of `keys_to_pass`."""
+        """Call `sequence_tiled_compute`; `args` are the values of `keys_to_shard`, then of `keys_to_pass`."""
         sharded = dict(zip(keys_to_shard, args[: len(keys_to_shard)], strict=True))
         passed = dict(zip(keys_to_pass, args[len(keys_to_shard) :], strict=True))
         options = (grad_requiring_tensor_key, compute_params, output_unshard_dimension, output_reduction)

@@ -73,7 +73,8 @@ def of_json(named: Named, optimizer: Optimizer) -> Any:
         ConfigError: the schedule is unknown, or takes other arguments.
     """
     kind: Any = SCHEDULES.get(named.type) or getattr(torch.optim.lr_scheduler, named.type, None)
-    if not inspect.isclass(kind) or not callable(getattr(kind, "step", None)):
+    is_class = inspect.isclass(kind)
+    if not is_class or not callable(getattr(kind, "step", None)):
         raise ConfigError(
             f"`scheduler.type` must be {', '.join(SCHEDULES)} or a class of torch.optim.lr_scheduler, but is "
             f"{named.type}"

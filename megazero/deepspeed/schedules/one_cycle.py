@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 
-from megazero.deepspeed.schedules.warmup import PerGroup, RateSchedule, ScheduleError, positive
+from megazero.deepspeed.schedules.warmup import PerGroup, RateSchedule, RateScheduleError, positive
 
 HIGHEST_MOMENTUM = 0.9999
 """The limit of a growing momentum: at 1, an average would ignore new gradients."""
@@ -31,7 +31,7 @@ class OneCycle(RateSchedule):
             steps, up to `HIGHEST_MOMENTUM`.
 
     Raises:
-        ScheduleError: a size is out of range, or a list has the wrong length.
+        RateScheduleError: a size is out of range, or a list has the wrong length.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class OneCycle(RateSchedule):
         super().__init__(optimizer, last_batch_iteration)
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         if cycle_first_step_size <= 0 or second < 0:
-            raise ScheduleError(
+            raise RateScheduleError(
                 "`cycle_first_step_size` must be positive and `cycle_second_step_size` at least 0, but they "
                 f"are {cycle_first_step_size} and {second}"
             )
@@ -146,7 +146,7 @@ class LRRangeTest(RateSchedule):
         last_batch_iteration: see `RateSchedule`.
 
     Raises:
-        ScheduleError: the step size is no positive integer, or a list has the wrong length.
+        RateScheduleError: the step size is no positive integer, or a list has the wrong length.
     """
 
     def __init__(

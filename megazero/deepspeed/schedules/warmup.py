@@ -21,7 +21,7 @@ PerGroup = float | Sequence[float]
 """One value for all parameter groups, or a list with one for each group."""
 
 
-class ScheduleError(ConfigError, ValueError):
+class RateScheduleError(ConfigError, ValueError):
     """An argument of a schedule is wrong; a ValueError too, because scripts for DeepSpeed catch that."""
 
 
@@ -88,13 +88,13 @@ class RateSchedule(ABC):
         """Return the value of each group.
 
         Raises:
-            ScheduleError: a list has the wrong length.
+            RateScheduleError: a list has the wrong length.
         """
         count = len(self.optimizer.param_groups)
         if not isinstance(value, list | tuple):
             return [value] * count  # type: ignore[list-item]  # a number
         if len(value) != count:
-            raise ScheduleError(
+            raise RateScheduleError(
                 f"`{name}` must be a number or a list with one for each of {count} parameter groups, but has "
                 f"{len(value)}"
             )
@@ -108,7 +108,7 @@ class WarmupSchedule(RateSchedule):
         warmup: the warmup.
     """
 
-    warmup: Warmup
+    warmup: WarmupPhase
 
     @property
     def warmup_num_steps(self) -> int:
@@ -133,7 +133,7 @@ class WarmupLR(WarmupSchedule):
         last_batch_iteration: see `RateSchedule`.
 
     Raises:
-        ScheduleError: `warmup_num_steps` is no positive integer, or a list has the wrong length.
+        RateScheduleError: `warmup_num_steps` is no positive integer, or a list has the wrong length.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class WarmupLR(WarmupSchedule):
         last_batch_iteration: int = -1,
     ):
         super().__init__(optimizer, last_batch_iteration)
-        self.warmup = Warmup(warmup_num_steps, warmup_type)
+        self.warmup = WarmupPhase(warmup_num_steps, warmup_type)
         own = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.min_lrs = self._per_group(warmup_min_lr, "warmup_min_lr")
         self.max_lrs = self._per_group(own if warmup_max_lr is None else warmup_max_lr, "warmup_max_lr")
@@ -207,7 +207,7 @@ class WarmupCosineLR(WarmupSchedule):
         last_batch_iteration: see `RateSchedule`.
 
     Raises:
-        ScheduleError: `warmup_num_steps` is no positive integer.
+        RateScheduleError: `warmup_num_steps` is no positive integer.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class WarmupCosineLR(WarmupSchedule):
         last_batch_iteration: int = -1,
     ):
         super().__init__(optimizer, last_batch_iteration)
-        self.warmup = Warmup(warmup_num_steps, warmup_type)
+        self.warmup = WarmupPhase(warmup_num_steps, warmup_type)
         self.warmup.warn_if_longer(total_num_steps)
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
@@ -246,7 +246,7 @@ class WarmupCosineLR(WarmupSchedule):
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * height)
 
 
-class Warmup:
+class WarmupPhase:
     """The warmup of a schedule.
 
     Args:
@@ -278,10 +278,10 @@ def positive(value: object, name: str) -> int:
     """Return a value after checking that it is a positive integer.
 
     Raises:
-        ScheduleError: it is not.
+        RateScheduleError: it is not.
     """
     if not isinstance(value, int) or value <= 0:
-        raise ScheduleError(f"`{name}` must be a positive integer, but is {value!r}")
+        raise RateScheduleError(f"`{name}` must be a positive integer, but is {value!r}")
     return value
 
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from megazero.deepspeed.tensor_parallel.by_rules import slice_by_rules, width_of
 from megazero.deepspeed.tensor_parallel.cutter import Cutter
-from megazero.deepspeed.tensor_parallel.families import Family
+from megazero.deepspeed.tensor_parallel.families import ModelFamily
 from megazero.deepspeed.tensor_parallel.heads import Heads, heads_of
 from megazero.deepspeed.tensor_parallel.layers import HeadRows, is_linear
-from megazero.deepspeed.tensor_parallel.rules import Rule
-from megazero.deepspeed.tensor_parallel.slices import Piece
+from megazero.deepspeed.tensor_parallel.rules import SlicingRule
+from megazero.deepspeed.tensor_parallel.slices import WeightPiece
 from megazero.errors import ConfigError
 
 
@@ -35,7 +35,9 @@ _KINDS: Mapping[str, str] = MappingProxyType(
 """Role of a module -> the kind of a script's rule that says the same; all other roles are "whole"."""
 
 
-def slice_family(cutter: Cutter, family: Family, rules: Mapping[str, Rule] = MappingProxyType({})) -> None:
+def slice_family(
+    cutter: Cutter, family: ModelFamily, rules: Mapping[str, SlicingRule] = MappingProxyType({})
+) -> None:
     """Slice the blocks and the output layer of a model.
 
     Args:
@@ -83,7 +85,7 @@ class FamilyCuts:
         config: the model's Hugging Face configuration.
     """
 
-    def __init__(self, cutter: Cutter, family: Family, heads: Heads, config: Any):
+    def __init__(self, cutter: Cutter, family: ModelFamily, heads: Heads, config: Any):
         self.cutter, self.family, self.config = cutter, family, config
         self.roles: dict[str, str] = {}
         fused = [entry.partition("=")[0] for entry in family.names["fused"]]
@@ -101,9 +103,9 @@ class FamilyCuts:
         """Slice fused queries, keys and values."""
         heads = self.heads
         if self.family.layout(path, self.config) == "thirds":
-            pieces: tuple[Piece, ...] = (self._queries(), self._keys(), self._keys())
+            pieces: tuple[WeightPiece, ...] = (self._queries(), self._keys(), self._keys())
         else:
-            pieces = (Piece((heads.query + 2 * heads.key_value) * heads.width, heads.key_value),)
+            pieces = (WeightPiece((heads.query + 2 * heads.key_value) * heads.width, heads.key_value),)
         self.cutter.column(path, pieces)
 
     def output(self, path: str) -> None:
@@ -117,7 +119,7 @@ class FamilyCuts:
     def halves(self, path: str) -> None:
         """Slice two fused MLP weights."""
         both = self._features(path, outputs=True)
-        half = Piece(both.width // 2, both.width // 2)
+        half = WeightPiece(both.width // 2, both.width // 2)
         self.cutter.column(path, (half, half))
 
     def down(self, path: str) -> None:
@@ -132,7 +134,7 @@ class FamilyCuts:
         """Slice an embedding with a column for each head."""
         heads = self.heads
         weight = self.cutter.model.get_parameter(f"{path}.weight")
-        self.cutter.parameter(f"{path}.weight", weight, 1, (Piece(heads.query, heads.units),))
+        self.cutter.parameter(f"{path}.weight", weight, 1, (WeightPiece(heads.query, heads.units),))
 
     def whole(self, path: str) -> None:
         """Keep the module whole on each rank."""
@@ -141,18 +143,20 @@ class FamilyCuts:
         """Mark weights that all heads share."""
         self.cutter.shared(path)
 
-    def _queries(self) -> Piece:
-        return Piece(self.heads.query * self.heads.width, self.heads.units)
+    def _queries(self) -> WeightPiece:
+        return WeightPiece(self.heads.query * self.heads.width, self.heads.units)
 
-    def _keys(self) -> Piece:
+    def _keys(self) -> WeightPiece:
         heads = self.heads
-        return Piece(heads.key_value * heads.width, heads.key_value, heads.used if heads.shared else None)
+        return WeightPiece(
+            heads.key_value * heads.width, heads.key_value, heads.used if heads.shared else None
+        )
 
-    def _features(self, path: str, outputs: bool) -> Piece:
+    def _features(self, path: str, outputs: bool) -> WeightPiece:
         width = width_of(self.cutter.model.get_submodule(path), outputs)
         if width % self.cutter.group.size:
             _check_activation(self.config, path)
-        return Piece(width, width)
+        return WeightPiece(width, width)
 
 
 class FamilyPlan(FamilyCuts):
@@ -179,7 +183,7 @@ class FamilyPlan(FamilyCuts):
             if role is not None and not (role == "shared" and not owns):
                 self.roles[f"{path}.{name}"] = role
 
-    def agrees(self, path: str, rule: Rule) -> bool:
+    def agrees(self, path: str, rule: SlicingRule) -> bool:
         """Whether a script's rule slices the module as the family's row does."""
         plain = rule.pieces == 1 and not rule.gather
         return plain and _KINDS.get(self.roles.get(path, ""), "whole") == rule.kind

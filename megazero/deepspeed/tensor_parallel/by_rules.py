@@ -10,8 +10,8 @@ from torch import nn
 from megazero.deepspeed.tensor_parallel.cutter import Cutter
 from megazero.deepspeed.tensor_parallel.heads import heads_of
 from megazero.deepspeed.tensor_parallel.layers import is_linear
-from megazero.deepspeed.tensor_parallel.rules import Rule
-from megazero.deepspeed.tensor_parallel.slices import Piece
+from megazero.deepspeed.tensor_parallel.rules import SlicingRule
+from megazero.deepspeed.tensor_parallel.slices import WeightPiece
 from megazero.errors import ConfigError
 
 _PER_RANK = (
@@ -21,7 +21,7 @@ _PER_RANK = (
 """Attributes of attention modules and MLPs that become those of one rank."""
 
 
-def slice_by_rules(cutter: Cutter, rules: Mapping[str, Rule], *, divide: bool = True) -> None:
+def slice_by_rules(cutter: Cutter, rules: Mapping[str, SlicingRule], *, divide: bool = True) -> None:
     """Slice the modules that have a rule.
 
     Args:
@@ -48,7 +48,7 @@ def slice_by_rules(cutter: Cutter, rules: Mapping[str, Rule], *, divide: bool = 
         elif rule.kind == "row":
             width = width_of(module, outputs=False)
             _check_width(path, width, ranks)
-            cutter.row(path, Piece(width, width))
+            cutter.row(path, WeightPiece(width, width))
         elif rule.kind == "experts":
             cutter.experts(path, config.hidden_size)
         elif rule.kind == "shared":
@@ -57,12 +57,12 @@ def slice_by_rules(cutter: Cutter, rules: Mapping[str, Rule], *, divide: bool = 
         _divide_sizes(path, model.get_submodule(path), ranks)
 
 
-def _pieces(path: str, rule: Rule, module: nn.Module, ranks: int) -> tuple[Piece, ...]:
+def _pieces(path: str, rule: SlicingRule, module: nn.Module, ranks: int) -> tuple[WeightPiece, ...]:
     width = width_of(module, outputs=True)
     widths = (width // rule.pieces,) * rule.pieces if isinstance(rule.pieces, int) else rule.pieces
     for width in widths if not rule.gather else ():
         _check_width(path, width, ranks)
-    return tuple(Piece(width, width) for width in widths)
+    return tuple(WeightPiece(width, width) for width in widths)
 
 
 def width_of(module: nn.Module, outputs: bool) -> int:

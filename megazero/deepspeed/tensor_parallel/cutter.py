@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megazero.deepspeed.tensor_parallel.layers import ColumnLinear, PartialSums, RowLinear
-from megazero.deepspeed.tensor_parallel.slices import Piece, Sliced, slice_parameter
+from megazero.deepspeed.tensor_parallel.layers import ColumnSlicedLinear, PartialSums, RowSlicedLinear
+from megazero.deepspeed.tensor_parallel.slices import SlicedWeight, WeightPiece, slice_parameter
 from megazero.deepspeed.zero.partition import partition_of
 from megazero.errors import ConfigError
 from megazero.mpu.group import Group
@@ -31,7 +31,7 @@ class Cutter:
     group: Group
     trained: bool
 
-    def column(self, path: str, pieces: Sequence[Piece], *, gather: bool = False) -> None:
+    def column(self, path: str, pieces: Sequence[WeightPiece], *, gather: bool = False) -> None:
         """Slice the outputs of a linear layer.
 
         Args:
@@ -55,15 +55,15 @@ class Cutter:
         for name, param in linear.named_parameters():
             dim = 1 if inputs_first and name == "weight" else 0
             self.parameter(f"{path}.{name}", param, dim, pieces, whole)
-        self._replace(path, ColumnLinear(linear, self.group, used, width if gather else None))
+        self._replace(path, ColumnSlicedLinear(linear, self.group, used, width if gather else None))
 
-    def row(self, path: str, piece: Piece) -> None:
+    def row(self, path: str, piece: WeightPiece) -> None:
         """Slice the inputs of a linear layer."""
         linear = self.model.get_submodule(path)
         weight: nn.Parameter = linear.weight  # type: ignore[assignment]
         dim = 1 if isinstance(linear, nn.Linear) else 0
         self.parameter(f"{path}.weight", weight, dim, (piece,))
-        self._replace(path, RowLinear(linear, self.group))
+        self._replace(path, RowSlicedLinear(linear, self.group))
 
     def experts(self, path: str, hidden: int) -> None:
         """Slice the hidden features of stacked experts, `gate_up_proj` [e, 2f, h] and `down_proj` [e, h, f].
@@ -79,7 +79,7 @@ class Cutter:
                 f"`{path}` must hold `gate_up_proj` [experts, 2 f, h] and `down_proj` [experts, h, f], but "
                 f"holds {shapes}; train or run a model with this layout on one tensor-parallel rank"
             )
-        half = Piece(width, width, align=_EXPERT_FEATURES)
+        half = WeightPiece(width, width, align=_EXPERT_FEATURES)
         for name, dim, pieces in (("gate_up_proj", 1, (half, half)), ("down_proj", 2, (half,))):
             self.parameter(f"{path}.{name}", module.get_parameter(name), dim, pieces)
         sums = PartialSums(self.group)
@@ -87,7 +87,7 @@ class Cutter:
         module.register_forward_hook(sums.total)
 
     def parameter(
-        self, name: str, param: nn.Parameter, dim: int, pieces: Sequence[Piece], whole: bool = False
+        self, name: str, param: nn.Parameter, dim: int, pieces: Sequence[WeightPiece], whole: bool = False
     ) -> None:
         """Slice one parameter, unless it is tied and has been sliced already."""
         if "sliced" in param.__dict__:
@@ -96,13 +96,13 @@ class Cutter:
         if home is not None:  # `zero.Init` sharded it over ranks that now hold different slices
             param.data = home.whole()
             del param.__dict__["shard_holder"], param.__dict__["__deepcopy__"]
-        sliced = Sliced(name, tuple(param.shape), dim, tuple(pieces), whole)
+        sliced = SlicedWeight(name, tuple(param.shape), dim, tuple(pieces), whole)
         slice_parameter(param, sliced, self.group, trained=self.trained)
 
     def shared(self, path: str) -> None:
         """Mark a module whose parameters get a partial gradient on each rank."""
         for name, param in self.model.get_submodule(path).named_parameters():
-            piece = Piece(param.shape[0], 1, (0, param.shape[0]))
+            piece = WeightPiece(param.shape[0], 1, (0, param.shape[0]))
             self.parameter(f"{path}.{name}", param, 0, (piece,), whole=True)
 
     def head(self, embeddings: nn.Module | None, head: nn.Linear) -> None:
@@ -110,7 +110,7 @@ class Cutter:
         if getattr(embeddings, "weight", None) is head.weight:
             return
         path = next(name for name, module in self.model.named_modules() if module is head)
-        self.column(path, (Piece(head.out_features, head.out_features),), gather=True)
+        self.column(path, (WeightPiece(head.out_features, head.out_features),), gather=True)
 
     def _replace(self, path: str, module: nn.Module) -> None:
         parent, _, name = path.rpartition(".")

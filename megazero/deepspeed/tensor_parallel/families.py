@@ -37,7 +37,7 @@ Role = Literal[
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """How the blocks of a family are sliced. Modules are named by the end of their path in a block.
 
     Attributes:
@@ -74,13 +74,13 @@ class Family:
         return "thirds" if is_multi_query(config) else "heads"
 
 
-def read_families() -> tuple[Family, ...]:
+def read_families() -> tuple[ModelFamily, ...]:
     """Read the table."""
     with TABLE.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     roles: tuple[Role, ...] = get_args(Role)
     return tuple(
-        Family(
+        ModelFamily(
             row["family"],
             tuple(row["types"].split()),
             {role: tuple(row[role].split()) for role in roles},
@@ -91,7 +91,7 @@ def read_families() -> tuple[Family, ...]:
     )
 
 
-def family_of(config: object) -> Family | None:
+def family_of(config: object) -> ModelFamily | None:
     """Return the family of a Hugging Face configuration; None if it is unknown."""
     kind = getattr(config, "model_type", None)
     return next((family for family in read_families() if kind in family.types), None)

@@ -48,7 +48,7 @@ class SlicedLinear(nn.Module):
         return F.linear(x, weight.t() if self.inputs_first else weight, bias)
 
 
-class ColumnLinear(SlicedLinear):
+class ColumnSlicedLinear(SlicedLinear):
     """Computes a slice of the outputs: [..., h] -> [..., n/tp].
 
     Args:
@@ -74,7 +74,7 @@ class ColumnLinear(SlicedLinear):
         return y if self.outputs is None else gather_features(y, self.group)[..., : self.outputs]
 
 
-class RowLinear(SlicedLinear):
+class RowSlicedLinear(SlicedLinear):
     """Multiplies a slice of the inputs and sums over the ranks: [..., n/tp] -> [..., h]."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -13,7 +13,13 @@ from megazero.deepspeed.tensor_parallel.by_rules import slice_by_rules
 from megazero.deepspeed.tensor_parallel.cutter import Cutter
 from megazero.deepspeed.tensor_parallel.families import family_of, read_families, unknown_family
 from megazero.deepspeed.tensor_parallel.layers import is_linear
-from megazero.deepspeed.tensor_parallel.rules import LayerSpec, Rule, injected_rules, plan_rules, spec_rules
+from megazero.deepspeed.tensor_parallel.rules import (
+    SlicingRule,
+    SpecEntry,
+    injected_rules,
+    plan_rules,
+    spec_rules,
+)
 from megazero.errors import ConfigError
 
 
@@ -29,7 +35,7 @@ class SlicingPolicy:
         injection: ``{LayerClass: names of layers whose products are summed}``.
     """
 
-    specs: tuple[LayerSpec, ...] = ()
+    specs: tuple[SpecEntry, ...] = ()
     defaults: bool = True
     strict: bool = False
     preset: str | None = None
@@ -57,7 +63,7 @@ class SlicingPolicy:
                 "`partition_config` instead"
             )
         return cls(
-            tuple(LayerSpec.read(entry) for entry in config.get("layer_specs") or ()),
+            tuple(SpecEntry.read(entry) for entry in config.get("layer_specs") or ()),
             bool(config.get("use_default_specs", True)),
             bool(config.get("strict_mode", False)),
             preset,
@@ -79,7 +85,7 @@ def slice_model(cutter: Cutter, policy: SlicingPolicy) -> None:
         return
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
-    rules: dict[str, Rule] = dict(spec_rules(model, policy.specs, kind))
+    rules: dict[str, SlicingRule] = dict(spec_rules(model, policy.specs, kind))
     if policy.specs and not rules:
         raise ConfigError(
             "`layer_specs` must match weights of `model`, but match none; a pattern matches from the "
@@ -101,7 +107,7 @@ def slice_model(cutter: Cutter, policy: SlicingPolicy) -> None:
         raise unknown_family(model)
 
 
-def _check_all(model: nn.Module, rules: Mapping[str, Rule]) -> None:
+def _check_all(model: nn.Module, rules: Mapping[str, SlicingRule]) -> None:
     for path, block in blocks(model):
         for name, module in block.named_modules():
             if is_linear(module) and f"{path}.{name}" not in rules:

@@ -20,7 +20,7 @@ Kind = Literal["column", "row", "whole", "shared", "experts"]
 
 
 @dataclass(frozen=True)
-class Rule:
+class SlicingRule:
     """How one module is sliced.
 
     Attributes:
@@ -36,15 +36,15 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class LayerSpec:
+class SpecEntry:
     """An entry of ``partition_config.layer_specs``: a rule for the weights that match its patterns."""
 
     patterns: tuple[str, ...]
-    rule: Rule
+    rule: SlicingRule
     model_types: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, entry: Mapping[str, Any]) -> LayerSpec:
+    def read(cls, entry: Mapping[str, Any]) -> SpecEntry:
         """Read an entry of the JSON.
 
         Raises:
@@ -70,7 +70,7 @@ class LayerSpec:
             kind = "shared"
         pieces = _pieces(entry.get("shape"), entry.get("partition_dim"), kind)
         types = tuple(entry.get("model_types") or ())
-        return cls(patterns, Rule(kind, pieces, bool(entry.get("gather_output"))), types)
+        return cls(patterns, SlicingRule(kind, pieces, bool(entry.get("gather_output"))), types)
 
     def matches(self, path: str, model_type: str | None) -> bool:
         """Whether the entry applies to the weight of the module at `path`."""
@@ -95,28 +95,28 @@ def _pieces(shape: Sequence[Any] | None, dim: object, kind: Kind) -> int | tuple
     return first if isinstance(first, int) and first > 0 else 1
 
 
-_STYLES: Mapping[str, Rule] = MappingProxyType(
+_STYLES: Mapping[str, SlicingRule] = MappingProxyType(
     {
-        "colwise": Rule("column"),
-        "packed_colwise": Rule("column", 2),
-        "colwise_rep": Rule("column", gather=True),
-        "colwise_gather_output": Rule("column", gather=True),
-        "rowwise": Rule("row"),
-        "rowwise_split_input": Rule("whole"),  # its inputs are not sliced
-        "replicated_with_grad_allreduce": Rule("shared"),
-        "embedding_rowwise": Rule("whole"),
-        "moe_tp_experts": Rule("experts"),
+        "colwise": SlicingRule("column"),
+        "packed_colwise": SlicingRule("column", 2),
+        "colwise_rep": SlicingRule("column", gather=True),
+        "colwise_gather_output": SlicingRule("column", gather=True),
+        "rowwise": SlicingRule("row"),
+        "rowwise_split_input": SlicingRule("whole"),  # its inputs are not sliced
+        "replicated_with_grad_allreduce": SlicingRule("shared"),
+        "embedding_rowwise": SlicingRule("whole"),
+        "moe_tp_experts": SlicingRule("experts"),
     }
 )
 
 
-def plan_rules(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Rule]:
+def plan_rules(model: nn.Module, plan: Mapping[str, str]) -> dict[str, SlicingRule]:
     """Return path -> rule by a model's own `tp_plan`, ``{"layers.*.self_attn.q_proj": "colwise", ...}``.
 
     Raises:
         ConfigError: a style of the plan is unknown.
     """
-    rules: dict[str, Rule] = {}
+    rules: dict[str, SlicingRule] = {}
     patterns = {re.compile(re.escape(name).replace(r"\*", r"[^.]+")): style for name, style in plan.items()}
     for path, module in model.named_modules():
         styles = [style for pattern, style in patterns.items() if pattern.fullmatch(path)]
@@ -134,7 +134,7 @@ def plan_rules(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Rule]:
     return rules
 
 
-def injected_rules(model: nn.Module, policy: Mapping[object, object]) -> dict[str, Rule]:
+def injected_rules(model: nn.Module, policy: Mapping[object, object]) -> dict[str, SlicingRule]:
     """Return path -> rule by an injection policy, ``{LayerClass: ("attn.out_proj", "mlp.fc2")}``.
 
     In modules of that class, the named linear layers are row-parallel and all others column-parallel.
@@ -142,7 +142,7 @@ def injected_rules(model: nn.Module, policy: Mapping[object, object]) -> dict[st
     Raises:
         ConfigError: the policy has another form or matches no module, or a layer is fused.
     """
-    rules: dict[str, Rule] = {}
+    rules: dict[str, SlicingRule] = {}
     for kind, names in policy.items():
         names = (names,) if isinstance(names, str) else names
         if not isinstance(kind, (type, str)) or not isinstance(names, Sequence):
@@ -159,11 +159,11 @@ def injected_rules(model: nn.Module, policy: Mapping[object, object]) -> dict[st
                 if not name or not is_linear(module):
                     continue
                 if any(f".{name}".endswith(f".{row.removeprefix('.')}") for row in names):
-                    rules[path] = Rule("row")
+                    rules[path] = SlicingRule("row")
                 elif _is_fused(path):
                     raise _fused(path, module)
                 else:
-                    rules[path] = Rule("column")
+                    rules[path] = SlicingRule("column")
         if not any(rule.kind == "row" for rule in rules.values()):
             raise ConfigError(
                 f"`injection_policy` must name layers of `model`, but {kind} with {', '.join(names)} fits "
@@ -173,8 +173,8 @@ def injected_rules(model: nn.Module, policy: Mapping[object, object]) -> dict[st
 
 
 def spec_rules(
-    model: nn.Module, specs: Sequence[LayerSpec], model_type: str | None
-) -> Iterator[tuple[str, Rule]]:
+    model: nn.Module, specs: Sequence[SpecEntry], model_type: str | None
+) -> Iterator[tuple[str, SlicingRule]]:
     """Yield the path and the rule of each module that an entry matches; the first match decides."""
     for path, module in model.named_modules():
         if not hasattr(module, "weight"):

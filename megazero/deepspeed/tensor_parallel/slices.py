@@ -14,7 +14,7 @@ from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightPiece:
     """Features of a weight that are divided evenly over the ranks; a fused weight has several pieces.
 
     Attributes:
@@ -52,7 +52,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Sliced:
+class SlicedWeight:
     """How a weight is sliced.
 
     Attributes:
@@ -66,7 +66,7 @@ class Sliced:
     name: str
     shape: tuple[int, ...]
     dim: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WeightPiece, ...]
     whole: bool = False
 
     def __post_init__(self) -> None:
@@ -131,13 +131,13 @@ class Sliced:
         return ParamSpec(f"{self.name}@tp{ranks}", self.shape, zeros, (Cut(dim, "tp"),))
 
 
-def sliced_of(param: Tensor) -> Sliced | None:
+def sliced_of(param: Tensor) -> SlicedWeight | None:
     """Return how a parameter was sliced; None if it is whole."""
     sliced = param.__dict__.get("sliced")
-    return sliced if isinstance(sliced, Sliced) else None
+    return sliced if isinstance(sliced, SlicedWeight) else None
 
 
-def slice_parameter(param: nn.Parameter, sliced: Sliced, group: Group, *, trained: bool) -> None:
+def slice_parameter(param: nn.Parameter, sliced: SlicedWeight, group: Group, *, trained: bool) -> None:
     """Replace the values of a parameter by this rank's slice, in place.
 
     Raises:
@@ -151,7 +151,7 @@ def slice_parameter(param: nn.Parameter, sliced: Sliced, group: Group, *, traine
         param.data = sliced.of(param.data, group.rank, group.size).clone()
 
 
-def whole_weight(local: Tensor, sliced: Sliced, group: Group) -> Tensor:
+def whole_weight(local: Tensor, sliced: SlicedWeight, group: Group) -> Tensor:
     """Gather the whole weight; all tensor-parallel ranks call this."""
     if sliced.whole:
         return local

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megazero.deepspeed.legacy.compression.settings import Reduction, read_compression
+from megazero.deepspeed.legacy.compression.settings import LayerReduction, read_compression
 from megazero.errors import ConfigError
 
 
@@ -51,7 +51,7 @@ def student_initialization(
 
 
 @torch.no_grad()
-def copy_layers(student: nn.Module, teacher: nn.Module, reduction: Reduction) -> nn.Module:
+def copy_layers(student: nn.Module, teacher: nn.Module, reduction: LayerReduction) -> nn.Module:
     """Copy the teacher's layers that `reduction` names into the student; return the student."""
     names = [
         (f"{reduction.prefix}.{target}", f"{reduction.prefix}.{source}")

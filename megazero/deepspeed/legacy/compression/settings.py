@@ -96,7 +96,7 @@ class Technique:
 
 
 @dataclass(frozen=True)
-class Reduction:
+class LayerReduction:
     """The layers of a teacher that initialize a student.
 
     Attributes:
@@ -115,7 +115,7 @@ class CompressionSettings:
     """The enabled techniques, in the order in which they are made permanent, and the layer reduction."""
 
     techniques: tuple[Technique, ...]
-    reduction: Reduction | None
+    reduction: LayerReduction | None
 
 
 def read_compression(config: object) -> CompressionSettings:
@@ -170,7 +170,7 @@ def _technique(name: str, section: _Values, problems: list[str]) -> Technique:
     return Technique(name, shared, tuple(groups))
 
 
-def _reduction(section: _Values, problems: list[str]) -> Reduction | None:
+def _reduction(section: _Values, problems: list[str]) -> LayerReduction | None:
     place = f"{SECTION}.layer_reduction"
     keys = _with_defaults(section, _REDUCTION, place, problems)
     if keys["enabled"] is not True:
@@ -181,7 +181,7 @@ def _reduction(section: _Values, problems: list[str]) -> Reduction | None:
             f"`{place}.keep_number_layer` must be the length of `teacher_layer` ({len(layers)}), but is "
             f"{keys['keep_number_layer']}"
         )
-    return Reduction(keys["module_name_prefix"], layers, tuple(keys["other_module_name"]))
+    return LayerReduction(keys["module_name_prefix"], layers, tuple(keys["other_module_name"]))
 
 
 def _with_defaults(section: _Values, keys: _Values, place: str, problems: list[str]) -> _Values:

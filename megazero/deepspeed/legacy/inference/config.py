@@ -60,7 +60,7 @@ def _dtype(value: object) -> torch.dtype:
 Dtype = Annotated[torch.dtype, BeforeValidator(_dtype), PlainSerializer(str)]
 
 
-class _Section(BaseModel):
+class _InferenceSection(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=True, arbitrary_types_allowed=True)
     _plain = model_validator(mode="before")(plain_paths)
 
@@ -69,7 +69,7 @@ class _Section(BaseModel):
         return self.model_dump(**kwargs)
 
 
-class DeepSpeedTPConfig(_Section):
+class DeepSpeedTPConfig(_InferenceSection):
     """`tensor_parallel`: the ranks that layers are sliced over."""
 
     enabled: bool = True
@@ -79,7 +79,7 @@ class DeepSpeedTPConfig(_Section):
     tp_group: Any = None
 
 
-class DeepSpeedMoEConfig(_Section):
+class DeepSpeedMoEConfig(_InferenceSection):
     """`moe`: the experts of DeepSpeed's own layers."""
 
     enabled: bool = True
@@ -90,7 +90,7 @@ class DeepSpeedMoEConfig(_Section):
     ep_group: object = None
 
 
-class BaseQuantConfig(_Section):
+class BaseQuantConfig(_InferenceSection):
     """How tensors are quantized."""
 
     enabled: bool = True
@@ -106,13 +106,13 @@ class WeightQuantConfig(BaseQuantConfig):
     post_init_quant: dict[str, object] = {}
 
 
-class QKVQuantConfig(_Section):
+class QKVQuantConfig(_InferenceSection):
     """Whether the weights of queries, keys and values are quantized too."""
 
     enabled: bool = True
 
 
-class QuantizationConfig(_Section):
+class QuantizationConfig(_InferenceSection):
     """`quant`: the quantization that dtype int8 stands for."""
 
     enabled: bool = True
@@ -121,7 +121,7 @@ class QuantizationConfig(_Section):
     qkv: QKVQuantConfig = QKVQuantConfig()
 
 
-class InferenceCheckpointConfig(_Section):
+class InferenceCheckpointConfig(_InferenceSection):
     """`checkpoint_config`: another place for the top-level keys of these names."""
 
     checkpoint_dir: str | None = None
@@ -129,7 +129,7 @@ class InferenceCheckpointConfig(_Section):
     base_dir: str | None = None
 
 
-class DeepSpeedInferenceConfig(_Section):
+class DeepSpeedInferenceConfig(_InferenceSection):
     """All keys of `init_inference`. Those in `without_effect` are accepted and have no effect."""
 
     replace_with_kernel_inject: bool = Field(
