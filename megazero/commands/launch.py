@@ -57,7 +57,7 @@ def launch(argv: Sequence[str] | None = None) -> int:
         words = assemble.command_of(flags, reach, job, secret)
         sys.stdout.flush()
         os.execvpe(words[0], words, {**os.environ, SECRET: secret})
-    return run_to_the_end(start.Launcher(job, reach, settings).run())
+    return run_to_the_end(start.run(job, reach, settings))
 
 
 def tune(flags: argparse.Namespace, ranks: int) -> int:

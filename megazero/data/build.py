@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Protocol
 
 from megazero.config.compat.blends import part_of, prefix_of
+from megazero.data.bert.dataset import BERTSettings
 from megazero.data.blended import BlendedDataset, SampleDataset, parse_blend
+from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.index_build import normalized
 from megazero.data.indexed.reader import IndexedDataset, open_indexed
 from megazero.data.splits import SPLIT_NAMES, SplitReading, split_ranges, warn_of_empty
@@ -28,20 +30,13 @@ Sizes = tuple[int | None, int | None, int | None]
 """The least number of samples of train, valid and test; 0 to leave a split out, None for one epoch."""
 
 
-class DatasetSettings(Protocol):
-    """The settings of a family's datasets."""
-
-    @property
-    def cache_dir(self) -> str | Path | None: ...  # the folder of the index cache; None for no cache
-
-
 class DatasetBuilder(Protocol):
     """Builds the samples of one family of models; the rest of this module is the same for all families."""
 
     unit: str  # what a split string divides, as a plural: "sequences" or "documents"
 
     @property
-    def settings(self) -> DatasetSettings: ...
+    def settings(self) -> GPTSettings | BERTSettings: ...
 
     def units(self, indexed: IndexedDataset) -> int:
         """The number of units in an indexed dataset."""
@@ -60,7 +55,7 @@ class DatasetBuilder(Protocol):
 
 @dataclass(frozen=True)
 class DataSources:
-    """Where the data of the three splits comes from: exactly one of three kinds of source.
+    """The source of the data of the three splits, exactly one of three kinds.
 
     data_path: a prefix, several prefixes, or weights and prefixes, which `split` divides. train_data_path,
     valid_data_path, test_data_path: the same for each split by itself; `split` is not used. mock: random

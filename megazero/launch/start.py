@@ -44,7 +44,12 @@ class LaunchSettings:
     quiet: bool = False
 
 
-class Launcher:
+async def run(job: Job, reach: Reach, settings: LaunchSettings) -> int:
+    """Run a launch; return its exit status. Raises LaunchError if it cannot start."""
+    return await _Launcher(job, reach, settings).run()  # its outlets need the running event loop
+
+
+class _Launcher:
     """A launch with all its attempts."""
 
     def __init__(self, job: Job, reach: Reach, settings: LaunchSettings) -> None:
@@ -58,7 +63,6 @@ class Launcher:
         self._out, self._error = Outlet(1), Outlet(2)
 
     async def run(self) -> int:
-        """Run the launch; return its exit status. Raises LaunchError if it cannot start."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
