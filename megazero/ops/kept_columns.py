@@ -36,7 +36,7 @@ def _token_bits(length: int) -> int:
 
 
 def kept_columns_reference(keys: Tensor, length: int, kept: int) -> Tensor:
-    """Keep the tokens with the smallest keys; a key's low bits are its token's number, so that keys differ."""
+    """Keep the tokens with the smallest keys, which differ: the low bits of a key are its token's number."""
     numbers = torch.arange(length, device=keys.device).unsqueeze(1)
     bits = derive(keys, numbers)  # [s, b]
     low = _token_bits(length)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from megazero.account.writers import CsvSeries, Point, Scalars, over
+from megazero.account.writers import CsvSeries, ScalarPoint, Scalars, over
 from megazero.config.deepspeed.load import plain_paths
 from megazero.errors import ConfigError
 from megazero.mpu.torch_group import joined_world
@@ -99,7 +99,7 @@ class Monitor(ABC):
         return getattr(section, name)
 
     @abstractmethod
-    def write_events(self, event_list: Sequence[Point]) -> None:
+    def write_events(self, event_list: Sequence[ScalarPoint]) -> None:
         """Write (tag, value, step) events on the first rank."""
 
 
@@ -113,7 +113,7 @@ class csvMonitor(Monitor):
         if self.writes:
             self.log_dir.mkdir(parents=True, exist_ok=True)
 
-    def write_events(self, event_list: Sequence[Point]) -> None:
+    def write_events(self, event_list: Sequence[ScalarPoint]) -> None:
         for tag, value, x in event_list if self.writes else ():
             path = self.log_dir / f"{tag.replace('/', '_').replace(' ', '_')}.csv"
             self._series.add(path, ("step", tag.rpartition("/")[2]), x, value)
@@ -137,7 +137,7 @@ class TensorBoardMonitor(Monitor):
         """Torch's writer; None if this rank does not write."""
         return None if self._scalars is None else self._scalars.writer
 
-    def write_events(self, event_list: Sequence[Point], flush: bool = True) -> None:
+    def write_events(self, event_list: Sequence[ScalarPoint], flush: bool = True) -> None:
         if self._scalars is not None:
             self._scalars.add(event_list)
         if flush:
@@ -165,7 +165,7 @@ class WandbMonitor(Monitor):
             names = {"project": wandb_config.project, "group": wandb_config.group}
             self._run = over("step", wandb.init(**names, entity=wandb_config.team))
 
-    def write_events(self, event_list: Sequence[Point]) -> None:
+    def write_events(self, event_list: Sequence[ScalarPoint]) -> None:
         for tag, value, x in event_list if self._run is not None else ():
             self._run.log({tag: value, "step": x})
 
@@ -182,7 +182,7 @@ class CometMonitor(Monitor):
         if self.enabled:
             raise ConfigError("`comet` must not be enabled, but is; use tensorboard, wandb or csv_monitor")
 
-    def write_events(self, event_list: Sequence[Point]) -> None:
+    def write_events(self, event_list: Sequence[ScalarPoint]) -> None:
         """Do nothing."""
 
 
@@ -203,7 +203,7 @@ class MonitorMaster(Monitor):
         self.wandb_monitor = WandbMonitor(monitor_config.wandb)
         self.csv_monitor = csvMonitor(monitor_config.csv_monitor)
 
-    def write_events(self, event_list: Sequence[Point]) -> None:
+    def write_events(self, event_list: Sequence[ScalarPoint]) -> None:
         for monitor in (self.tb_monitor, self.wandb_monitor, self.csv_monitor):
             monitor.write_events(event_list)
 

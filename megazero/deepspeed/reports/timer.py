@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from megazero.account.profilers.clock import Point, clock_of
+from megazero.account.profilers.clock import ClockPoint, clock_of
 from megazero.deepspeed.accelerator.choose import get_accelerator
 from megazero.deepspeed.accelerator.cpu import Accelerator
 from megazero.deepspeed.reports.logging import logger, print_dist
@@ -45,8 +45,8 @@ class Timer:
         self.name_ = name
         self.started_ = False
         self._clock = clock_of(get_accelerator().device())
-        self._start: Point = None
-        self._spans: list[tuple[Point, Point]] = []
+        self._start: ClockPoint = None
+        self._spans: list[tuple[ClockPoint, ClockPoint]] = []
 
     def start(self) -> None:
         """Start to measure.
