@@ -61,14 +61,7 @@ class ForeignFacts:
 def read_facts(
     model: Saved, updates: int | None, groups: Sequence[Saved], scale: Scale | None
 ) -> ForeignFacts:
-    """Read the facts from the first model file and the optimizer.
-
-    Args:
-        model: the content of the model file.
-        updates: the updates that the optimizer counted; None without an optimizer.
-        groups: the parameter groups of the optimizer.
-        scale: the dynamic loss scale, or None.
-    """
+    """Join the facts in the first model file with those of the optimizer, if there is one."""
     steps, samples, skipped = (
         int(model.get(name) or 0) for name in ("global_steps", "global_samples", "skipped_steps")
     )

@@ -32,14 +32,7 @@ Open = Callable[[Path], Any]
 
 @dataclass(frozen=True)
 class ParameterFile:
-    """A file of a parameter.
-
-    Attributes:
-        parameter: the name of the parameter.
-        kind: the file's name without ``.pt``.
-        facts: how the value was joined.
-        value: a tensor, or the count of updates.
-    """
+    """A file of a parameter; `kind` is its name without ``.pt``, and `facts` say how `value` was joined."""
 
     parameter: str
     kind: str

@@ -86,10 +86,7 @@ def cut_parameters(slices: Sequence[Tensor], shapes: Shapes) -> Iterator[tuple[s
 
 
 def group_state(base: Any, number: int) -> Mapping[str, Tensor]:
-    """The moments of a parameter group, one vector of each kind.
-
-    Elastic checkpoints have one vector per parameter, which are concatenated.
-    """
+    """The moments of a parameter group, one vector of each kind; those of elastic checkpoints are joined."""
     if isinstance(base, Mapping):
         return tensors_of(base["state"].get(number, {}))
     entry = base[number]

@@ -25,8 +25,6 @@ SECTIONS = ("optimizer", "batch", "training")
 def arguments_of(model: ModelConfig, vocab_size: int, facts: Facts, dtype: torch.dtype) -> dict[str, Any]:
     """Megatron-LM's arguments for a model and its run.
 
-    They are read back with `read_settings` and compared, so that no setting is lost silently.
-
     Raises:
         CheckpointError: the model has settings that the export does not write; they are named.
     """
@@ -68,6 +66,7 @@ def arguments_of(model: ModelConfig, vocab_size: int, facts: Facts, dtype: torch
         **_run(facts),
     }
     family = {name: getattr(model, name) for name in _BERT} if with_masked_head(model_spec(model)) else {}
+    # Read back and compared, so that no setting is lost silently.
     read = read_settings(arguments, family=family, core=True).model
     names = [name for name in ModelConfig.model_fields if name not in FREE_MODEL_FIELDS]
     if differing := model_differences(model, read, names):

@@ -93,9 +93,7 @@ _FOREIGN = tuple(
 def core_name(name: str, two_stacks: bool = False) -> str | None:
     """Core's name of a tensor, with the layer's number within the stage; None for non-weights.
 
-    Args:
-        name: the name in the file.
-        two_stacks: whether the model has an encoder and a decoder; if not, its only stack is called decoder.
+    A model's only stack of layers is called decoder; with `two_stacks`, each keeps its name.
     """
     if _NOT_WEIGHTS.fullmatch(name):
         return None
@@ -130,10 +128,7 @@ def renumbered(name: str, place: Callable[[int], str]) -> str:
 
 
 def prefix_of_layer_file(names: Iterable[str]) -> str:
-    """The prefix, in a whole model, of the names in the file of one module of DeepSpeed's pipeline.
-
-    The file's own names begin within the module, so the module is recognized by them.
-    """
+    """The prefix, in a whole model, of the names in a file of one module of DeepSpeed's pipeline."""
     names = set(names)
     if "word_embeddings.weight" in names:
         return "language_model.embedding."

@@ -44,15 +44,8 @@ _HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias))_([wv])")
 
 @dataclass(frozen=True)
 class _StackedTensor:
-    """Where one tensor is in the saved ones.
-
-    Attributes:
-        arrays: the saved tensors that are concatenated along its first dim (the gate and the value of a gated
-            MLP); each is [*stacked, *shape], or flattened.
-        at: the index in the stacked dims.
-        stacked: the sizes of the stacked dims.
-        shape: the shape of each of those that are concatenated.
-    """
+    """One tensor within saved ones: those that it joins along its first dim (gate and value of a gated MLP),
+    each [*stacked, *shape] or flattened, and its index `at` in the stacked dims."""
 
     arrays: Mapping[str, SavedArray]
     at: tuple[int, ...]
@@ -95,8 +88,7 @@ class DistStages(Opened):
         arrays = read_metadata(files.folder)
         self._slots: dict[str, _StackedTensor] = {}
         arguments = self.headers[files.ranks[0]].arguments or {}
-        # `GroupedMLP` has transposed weights in memory. It saved weights as others do, but flattened
-        # optimizer state in its own order, which is therefore passed over and then reported as missing.
+        # `GroupedMLP` flattened the state of its transposed weights: it is passed over, and reported missing.
         transposed = with_grouped_mlp(arguments)
         inventories: dict[str, dict[str, TensorRecord]] = defaultdict(dict)
         for name, array in sorted(arrays.items()):

@@ -32,7 +32,7 @@ from megazero.formats.megatron.dist_file import ArrayPart, write_arrays
 from megazero.formats.megatron.hybrid import with_both
 from megazero.formats.megatron.latent import with_latent
 from megazero.formats.megatron.masked import with_masked_head
-from megazero.formats.megatron.names import ShardedRule, links_of, rules
+from megazero.formats.megatron.names import links_of, rules
 from megazero.formats.megatron.rank_optimizer import MOMENTS
 from megazero.spec.model import ModelSpec
 from megazero.spec.resolve import model_spec
@@ -147,32 +147,44 @@ def _alike(spec: ModelSpec) -> bool:
 def _parts(
     reader: CheckpointReader, spec: ModelSpec, size: int, rows: int, options: ExportOptions
 ) -> Iterator[ArrayPart]:
+    """The tensors to write; `rows` are those of the padded vocabulary."""
     for name, (sliced, link) in links_of(rules(3.0), spec, size).items():
-        place = _place(name, spec)
-        if link.key.kind != WEIGHT:
-            if link.key in reader.shapes:  # a router of converted weights has no bias yet
-                yield _part(reader, place, link, link.key, sliced, rows, torch.float32, ("",))
-            continue
-        masters = ("optimizer.state.param.", "optimizer.state.fp32_param.") if options.with_optimizer else ()
-        same = options.dtype is torch.float32
-        used = ("", *masters) if same else ("",)
-        yield _part(reader, place, link, link.key, sliced, rows, options.dtype, used)
-        if masters and not same:
-            yield _part(reader, place, link, link.key, sliced, rows, torch.float32, masters)
-        for kind in MOMENTS if options.with_optimizer else ():
-            key = Key(link.key.name, kind)
-            prefix = (f"optimizer.state.{kind}.",)
-            yield _part(reader, place, link, key, sliced, rows, torch.float32, prefix)
+        if link.key.kind != WEIGHT and link.key not in reader.shapes:
+            continue  # a router of converted weights has no bias yet
+        target, own = _target(name, spec), link.their_shape
+        padded = (rows, *own[1:]) if sliced.letter == "v" else own
+        shape = (*target.stacked, *padded)
+        box = Box((*target.at, *[0] * len(own)), (*[1] * len(target.at), *padded))
+        for key, dtype, prefixes in _uses(link.key, options):
+            names = tuple(f"{prefix}{called}" for prefix in prefixes for called in target.names)
+            make = partial(_theirs, reader, link, key, padded, dtype)
+            yield ArrayPart(names, shape, box, Later(dtype, box.shape, make))
+
+
+def _uses(key: Key, options: ExportOptions) -> Iterator[tuple[Key, torch.dtype, tuple[str, ...]]]:
+    """The tensors to write for one of ours and its state: (key, dtype, prefixes of its names)."""
+    weight = key.kind == WEIGHT
+    state = weight and options.with_optimizer
+    masters = ("optimizer.state.param.", "optimizer.state.fp32_param.") if state else ()
+    dtype = options.dtype if weight else torch.float32
+    if dtype is torch.float32:
+        yield key, dtype, ("", *masters)
+    else:
+        yield key, dtype, ("",)
+        if masters:
+            yield key, torch.float32, masters
+    for kind in MOMENTS if state else ():
+        yield Key(key.name, kind), torch.float32, (f"optimizer.state.{kind}.",)
 
 
 def _states(spec: ModelSpec, size: int) -> Iterator[str]:
     """The names of extra states of Core's modules, which it expects to find; they are empty but for fp8."""
     yield "output_layer._extra_state/shard_0_1"
     for name in links_of(rules(3.0), spec, size):
-        place = _place(name, spec)
-        for called in place.names:
+        target = _target(name, spec)
+        for called in target.names:
             module, _, suffix = called.removesuffix(".z").rpartition(".")
-            where = ".".join(map(str, place.at or (0,))), ".".join(map(str, place.stacked or (1,)))
+            where = ".".join(map(str, target.at or (0,))), ".".join(map(str, target.stacked or (1,)))
             if suffix == "weight" and called.startswith(("decoder.", "encoder.", BLOCK)):
                 yield f"{module}._extra_state/shard_{where[0]}_{where[1]}"
             if called.endswith(("linear_qkv.weight", "linear_kv_up_proj.weight")):
@@ -189,7 +201,7 @@ class _Target:
     stacked: tuple[int, ...] = ()
 
 
-def _place(name: str, spec: ModelSpec) -> _Target:
+def _target(name: str, spec: ModelSpec) -> _Target:
     number = layer_of(name)
     further = _FURTHER.match(name)
     at: tuple[int, ...] = ()
@@ -200,9 +212,10 @@ def _place(name: str, spec: ModelSpec) -> _Target:
         if further is not None:  # blocks for multi-token prediction are never stacked
             block, plain = further[1], name[further.end(1) :]
         elif _alike(spec):
-            at, stacked, block, plain = (number or 0,), (len(spec.layers),), "decoder.layers.", _rest(name)
+            block, plain = "decoder.layers.", _LAYER.sub(r"\1", name)
+            at, stacked = (number or 0,), (len(spec.layers),)
         else:
-            block, plain = f"decoder.layers.{number}.", _rest(name)
+            block, plain = f"decoder.layers.{number}.", _LAYER.sub(r"\1", name)
         if match := EXPERT.fullmatch(name):
             at, stacked = (*at, int(match[2])), (*stacked, experts)
             plain = f"mlp.experts.experts.{match[3]}"
@@ -217,10 +230,6 @@ def _place(name: str, spec: ModelSpec) -> _Target:
     return _Target(others, at, stacked)
 
 
-def _rest(name: str) -> str:
-    return _LAYER.sub(r"\1", name)
-
-
 def _called(plain: str, experts: int, *, latent: bool) -> Iterator[str]:
     """The names of a layer's tensor with Transformer Engine and, if they differ, without it."""
     fused = plain.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
@@ -233,24 +242,6 @@ def _called(plain: str, experts: int, *, latent: bool) -> Iterator[str]:
     # Without Transformer Engine, norms of latent attention and before experts have modules of their own.
     if latent or (experts and plain.startswith("pre_mlp")):
         yield plain
-
-
-def _part(
-    reader: CheckpointReader,
-    place: _Target,
-    link: TensorLink,
-    key: Key,
-    sliced: ShardedRule,
-    rows: int,
-    dtype: torch.dtype,
-    prefixes: tuple[str, ...],
-) -> ArrayPart:
-    own = link.their_shape
-    padded = (rows, *own[1:]) if sliced.letter == "v" else own
-    shape, box = (*place.stacked, *padded), Box((*place.at, *[0] * len(own)), (*[1] * len(place.at), *padded))
-    names = tuple(f"{prefix}{name}" for prefix in prefixes for name in place.names)
-    make = partial(_theirs, reader, link, key, padded, dtype)
-    return ArrayPart(names, shape, box, Later(dtype, box.shape, make))
 
 
 def _theirs(

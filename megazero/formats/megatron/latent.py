@@ -116,11 +116,5 @@ def further_norms() -> Iterator[tuple[str, str]]:
 
 
 def further_name(name: str, layers: int, inside: str = "") -> str:
-    """Megatron's name of a tensor of a layer for multi-token prediction.
-
-    Args:
-        name: Core's name, with the layer numbered behind the model's own `layers`.
-        layers: the number of the model's own layers.
-        inside: the module within the block.
-    """
+    """Megatron's name of a tensor of a layer that is numbered behind the model's own `layers`."""
     return renumbered(name, lambda number: f"{BLOCK}{number - layers}.{inside}")

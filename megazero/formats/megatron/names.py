@@ -139,31 +139,21 @@ def _mlp_rows() -> Iterator[ShardedRule]:
             rows = dims.rpartition(" ")[0], their_dims.rpartition(" ")[0]
             rule = TensorRule(f"{name[0]}.bias", rows[0], f"{name[1]}.bias", rows[1], None, biased, present)
             yield ShardedRule(rule, letter if which == "up" else None)
-    router = f"{core}.router"
-    yield ShardedRule(
-        TensorRule("layers.{i}.mlp.router.weight", "x h", f"{router}.weight", "x h", layer=with_experts)
+    ours, router = "layers.{i}.mlp", f"{core}.router"
+    yield _row(f"{ours}.router.weight", "x h", f"{router}.weight", layer=with_experts)
+    bias = _row(
+        f"{ours}.router.bias",
+        "x",
+        f"{router}.expert_bias",
+        when=lambda spec: spec.router is not None and spec.router.expert_bias,
+        layer=with_experts,
     )
-    yield ShardedRule(
-        TensorRule(
-            "layers.{i}.mlp.router.bias",
-            "x",
-            f"{router}.expert_bias",
-            "x",
-            None,
-            lambda spec: spec.router is not None and spec.router.expert_bias,
-            with_experts,
-        ),
-        kind=ROUTER,
-    )
-    gate = "layers.{i}.mlp.shared_gate.weight", f"{core}.shared_experts.gate_weight"
-    yield ShardedRule(
-        TensorRule(
-            gate[0],
-            "1 h",
-            gate[1],
-            "1 h",
-            layer=lambda layer: isinstance(layer.mlp, MoeSpec) and layer.mlp.shared_gate,
-        )
+    yield replace(bias, kind=ROUTER)
+    yield _row(
+        f"{ours}.shared_gate.weight",
+        "1 h",
+        f"{core}.shared_experts.gate_weight",
+        layer=lambda layer: isinstance(layer.mlp, MoeSpec) and layer.mlp.shared_gate,
     )
 
 

@@ -184,15 +184,7 @@ def _members(
     left: Sequence[Parameter],
     apart: Sequence[str],
 ) -> list[Parameter]:
-    """The parameters of a group: those with its weight decay, expert or learning-rate flag, by their shapes.
-
-    Args:
-        path: the rank's file, for messages.
-        group: the group's options.
-        saved: the states of its parameters, in order.
-        left: parameters of the rank that no earlier group has.
-        apart: the flags that differ between this rank's groups.
-    """
+    """A group's parameters among those `left`, by its weight decay, its flags in `apart`, and shapes."""
     if not saved:
         return []
     shapes = [tuple(state[MOMENTS[0]].shape) if MOMENTS[0] in state else None for state in saved]
@@ -236,19 +228,16 @@ def _buffered(
             kinds = list(one[number].values()) if isinstance(one[number], Mapping) else []
             buffer = kinds[0] if len(kinds) == 1 and isinstance(kinds[0], Mapping) else {}
             if not isinstance(buffer.get("param"), Tensor):
-                wrong = f"{DISTRIBUTED} has no masters of one kind of weights at {number}"
-                raise _unidentified(path, wrong)
+                raise _unidentified(path, f"{DISTRIBUTED} has no masters of one kind of weights at {number}")
             yield from _of_buffer(path, buffer, run[::-1], arguments)
 
 
 def _of_buffer(
     path: Path, buffer: Saved, parameters: Sequence[Parameter], arguments: Arguments
 ) -> Iterator[tuple[Parameter, str, Tensor]]:
-    """Tensors in one buffer, given the parameters in its order.
-
-    The buffer's layout depends on the bucket size, on alignment, and on whether the embedding has a bucket of
-    its own, of which a checkpoint says little. So all layouts are tried: the right one gives the weights.
-    """
+    """Tensors in one buffer, given the parameters in its order."""
+    # A checkpoint says little of bucket size, alignment, and whether the embedding has a bucket of its own:
+    # all layouts are tried, and the right one gives the weights.
     sizes = [parameter.weight.numel() for parameter in parameters]
     vocabulary = [parameter.core in _VOCABULARY for parameter in parameters]
     total = buffer["param"].numel()

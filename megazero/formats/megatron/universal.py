@@ -118,13 +118,7 @@ def _whole_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _check_joined(folder: Path, name: str, file: ParameterFile, header: Header) -> None:
-    """Refuse fused tensors (gate and value; q, k and v) whose ranks' slices were simply concatenated.
-
-    Each rank's slice has a part of every fused matrix, so the parts are then interleaved by rank.
-
-    Raises:
-        CheckpointError: the tensor is such a one.
-    """
+    """Refuse fused tensors (gate and value; q, k and v) whose ranks' slices were simply concatenated."""
     arguments = header.arguments or {}
     if arguments.get("tensor_model_parallel_size", 1) in (None, 1):
         return
