@@ -110,8 +110,8 @@ def test_levels_need_no_minimum():
 @over_table(
     ("change", "said"),
     [
-        ({"max_difficulty": None}, "must say how lengths grow, but does not"),
-        ({"min_difficulty": 6}, "must say how lengths grow, but does not"),
+        ({"max_difficulty": None}, "must describe how lengths grow, but does not"),
+        ({"min_difficulty": 6}, "must describe how lengths grow, but does not"),
         ({"schedule_type": "fixed_root"}, "with `root_degree` for fixed_root"),
     ],
 )

@@ -264,7 +264,7 @@ def refused(model: nn.Module, policy: SlicingPolicy = PLAIN, *, trained: bool = 
 
 def test_an_unknown_family_is_refused_by_name():
     """DeepSpeed takes BLOOM's rule for an unknown fused weight, warns, and computes something else."""
-    assert "is codegen; known are" in refused(tiny("codegen", rotary_dim=4))
+    assert "but is codegen; give `injection_policy`" in refused(tiny("codegen", rotary_dim=4))
 
 
 def test_a_fused_layer_of_a_stranger_is_refused_by_name():
