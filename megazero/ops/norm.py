@@ -1,4 +1,4 @@
-"""What both norms share: the autograd function, the kernels for GPUs, and the norm of a sum."""
+"""The parts that both norms share: the autograd function, the kernels for GPUs, and the norm of a sum."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class AttentionKernel(ABC):
 
     @abstractmethod
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Any:
-        """What both passes need to know of the call, in the kernel's own form."""
+        """Return what both passes need to know of the call, in the kernel's own form."""
 
     @abstractmethod
     def forward(
