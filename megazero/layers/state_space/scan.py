@@ -1,5 +1,4 @@
-"""The selective scan of Mamba-2 in chunks: matrix products within a chunk, states between chunks (Dao & Gu
-2024).
+"""The selective scan of Mamba-2 (Dao & Gu 2024): matrix products within chunks, states between them.
 
 A head's state is a matrix [p, n]; each row decays it, adds to it and reads it:
 
@@ -36,8 +35,7 @@ def selective_scan(
         a: the rate at which a head's state decays, [g, r], negative.
         b, c: the vectors by which a group's heads write and read, [s, b, g, n].
         state: the state before the first row; None for zeros.
-        segments: int [b, s], ascending; the state is reset where the number changes. None for a single
-            segment.
+        segments: int [b, s], ascending; the state is reset where the number changes. None for one segment.
         chunk: rows of a chunk.
     """
     wide, s = compute_dtype(x.dtype), len(x)
@@ -77,8 +75,7 @@ def selective_scan(
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
-    """[s, b, g, ...] -> [b, g, chunks, size, ...]; zero rows, which leave the state as it is, pad the last
-    chunk.
+    """[s, b, g, ...] -> [b, g, chunks, size, ...]; zero rows, which change no state, pad the last chunk.
 
     Their values are wherever the result needs them in memory, so this makes no copy.
     """
