@@ -86,13 +86,12 @@ def batch_indices(spec: SamplerSpec, consumed_samples: int) -> np.ndarray:
     if spec.sharded:
         epoch, done = _epoch_of(spec, consumed_samples)
         return _slice_of_rank(spec, part_permutation(spec, epoch), done)
-    if spec.kind is SamplerKind.SINGLE:
-        if consumed_samples + spec.stride > spec.num_samples:
-            raise DataError(
-                f"`consumed_samples` must leave a micro-batch of {spec.stride} within the {spec.num_samples} "
-                f"samples, but is {consumed_samples}; train for fewer samples, give more data or choose the "
-                "cyclic sampler."
-            )
+    if spec.kind is SamplerKind.SINGLE and consumed_samples + spec.stride > spec.num_samples:
+        raise DataError(
+            f"`consumed_samples` must leave a micro-batch of {spec.stride} within the {spec.num_samples} "
+            f"samples, but is {consumed_samples}; train for fewer samples, give more data or choose the "
+            "cyclic sampler."
+        )
     begin = consumed_samples + spec.data_parallel_rank * spec.micro_batch_size
     positions = range(begin, begin + spec.micro_batch_size)
     if spec.kind is SamplerKind.SINGLE:
