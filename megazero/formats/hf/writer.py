@@ -19,12 +19,13 @@ from megazero.checkpoint.disk import Disk, appear
 from megazero.checkpoint.naming import Table, TensorLink, cut
 from megazero.checkpoint.part import WEIGHT, Part, Source, misfits
 from megazero.checkpoint.tensor_file import Later, write_bytes, write_tensors
+from megazero.checkpoint.writer import NAMES as INDEX
 from megazero.checkpoint.writer import SHARD_BYTES, deal
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 from megazero.formats.hf.architecture import GENERATING, Json
 from megazero.formats.hf.config_json import CONFIG, NO_TOKENS, TokenIds, architecture_of, config_of
-from megazero.formats.hf.folder import INDEX, SINGLE
+from megazero.formats.hf.folder import SINGLE
 from megazero.spec.resolve import model_spec
 
 CHUNK = 1 << 18

@@ -15,8 +15,8 @@ from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import CheckpointError
 from megazero.formats.hf.convert import KIND
 from megazero.formats.megatron.arguments import SECTIONS
+from megazero.formats.megatron.dialects import Arguments
 from megazero.formats.megatron.reader import MegatronReader
-from megazero.formats.megatron.settings import Arguments
 from megazero.formats.megatron.stages import Header
 
 _RUN = "pretraining"  # the kind of checkpoint that a run resumes from
