@@ -29,7 +29,7 @@ def parts_to_write(optimizer: Optimizer, context: ParallelContext, *, moments: b
     parts: list[Part] = []
     totals: Counter[int] = Counter()  # number of replicas -> elements of which each of them has a copy
     for layout, _, _ in _flats(optimizer, moments):
-        spans = [span for i, span in enumerate(layout.spans) if _writes(i, layout.specs[i], context)]
+        spans = (span for i, span in enumerate(layout.spans) if _writes(i, layout.specs[i], context))
         totals[layout.ranks] += 0 if layout.row.shard_state else sum(stop - start for start, stop in spans)
     dealt: Counter[int] = Counter()
     for layout, flats, offloaded in _flats(optimizer, moments):

@@ -83,7 +83,7 @@ def test_what_was_begun_before_is_neither_made_visible_nor_cleared_up_there(tmp_
     directory = tmp_path / "run"
     first = opened(directory, in_flight=1)
     save(first, 10)
-    first._flights[0].job.result()
+    first._pending[0].job.result()
     anew(directory)
     second = opened(directory, in_flight=1)
     save(second, 10)
