@@ -16,12 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from megazero.config.derive import decoupled
 from megazero.config.steps import Progress, Unit
 from megazero.config.training_plan import TrainingPlan, WarmupLength
 from megazero.config.tree.optimizer import OptimizerConfig
+from megazero.config.tree.schedule import DecayStyle, FinalDecayStyle, WeightDecayStyle
 from megazero.errors import ConfigError
 
 
@@ -45,9 +45,9 @@ class Decay:
     arXiv:2404.06395), which keeps the peak until `length - final_length`.
     """
 
-    style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+    style: DecayStyle
     length: float
-    final_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    final_style: FinalDecayStyle = "exponential"
     final_length: float | None = None
 
 
@@ -179,7 +179,7 @@ class WeightDecay:
 
     start: float
     end: float
-    style: Literal["constant", "linear", "cosine"] = "constant"
+    style: WeightDecayStyle = "constant"
     length: float = 1
     unit: Unit = "iters"
 

@@ -10,6 +10,10 @@ from megazero.config.condition import here, when
 from megazero.config.tree.option import Probability, Section, option
 from megazero.config.tree.roles import Role
 
+DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+FinalDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
+WeightDecayStyle = Literal["constant", "linear", "cosine"]
+
 _NO_SCALAR = here.muon_scalar_lr.is_none.because("it is the peak of all that is no matrix")
 _MOVES = here.weight_decay_incr_style.among("linear", "cosine")
 _OF_WSD = (here.lr_decay_style == "WSD").because("the rate has no final decay of its own")
@@ -36,7 +40,7 @@ class ScheduleConfig(Section):
         needs=here.optimizer == "muon",
     )
     weight_decay: NonNegativeFloat = option(0.01, "weight decay of matrices and embeddings")
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
+    lr_decay_style: DecayStyle = option(
         "linear",
         "shape of the decay",
         needs=when("WSD", here.lr_wsd_decay_iters | here.lr_wsd_decay_samples | here.lr_wsd_decay_tokens),
@@ -53,7 +57,7 @@ class ScheduleConfig(Section):
         needs=(here.lr_warmup_iters == 0, here.lr_warmup_samples == 0, here.lr_warmup_tokens == 0),
     )
     lr_warmup_init: NonNegativeFloat = option(0.0, "learning rate at the start of the warmup")
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
+    lr_wsd_decay_style: FinalDecayStyle = option(
         "exponential", "shape of the final decay of WSD"
     )
     lr_wsd_decay_iters: PositiveInt | None = option(
@@ -71,7 +75,7 @@ class ScheduleConfig(Section):
     end_weight_decay: NonNegativeFloat | None = option(
         None, "weight decay at the end of its schedule", needs=(here.start_weight_decay, _MOVES)
     )
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
+    weight_decay_incr_style: WeightDecayStyle = option(
         "constant",
         "how weight decay moves from start to end",
         needs=here.start_weight_decay | here.end_weight_decay,
