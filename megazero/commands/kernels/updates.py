@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 
 from megazero.ops.example import Example, Traffic
-from megazero.ops.update import StepFacts, UpdateCall
+from megazero.ops.update import StepFacts, UpdateCall, has_kernels
 from megazero.optim.elementwise import ELEMENTWISE, Elementwise
 
 COUNT = 3 << 14
@@ -19,8 +19,8 @@ _BF16 = MappingProxyType({"bf16": torch.bfloat16})
 
 
 def update_examples() -> Iterator[Example]:
-    """A step of each elementwise optimizer, which reads or writes all of its tensors once."""
-    for rule in ELEMENTWISE.values():
+    """A step of each elementwise optimizer with kernels, which reads or writes all of its tensors once."""
+    for rule in filter(has_kernels, ELEMENTWISE.values()):
         yield _example(rule())
 
 
