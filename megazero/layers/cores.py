@@ -67,7 +67,8 @@ class LocalCore(AttentionCore):
         else:
             pattern = pattern.causally(attends.causal)
         dropout = inputs.attention_dropout(attends, self.heads.rank * q.shape[2])
-        call = AttentionCall(attends.scale_of(q), mask, documents, bias, dropout, pattern)
+        seen_by = attends.watching
+        call = AttentionCall(attends.scale_of(q), mask, documents, bias, dropout, pattern, watch=seen_by)
         return attend(inputs.narrow(q), k, v, call, offset)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megazero.layers.rows import Rows, keys_at
 from megazero.mpu.rng import site_key
-from megazero.ops.attention import ALL, Bias, Pattern
+from megazero.ops.attention import ALL, Bias, Pattern, Watch
 from megazero.ops.counter_random import derive
 from megazero.ops.dropout import AttentionDropout, Dropout
 
@@ -42,6 +42,7 @@ class Attends:
         scale: the factor of the products of queries and keys; None: 1 / sqrt(d).
         unpacked: makes keys and values of what a layer keeps of earlier positions between generation steps,
             given [t, b, ...] of both parts; None: it keeps keys and values.
+        watch: sees the calls of passes that train; None: nobody does.
     """
 
     layer: int
@@ -50,6 +51,12 @@ class Attends:
     pattern: Pattern = ALL
     scale: float | None = None
     unpacked: Unpacked | None = None
+    watch: Watch | None = None
+
+    @property
+    def watching(self) -> Watch | None:
+        """What sees the calls of this pass: one without gradients is an evaluation, or is made again."""
+        return self.watch if torch.is_grad_enabled() else None
 
     def scale_of(self, q: Tensor) -> float:
         """The factor of the products of queries [..., d] and keys."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from megazero.config.condition import here
+from megazero.config.condition import config, here
 from megazero.config.tree.option import Section, option
 from megazero.config.tree.roles import Role
 
@@ -71,6 +71,15 @@ class LoggingConfig(Section):
         unit="iterations",
     )
     log_num_zeros_in_grad: bool = option(False, "also record how many gradient elements are zero")
+    log_max_attention_logit: bool = option(
+        False,
+        "also record the largest attention logit of each step, before the softmax: of all layers, heads and "
+        "ranks. Each layer multiplies queries and keys once more",
+        needs=(
+            config.acceleration.compile.is_off.because("compiled layers show nobody their logits"),
+            config.acceleration.cuda_graph.is_off.because("captured layers show nobody their logits"),
+        ),
+    )
     wandb_project: str | None = option(
         None, "Weights & Biases project; needs the wandb package", Role.LOCAL, package="wandb"
     )

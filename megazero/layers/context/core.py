@@ -125,7 +125,8 @@ def masks_of(q: Tensor, inputs: LayerInputs, attends: Attends, bias: Bias | None
     """The masks of a layer for the heads of q [s, b, n, d], which are those of a rank of `heads`."""
     assert bias is None or not isinstance(bias, Tensor), "a bias of all pairs is on no rank whole"
     dropout = inputs.attention_dropout(attends, heads.rank * q.shape[2])
-    return PairMasks(attends, attends.scale_of(q), bias, inputs.rows.documents, dropout)
+    documents = inputs.rows.documents
+    return PairMasks(attends, attends.scale_of(q), bias, documents, dropout, attends.watching)
 
 
 def _turns(q: Tensor, groups: int) -> int:

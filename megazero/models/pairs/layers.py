@@ -79,6 +79,7 @@ class StackAttention(SelfAttention):
             mask=None if causal else inputs.mask,
             bias=inputs.bias,
             dropout=inputs.attention_dropout(self.attends, self.tp.rank * query.shape[2]),
+            watch=self.attends.watching,
             pattern=ALL.causally(causal),
         )
         return attend(query, key, value, call)
@@ -139,7 +140,8 @@ class CrossAttention(nn.Module):
             first = self.tp.rank * query.shape[2]
             places = rows.positions, inputs.encoded_positions
             dropout = AttentionDropout(self.attends.dropout, keys, *places, first)
-        call = AttentionCall(self.attends.scale_of(query), inputs.mask, dropout=dropout)
+        scale, watch = self.attends.scale_of(query), self.attends.watching
+        call = AttentionCall(scale, inputs.mask, dropout=dropout, watch=watch)
         return attend(query, key, value, call)
 
 

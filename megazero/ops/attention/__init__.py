@@ -16,11 +16,13 @@ from megazero.ops.attention.call import (
     Part,
     Slopes,
     Softcap,
+    Watch,
     attention_by_document,
 )
 from megazero.ops.attention.documents import Documents, Runs
 from megazero.ops.attention.parts import backward_of_part, forward_of_part, merge_part
 from megazero.ops.attention.pattern import ALL, CAUSAL, BlockLayout, Pattern
+from megazero.ops.attention.scores import largest_score
 from megazero.ops.attention.softmax_offset import with_softmax_offset
 from megazero.ops.attention.table import (
     ATTENTION,
@@ -52,12 +54,14 @@ __all__ = [
     "Runs",
     "Slopes",
     "Softcap",
+    "Watch",
     "attend",
     "attention",
     "backward_of_part",
     "forward_of_part",
     "head_kind",
     "holds_all_pairs",
+    "largest_score",
     "merge_part",
     "varying_shapes",
     "with_softmax_offset",
@@ -103,6 +107,8 @@ def attention(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, offset: Tensor | None = None) -> Tensor:
     """`attention` by a call as a value, [s, b, n e]; with `offset` [n] as `with_softmax_offset` says."""
+    if call.watch is not None:
+        call.watch(q, k, call)
     if offset is not None:
         out, lse = _attend(q, k, v, call, lse=True)
         assert lse is not None, "the table has no implementation without it for such a call"

@@ -58,6 +58,10 @@ class Part:
     begins: Tensor | None = None
 
 
+Watch = Callable[[Tensor, Tensor, "AttentionCall"], None]
+"""(queries [s, b, n, d], keys [t, b, g, d], call) -> nothing: sees a call before it is computed."""
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """The keys that a query may attend to, and what becomes of its scores.
@@ -72,6 +76,7 @@ class AttentionCall:
         pattern: which keys a query may attend to by its place; causality is a part of it.
         part: where queries and keys lie in their sequence; None: the keys are the sequence from its
             beginning, and the last query has the last key.
+        watch: sees the call of a forward pass before it is computed; None: nobody does.
     """
 
     scale: float
@@ -81,6 +86,7 @@ class AttentionCall:
     dropout: AttentionDropout | None = None
     pattern: Pattern = ALL
     part: Part | None = None
+    watch: Watch | None = None
 
     @property
     def causal(self) -> bool:
@@ -167,6 +173,15 @@ class AttentionCall:
         by_head = self.bias.by_head
         q, k = (torch.arange(x.start, x.stop, device=by_head.device) for x in self.places(s, t))
         return by_head.view(-1, 1, 1) * (k - q.unsqueeze(1))
+
+    def of_queries(self, first: int, stop: int, s: int, t: int) -> AttentionCall:
+        """The restrictions alone, for the queries from `first` to `stop` of s, over all t keys."""
+        queries, keys = self.places(s, t)
+        ids = None if self.documents is None else self.query_ids(s)[:, first:stop]
+        begins = None if self.part is None else self.part.begins
+        mask = None if self.mask is None else over_pairs(self.mask, s, t)[:, :, first:stop]
+        part = Part(queries.start + first, keys.start, ids, begins)
+        return replace(self, mask=mask, part=part, bias=None, dropout=None, watch=None)
 
     def of_run(self, row: int, start: int, stop: int) -> AttentionCall:
         """The same call for the tokens from `start` to `stop` of one row, which are a whole document."""

@@ -21,6 +21,8 @@ def forward_of_part(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tup
 
     Both are in fp32 (fp64 for fp64), since an error of each part would grow with the number of parts.
     """
+    if call.watch is not None:
+        call.watch(q, k, call)
     kernel, call = _kernel(q, k, v, call)
     with torch.no_grad():
         return kernel.forward(q, k, v, kernel.prepare(q, k, v, call), compute_dtype(q.dtype))

@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megazero.config.tree.config import Config
 from megazero.train.observe.meters import StepFacts
+from megazero.train.observe.peak import Peak
+from megazero.train.step.engine import Engine
 from megazero.train.step.losses import Losses
 
 Interval = Sequence[Mapping[str, Any]]
@@ -55,6 +58,8 @@ class Metric:
         optional: whether records leave it out where it is not known, instead of saying null.
         gathered: whether it takes communication or the latest measurement, so that only steps that were made
             have it; it is taken before the step's time.
+        watch: makes layers note what its peak is the largest of; None where the run does not ask for it. Such
+            a metric has `of` say `peak_of(name)`.
     """
 
     name: str
@@ -64,6 +69,7 @@ class Metric:
     line: Line | None = None
     optional: bool = False
     gathered: bool = False
+    watch: Callable[[Config, Engine], Peak | None] | None = None
 
     def charted(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Tag -> value of this metric; losses of a skipped step are left out, as nothing was learnt."""
@@ -91,6 +97,16 @@ def shown(form: str, place: int) -> Line:
         return None if value is None else form.format(value)
 
     return Line(text, place)
+
+
+def peak_of(name: str) -> Callable[[StepFacts], float | None]:
+    """The largest number of a step that the metric `name` watches for, on any rank; None if it does not."""
+
+    def value(facts: StepFacts) -> float | None:
+        peak = facts.meters.peaks.get(name)
+        return None if peak is None else peak.take(facts.meters.engine.context.world)
+
+    return value
 
 
 def rate(form: str, factor: float = 1.0) -> Callable[[Interval, str], str]:
