@@ -195,6 +195,8 @@ class Architecture:
             rows), by layer; layers that have none of these have no such tensor.
         blank: tensors that theirs has and ours has not; they are written as zeros. `seen` refuses others, if
             they would change a result.
+        constants: tensors of theirs that are a constant in ours, with that number: they are written with it,
+            and a file that holds another one is refused.
         ignored: regular expressions for buffers that are not weights. Where one has the group `further`, the
             number of a layer, it is for a tensor of layers behind the model's, which transformers leaves out.
         renamed: (regular expression, replacement) for names in older files.
@@ -229,9 +231,15 @@ class Architecture:
     stacked: tuple[TensorRule, ...] = ()
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     blank: tuple[TensorRule, ...] = ()
+    constants: tuple[tuple[TensorRule, float], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     classifies: bool = False
     seen: Callable[[ModelConfig, Mapping[str, TensorLike]], ModelConfig] = as_told
+
+    @property
+    def without_ours(self) -> tuple[TensorRule, ...]:
+        """The tensors that theirs has without a tensor of ours."""
+        return (*self.blank, *(rule for rule, _ in self.constants))
 
     @property
     def named(self) -> frozenset[str]:

@@ -174,11 +174,17 @@ class HFReader(Source):
 
     def _match(self, present: dict[str, Stored]) -> dict[str, Stored]:
         """The stored tensor behind each name of the table; raises unless exactly these are `present`."""
-        blank = self._table(self.description.architecture.blank).by_theirs  # what ours does without
+        architecture = self.description.architecture
+        blank = self._table(architecture.without_ours).by_theirs  # what ours does without
         present = self._parted(self._without_copies(present), blank)
+        wrong = [
+            f"hold {name} as {list(stored.shape)} with other numbers than {number}"
+            for rule, number in architecture.constants
+            for name in self._table([rule]).by_theirs
+            if (stored := present.get(name)) is not None and not _is_constant(stored, number)
+        ]
         for name in blank:
-            present.pop(name, None)  # zeros, as the architecture has seen, or what nothing reads
-        wrong = []
+            present.pop(name, None)  # zeros and constants, as seen by now, or what nothing reads
         if missing := self.table.by_theirs.keys() - present.keys():
             wrong.append(f"lack {named(missing)}")
         if unused := present.keys() - self.table.by_theirs.keys():
@@ -250,6 +256,15 @@ class HFReader(Source):
         return CheckpointError(
             f"the tensors in `{self.folder}` must be those that its {CONFIG} describes, but {what}"
         )
+
+
+def _is_constant(stored: Stored, number: float) -> bool:
+    """Whether a tensor is that number, as it is or rounded to the dtype of some file before."""
+    if stored.shape or stored.dtype not in FLOATS:
+        return False
+    value = stored.rows(slice(0, 1)).item()
+    exact = torch.tensor(number, dtype=torch.float64)
+    return any(exact.to(dtype).to(stored.dtype).item() == value for dtype in FLOATS)
 
 
 def _read(stored: Stored, link: Link, box: Box, target: Tensor) -> None:
