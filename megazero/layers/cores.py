@@ -67,9 +67,10 @@ class LocalCore(AttentionCore):
         else:
             pattern = pattern.causally(attends.causal)
         dropout = inputs.attention_dropout(attends, self.heads.rank * q.shape[2])
-        seen_by = attends.watching
-        call = AttentionCall(attends.scale_of(q), mask, documents, bias, dropout, pattern, watch=seen_by)
-        return attend(inputs.narrow(q), k, v, call, offset)
+        call = AttentionCall(attends.scale_of(q), mask, documents, bias, dropout, pattern)
+        q = inputs.narrow(q)
+        attends.see(q, k, call)
+        return attend(q, k, v, call, offset)
 
 
 @dataclass(frozen=True)

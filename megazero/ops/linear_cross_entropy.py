@@ -28,12 +28,9 @@ from megazero.ops.cross_entropy import (
     CHUNKED_PASSES,
     NATIVE_CPU_PASSES,
     OneRank,
-    RowGradients,
-    SlicePasses,
     TokenLosses,
     VocabularySlice,
     cuda_passes,
-    local_targets,
     merge_slices,
     targets,
     vocab_parallel_cross_entropy_reference,
@@ -43,6 +40,7 @@ from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.ops.example import Example
 from megazero.ops.native import on_native_cpu
+from megazero.ops.slice_passes import RowGradients, SlicePasses, local_targets
 
 BLOCK = 8192
 TILE_BYTES = 2**30

@@ -64,7 +64,7 @@ def peaks_of(layout: Layout, steps: int = 2) -> list[float]:
         context = thread_context(world, layout.grid, rank)
         plan = training_plan_of(config, context.data.size)
         engine, state, found = verification_engine(config, plan, context), TrainState(), []
-        peak = LOGITS.watch(config, engine)
+        peak = LOGITS.of.watch(config, engine)
         for _ in range(steps):
             step = plan.at(state.progress)
             batches = micro_batches(config, context, step)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.checkpoint.naming import TensorRule
-from megazero.formats.hf.architecture import DENSE_LIMITS, FieldPair, Json, pair
+from megazero.formats.hf.architecture import DENSE_LIMITS, Constant, FieldPair, Json, pair
 from megazero.formats.hf.llama import (
     EVEN_HEADS,
     HEAD_NORMS,
@@ -33,7 +33,7 @@ _MLP = (
     *(TensorRule(f"{_OURS}.{name}", "1", f"{_THEIRS}.{name}", "1") for name in ("alpha_p", "alpha_n")),
 )
 _CONSTANTS = tuple(
-    (TensorRule(f"{_OURS}.{name}", "", f"{_THEIRS}.{name}", ""), number)
+    Constant(TensorRule(f"{_OURS}.{name}", "", f"{_THEIRS}.{name}", ""), number)
     for name, number in (("beta", 0.5), ("eps", -1e-6))
 )
 _ROTATION = MappingProxyType(
@@ -59,7 +59,7 @@ APERTUS = replace(
         *rules_with(_MLP, layer_norms(input_norm="attention_layernorm", mlp_norm="feedforward_layernorm")),
         *HEAD_NORMS,
     ),
-    constants=_CONSTANTS,
+    blank=_CONSTANTS,
     settings=(
         *with_defaults(
             without(UNBIASED_SETTINGS, "hidden_act"),

@@ -69,6 +69,14 @@ GELUS = (
 )
 
 
+@dataclass(frozen=True)
+class Constant:
+    """A tensor of theirs, by its rule, that is a number in ours; `rule.ours` is a name that no tensor has."""
+
+    rule: TensorRule
+    number: float
+
+
 class TensorLike(Protocol):
     """A tensor in a file: its shape, and its rows if they are asked for."""
 
@@ -194,9 +202,7 @@ class Architecture:
         fused: (their tensor, those of `rules` and `blank` that it holds one below the other, in order of
             rows), by layer; layers that have none of these have no such tensor.
         blank: tensors that theirs has and ours has not; they are written as zeros. `seen` refuses others, if
-            they would change a result.
-        constants: tensors of theirs that are a constant in ours, with that number: they are written with it,
-            and a file that holds another one is refused.
+            they would change a result. A `Constant` is written as its number, and other numbers are refused.
         ignored: regular expressions for buffers that are not weights. Where one has the group `further`, the
             number of a layer, it is for a tensor of layers behind the model's, which transformers leaves out.
         renamed: (regular expression, replacement) for names in older files.
@@ -230,8 +236,7 @@ class Architecture:
     complete: Callable[[Json], dict[str, Any]] = dict
     stacked: tuple[TensorRule, ...] = ()
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    blank: tuple[TensorRule, ...] = ()
-    constants: tuple[tuple[TensorRule, float], ...] = ()
+    blank: tuple[TensorRule | Constant, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     classifies: bool = False
     seen: Callable[[ModelConfig, Mapping[str, TensorLike]], ModelConfig] = as_told
@@ -239,7 +244,12 @@ class Architecture:
     @property
     def without_ours(self) -> tuple[TensorRule, ...]:
         """The tensors that theirs has without a tensor of ours."""
-        return (*self.blank, *(rule for rule, _ in self.constants))
+        return tuple(blank.rule if isinstance(blank, Constant) else blank for blank in self.blank)
+
+    @property
+    def constants(self) -> tuple[Constant, ...]:
+        """The blank tensors that are one number in every model."""
+        return tuple(blank for blank in self.blank if isinstance(blank, Constant))
 
     @property
     def named(self) -> frozenset[str]:

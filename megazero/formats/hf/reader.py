@@ -178,10 +178,10 @@ class HFReader(Source):
         blank = self._table(architecture.without_ours).by_theirs  # what ours does without
         present = self._parted(self._without_copies(present), blank)
         wrong = [
-            f"hold {name} as {list(stored.shape)} with other numbers than {number}"
-            for rule, number in architecture.constants
-            for name in self._table([rule]).by_theirs
-            if (stored := present.get(name)) is not None and not _is_constant(stored, number)
+            f"hold {name} as {list(stored.shape)} with other numbers than {constant.number}"
+            for constant in architecture.constants
+            for name in self._table([constant.rule]).by_theirs
+            if (stored := present.get(name)) is not None and not _is_constant(stored, constant.number)
         ]
         for name in blank:
             present.pop(name, None)  # zeros and constants, as seen by now, or what nothing reads

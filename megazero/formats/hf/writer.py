@@ -165,9 +165,9 @@ def write_hf(
     fused = {part: whole for whole, parts in architecture.fused_in(model.num_layers) for part in parts}
     blank = Table.of(architecture.without_ours, spec, vocab_size)
     constants = {
-        link.key: number
-        for rule, number in architecture.constants
-        for link in Table.of([rule], spec, vocab_size).links
+        link.key: constant.number
+        for constant in architecture.constants
+        for link in Table.of([constant.rule], spec, vocab_size).links
     }
     links = Rows.joined((*table.links, *blank.links), fused, dtype)
     config = config_of(architecture, model, vocab_size, extras.tokens, NAMES[dtype], extras.labels)

@@ -58,7 +58,9 @@ class ExchangingCore(AttentionCore):
             q, k, v = (in_order(x, self.inner.size) for x in (q, k, v))
         if self.outer.size == 1:
             whole = range(inputs.rows.whole_length)
-            out = attend(q, k, v, masks.call(whole, whole), offset)
+            call = masks.call(whole, whole)
+            masks.see(q, k, call)
+            out = attend(q, k, v, call, offset)
         else:
             out = self._around(q, k, v, inputs.rows.whole_length, masks, offset)
         if turned:
@@ -117,7 +119,9 @@ class GatheringCore(AttentionCore):
         for queries, own in zip(q.split([len(run) for run in runs]), runs, strict=True):
             keys = masks.seen(own, range(rows.whole_length)) or own[:1]
             seen = slice(keys.start, keys.stop)
-            outs.append(attend(queries, k[seen], v[seen], masks.call(own, keys), offset))
+            call = masks.call(own, keys)
+            masks.see(queries, k[seen], call)
+            outs.append(attend(queries, k[seen], v[seen], call, offset))
         return torch.cat(outs)
 
 

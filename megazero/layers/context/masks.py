@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
-from megazero.layers.inputs import Attends
+from megazero.layers.inputs import Attends, Watch
 from megazero.layers.rows import chosen_runs
 from megazero.ops.attention import (
     ALL,
@@ -18,7 +19,6 @@ from megazero.ops.attention import (
     Part,
     Slopes,
     Softcap,
-    Watch,
 )
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.positions import Positions, position_tensor
@@ -45,7 +45,7 @@ class PairMasks:
         bias: linear biases by distance, or a bound of the scores; None without.
         documents: of [b, s]; None without.
         dropout: over all rows; None without.
-        watch: sees each call before it is computed; None: nobody does.
+        watch: sees the calls of this pass; None: nobody does.
     """
 
     attends: Attends
@@ -54,6 +54,11 @@ class PairMasks:
     documents: Documents | None = None
     dropout: AttentionDropout | None = None
     watch: Watch | None = None
+
+    def see(self, q: Tensor, k: Tensor, call: AttentionCall) -> None:
+        """Show a call to whoever watches this pass."""
+        if self.watch is not None:
+            self.watch(q, k, call)
 
     def of_heads(self, heads: range) -> PairMasks:
         """The masks of some of the heads."""
@@ -127,17 +132,14 @@ class PairMasks:
         """One call for all pairs, where causality alone decides and leaves a rectangle, or the own square."""
         if not self.attends.causal or mine == theirs:
             pattern = CAUSAL if self.attends.causal else ALL
-            call = AttentionCall(
-                self.scale, dropout=self._dropout_of(mine, theirs), pattern=pattern, watch=self.watch
-            )
+            call = AttentionCall(self.scale, dropout=self._dropout_of(mine, theirs), pattern=pattern)
             return Pair(_all(mine), _all(theirs), call)
         queries = [q for q in mine if any(self.seen(q, k) for k in theirs)]
         keys = [k for k in theirs if any(self.seen(q, k) for q in mine)]
         if not all(k.stop <= q.start for q in queries for k in keys):
             return None
         first_q, first_k = (runs.index(some[0]) for runs, some in ((mine, queries), (theirs, keys)))
-        dropout = self._dropout_of(tuple(queries), tuple(keys))
-        call = AttentionCall(self.scale, dropout=dropout, watch=self.watch)
+        call = AttentionCall(self.scale, dropout=self._dropout_of(tuple(queries), tuple(keys)))
         return Pair(_run(mine, first_q, queries), _run(theirs, first_k, keys), call)
 
     def call(self, queries: range, keys: range) -> AttentionCall:
@@ -154,13 +156,7 @@ class PairMasks:
             documents = documents.part(keys)
         dropout, pattern = self._dropout_of((queries,), (keys,)), pattern.causally(self.attends.causal)
         return AttentionCall(
-            self.scale,
-            documents=documents,
-            bias=self.bias,
-            dropout=dropout,
-            pattern=pattern,
-            part=place,
-            watch=self.watch,
+            self.scale, documents=documents, bias=self.bias, dropout=dropout, pattern=pattern, part=place
         )
 
     def _dropout_of(self, queries: tuple[range, ...], keys: tuple[range, ...]) -> AttentionDropout | None:

@@ -79,9 +79,9 @@ class StackAttention(SelfAttention):
             mask=None if causal else inputs.mask,
             bias=inputs.bias,
             dropout=inputs.attention_dropout(self.attends, self.tp.rank * query.shape[2]),
-            watch=self.attends.watching,
             pattern=ALL.causally(causal),
         )
+        self.attends.see(query, key, call)
         return attend(query, key, value, call)
 
 
@@ -140,8 +140,8 @@ class CrossAttention(nn.Module):
             first = self.tp.rank * query.shape[2]
             places = rows.positions, inputs.encoded_positions
             dropout = AttentionDropout(self.attends.dropout, keys, *places, first)
-        scale, watch = self.attends.scale_of(query), self.attends.watching
-        call = AttentionCall(scale, inputs.mask, dropout=dropout, watch=watch)
+        call = AttentionCall(self.attends.scale_of(query), inputs.mask, dropout=dropout)
+        self.attends.see(query, key, call)
         return attend(query, key, value, call)
 
 

@@ -16,7 +16,6 @@ from megazero.ops.attention.call import (
     Part,
     Slopes,
     Softcap,
-    Watch,
     attention_by_document,
 )
 from megazero.ops.attention.documents import Documents, Runs
@@ -54,7 +53,6 @@ __all__ = [
     "Runs",
     "Slopes",
     "Softcap",
-    "Watch",
     "attend",
     "attention",
     "backward_of_part",
@@ -107,8 +105,6 @@ def attention(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, offset: Tensor | None = None) -> Tensor:
     """`attention` by a call as a value, [s, b, n e]; with `offset` [n] as `with_softmax_offset` says."""
-    if call.watch is not None:
-        call.watch(q, k, call)
     if offset is not None:
         out, lse = _attend(q, k, v, call, lse=True)
         assert lse is not None, "the table has no implementation without it for such a call"

@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, for those who merge the parts themselves: no autograd.
+"""Attention over parts of the keys, for code that merges the parts itself: no autograd.
 
 Forward gives a part's result with its log-sum-exp. Backward is given the result and the log-sum-exp over
 *all* keys, so that what it computes for a part is that part of the whole gradient (ring attention, Liu et al.
@@ -21,8 +21,6 @@ def forward_of_part(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tup
 
     Both are in fp32 (fp64 for fp64), since an error of each part would grow with the number of parts.
     """
-    if call.watch is not None:
-        call.watch(q, k, call)
     kernel, call = _kernel(q, k, v, call)
     with torch.no_grad():
         return kernel.forward(q, k, v, kernel.prepare(q, k, v, call), compute_dtype(q.dtype))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from megazero.ops.attention.call import AttentionCall
+from megazero.ops.attention.call import AttentionCall, Part, over_pairs
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.scaled_softmax import may_attend
 
@@ -35,7 +37,7 @@ def largest_score(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
         queries = q[first : first + rows].to(wide)
         count = len(queries)
         scores = torch.einsum("sbgrd,tbgd->bgrst", queries.unflatten(2, (groups, -1)), keys)
-        own = call.of_queries(first, first + count, s, t)
+        own = _restrictions(call, range(first, first + count), s, t)
         alone = own.causal_alone(count, t)
         allowed = may_attend(count, t, q.device) if alone else own.allowed(queries, keys)
         scores = scores.flatten(1, 2) * call.scale
@@ -43,3 +45,13 @@ def largest_score(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
             scores = scores.masked_fill(~allowed, -torch.inf)
         largest = torch.maximum(largest, scores.amax()) if scores.numel() else largest
     return largest
+
+
+def _restrictions(call: AttentionCall, rows: range, s: int, t: int) -> AttentionCall:
+    """The restrictions of a call alone, for some of its s queries over all t keys."""
+    queries, keys = call.places(s, t)
+    ids = None if call.documents is None else call.query_ids(s)[:, rows.start : rows.stop]
+    begins = None if call.part is None else call.part.begins
+    mask = None if call.mask is None else over_pairs(call.mask, s, t)[:, :, rows.start : rows.stop]
+    part = Part(queries.start + rows.start, keys.start, ids, begins)
+    return replace(call, mask=mask, part=part, bias=None, dropout=None)

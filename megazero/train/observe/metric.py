@@ -58,8 +58,6 @@ class Metric:
         optional: whether records leave it out where it is not known, instead of saying null.
         gathered: whether it takes communication or the latest measurement, so that only steps that were made
             have it; it is taken before the step's time.
-        watch: makes layers note what its peak is the largest of; None where the run does not ask for it. Such
-            a metric has `of` say `peak_of(name)`.
     """
 
     name: str
@@ -69,7 +67,6 @@ class Metric:
     line: Line | None = None
     optional: bool = False
     gathered: bool = False
-    watch: Callable[[Config, Engine], Peak | None] | None = None
 
     def charted(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Tag -> value of this metric; losses of a skipped step are left out, as nothing was learnt."""
@@ -99,14 +96,21 @@ def shown(form: str, place: int) -> Line:
     return Line(text, place)
 
 
-def peak_of(name: str) -> Callable[[StepFacts], float | None]:
-    """The largest number of a step that the metric `name` watches for, on any rank; None if it does not."""
+@dataclass(frozen=True)
+class Largest:
+    """The value of a metric that is the largest number that layers note in a step, on any rank.
 
-    def value(facts: StepFacts) -> float | None:
-        peak = facts.meters.peaks.get(name)
+    Attributes:
+        name: the metric's name.
+        watch: makes the layers of an engine note it; None where the run does not ask for it.
+    """
+
+    name: str
+    watch: Callable[[Config, Engine], Peak | None]
+
+    def __call__(self, facts: StepFacts) -> float | None:
+        peak = facts.meters.peaks.get(self.name)
         return None if peak is None else peak.take(facts.meters.engine.context.world)
-
-    return value
 
 
 def rate(form: str, factor: float = 1.0) -> Callable[[Interval, str], str]:

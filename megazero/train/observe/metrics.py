@@ -17,6 +17,7 @@ from megazero.train.observe.meters import Meters, StepFacts
 from megazero.train.observe.metric import (
     Chart,
     Interval,
+    Largest,
     Line,
     Metric,
     expert_loads,
@@ -24,7 +25,6 @@ from megazero.train.observe.metric import (
     load_span,
     loss_means,
     offload_traffic,
-    peak_of,
     rate,
     shown,
     skips,
@@ -214,14 +214,14 @@ METRICS = (
     Metric(
         "max_attention_logit",
         "largest scaled product of a query and a key that it attends to, on any rank, if asked for",
-        peak_of("max_attention_logit"),
+        Largest(
+            "max_attention_logit",
+            lambda config, engine: attention_peak(engine) if config.logging.log_max_attention_logit else None,
+        ),
         Chart("max-attention-logit"),
         shown("max attention logit: {:.3f}", 158),
         optional=True,
         gathered=True,
-        watch=lambda config, engine: (
-            attention_peak(engine) if config.logging.log_max_attention_logit else None
-        ),
     ),
     Metric(
         "tokens_per_expert",
@@ -307,10 +307,10 @@ class StepMetrics(dict[str, Any]):
 
 def watch(meters: Meters) -> None:
     """Let the metrics that watch layers begin to, as far as the run asks for them."""
-    for metric in METRICS:
-        peak = None if metric.watch is None else metric.watch(meters.config, meters.engine)
+    for figure in (metric.of for metric in METRICS if isinstance(metric.of, Largest)):
+        peak = figure.watch(meters.config, meters.engine)
         if peak is not None:
-            meters.peaks[metric.name] = peak
+            meters.peaks[figure.name] = peak
 
 
 def line_of(interval: Interval) -> list[str]:
