@@ -1,4 +1,4 @@
-"""`AttentionCall`: the options of an attention call, which every implementation takes as one value."""
+"""`AttentionCall`: a call of attention besides its tensors, which every implementation takes as one value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megazero.ops.positions import Positions
 
 @dataclass(frozen=True, eq=False)
 class Slopes:
-    """Linear biases: slope * (key's position - query's) is added to a score (ALiBi, Press et al. 2022).
+    """Linear biases: a score gets slope times (key's place - query's) (ALiBi, Press et al. 2022).
 
     Attributes:
         by_head: float32 [n], the slope of each head.
@@ -29,7 +29,7 @@ class Slopes:
 
 @dataclass(frozen=True)
 class Softcap:
-    """Bounds scaled scores by c: they become c tanh(score / c) (Gemma 2, 2024)."""
+    """A bound c of the scaled scores, which become c tanh(score / c) (Gemma 2, 2024)."""
 
     bound: float
 
@@ -44,12 +44,12 @@ Bias = Tensor | Slopes | Softcap
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Positions of a call's queries and keys, if it has only parts of their sequence.
+    """Where the queries and keys of a call lie in their sequence, if the call has parts of it.
 
     Attributes:
-        query, key: the positions of the first query and of the first key.
+        query, key: the places of the first query and of the first key.
         query_ids: int [b, s], the documents of the queries; None: those of the last s keys.
-        begins: int [b, t], the positions at which the keys' documents begin; None: where their ids change.
+        begins: int [b, t], the places at which the keys' documents begin; None: where their ids change.
     """
 
     query: int
@@ -60,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Which keys a query may attend to, and how scores and probabilities are changed.
+    """The keys that a query may attend to, and what becomes of its scores.
 
     Attributes:
         scale: the factor of the products of queries and keys.
@@ -88,7 +88,7 @@ class AttentionCall:
         return self.sides[1] == 0
 
     def causal_alone(self, s: int, t: int) -> bool:
-        """Whether causality, with as many queries as keys, is the only restriction."""
+        """Whether nothing but causality, of as many queries as keys, restricts the keys."""
         free = self.mask is None and self.documents is None
         return free and self.pattern == CAUSAL and s == t and self.shift(s, t) == 0
 
@@ -111,7 +111,7 @@ class AttentionCall:
         return over_pairs(reduce(and_, given), s, t) if given else None
 
     def masked(self, q: Tensor, k: Tensor) -> AttentionCall:
-        """The same call with all restrictions in its mask and all biases in one tensor."""
+        """The call with all its restrictions in its mask, and biases that are a tensor."""
         biases = self.bias if isinstance(self.bias, Softcap) else self.biases(q.shape[0], k.shape[0])
         if self.causal_alone(q.shape[0], k.shape[0]):
             return replace(self, bias=biases, part=None)
@@ -119,7 +119,7 @@ class AttentionCall:
         return replace(self, mask=mask, documents=None, pattern=ALL, part=None, bias=biases)
 
     def simplified(self, s: int, t: int) -> AttentionCall:
-        """The same call without restrictions that have no effect on s queries and t keys."""
+        """The same call of s queries and t keys, without what makes no difference to it."""
         queries, keys = self.places(s, t)
         pattern, part = self.pattern.within(queries, keys), self.part
         if self.documents is not None and self.pattern.sinks and pattern.sides()[0] >= 0:
@@ -147,7 +147,7 @@ class AttentionCall:
         return None if self.documents is None else self.documents.bounds[0]
 
     def shift(self, s: int, t: int) -> int:
-        """The position of the first query relative to the first key."""
+        """The place of the first query, less that of the first key."""
         return t - s if self.part is None else self.part.query - self.part.key
 
     def places(self, s: int, t: int) -> tuple[range, range]:
@@ -169,7 +169,7 @@ class AttentionCall:
         return by_head.view(-1, 1, 1) * (k - q.unsqueeze(1))
 
     def of_run(self, row: int, start: int, stop: int) -> AttentionCall:
-        """The same call for the tokens `start` to `stop` of one row, a whole document."""
+        """The same call for the tokens from `start` to `stop` of one row, which are a whole document."""
         dropout = self.dropout
         if dropout is None:
             return replace(self, documents=None)
@@ -203,7 +203,7 @@ def attention_by_document(
     runs: list[list[int]],
     attend: Callable[[Tensor, Tensor, Tensor, AttentionCall], Tensor],
 ) -> Tensor:
-    """Call `attend` for each run of each row, so that nothing is computed between documents: [s, b, n e].
+    """[s, b, n e]: the results of `attend` for each run of each row, so that nothing outside is computed.
 
     q [s, b, n, d], k [s, b, g, d] and v [s, b, g, e]. `attend` gets one run of one row, [l, 1, ...].
     """

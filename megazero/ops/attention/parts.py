@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, for code that merges the parts itself: no autograd.
+"""Attention over parts of the keys, for those who merge the parts themselves: no autograd.
 
 Forward gives a part's result with its log-sum-exp. Backward is given the result and the log-sum-exp over
 *all* keys, so that what it computes for a part is that part of the whole gradient (ring attention, Liu et al.
