@@ -201,7 +201,7 @@ class TaskMaker:
         yield RateTask(
             "cross_entropy",
             (self.leaf(tokens, self.sizes.vocabulary),),
-            lambda x: vocab_parallel_cross_entropy_cuda(x, target, whole, kernels=self.kernels),
+            lambda x: vocab_parallel_cross_entropy_cuda(x, target, whole, kernels=self.kernels).loss,
             self.plain(lambda x: cross_entropy(x.float(), target, reduction="none")),
             logits,
             2 * logits,

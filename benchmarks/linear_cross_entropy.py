@@ -41,8 +41,8 @@ def _whole(x: Tensor, weight: Tensor, target: Tensor, overwrite: bool = False) -
 WAYS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "whole": _whole,
     "overwritten": lambda *inputs: _whole(*inputs, overwrite=True),
-    "blocks": lambda x, weight, target: linear_cross_entropy(
-        x, weight, target, VocabularySlice(SoloGroup(), 0, len(weight))
+    "blocks": lambda x, weight, target: (
+        linear_cross_entropy(x, weight, target, VocabularySlice(SoloGroup(), 0, len(weight))).loss
     ),
 }
 

@@ -152,7 +152,7 @@ class OurChunk(nn.Module):
         return torch.empty(size, dtype=self.shape.torch_dtype)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self.part.token_losses(logits, labels).mean()
+        return self.part.token_losses(logits, labels).loss.mean()
 
     def decays(self, parameter: nn.Parameter) -> bool:
         return spec_of(parameter).weight_decay

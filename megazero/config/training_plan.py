@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from megazero.config.fields import names_with
 from megazero.config.numbers import LARGEST
 from megazero.config.steps import BEGINNING, UNITS, Progress, Step, Steps, Unit
 from megazero.config.tree.config import Config
+from megazero.config.tree.roles import Role
 from megazero.config.tree.schedule import ScheduleConfig
 from megazero.config.tree.training import TrainingConfig
 from megazero.errors import ConfigError
+
+LR_LENGTHS = tuple(name for name in names_with(Role.LENGTH, "optimizer") if name.startswith("lr_"))
+"""The settings that are lengths of the learning rate's schedule, each in iterations, samples or tokens."""
 
 
 @dataclass(frozen=True)
@@ -240,9 +245,10 @@ def training_plan_of(
 
 def _lr_unit(optimizer: ScheduleConfig, training: TrainingConfig) -> Unit:
     """The unit of the learning rate schedule: that of its own lengths, or else of the training's length."""
-    for stem in ("lr_decay", "lr_wsd_decay", "lr_warmup"):
+    warmups_last = sorted(LR_LENGTHS, key=lambda name: name.startswith("lr_warmup_"))
+    for name in warmups_last:
         for unit in UNITS:
-            if getattr(optimizer, f"{stem}_{unit}"):
+            if name.endswith(unit) and getattr(optimizer, name):
                 return unit
     if training.train_iters is not None:
         return "iters"

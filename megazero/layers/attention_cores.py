@@ -70,7 +70,9 @@ class LocalCore(AttentionCore):
             pattern = pattern.causally(attends.causal)
         dropout = inputs.attention_dropout(attends, self.heads.rank * q.shape[2])
         call = AttentionCall(attends.scale_of(q), mask, documents, bias, dropout, pattern)
-        return attend(inputs.narrow(q), k, v, call, offset)
+        q = inputs.narrow(q)
+        attends.see(q, k, call)
+        return attend(q, k, v, call, offset)
 
 
 @dataclass(frozen=True)

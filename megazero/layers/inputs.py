@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megazero.layers.rows import Rows, keys_at
 from megazero.mpu.rng import site_key
-from megazero.ops.attention import ALL, Bias, Pattern
+from megazero.ops.attention import ALL, AttentionCall, Bias, Pattern
 from megazero.ops.counter_random import derive
 from megazero.ops.dropout import AttentionDropout, Dropout
 
@@ -22,6 +22,9 @@ Deferred = list[Callable[[], nn.Parameter]]
 
 Unpacked = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Keys [t, b, g, d] and values [t, b, g, e] of two parts that were kept of the same positions."""
+
+Watch = Callable[[Tensor, Tensor, AttentionCall], None]
+"""(queries [s, b, n, d], keys [t, b, g, d], call) -> nothing: sees attention before it is computed."""
 
 PLACES = ("attention", "attention_out", "mlp_out")
 """The places where a layer draws random numbers: attention probabilities, and the outputs of its halves.
@@ -55,6 +58,7 @@ class Attends:
         scale: the factor of the products of queries and keys; None: 1 / sqrt(d).
         unpacked: computes keys and values from what a layer keeps of earlier positions between generation
             steps, two tensors [t, b, ...]; None if it keeps keys and values.
+        watch: sees the attention calls of passes that train; None for none.
     """
 
     layer: int
@@ -63,6 +67,17 @@ class Attends:
     pattern: Pattern = ALL
     scale: float | None = None
     unpacked: Unpacked | None = None
+    watch: Watch | None = None
+
+    @property
+    def watching(self) -> Watch | None:
+        """The watch of this pass; none without gradients, as in evaluations and in what is made again."""
+        return self.watch if torch.is_grad_enabled() else None
+
+    def see(self, q: Tensor, k: Tensor, call: AttentionCall) -> None:
+        """Show a call of this pass to whoever watches."""
+        if self.watch is not None and torch.is_grad_enabled():
+            self.watch(q, k, call)
 
     def scale_of(self, q: Tensor) -> float:
         """The factor of the products of queries [..., d] and keys."""

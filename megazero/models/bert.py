@@ -22,8 +22,9 @@ from megazero.models.bert_batch import BertBatch
 from megazero.models.chunk import HEAD, Block
 from megazero.models.language_model import MaskedLanguageModel
 from megazero.models.trunk import trunk_blocks
+from megazero.models.word_losses import word_sums, word_terms
 from megazero.ops.bias_gelu import bias_gelu
-from megazero.ops.cross_entropy import VocabularySlice, vocab_parallel_cross_entropy
+from megazero.ops.cross_entropy import VocabularySlice, vocab_parallel_cross_entropy, vocab_parallel_losses
 from megazero.pipeline.chunk import ChunkResult
 from megazero.spec.model import HeadSpec
 from megazero.spec.resolve import model_spec
@@ -107,9 +108,10 @@ class BERT(MaskedLanguageModel):
     @property
     def own_terms(self) -> tuple[LossTerm, ...]:
         """The loss terms, and as reported figures their accuracies and the fraction of padding."""
-        names = ("lm", "sop") if self.spec.head.binary else ("lm",)
-        reported = (*(f"{name}_accuracy" for name in names), PADDING)
-        return (*(LossTerm(name) for name in names), *(LossTerm(name, 0.0) for name in reported))
+        order = ("sop",) if self.spec.head.binary else ()
+        reported = ("lm_accuracy", *(f"{name}_accuracy" for name in order), PADDING)
+        trained = (*word_terms(self.spec.head), *(LossTerm(name) for name in order))
+        return (*trained, *(LossTerm(name, 0.0) for name in reported))
 
     def forward(
         self, batch: BertBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
@@ -135,7 +137,7 @@ class BERT(MaskedLanguageModel):
         padding = torch.full((), float(batch.padding), device=logits.device)
         terms = {
             **sums.terms,
-            "lm": vocab_parallel_cross_entropy(logits, labels, part, overwrite=True).sum(),
+            **word_sums(self.spec.head, vocab_parallel_losses(logits, labels, part, overwrite=True)),
             "lm_accuracy": vocab_parallel_hits(logits.detach(), labels, part),
             PADDING: padding,
         }

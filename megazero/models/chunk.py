@@ -15,7 +15,7 @@ from megazero.layers.placement import Placement
 from megazero.layers.recompute import InputKeeping
 from megazero.moe.router import Router
 from megazero.mpu.param_spec import spec_of
-from megazero.ops.cross_entropy import VocabularySlice, vocab_parallel_cross_entropy
+from megazero.ops.cross_entropy import TokenLosses, VocabularySlice, vocab_parallel_losses
 from megazero.pipeline.chunk import B_contra, Boundary, Chunk
 from megazero.spec.model import ModelSpec
 
@@ -158,13 +158,13 @@ class StagedChunk(ModelChunk[B_contra]):
         """The boundary after the chunk; all boundaries of a micro-batch are alike."""
         return self.input_boundary(batch)
 
-    def token_losses(self, logits: Tensor, labels: Tensor, *, overwrite: bool = False) -> Tensor:
-        """Cross-entropy of each position, float32 [s, b], from logits [s, b, v/tp] and labels [b, s].
+    def token_losses(self, logits: Tensor, labels: Tensor, *, overwrite: bool = False) -> TokenLosses:
+        """The losses of each position, float32 [s, b], from logits [s, b, v/tp] and labels [b, s].
 
         overwrite: whether backward may overwrite the logits; nothing else may then read them.
         """
         target, part = labels.t().contiguous(), self.slice_of(logits)
-        return vocab_parallel_cross_entropy(logits, target, part, overwrite=overwrite)
+        return vocab_parallel_losses(logits, target, part, overwrite=overwrite)
 
     def slice_of(self, logits: Tensor) -> VocabularySlice:
         """The slice of the vocabulary to which logits [..., v/tp] belong."""

@@ -26,12 +26,16 @@ from megazero.models.chunk import HEAD, WORD, WORD_TIE, Block, Slice, Tie
 from megazero.models.language_model import LanguageModel
 from megazero.models.multi_token.block import further_terms, further_tokens, term_of
 from megazero.models.trunk import routers_of, trunk_blocks
+from megazero.models.word_losses import word_sums, word_terms
 from megazero.moe.router import Router
-from megazero.ops.cross_entropy import VocabularySlice
+from megazero.ops.cross_entropy import TokenLosses, VocabularySlice
 from megazero.ops.linear_cross_entropy import linear_cross_entropy
 from megazero.pipeline.chunk import ChunkResult
 from megazero.spec.model import HeadSpec, ModelSpec
 from megazero.spec.resolve import model_spec
+
+HeadResult = Tensor | TokenLosses
+"""Logits [s, b, v/tp], or the losses of tokens [s, b]."""
 
 
 class Head(nn.Module):
@@ -65,8 +69,8 @@ class Head(nn.Module):
         *,
         normed: bool = False,
         both: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute logits; with labels, instead each position's cross-entropy, float32 [s, b].
+    ) -> HeadResult | tuple[HeadResult, Tensor]:
+        """Compute logits; with labels [b, s], instead each position's losses, float32 [s, b].
 
         Args:
             x: hidden states [s, b, h].
@@ -79,7 +83,7 @@ class Head(nn.Module):
         result = self._of_normed(x, deferred, labels)
         return (result, x) if both else result
 
-    def _of_normed(self, x: Tensor, deferred: Deferred | None, labels: Tensor | None) -> Tensor:
+    def _of_normed(self, x: Tensor, deferred: Deferred | None, labels: Tensor | None) -> HeadResult:
         x = x if self.factor == 1.0 else x * self.factor
         tp, sequence_parallel = self.placement.tp, self.placement.sequence_parallel
         if labels is None:
@@ -128,8 +132,8 @@ class GPT(LanguageModel):
 
     @property
     def own_terms(self) -> tuple[LossTerm, ...]:
-        """The loss of the next token, then those of further tokens."""
-        return (LossTerm("lm"), *further_terms(self.spec))
+        """The losses of the next token, then those of further tokens."""
+        return (*word_terms(self.spec.head), *further_terms(self.spec))
 
     def build_head(self, tied: nn.Parameter | None) -> Head:
         """Build the norm and the projection."""
@@ -155,20 +159,20 @@ class GPT(LanguageModel):
     ) -> ChunkResult:
         """Compute the hidden states for the next chunk, or with the head the loss terms (see `Chunk.run`).
 
-        ``lm`` is the sum of weighted cross-entropies in nats, a float32 scalar.
+        The terms are sums of weighted losses, float32 scalars; ``lm`` is the cross-entropy in nats.
         """
         hidden, sums = self.through(batch, hidden, deferred=deferred)
         if self.head is None:
             return ChunkResult(hidden, sums.terms, sums.tallies)
         losses, hidden = self._read(hidden, batch.learnt.labels, deferred, more=len(self.further))
-        terms = {"lm": batch.learnt.weighted(losses).sum()}
+        terms = word_sums(self.spec.head, losses, batch.learnt.weighted)
         if self.further:
             inputs, _ = self.inputs_of(batch, deferred=deferred)
         for depth, (block, ahead) in enumerate(zip(self.further, batch.ahead, strict=True), 1):
             hidden, more = block(hidden, ahead.tokens, inputs)
             more_follow = len(self.further) - depth
             losses, hidden = self._read(hidden, ahead.targets.labels, deferred, more=more_follow, normed=True)
-            terms[term_of(depth)] = ahead.targets.weighted(losses).sum()
+            terms[term_of(depth)] = ahead.targets.weighted(losses.loss).sum()
             sums = sums.plus(more)
         return ChunkResult(None, {**sums.terms, **terms}, sums.tallies)
 
@@ -180,8 +184,8 @@ class GPT(LanguageModel):
         *,
         more: int,
         normed: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute the cross-entropy of each position, float32 [s, b], and the hidden states after the norm.
+    ) -> tuple[TokenLosses, Tensor]:
+        """Compute the losses of each position, float32 [s, b], and the hidden states after the norm.
 
         The latter only if `more` further tokens read them: a second result of the head without a reader would
         gather the head's weights once more in backward.
@@ -190,7 +194,7 @@ class GPT(LanguageModel):
         given = None if self.recompute.logits else deferred
         ours = labels if self.recompute.logits else None
         result = self.head(hidden, given, ours, normed=normed, both=more > 0)
-        read, hidden = result if isinstance(result, tuple) else (result, hidden)
+        read, hidden = result if more > 0 else (result, hidden)
         if self.recompute.logits:
             return read, hidden
         return self.token_losses(read, labels, overwrite=True), hidden
@@ -201,12 +205,12 @@ class GPT(LanguageModel):
         overwrite: whether backward may overwrite the logits; nothing else may then read them.
         """
         losses = self.token_losses(logits, batch.learnt.labels, overwrite=overwrite)
-        return {"lm": batch.learnt.weighted(losses).sum()}
+        return word_sums(self.spec.head, losses, batch.learnt.weighted)
 
     def position_losses(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """Compute the weighted loss of each position in nats, float32 [s, b]."""
         losses = self.token_losses(self._logits(self.hidden(batch, hidden)), batch.learnt.labels)
-        return batch.learnt.weighted(losses)
+        return batch.learnt.weighted(losses.loss)
 
     def _logits(self, hidden: Tensor, deferred: Deferred | None = None) -> Tensor:
         assert self.head is not None, "only a chunk with the head has logits"

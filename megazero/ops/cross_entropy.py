@@ -9,7 +9,6 @@ contents of padding columns do not matter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -23,6 +22,7 @@ from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.ops.example import Example, Traffic
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
+from megazero.ops.slice_passes import RowGradients, SlicePasses, local_targets
 
 
 class ReduceGroup(Protocol):
@@ -64,6 +64,18 @@ class VocabularySlice(NamedTuple):
         return min(max(self.size - self.start, 0), padded)
 
 
+class TokenLosses(NamedTuple):
+    """The results of a cross-entropy, shaped as the targets: fp32, or fp64 for fp64 logits.
+
+    Attributes:
+        loss: log Z less the target's logit, in nats.
+        log_z: the log of Z, the sum of all exponentials of a token's logits.
+    """
+
+    loss: Tensor
+    log_z: Tensor
+
+
 class _GatherVocabulary(torch.autograd.Function):
     """Every rank's slice placed in zeros of the full width and summed; backward takes the slice back."""
 
@@ -88,39 +100,17 @@ def gather_vocabulary(logits: Tensor, part: VocabularySlice) -> Tensor:
 
 def vocab_parallel_cross_entropy_reference(
     logits: Tensor, target: Tensor, part: VocabularySlice, overwrite: bool = False
-) -> Tensor:
+) -> TokenLosses:
     """-log softmax(all ranks' logits, padding left out)[target]; NaN for a target outside the vocabulary.
 
     It has no use for the permission to overwrite the logits.
     """
     whole = gather_vocabulary(logits.to(compute_dtype(logits.dtype)), part)
     foreign = (target < 0) | (target >= part.size)
-    log_probs = torch.log_softmax(whole, -1)
-    picked = log_probs.gather(-1, target.masked_fill(foreign, 0).unsqueeze(-1)).squeeze(-1)
-    return -picked * torch.ones_like(picked).masked_fill(foreign, torch.nan)
-
-
-@dataclass(frozen=True)
-class SlicePasses:
-    """The two passes of one rank over its slice of the logits, [rows, width] of which `columns` count.
-
-    local: int64 [rows], the target's column here, or -1 where another rank holds it.
-    statistics(logits, columns, local): each row's maximum (at least the lowest number of its type), its
-        sum of exp(logit - maximum), and the target's logit or 0; in the dtype of the loss.
-    gradient(logits, columns, local, normalizer, grad, out): writes grad * (exp(logit - normalizer) -
-        one_hot(local)), 0 in the padding, to `out`, which is like the logits or the logits themselves;
-        normalizer and grad [rows] in the dtype of the loss.
-    Logits are contiguous.
-    """
-
-    statistics: Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor, Tensor]]
-    gradient: Callable[[Tensor, int, Tensor, Tensor, Tensor, Tensor], None]
-
-
-def local_targets(target: Tensor, start: int, columns: int) -> Tensor:
-    """The targets' columns in a slice of the vocabulary, int64 [rows]; -1 where it holds another part."""
-    held = (target >= start) & (target < start + columns)
-    return torch.where(held, target - start, -1).view(-1)
+    log_z = torch.logsumexp(whole, -1)
+    log_z = log_z * torch.ones_like(log_z).masked_fill(foreign, torch.nan)
+    picked = whole.gather(-1, target.masked_fill(foreign, 0).unsqueeze(-1)).squeeze(-1)
+    return TokenLosses(log_z - picked, log_z)
 
 
 def merge_slices(
@@ -144,7 +134,7 @@ def merge_slices(
 
 
 class SlicedCrossEntropy(torch.autograd.Function):
-    """Loss of each token of logits [..., v/tp], and back."""
+    """Loss and log Z of each token of logits [..., v/tp], and back."""
 
     @staticmethod
     def forward(
@@ -154,8 +144,8 @@ class SlicedCrossEntropy(torch.autograd.Function):
         part: VocabularySlice,
         passes: SlicePasses,
         overwrite: bool,
-    ) -> Tensor:
-        """The loss, shaped as target; see `vocab_parallel_cross_entropy`."""
+    ) -> tuple[Tensor, Tensor]:
+        """Both, shaped as target; see `vocab_parallel_losses`."""
         padded = logits.shape[-1]
         columns = part.held(padded)
         rows = logits.reshape(-1, padded).contiguous()
@@ -163,17 +153,18 @@ class SlicedCrossEntropy(torch.autograd.Function):
         loss, normalizer = merge_slices(passes.statistics(rows, columns, local), target, part)
         ctx.save_for_backward(logits, local, normalizer)
         ctx.columns, ctx.passes, ctx.overwrite = columns, passes, overwrite
-        return loss
+        ctx.set_materialize_grads(False)
+        return loss, normalizer.view(target.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        """d logits = grad * (softmax - one_hot(target)), in their dtype, and over them if `overwrite`."""
+    def backward(ctx: Any, grad: Tensor | None, grad_log_z: Tensor | None) -> Gradients:
+        """d logits = grad (softmax - one_hot(target)) + grad_log_z softmax, over them if `overwrite`."""
         logits, local, normalizer = ctx.saved_tensors
         rows = logits.reshape(-1, logits.shape[-1]).contiguous()
-        grad = grad.reshape(-1).to(normalizer.dtype)
+        grads = RowGradients.of(grad, grad_log_z, normalizer)
         out = rows if ctx.overwrite else torch.empty_like(rows)
-        ctx.passes.gradient(rows, ctx.columns, local, normalizer, grad, out)
+        grads.of_logits(ctx.passes, rows, ctx.columns, local, normalizer, out)
         if ctx.overwrite:
             # Whoever else saved the logits for backward gets autograd's error instead of the gradient.
             torch.autograd.graph.increment_version(logits)
@@ -258,9 +249,9 @@ CHUNKED_PASSES = SlicePasses(_chunked_statistics, _chunked_gradient)
 
 def _loss(
     passes: SlicePasses, logits: Tensor, target: Tensor, part: VocabularySlice, overwrite: bool = False
-) -> Tensor:
-    """Loss of each row of logits [..., v/tp] by these passes; fp32 [...] (fp64 for fp64)."""
-    return apply(SlicedCrossEntropy, logits, target, part, passes, overwrite)
+) -> TokenLosses:
+    """The losses of each row of logits [..., v/tp] by these passes."""
+    return TokenLosses(*apply(SlicedCrossEntropy, logits, target, part, passes, overwrite))
 
 
 def vocab_parallel_cross_entropy_cuda(
@@ -269,8 +260,8 @@ def vocab_parallel_cross_entropy_cuda(
     part: VocabularySlice,
     overwrite: bool = False,
     kernels: KernelLibrary | None = None,
-) -> Tensor:
-    """Loss of each row of fp32, fp16 or bf16 logits [..., v/tp] on a GPU; fp32 [...]."""
+) -> TokenLosses:
+    """The losses of each row of fp32, fp16 or bf16 logits [..., v/tp] on a GPU."""
     return _loss(cuda_passes(kernels or cuda_kernels()), logits, target, part, overwrite)
 
 
@@ -287,13 +278,19 @@ def targets(s: int, b: int, vocab_size: int) -> Tensor:
     return chosen
 
 
-def _call(s: int, b: int, vocab_size: int, bad: bool = False) -> Callable[..., Tensor]:
+def with_log_z(losses: TokenLosses) -> Tensor:
+    """A number of both results, for examples: the loss with a z-loss."""
+    return losses.loss + 0.1 * losses.log_z.square()
+
+
+def _call(s: int, b: int, vocab_size: int, bad: bool = False, both: bool = False) -> Callable[..., Tensor]:
     target = targets(s, b, vocab_size)
 
-    def call(f: Callable[..., Tensor], x: Tensor) -> Tensor:
+    def call(f: Callable[..., TokenLosses], x: Tensor) -> Tensor:
         if bad:
             x = torch.where(torch.arange(x.shape[-1], device=x.device) == 5, -torch.inf, x)
-        return f(padded(x, vocab_size), target.to(x.device), VocabularySlice(OneRank(), 0, vocab_size))
+        losses = f(padded(x, vocab_size), target.to(x.device), VocabularySlice(OneRank(), 0, vocab_size))
+        return with_log_z(losses) if both else losses.loss
 
     return call
 
@@ -304,6 +301,7 @@ def _examples() -> Iterator[Example]:
             label = f"{(s, b, width)} {vocab=} x {scale}"
             yield Example(label, ((s, b, width),), _call(s, b, vocab), scale)
     yield Example("a column of -inf", ((3, 2, 8),), _call(3, 2, 8, bad=True))
+    yield Example("with log Z", ((5, 2, 11),), _call(5, 2, 7, both=True))
 
     rows, width = 8, 16384
     target = targets(rows, 1, width)[:, 0]
@@ -317,11 +315,11 @@ def _examples() -> Iterator[Example]:
         }
 
     # What backward overwrites is a result, as a head's logits are, and no leaf.
-    call = lambda f, x: f(x * 1, target, VocabularySlice(OneRank(), 0, width), True)  # noqa: E731
+    call = lambda f, x: f(x * 1, target, VocabularySlice(OneRank(), 0, width), True).loss  # noqa: E731
     yield Example("cross_entropy", ((rows, width),), call, traffic=Traffic(moves))
 
 
-CROSS_ENTROPY: Operator[Callable[[Tensor, Tensor, VocabularySlice, bool], Tensor]] = Operator(
+CROSS_ENTROPY: Operator[Callable[[Tensor, Tensor, VocabularySlice, bool], TokenLosses]] = Operator(
     "cross_entropy",
     (
         Implementation("native_cpu", partial(_loss, NATIVE_CPU_PASSES), on_native_cpu()),
@@ -341,7 +339,18 @@ def vocab_parallel_cross_entropy(
     *,
     overwrite: bool = False,
 ) -> Tensor:
-    """Loss per token, fp32 [s, b] (fp64 for fp64 logits), of this rank's logits [s, b, v/tp].
+    """The loss of `vocab_parallel_losses`, for callers that do not read log Z."""
+    return vocab_parallel_losses(logits, target, part, overwrite=overwrite).loss
+
+
+def vocab_parallel_losses(
+    logits: Tensor,
+    target: Tensor,
+    part: VocabularySlice,
+    *,
+    overwrite: bool = False,
+) -> TokenLosses:
+    """Loss and log Z per token, fp32 [s, b] (fp64 for fp64 logits), of this rank's logits [s, b, v/tp].
 
     target: int64 [s, b] in [0, part.size), equal on all ranks; positions that must not count carry any valid
     target and a zero in the loss mask, which is applied outside. Columns of the `part` at or beyond its size

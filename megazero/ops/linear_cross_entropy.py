@@ -27,18 +27,19 @@ from megazero.ops.cross_entropy import (
     CHUNKED_PASSES,
     NATIVE_CPU_PASSES,
     OneRank,
-    SlicePasses,
+    TokenLosses,
     VocabularySlice,
     cuda_passes,
-    local_targets,
     merge_slices,
     targets,
     vocab_parallel_cross_entropy_reference,
+    with_log_z,
 )
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.ops.example import Example
 from megazero.ops.native import on_native_cpu
+from megazero.ops.slice_passes import RowGradients, SlicePasses, local_targets
 
 BLOCK = 8192
 TILE_BYTES = 2**30
@@ -47,7 +48,7 @@ TILE_BYTES = 2**30
 
 def linear_cross_entropy_reference(
     x: Tensor, weight: Tensor, target: Tensor, part: VocabularySlice, block: int, tiles: int = 0
-) -> Tensor:
+) -> TokenLosses:
     """Cross-entropy of x [..., h] @ weight [v/tp, h]^T; the logits are whole."""
     return vocab_parallel_cross_entropy_reference(F.linear(x, weight), target, part)
 
@@ -86,11 +87,16 @@ def _within(local: Tensor, columns: slice) -> Tensor:
 
 
 class BlockwiseLoss(torch.autograd.Function):
-    """Loss of each token of x [..., h] by weight [v/tp, h], and back; saves both and one number per token."""
+    """Loss and log Z of each token of x [..., h] by weight [v/tp, h], and back.
+
+    Saved are x, the weight and one number per token.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, how: Projection) -> Tensor:
-        """The loss, shaped as target; see `linear_cross_entropy`."""
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, target: Tensor, how: Projection
+    ) -> tuple[Tensor, Tensor]:
+        """Both, shaped as target; see `linear_cross_entropy`."""
         rows, padded = x.reshape(-1, x.shape[-1]), weight.shape[0]
         local = local_targets(target, how.part.start, how.part.held(padded))
         wide = compute_dtype(x.dtype)
@@ -102,14 +108,15 @@ class BlockwiseLoss(torch.autograd.Function):
         loss, normalizer = merge_slices((maximum, total, picked), target, how.part)
         ctx.save_for_backward(x, weight, local, normalizer)
         ctx.how = how
-        return loss
+        ctx.set_materialize_grads(False)
+        return loss, normalizer.view(target.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
+    def backward(ctx: Any, grad: Tensor | None, grad_log_z: Tensor | None) -> Gradients:
         """The gradients of x, this slice's part of the sum, and of the weight."""
         x, weight, local, normalizer = ctx.saved_tensors
-        rows, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1).to(normalizer.dtype)
+        rows, grads = x.reshape(-1, x.shape[-1]), RowGradients.of(grad, grad_log_z, normalizer)
         tiles = ctx.how.tokens(len(rows), len(weight))
         grad_x = torch.empty_like(rows)
         grad_weight = torch.zeros_like(weight, dtype=normalizer.dtype if len(tiles) > 1 else weight.dtype)
@@ -118,8 +125,8 @@ class BlockwiseLoss(torch.autograd.Function):
             grad_rows = torch.zeros_like(rows[tokens], dtype=normalizer.dtype)
             for columns, counted in ctx.how.blocks(len(weight)):
                 logits = F.linear(rows[tokens], weight[columns])
-                given = _within(local[tokens], columns), normalizer[tokens], grad[tokens]
-                ctx.how.passes.gradient(logits, counted, *given, logits)
+                given = _within(local[tokens], columns), normalizer[tokens]
+                grads.at(tokens).of_logits(ctx.how.passes, logits, counted, *given, logits)
                 grad_rows += logits @ weight[columns]
                 if len(tiles) == 1:
                     torch.mm(logits.t(), rows, out=grad_weight[columns])
@@ -157,9 +164,9 @@ def _loss(
     part: VocabularySlice,
     block: int,
     tiles: int = 0,
-) -> Tensor:
-    """Loss of each row of x [..., h] by these passes."""
-    return apply(BlockwiseLoss, x, weight, target, Projection(part, block, tiles, passes))
+) -> TokenLosses:
+    """The losses of each row of x [..., h] by these passes."""
+    return TokenLosses(*apply(BlockwiseLoss, x, weight, target, Projection(part, block, tiles, passes)))
 
 
 def linear_cross_entropy_cuda(
@@ -170,14 +177,21 @@ def linear_cross_entropy_cuda(
     block: int,
     tiles: int = 0,
     kernels: KernelLibrary | None = None,
-) -> Tensor:
-    """Loss of each row of fp32, fp16 or bf16 x [..., h] on a GPU."""
+) -> TokenLosses:
+    """The losses of each row of fp32, fp16 or bf16 x [..., h] on a GPU."""
     return _loss(cuda_passes(kernels or cuda_kernels()), x, weight, target, part, block, tiles)
 
 
-def _call(s: int, b: int, vocab_size: int, block: int, tiles: int) -> Callable[..., Tensor]:
+def _call(
+    s: int, b: int, vocab_size: int, block: int, tiles: int, both: bool = False
+) -> Callable[..., Tensor]:
     target, part = targets(s, b, vocab_size), VocabularySlice(OneRank(), 0, vocab_size)
-    return lambda f, x, weight: f(x, weight, target.to(x.device), part, block, tiles)
+
+    def call(f: Callable[..., TokenLosses], x: Tensor, weight: Tensor) -> Tensor:
+        losses = f(x, weight, target.to(x.device), part, block, tiles)
+        return with_log_z(losses) if both else losses.loss
+
+    return call
 
 
 def _examples() -> Iterator[Example]:
@@ -191,9 +205,12 @@ def _examples() -> Iterator[Example]:
                 label = f"{(s, b, h, width)} {vocab=} {block=} {tiles=}"
                 call, scales = _call(s, b, vocab, block, tiles), (1.0, h**-0.5)
                 yield Example(label, ((s, b, h), (width, h)), call, scales)
+    for tiles in (1, 4):
+        call = _call(5, 2, 7, 4, tiles, both=True)
+        yield Example(f"with log Z, {tiles=}", ((5, 2, 3), (11, 3)), call, (1.0, 3**-0.5))
 
 
-LINEAR_CROSS_ENTROPY: Operator[Callable[[Tensor, Tensor, Tensor, VocabularySlice, int, int], Tensor]] = (
+LINEAR_CROSS_ENTROPY: Operator[Callable[[Tensor, Tensor, Tensor, VocabularySlice, int, int], TokenLosses]] = (
     Operator(
         "linear_cross_entropy",
         (
@@ -216,8 +233,8 @@ def linear_cross_entropy(
     *,
     block: int = BLOCK,
     tiles: int = 0,
-) -> Tensor:
-    """`vocab_parallel_cross_entropy(x @ weight.T, ...)` of x [s, b, h] and weight [v/tp, h], fp32 [s, b].
+) -> TokenLosses:
+    """`vocab_parallel_losses(x @ weight.T, ...)` of x [s, b, h] and weight [v/tp, h], fp32 [s, b].
 
     The logits are never whole: only `block` columns for one tile of tokens exist at a time, and backward
     computes them again, so the projection costs four products instead of three. `tiles` is the number of

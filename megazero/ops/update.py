@@ -200,8 +200,13 @@ FORMULA = "formula"
 _COMPILED = Requirement(lambda facts: facts.rule != FORMULA, "serves rules of csrc/update only")
 
 
+def has_kernels(rule: type[ElementRule]) -> bool:
+    """Whether csrc/update has the rule's formula, too."""
+    return rule.coefficients is not ElementRule.coefficients
+
+
 def _known_as(rule: ElementRule) -> str:
-    return FORMULA if type(rule).coefficients is ElementRule.coefficients else rule.name
+    return rule.name if has_kernels(type(rule)) else FORMULA
 
 
 UPDATE: Operator[Callable[..., None]] = Operator(

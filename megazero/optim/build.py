@@ -26,8 +26,14 @@ def build_update_rule(config: OptimizerConfig) -> UpdateRule:
     name = config.optimizer
     if name in ELEMENTWISE:
         kind = ELEMENTWISE[name]
-        return kind(**{field.name: getattr(config, f"{name}_{field.name}") for field in fields(kind)})
+        return kind(**{field.name: _setting(config, name, field.name) for field in fields(kind)})
     return _BUILDERS[name](config)
+
+
+def _setting(config: OptimizerConfig, rule: str, field: str) -> Any:
+    """The setting of a rule's field: of the rule's own name or, where there is none, of Adam's."""
+    own = f"{rule}_{field}"
+    return getattr(config, own if own in OptimizerConfig.model_fields else f"adam_{field}")
 
 
 def takes_signs(config: OptimizerConfig) -> bool:

@@ -1,7 +1,7 @@
-"""The rules that move each element by itself with kernels of ours, so that a tensor may be cut anywhere.
+"""The rules that move each element by itself, so that a tensor may be cut anywhere.
 
-A rule is its name, its state, its coefficients and its formula, which csrc/update/rules.hpp has once more for
-the kernels. `ELEMENTWISE` is their table.
+A rule is its name, its state and its formula. One with kernels also has coefficients, and its formula once
+more in csrc/update/rules.hpp. `ELEMENTWISE` is their table.
 """
 
 from __future__ import annotations
@@ -81,6 +81,48 @@ class Adam(Elementwise):
 
 
 @dataclass(frozen=True)
+class AdEMAMix(Elementwise):
+    """AdEMAMix (Pagliardini et al. 2024, arXiv:2409.03137): AdamW with a second, slower mean of gradients.
+
+    ``m = b1 m + (1 - b1) g``, ``s = b3 s + (1 - b3) g``, ``v = b2 v + (1 - b2) g^2``,
+    ``p = p (1 - lr wd) - lr (m / (1 - b1^t) + a s) / (sqrt(v / (1 - b2^t)) + eps)``.
+
+    Attributes:
+        beta3, alpha: b3 and a once both are warm.
+        beta3_warmup: updates until then of b3, whose half-life grows evenly from that of b1.
+        alpha_warmup: updates until then of a, which grows evenly from 0.
+    """
+
+    name: ClassVar[str] = "ademamix"
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_slow", "exp_avg_sq")
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    beta3: float = 0.9999
+    alpha: float = 5.0
+    beta3_warmup: int = 0
+    alpha_warmup: int = 0
+
+    def move(self, at: StepFacts, p: Tensor, g: Tensor, /, *states: Tensor) -> None:
+        m, slow, v = states
+        alpha = self.alpha * min(at.step / max(self.alpha_warmup, 1), 1.0)
+        m.lerp_(g, 1 - self.beta1)
+        slow.lerp_(g, 1 - self._beta3(at.step))
+        v.mul_(self.beta2).addcmul_(g, g, value=1 - self.beta2)
+        denominator = (v.sqrt() / math.sqrt(1 - self.beta2**at.step)).add_(self.eps)
+        direction = (m / (1 - self.beta1**at.step)).add_(slow, alpha=alpha).div_(denominator)
+        p.mul_(1 - at.lr * at.weight_decay).sub_(direction, alpha=at.lr)
+
+    def _beta3(self, step: int) -> float:
+        """The decay in update `step`; half-lives, -ln(2) / ln(decay), are interpolated."""
+        share = step / max(self.beta3_warmup, 1)
+        if share >= 1 or not 0 < self.beta1 < self.beta3:
+            return self.beta3
+        return math.exp(1 / ((1 - share) / math.log(self.beta1) + share / math.log(self.beta3)))
+
+
+@dataclass(frozen=True)
 class Sgd(Elementwise):
     """SGD with heavy-ball momentum (Polyak 1964): ``u = momentum u + g + wd p``, ``p = p - lr u``.
 
@@ -154,6 +196,9 @@ class Adagrad(Elementwise):
 
 
 ELEMENTWISE: Mapping[str, type[Elementwise]] = MappingProxyType(
-    {rule.name: rule for rule in (Adam, Sgd, Lion, Adagrad)}
+    {rule.name: rule for rule in (Adam, AdEMAMix, Sgd, Lion, Adagrad)}
 )
-"""The rules by their names. Field `beta1` of rule `adam` is `adam_beta1` of the configuration."""
+"""The rules by their names.
+
+Field `beta1` of rule `lion` is `lion_beta1` of the configuration, or `adam_beta1` if it had no such setting.
+"""

@@ -16,12 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from megazero.config.derive import decoupled
 from megazero.config.steps import Progress, Unit
 from megazero.config.training_plan import TrainingPlan, WarmupLength
 from megazero.config.tree.optimizer import OptimizerConfig
+from megazero.config.tree.schedule import DecayStyle, FinalDecayStyle, WeightDecayStyle
 from megazero.errors import ConfigError
 
 
@@ -38,17 +38,47 @@ class Warmup:
 
 
 @dataclass(frozen=True)
+class Cycles:
+    """The cycles of cosine-restarts (SGDR; Loshchilov & Hutter 2017, arXiv:1608.03983).
+
+    The first takes `first` units, each further one `growth` times as many as the one before: `T_0` and
+    `T_mult` of torch's `CosineAnnealingWarmRestarts`.
+    """
+
+    first: float
+    growth: float = 1.0
+
+    def share(self, count: float) -> float:
+        """The share of its cycle that is over `count` units after the first began: 0 at each restart."""
+        number = count / self.first
+        if self.growth != 1:
+            number = math.log1p(number * (self.growth - 1)) / math.log(self.growth)
+        number = int(number)
+        # The logarithm may be rounded to the other side of a restart.
+        number += (self._start(number + 1) <= count) - (self._start(number) > count)
+        return (count - self._start(number)) / (self.first * self.growth**number)
+
+    def _start(self, number: int) -> float:
+        """The units before cycle `number`, from 0."""
+        if self.growth == 1:
+            return self.first * number
+        return self.first * (self.growth**number - 1) / (self.growth - 1)
+
+
+@dataclass(frozen=True)
 class Decay:
     """The decline to the floor, finished after `length` units (counted from the start of the training).
 
     `final_style` and `final_length` shape the last part of WSD (warmup, stable, decay; Hu et al. 2024,
-    arXiv:2404.06395), which keeps the peak until `length - final_length`.
+    arXiv:2404.06395), which keeps the peak until `length - final_length`. `cycles` are those of
+    cosine-restarts, of which the last ends with the decay, whether it is over or not.
     """
 
-    style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+    style: DecayStyle
     length: float
-    final_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    final_style: FinalDecayStyle = "exponential"
     final_length: float | None = None
+    cycles: Cycles | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +123,11 @@ class LearningRate:
                 f"`lr_wsd_decay_{self.unit}` must be set when `lr_decay_style` is WSD, but is not; "
                 f"set it to the length of the final decay."
             )
+        if self.decay.style == "cosine-restarts" and self.decay.cycles is None:
+            yield (
+                f"`lr_cycle_{self.unit}` must be set when `lr_decay_style` is cosine-restarts, but is not; "
+                f"set it to the length of the first cycle."
+            )
         if self.decay.style == "WSD" and (self.decay.final_length or 0) > self.decay.length:
             yield (
                 f"`lr_wsd_decay_{self.unit}` must be at most the decay length ({self.decay.length}), "
@@ -109,7 +144,7 @@ class LearningRate:
             return warmup.start + (self.peak - warmup.start) * float(risen) / float(given.length)
         if decay.style == "constant":
             return self.peak
-        if count > decay.length:
+        if count > decay.length or (decay.cycles and count == decay.length):  # no restart at the end
             return self.floor
         if decay.style == "inverse-square-root":
             samples = self.samples_per_unit
@@ -133,6 +168,9 @@ class LearningRate:
             values["final decay"] = (
                 f"{self.decay.final_style} over {_length(self.decay.final_length or 0, unit)}"
             )
+        elif self.decay.cycles is not None:
+            cycles = self.decay.cycles
+            values["cycles"] = f"{_length(cycles.first, unit)}, then {cycles.growth} times as long"
         elif style == "inverse-square-root" and self.warmup.length * self.samples_per_unit < 1:
             values["batch size"] = self.samples_per_unit
         return values
@@ -146,6 +184,8 @@ class LearningRate:
             if count <= stable_end:
                 return 1.0
             return _descend(decay.final_style, float(count - stable_end) / float(decay.final_length))
+        if decay.cycles is not None:
+            return _descend("cosine", decay.cycles.share(count - self.warmup.length))
         ratio = float(count - self.warmup.length) / float(decay.length - self.warmup.length)
         return _descend(decay.style, ratio)
 
@@ -179,7 +219,7 @@ class WeightDecay:
 
     start: float
     end: float
-    style: Literal["constant", "linear", "cosine"] = "constant"
+    style: WeightDecayStyle = "constant"
     length: float = 1
     unit: Unit = "iters"
 
@@ -288,12 +328,14 @@ def build_decoupled_rate(optimizer: OptimizerConfig, training_plan: TrainingPlan
 def _learning_rate(
     optimizer: OptimizerConfig, training_plan: TrainingPlan, peak: float, floor: float
 ) -> LearningRate:
-    lengths = training_plan.lr
+    lengths, style = training_plan.lr, optimizer.lr_decay_style
+    first = getattr(optimizer, f"lr_cycle_{lengths.unit}") if style == "cosine-restarts" else None
+    cycles = None if first is None else Cycles(first, optimizer.lr_cycle_mult)
     return LearningRate(
         peak=peak,
         floor=floor,
         warmup=Warmup(lengths.warmup, optimizer.lr_warmup_init, lengths.warmup_as_given),
-        decay=Decay(optimizer.lr_decay_style, lengths.decay, optimizer.lr_wsd_decay_style, lengths.wsd_decay),
+        decay=Decay(style, lengths.decay, optimizer.lr_wsd_decay_style, lengths.wsd_decay, cycles),
         unit=lengths.unit,
         samples_per_unit=training_plan.steps.ramp.final if lengths.unit == "iters" else 1,
     )

@@ -102,6 +102,7 @@ def _head(model: ModelConfig, stream: StreamSpec, norm: NormSpec) -> HeadSpec:
         exact_gelu=model.bert_head_activation == "gelu_exact",
         binary=model.bert_binary_head,
         classes=model.num_classes,
+        losses=tuple((name, weight) for name, weight in model.word_losses.items() if weight),
     )
 
 

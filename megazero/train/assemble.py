@@ -26,6 +26,7 @@ from megazero.train.loop import Loop
 from megazero.train.observe.evaluation import PeriodicEvaluation
 from megazero.train.observe.host import measure_matmul_rate
 from megazero.train.observe.meters import Meters
+from megazero.train.observe.metrics import watch
 from megazero.train.observe.monitors import build_monitors
 from megazero.train.observe.monitors.base import Monitor
 from megazero.train.parts.attention import attention_remarks
@@ -156,6 +157,7 @@ def assemble(
     models = {number: model for number, model in students if isinstance(model, nn.Module)}
     profiler.begin(ProfiledRun(engine.executor, models, engine.optimizer.store, flops, monitor.message))
     meters = Meters(config, plan, engine, flops, rate, monitor.message, profiler)
+    watch(meters)
     run = Run(resumed, feeds, meters, monitor)
     try:
         scans = scan_remarks(model_spec(config.model), context.device)

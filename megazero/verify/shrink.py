@@ -190,16 +190,12 @@ def _batch(config: Config, data_parallel: int, grid: ProcessGrid) -> dict[str, A
 
 
 def _optimizer(config: Config) -> dict[str, Any]:
-    changes: dict[str, Any] = {"lr": 1e-2, "adam_eps": 1e-4, "clip_grad": 0.5, "lr_decay_style": "constant"}
+    # The run is only a few steps long: the learning rate has no lengths and stays what it is.
+    fields = type(config.optimizer).model_fields.items()
+    changes: dict[str, Any] = {name: field.default for name, field in fields if name.startswith("lr_")}
+    changes |= {"lr": 1e-2, "adam_eps": 1e-4, "clip_grad": 0.5, "lr_decay_style": "constant"}
     if config.optimizer.optimizer == "adagrad":
         changes["adagrad_eps"] = 1e-4
-    # The run is only a few steps long, so lengths of the learning rate's schedule are removed in every unit.
-    changes |= {
-        name: (None if "decay" in name or "fraction" in name else 0)
-        for name in type(config.optimizer).model_fields
-        if name.startswith(("lr_decay_", "lr_warmup_", "lr_wsd_decay_"))
-        and name not in ("lr_decay_style", "lr_wsd_decay_style", "lr_warmup_init")
-    }
     return changes | dict.fromkeys(_COMPRESSION_STEPS.get(config.optimizer.optimizer, ()), _NEVER)
 
 

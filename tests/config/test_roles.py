@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from megazero.config.fields import FIELDS, SECTIONS, FieldSpec, Kind, fields_with, names_with, section_fields
 from megazero.config.training_plan import training_plan_of
@@ -125,6 +126,15 @@ _SCHEDULES: tuple[dict[str, Any], ...] = (
         {"lr_decay_style": "WSD", f"lr_decay_{unit}": 80, f"lr_wsd_decay_{unit}": 20}
         for unit in ("iters", "samples", "tokens")
     ),
+    *(
+        {
+            "lr_decay_style": "cosine-restarts",
+            f"lr_decay_{unit}": 80,
+            f"lr_cycle_{unit}": 20,
+            "lr_cycle_mult": 2,
+        }
+        for unit in ("iters", "samples", "tokens")
+    ),
     {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.2},
     {"lr_decay_style": "linear", "lr_warmup_fraction": 0.1, "lr_decay_iters": 80},
 )
@@ -135,10 +145,10 @@ def _values(settings: dict[str, Any]) -> dict[str, object] | None:
     changes = {"optimizer.lr": 1e-3, **{f"optimizer.{name}": value for name, value in settings.items()}}
     lengths = {f"training.train_{unit}": None for unit in ("iters", "samples", "tokens")}
     unit = next((u for u in ("samples", "tokens") if settings.get(f"lr_decay_{u}")), "iters")
-    config = make_config({**lengths, f"training.train_{unit}": 100, **changes})
     try:
+        config = make_config({**lengths, f"training.train_{unit}": 100, **changes})
         return UpdateSchedule.of(config.optimizer, training_plan_of(config, 1)).values()
-    except ConfigError:
+    except (ConfigError, ValidationError):
         return None
 
 

@@ -24,6 +24,11 @@ LAYOUTS = {
         {"dp": 2, "zero": 1, "bucket_size": 1},
         {"dp": 2, "zero": 3},
     ],
+    "ademamix": [
+        {"tp": 2, "dp": 2, "zero": 3, "sequence_parallel": True},
+        {"dp": 2, "zero": 2},
+        {"pp": 2, "dp": 2, "zero": 1},
+    ],
     "adagrad": [{"tp": 2, "dp": 2, "zero": 1}, {"pp": 2, "dp": 2, "zero": 3, "untied": True}],
     "adadelta": [{"tp": 2, "dp": 2, "zero": 3}, {"pp": 2, "dp": 2, "zero": 1}],
     "adamax": [{"tp": 2, "dp": 2, "zero": 1}, {"pp": 2, "dp": 2, "zero": 3}],
@@ -41,6 +46,7 @@ LAYOUTS = {
 }
 WITHOUT_BIASES = {"lion": {"shape": "llama"}}
 SETTINGS = {
+    "ademamix": {"ademamix_beta3": 0.95, "ademamix_beta3_warmup": 2, "ademamix_alpha_warmup": 3},
     "muon-scalars": {"muon_scalar_optimizer": "lion", "muon_scalar_lr": 1e-3, "muon_split_qkv": False},
     "muon-as-jordans": {
         "muon_nesterov": True,
@@ -81,8 +87,9 @@ def test_layout_equals_one_process(layout):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_so_it_does_with_muons_settings(settings):
-    check(Layout(optimizer="muon", tp=2, dp=2, zero=1, shape="llama"), settings)
+def test_so_it_does_with_settings_of_its_own(settings):
+    name = settings.partition("-")[0]
+    check(Layout(optimizer=name, tp=2, dp=2, zero=1, shape="llama"), settings)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +103,7 @@ def test_so_it_does_with_muons_settings(settings):
             Layout(optimizer="lion", dp=2, zero=3, shape="llama"),
             Layout(optimizer="lion", tp=2, shape="llama"),
         ),
+        (Layout(optimizer="ademamix", tp=2, dp=2, zero=3), Layout(optimizer="ademamix", pp=2, dp=2, zero=1)),
         (Layout(optimizer="radam", tp=2, dp=2, zero=2), Layout(optimizer="radam", pp=2)),
     ],
     ids=lambda layout: layout.name,

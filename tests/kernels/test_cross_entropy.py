@@ -23,7 +23,7 @@ def by_kernels(logits, target, grad, columns, overwrite=False):
         own = leaf * 1
         loss = vocab_parallel_cross_entropy_cuda(
             own, target, VocabularySlice(OneRank(), 0, columns), overwrite, kernels
-        )
+        ).loss
         kept = loss.detach().clone()
         (grad_logits,) = torch.autograd.grad(loss, own, grad)
         assert (grad_logits.data_ptr() == own.data_ptr()) == overwrite
@@ -46,7 +46,7 @@ def test_no_tokens(overwrite):
     own = logits.requires_grad_() * 1
     loss = vocab_parallel_cross_entropy_cuda(
         own, target, VocabularySlice(OneRank(), 0, 8), overwrite, library
-    )
+    ).loss
     loss.backward(grad)
     assert (loss.shape, logits.grad.shape) == ((0,), (0, 8))
     assert not library.report().kernels
@@ -83,7 +83,9 @@ def test_a_base_that_is_no_multiple_of_16_bytes():
     logits, target, _ = inputs(2, 64, torch.bfloat16)
     moved = torch.cat([torch.zeros(1, dtype=logits.dtype), logits.flatten()])[1:].view(2, 64)
     plain, shifted = (
-        vocab_parallel_cross_entropy_cuda(each, target, VocabularySlice(OneRank(), 0, 64), kernels=watched())
+        vocab_parallel_cross_entropy_cuda(
+            each, target, VocabularySlice(OneRank(), 0, 64), kernels=watched()
+        ).loss
         for each in (logits, moved)
     )
     assert Bound(4).holds(shifted, plain.double())
@@ -104,7 +106,7 @@ def test_slices_equal_the_whole(tp, vocab):
         start = group.rank * width
         loss = vocab_parallel_cross_entropy_cuda(
             own, target, VocabularySlice(group, start, vocab), kernels=watched()
-        )
+        ).loss
         return loss.detach(), torch.autograd.grad(loss, own, grad)[0]
 
     results = on_ranks(tp, one)

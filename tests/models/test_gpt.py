@@ -90,7 +90,7 @@ def test_the_sum_is_over_what_counts():
     mask = (np.arange(16).reshape(2, 8) % 3 == 0).astype(np.float32)
     batch = Batch.from_arrays(arrays(loss_mask=mask), CPU, 13)
     result = model.run(batch)
-    each = model.token_losses(model(batch), batch.learnt.labels)  # [s, b]
+    each = model.token_losses(model(batch), batch.learnt.labels).loss  # [s, b]
     assert result.hidden is None
     torch.testing.assert_close(result.terms, {"lm": each.t()[batch.learnt.weights.bool()].sum()})
     whole = model.run(Batch.from_arrays(arrays(), CPU, 13))

@@ -25,7 +25,7 @@ def _sliced_loss(
     def one(group: Rank) -> tuple[Tensor, Tensor]:
         start = group.rank * width
         own = logits[..., start : start + width].clone().requires_grad_()
-        loss = implementation.fn(own, target, VocabularySlice(group, start, vocab))
+        loss = implementation.fn(own, target, VocabularySlice(group, start, vocab)).loss
         (grad,) = torch.autograd.grad(loss, own, weights.to(loss.dtype))
         return loss.detach(), grad
 
@@ -59,6 +59,39 @@ def test_slices_equal_the_whole(implementation, tp: int, vocab: int, scale: floa
     assert not grad[..., vocab:].any(), "padding gets no gradient"
 
 
+@over_table("implementation", CROSS_ENTROPY.implementations, ids=lambda each: each.name)
+@over_table("tp", [1, 2, 4])
+@over_table("vocab", [16, 13, 1])
+@over_table("shift", [-9.0])
+def test_log_z_and_its_gradient_equal_the_whole(implementation, tp: int, vocab: int, shift: float) -> None:
+    """Of loss + 0.3 log(Z)^2, also where the log is negative; and of either alone."""
+    if not implementation.serves(CallFacts("cpu", torch.float32)):
+        pytest.skip(f"{implementation.name} is not built")
+    dtype = torch.float64 if implementation.serves(CallFacts("cpu", torch.float64)) else torch.float32
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    torch.manual_seed(0)
+    logits, target = torch.randn(5, 3, 16, dtype=dtype) + shift, torch.randint(vocab, (5, 3))
+    width = 16 // tp
+    for of_loss, of_z in ((1.0, 0.3), (0.0, 1.0), (-2.0, 0.0)):
+        whole = logits[..., :vocab].double().requires_grad_()
+        log_z = torch.logsumexp(whole, -1)
+        true = of_loss * (log_z - whole.gather(-1, target.unsqueeze(-1)).squeeze(-1)) + of_z * log_z.square()
+        (true_grad,) = torch.autograd.grad(true.sum(), whole)
+
+        def one(group: Rank, of_loss=of_loss, of_z=of_z) -> tuple[Tensor, Tensor]:
+            own = logits[..., group.rank * width : (group.rank + 1) * width].clone().requires_grad_()
+            part = VocabularySlice(group, group.rank * width, vocab)
+            losses = implementation.fn(own * 1, target, part, True)
+            both = [of_loss * losses.loss] * bool(of_loss) + [of_z * losses.log_z.square()] * bool(of_z)
+            return sum(both).detach(), torch.autograd.grad(sum(both).sum(), own)[0]
+
+        results = on_ranks(tp, one)
+        grad = torch.cat([each for _, each in results], -1)
+        assert torch.allclose(results[0][0].double(), true, rtol=tolerance, atol=tolerance)
+        assert torch.allclose(grad[..., :vocab].double(), true_grad, rtol=10 * tolerance, atol=tolerance)
+        assert not grad[..., vocab:].any()
+
+
 def test_a_slice_of_minus_infinity_counts_nothing() -> None:
     logits = torch.randn(2, 1, 8)
     logits[..., 4:] = -torch.inf
@@ -90,7 +123,7 @@ def test_a_foreign_target_is_nan_and_spoils_no_other_row(implementation, tp: int
 
     def one(group: Rank) -> tuple[Tensor, Tensor]:
         own = logits[..., group.rank * width : (group.rank + 1) * width].clone().requires_grad_()
-        found = implementation.fn(own, target, VocabularySlice(group, group.rank * width, 13))
+        found = implementation.fn(own, target, VocabularySlice(group, group.rank * width, 13)).loss
         return found.detach(), torch.autograd.grad(found, own, torch.ones(2, 3))[0]
 
     results = on_ranks(tp, one)
@@ -113,7 +146,7 @@ def test_a_gradient_over_the_logits_is_the_same(implementation, dtype) -> None:
 
     def one(overwrite: bool) -> tuple[Tensor, Tensor]:
         logits = given.clone().requires_grad_() * 1
-        loss = implementation.fn(logits, target, VocabularySlice(SoloGroup(), 0, 13), overwrite)
+        loss = implementation.fn(logits, target, VocabularySlice(SoloGroup(), 0, 13), overwrite).loss
         (grad,) = torch.autograd.grad(loss, logits, weights)
         return logits, grad
 
@@ -123,7 +156,7 @@ def test_a_gradient_over_the_logits_is_the_same(implementation, dtype) -> None:
     assert torch.equal(apart[0], given)
 
     logits = given.clone().requires_grad_() * 1
-    loss = implementation.fn(logits, target, VocabularySlice(SoloGroup(), 0, 13), True)
+    loss = implementation.fn(logits, target, VocabularySlice(SoloGroup(), 0, 13), True).loss
     also = logits.square().sum()
     loss.sum().backward(retain_graph=True)
     for again in (also, loss.sum()):

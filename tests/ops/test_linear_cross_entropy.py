@@ -52,7 +52,7 @@ def on_slices(fn, given, vocab: int, tp: int, block: int) -> tuple[Tensor, Tenso
     def one(group):
         start = group.rank * rows
         leaves = x.clone().requires_grad_(), weight[start : start + rows].clone().requires_grad_()
-        loss = fn(*leaves, target, VocabularySlice(group, start, vocab), block)
+        loss = fn(*leaves, target, VocabularySlice(group, start, vocab), block).loss
         return loss.detach(), *torch.autograd.grad(loss, leaves, weights.to(loss.dtype))
 
     results = on_ranks(tp, one)
@@ -81,7 +81,7 @@ def test_a_foreign_target_is_nan_and_spoils_no_other_loss(bad: int) -> None:
     x, weight, target, _ = inputs(13)
     target[1, 2] = bad
     fn = LINEAR_CROSS_ENTROPY.choose(CallFacts.of(x)).fn
-    loss = fn(x, weight, target, whole(13), 4)
+    loss = fn(x, weight, target, whole(13), 4).loss
     assert loss.isnan().nonzero().tolist() == [[1, 2]]
 
 
@@ -103,7 +103,7 @@ def test_the_logits_are_never_whole(block: int, logits: int) -> None:
     x, weight = torch.randn(200, 1, 2, requires_grad=True), torch.randn(128, 2, requires_grad=True)
     fn = LINEAR_CROSS_ENTROPY.choose(CallFacts.of(x)).fn
     with _Largest() as seen:
-        fn(x, weight, torch.zeros(200, 1, dtype=torch.int64), whole(128), block).sum().backward()
+        fn(x, weight, torch.zeros(200, 1, dtype=torch.int64), whole(128), block).loss.sum().backward()
     assert seen.elements == logits
 
 
@@ -125,7 +125,7 @@ def test_tiles_equal_the_whole(tiles: int, tp: int) -> None:
 def test_gradcheck(tiles: int) -> None:
     x, weight, target, _ = inputs(13)
     leaves = x.requires_grad_(), weight.requires_grad_()
-    assert torch.autograd.gradcheck(lambda *w: chosen()(*w, target, whole(13), 5, tiles), leaves)
+    assert torch.autograd.gradcheck(lambda *w: chosen()(*w, target, whole(13), 5, tiles).loss, leaves)
 
 
 @over_table("tiles", [1, 4])
@@ -134,7 +134,7 @@ def test_the_gradient_of_a_scaled_loss(tiles: int, scale) -> None:
     """Head and input alike: DeepSpeed 0.19.8 scales the input's gradient alone."""
     x, weight, target, weights = inputs(13)
     leaves = x.requires_grad_(), weight.requires_grad_()
-    loss = (chosen()(*leaves, target, whole(13), 5, tiles) * scale * weights).sum()
+    loss = (chosen()(*leaves, target, whole(13), 5, tiles).loss * scale * weights).sum()
     _, *true = exactly(x.detach(), weight.detach(), target, weights * scale, 13)
     for ours, other in zip(torch.autograd.grad(loss, leaves), true, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-10, atol=1e-10)
@@ -170,7 +170,7 @@ def test_one_tile_of_logits_exists_at_a_time() -> None:
     x, weight = torch.randn(200, 1, 2, requires_grad=True), torch.randn(128, 2, requires_grad=True)
     target = torch.zeros(200, 1, dtype=torch.int64)
     with _Largest() as seen:
-        chosen(torch.float32)(x, weight, target, whole(128), 64, 10).sum().backward()
+        chosen(torch.float32)(x, weight, target, whole(128), 64, 10).loss.sum().backward()
     assert seen.elements == 20 * 64
 
 
@@ -193,7 +193,7 @@ def test_by_the_kernels_for_gpus(dtype, block: int) -> None:
 
     def run(kernels):
         leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        loss = linear_cross_entropy_cuda(*leaves, target, whole(29), block, kernels=kernels)
+        loss = linear_cross_entropy_cuda(*leaves, target, whole(29), block, kernels=kernels).loss
         return loss, *torch.autograd.grad(loss, leaves, weights)
 
     found, true = in_every_order(run), exactly(*given, 29)

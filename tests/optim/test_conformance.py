@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +17,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.optim.build import build_update_rule
 from megazero.optim.compressed.onebit_adam import OnebitAdam
 from megazero.optim.compressed.zero_one_adam import ZeroOneAdam, ZeroOneSteps
-from megazero.optim.elementwise import Adagrad, Adam, Lion, Sgd
+from megazero.optim.elementwise import Adagrad, Adam, AdEMAMix, Lion, Sgd
 from megazero.optim.grad_norm import local_square_sum
 from megazero.optim.lamb import Lamb
 from megazero.optim.rule import Pieces, UpdateRule
@@ -52,6 +53,20 @@ def adam(rule: Adam, t: int, g: Tensor, state: dict[str, Tensor]) -> Tensor:
     state["exp_avg_sq"] = rule.beta2 * state["exp_avg_sq"] + (1 - rule.beta2) * g * g
     unbiased = state["exp_avg"] / (1 - rule.beta1**t)
     return unbiased / ((state["exp_avg_sq"] / (1 - rule.beta2**t)).sqrt() + rule.eps)
+
+
+def two_means(rule: AdEMAMix, t: int, g: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """Algorithm 1 of the paper, with its schedules of alpha and beta3."""
+    alpha, beta3 = rule.alpha, rule.beta3
+    if rule.alpha_warmup:
+        alpha = min(t * alpha / rule.alpha_warmup, alpha)
+    if rule.beta3_warmup:
+        start, end, share = math.log(rule.beta1), math.log(beta3), t / rule.beta3_warmup
+        beta3 = min(math.exp(start * end / ((1 - share) * end + share * start)), beta3)
+    state["exp_avg_slow"] = beta3 * state["exp_avg_slow"] + (1 - beta3) * g
+    fast = adam(rule, t, g, state)
+    root = (state["exp_avg_sq"] / (1 - rule.beta2**t)).sqrt()
+    return fast + alpha * state["exp_avg_slow"] / (root + rule.eps)
 
 
 def heavy_ball(rule: Sgd | Lars, t: int, g: Tensor, state: dict[str, Tensor]) -> Tensor:
@@ -110,6 +125,8 @@ def rows() -> tuple[RuleRow, ...]:
     return (
         RuleRow(Adam(), adam),
         RuleRow(Adam(0.8, 0.95, 1e-4), adam),
+        RuleRow(AdEMAMix(), two_means),
+        RuleRow(AdEMAMix(0.8, 0.95, 1e-4, 0.99, 8.0, 15, 9), two_means),
         RuleRow(Sgd(0.9), heavy_ball, decay="gradient"),
         RuleRow(Sgd(0.0), heavy_ball, decay="gradient"),
         RuleRow(Lars(0.9), heavy_ball, lars),

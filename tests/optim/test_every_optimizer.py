@@ -26,6 +26,7 @@ from tests.zero.policies import make_policy
 
 STATE = {
     "adam": ("exp_avg", "exp_avg_sq"),
+    "ademamix": ("exp_avg", "exp_avg_slow", "exp_avg_sq"),
     "sgd": ("momentum",),
     "lamb": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
+import torch
 
 from megazero.config.steps import Progress
 from megazero.config.training_plan import TrainingPlan, training_plan_of
@@ -13,6 +14,7 @@ from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.config.tree.training import BatchConfig, TrainingConfig
 from megazero.errors import ConfigError
 from megazero.optim.schedule import (
+    Cycles,
     Decay,
     LearningRate,
     Warmup,
@@ -86,6 +88,38 @@ def test_wsd_is_stable_then_falls(style, middle):
     assert rates(schedule, [0, 50, 80, 90, 100, 101]) == pytest.approx([1.0, 1.0, 1.0, middle, 0.0, 0.0])
 
 
+def test_each_cycle_starts_at_the_peak_and_is_longer_by_the_factor():
+    """Warmup until 10; cycles of 20 and 40, and the third is cut off at 100, the end of the decay."""
+    schedule = make(lr_decay_style="cosine-restarts", lr_warmup_iters=10, lr_cycle_iters=20, lr_cycle_mult=2)
+    assert rates(schedule, [5, 10, 20, 30, 50, 70, 100, 101]) == [0.5, 1, 0.5, 1, 0.5, 1, 0, 0]
+    plain = make(lr_decay_style="cosine-restarts", lr_cycle_iters=25, min_lr=0.5)
+    assert rates(plain, [0, 25, 50, 75, 99]) == pytest.approx([1, 1, 1, 1, 0.5], abs=2e-3)
+    assert rates(plain, [100]) == [0.5], "no cycle starts when the decay is over"
+
+
+@over_table(("first", "growth"), [(7, 1), (1, 1), (1, 2), (3, 2), (5, 3), (200, 2)])
+def test_cycles_are_those_of_torch(first, growth):
+    param = torch.nn.Parameter(torch.zeros(()))
+    theirs = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(
+        torch.optim.SGD([param], lr=1.0), first, growth, eta_min=0.1
+    )
+    ours = LearningRate(1.0, 0.1, Warmup(), Decay("cosine-restarts", 150, cycles=Cycles(first, growth)))
+    for count in range(150):
+        assert ours.at(Progress(iteration=count)) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12), count
+        theirs.optimizer.step()
+        theirs.step()
+
+
+def test_restarts_are_met_exactly():
+    """Whatever the logarithm is rounded to: at each start of a cycle, and one unit before it."""
+    for first, growth in itertools.product((1, 3, 1000, 10**12), (1.0, 1.5, 2.0, 3.0, 10.0, 1000.0)):
+        cycles, start, length = Cycles(first, growth), 0, first
+        while start + length < 10**15 and start < 50 * first:
+            assert cycles.share(start) == 0
+            start, length = start + length, length * growth
+            assert 1 - 1.001 / (length / growth) <= cycles.share(start - 1) < 1
+
+
 def test_unit_follows_the_lengths_given():
     by_tokens = make(lr_decay_tokens=1000, lr_warmup_tokens=100)
     assert by_tokens.at(Progress(iteration=77, samples=77, tokens=50)) == 0.5
@@ -121,6 +155,7 @@ def test_warmup_fraction_is_of_the_decay_length():
         ({"lr_warmup_iters": 100}, ["shorter than the decay of 100", "`lr_warmup_iters`"]),
         ({"min_lr": 2.0, "lr_warmup_init": 3.0}, ["`min_lr`", "`lr_warmup_init`"]),
         ({"lr_decay_style": "WSD"}, ["`lr_wsd_decay_iters` must be set"]),
+        ({"lr_decay_style": "cosine-restarts"}, ["`lr_cycle_iters` must be set"]),
         ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101}, ["at most the decay length (100)"]),
     ],
 )

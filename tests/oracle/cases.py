@@ -125,6 +125,11 @@ OPTIMIZER = {
             "adam-beta2": 0.95,
             "adam-eps": 1e-3,
         },
+        "ademamix": {
+            **{"optimizer": "ademamix", "lr": 2e-3, "adam-beta1": 0.8, "adam-beta2": 0.99, "adam-eps": 1e-3},
+            **{"ademamix-beta3": 0.97, "ademamix-alpha": 3.0},
+            **{"ademamix-beta3-warmup": 15, "ademamix-alpha-warmup": 9},
+        },
         "sgd": {"optimizer": "sgd", "lr": 0.1, "sgd-momentum": 0.0},
         "momentum": {"optimizer": "sgd", "lr": 0.03, "sgd-momentum": 0.9},
         "lamb": {
@@ -155,6 +160,10 @@ OPTIMIZER = {
         "linear": {"lr-decay-style": "linear"},
         "cosine": {"lr-decay-style": "cosine"},
         "inverse-square-root": {"lr-decay-style": "inverse-square-root"},
+        "restarts": {"lr-decay-style": "cosine-restarts", "cycle-share": 0.3},
+        "restarts-growing": {
+            **{"lr-decay-style": "cosine-restarts", "cycle-share": 0.1, "lr-cycle-mult": 1.5},
+        },
         **{
             f"wsd-{each}": {"lr-decay-style": "WSD", "lr-wsd-decay-style": each, "wsd-decay-share": 0.3}
             for each in ("exponential", "linear", "cosine", "minus_sqrt")
@@ -545,7 +554,7 @@ def flags_of(factors: Factors, case: Case) -> dict[str, object]:
     amounts = {"iters": STEPS, "samples": samples, "tokens": samples * SEQUENCE}
     length, unit = flags.pop("length", "iters"), flags.pop("lr-unit", "iters")
     flags[f"train-{length}"] = amounts[length]
-    for stem in ("decay", "warmup", "wsd-decay"):
+    for stem in ("decay", "warmup", "wsd-decay", "cycle"):
         share = flags.pop(f"{stem}-share", None)
         if share is not None:
             flags[f"lr-{stem}-{unit}"] = int(share * amounts[unit])

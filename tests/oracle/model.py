@@ -78,8 +78,9 @@ class Model:
         flags, logits = self.flags, F.linear(normed, w["head.weight"])
         wide = logits.double() if logits.dtype == torch.float64 else logits.float()
         wide = _bounded(wide * flags.get("logits-multiplier", 1.0), flags.get("final-logit-softcapping"))
-        losses = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none")
-        return losses.view_as(labels)
+        losses = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+        z_loss = flags.get("z-loss-coeff", 0.0) * wide.logsumexp(-1).square()
+        return losses + (z_loss - z_loss.detach())  # reported apart
 
     def hidden(self, w: Weights, text: Text) -> Tensor:
         """What the head reads, [b, s, h]."""

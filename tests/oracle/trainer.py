@@ -83,6 +83,11 @@ def learning_rate(flags: Flags, done: tuple[int, int], total: tuple[int, int]) -
     if style == "WSD":
         final, last = flags[f"lr-wsd-decay-{unit}"], flags["lr-wsd-decay-style"]
         share = max(0.0, count - (decay - final)) / final
+    if style == "cosine-restarts":
+        last, left, cycle = "cosine", count - warmup, flags[f"lr-cycle-{unit}"]
+        while left >= cycle:
+            left, cycle = left - cycle, cycle * flags.get("lr-cycle-mult", 1.0)
+        share = left / cycle
     heights = {
         "linear": 1 - share,
         "cosine": (1 + math.cos(math.pi * share)) / 2,
@@ -104,7 +109,7 @@ def decoupled_rates(flags: Flags, done: tuple[int, int], total: tuple[int, int])
 
 def length_unit(flags: Flags) -> str:
     """What the learning rate's lengths are counted in: as given, or as the training's own."""
-    for stem in ("lr-decay", "lr-wsd-decay", "lr-warmup", "train"):
+    for stem in ("lr-decay", "lr-wsd-decay", "lr-cycle", "lr-warmup", "train"):
         for unit in UNITS:
             if f"{stem}-{unit}" in flags:
                 return unit
@@ -146,7 +151,7 @@ class Scale:
 def update(
     flags: Flags, w: Tensor, grad: Tensor, state: Weights, step: int, lr: float, decay: float, exempt: bool
 ) -> None:
-    """Adam with decoupled weight decay, LAMB, or SGD as torch and Megatron have it; in place."""
+    """Adam or AdEMAMix with decoupled weight decay, LAMB, or SGD as torch and Megatron have it; in place."""
     if flags["optimizer"] == "sgd":
         grad = grad + decay * w
         if flags["sgd-momentum"]:
@@ -160,7 +165,19 @@ def update(
         w.sub_(lamb_change(flags, w, state, step, lr, decay, exempt))
         return
     mean, square = state["exp_avg"] / (1 - beta1**step), state["exp_avg_sq"] / (1 - beta2**step)
+    if flags["optimizer"] == "ademamix":
+        mean = mean + slow_mean(flags, state, grad, step)
     w.mul_(1 - lr * decay).sub_(lr * mean / (square.sqrt() + flags["adam-eps"]))
+
+
+def slow_mean(flags: Flags, state: Weights, grad: Tensor, step: int) -> Tensor:
+    """What AdEMAMix adds to the mean of gradients; both of its schedules as its paper writes them."""
+    alpha = min(step * flags["ademamix-alpha"] / flags["ademamix-alpha-warmup"], flags["ademamix-alpha"])
+    start, beta3, share = flags["adam-beta1"], flags["ademamix-beta3"], step / flags["ademamix-beta3-warmup"]
+    ends = math.log(start), math.log(beta3)
+    beta3 = min(math.exp(ends[0] * ends[1] / ((1 - share) * ends[1] + share * ends[0])), beta3)
+    state["exp_avg_slow"] = beta3 * state.get("exp_avg_slow", 0) + (1 - beta3) * grad
+    return alpha * state["exp_avg_slow"]
 
 
 def lamb_change(

@@ -33,6 +33,7 @@ VARIANTS: Mapping[str, Mapping[str, Mapping[str, object]]] = MappingProxyType(
             "logits": {"final-logit-softcapping": 1.5},
             "both": {"attn-logit-softcapping": 2.0, "final-logit-softcapping": 4.0},
         },
+        "z-loss": {"none": {}, "some": {"z-loss-coeff": 0.03}},
         "output-gate": {"no": {}, "yes": {"attention-output-gate": True}},
         "factors": {
             "none": {},

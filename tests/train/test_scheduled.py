@@ -36,6 +36,7 @@ SCHEDULES: Mapping[str, dict[str, Any]] = MappingProxyType(
         "share of warmup": {**_COSINE, "optimizer.lr_warmup_fraction": 0.2},
         "constant": {"optimizer.lr_decay_style": "constant", "optimizer.lr_warmup_iters": 8},
         "WSD": {"optimizer.lr_decay_style": "WSD", "optimizer.lr_wsd_decay_iters": 4},
+        "restarts": {"optimizer.lr_decay_style": "cosine-restarts", "optimizer.lr_cycle_iters": 5},
         "square root": {"optimizer.lr_decay_style": "inverse-square-root"},
         "samples": {**_COSINE, "training.train_iters": None, "training.train_samples": 4 * LENGTH},
         "tokens": {**_COSINE, "optimizer.lr_decay_tokens": 256 * LENGTH, "optimizer.lr_warmup_iters": 8},
@@ -83,6 +84,7 @@ CHANGES: Mapping[str, dict[str, Any]] = MappingProxyType(
         "floor": {"optimizer.min_lr": 2e-5},
         "style": {"optimizer.lr_decay_style": "cosine"},
         "warmup": {"optimizer.lr_warmup_iters": 5, "optimizer.lr_warmup_fraction": None},
+        "cycles": {"optimizer.lr_cycle_mult": 2.0},
         "final decay": {"optimizer.lr_wsd_decay_iters": 3},
         "shape of the final decay": {"optimizer.lr_wsd_decay_style": "cosine"},
         "weight decay": {"optimizer.weight_decay": 0.2},
@@ -179,7 +181,7 @@ def sound(schedule: str, change: str) -> bool:
         "layers": "layer drop",
     }
     own = {"metric": "difficulties", "teacher": "distillation", "end of the weight decay": "weight decay"}
-    needed = {**ramps, **own, "Muon's other rate": "muon"}.get(change)
+    needed = {**ramps, **own, "Muon's other rate": "muon", "cycles": "restarts"}.get(change)
     return needed in (None, schedule) and (change, schedule) != ("batch", "batch steps")
 
 

@@ -18,7 +18,7 @@ from megazero.kernels.on_cpu import KernelCounts, WatchedLibrary
 from megazero.ops import operators
 from megazero.ops.dispatch import Operator
 from megazero.ops.example import Example, Traffic
-from megazero.ops.update import UPDATE, StepFacts, UpdateCall
+from megazero.ops.update import UPDATE, StepFacts, UpdateCall, has_kernels
 from megazero.optim.elementwise import ELEMENTWISE, Elementwise
 
 COUNT = 3 << 14
@@ -137,8 +137,8 @@ def measured_operators() -> list[tuple[Operator[Any], Example]]:
 
 
 def update_examples() -> Iterator[Example]:
-    """A step of each elementwise optimizer, which reads or writes all of its tensors once."""
-    for rule in ELEMENTWISE.values():
+    """A step of each elementwise optimizer with kernels, which reads or writes all of its tensors once."""
+    for rule in filter(has_kernels, ELEMENTWISE.values()):
         yield _example(rule())
 
 

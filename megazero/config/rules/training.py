@@ -7,7 +7,7 @@ from megazero.config.fields import paths
 from megazero.config.numbers import LARGEST
 from megazero.config.rules.rule import Case, rule, value_at
 from megazero.config.steps import UNITS
-from megazero.config.training_plan import Evaluations, Limits, LrLengths
+from megazero.config.training_plan import LR_LENGTHS, Evaluations, Limits, LrLengths
 from megazero.config.tree.model import ModelConfig
 
 _MODEL, _OPTIMIZER, _PRECISION, _RECOMPUTE = paths.model, paths.optimizer, paths.precision, paths.recompute
@@ -16,6 +16,7 @@ _LENGTHS = tuple(f"training.train_{unit}" for unit in UNITS)
 _LR_DECAY = tuple(f"optimizer.lr_decay_{unit}" for unit in UNITS)
 _LR_WARMUP = tuple(f"optimizer.lr_warmup_{unit}" for unit in UNITS)
 _LR_WSD = tuple(f"optimizer.lr_wsd_decay_{unit}" for unit in UNITS)
+_LR_LENGTHS = tuple(f"optimizer.{name}" for name in LR_LENGTHS)
 _MODULES = (_RECOMPUTE.modules, _MODEL.num_experts, _MODEL.moe_shared_expert_intermediate_size)
 
 
@@ -106,14 +107,14 @@ def warmup_starts_below_lr(case: Case) -> bool:
 
 
 @rule(
-    (*_LR_DECAY, *_LR_WARMUP, *_LR_WSD),
+    _LR_LENGTHS,
     "give all of them in iterations, or in samples, or in tokens; only a decay in tokens may follow a "
     "warmup in iterations or samples",
 )
 def one_lr_unit(case: Case) -> bool:
     """warmup and decay of the learning rate must be counted in one unit"""
     warmup = _units(case, _LR_WARMUP)
-    decay = _units(case, (*_LR_DECAY, *_LR_WSD))
+    decay = _units(case, tuple(path for path in _LR_LENGTHS if path not in _LR_WARMUP))
     return len(warmup | decay) <= 1 or (len(warmup) == 1 and decay == {"tokens"})
 
 

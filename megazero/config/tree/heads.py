@@ -68,6 +68,22 @@ class MultiTokenConfig(AttentionConfig):
         return range(self.num_layers, self.num_layers + (self.mtp_num_layers or 0))
 
 
+class WordLossConfig(AttentionConfig):
+    """The losses of the words that a head predicts"""
+
+    z_loss_coeff: NonNegativeFloat = of_training(
+        0.0,
+        "weight of the z-loss, the mean of log(Z)^2 of the output logits, which keeps Z near 1; 0.0001 in "
+        "PaLM (Chowdhery et al. 2022)",
+        needs=config.finetune.task.is_none.because("a classifier predicts no words"),
+    )
+
+    @property
+    def word_losses(self) -> dict[str, float]:
+        """Weights of further losses of each word, by the names of their terms; 0 for none."""
+        return {"logit_z": self.z_loss_coeff}
+
+
 class ClassifierConfig(AttentionConfig):
     """The head of a task"""
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from megazero.config.condition import here
+from megazero.config.condition import config, here
 from megazero.config.tree.option import Section, option
 from megazero.config.tree.roles import Role
 
@@ -61,6 +61,15 @@ class LoggingConfig(Section):
     updates, and the loss as a multiple of the lowest so far"""
     straggler_interval: NonNegativeInt = option(100, unit="iterations")
     """iterations after which the ranks' times are compared, to name one that is slow; 0 compares nothing"""
+    log_max_attention_logit: bool = option(
+        False,
+        needs=(
+            config.acceleration.compile.is_off.because("compiled layers show nobody their logits"),
+            config.acceleration.cuda_graph.is_off.because("captured layers show nobody their logits"),
+        ),
+    )
+    """also record the largest attention logit of each step, before the softmax: of all layers, heads and
+    ranks. Each layer multiplies queries and keys once more"""
     log_num_zeros_in_grad: bool = option(False)
     """also record how many gradient elements are zero"""
     wandb_project: str | None = option(None, roles=Role.LOCAL, package="wandb")

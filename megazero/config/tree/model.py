@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megazero.config.t5.settings import T5Config
 from megazero.config.tree.experts import ExpertsConfig
-from megazero.config.tree.heads import BertConfig, ClassifierConfig, MultiTokenConfig
+from megazero.config.tree.heads import BertConfig, ClassifierConfig, MultiTokenConfig, WordLossConfig
 from megazero.config.tree.roles import Role
 from megazero.config.tree.routing import RoutingConfig
 from megazero.config.tree.sparse import SparseAttentionConfig
@@ -14,6 +14,7 @@ class ModelConfig(
     RoutingConfig,
     ExpertsConfig,
     SparseAttentionConfig,
+    WordLossConfig,
     ClassifierConfig,
     MultiTokenConfig,
     BertConfig,

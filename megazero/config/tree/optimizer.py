@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megazero.config.condition import config, here, when
 from megazero.config.tree.option import Probability, Section, option
@@ -13,6 +13,7 @@ from megazero.config.tree.schedule import ScheduleConfig
 
 OptimizerName = Literal[
     "adam",
+    "ademamix",
     "sgd",
     "lamb",
     "lion",
@@ -39,7 +40,8 @@ class BaseOptimizerConfig(Section):
 
     optimizer: OptimizerName = option(
         "adam",
-        "adam is AdamW (decoupled weight decay); lamb is AdamW's update, made as long as a set fraction of "
+        "adam is AdamW (decoupled weight decay); ademamix is AdamW with a second, slower mean of gradients "
+        "(Pagliardini et al. 2024); lamb is AdamW's update, made as long as a set fraction of "
         "each tensor's weights (You et al. 2020); lion moves each weight by the learning rate (Chen et al. "
         "2023, decoupled weight decay); adagrad, adadelta, adamax, nadam, radam and rmsprop are "
         "torch.optim's, whose weight decay is a part of the gradient; muon makes the updates of matrices "
@@ -76,17 +78,43 @@ class AdamConfig(Section):
     roles = Role.TOLD
 
     adam_beta1: Probability = option(
-        0.9, "Adam and LAMB of all kinds, adamax, nadam and radam: decay of the first moment"
+        0.9, "Adam and LAMB of all kinds, ademamix, adamax, nadam and radam: decay of the first moment"
     )
     adam_beta2: Probability = option(
         0.999,
-        "Adam and LAMB of all kinds, adamax, nadam and radam: decay of the second moment, or of "
+        "Adam and LAMB of all kinds, ademamix, adamax, nadam and radam: decay of the second moment, or of "
         "adamax's norm",
     )
     adam_eps: PositiveFloat = option(
         1e-8,
-        "Adam and LAMB of all kinds, adamax, nadam, radam and rmsprop: added to the root of the second "
-        "moment",
+        "Adam and LAMB of all kinds, ademamix, adamax, nadam, radam and rmsprop: added to the root of the "
+        "second moment",
+    )
+
+
+class AdemamixConfig(Section):
+    """AdEMAMix"""
+
+    roles = Role.TOLD
+    needs = here.optimizer == "ademamix"
+
+    ademamix_beta3: Probability = option(0.9999, "AdEMAMix: decay of the slow first moment")
+    ademamix_alpha: NonNegativeFloat = option(
+        5.0, "AdEMAMix: weight of the slow first moment in the update, beside the fast one's 1"
+    )
+    ademamix_beta3_warmup: NonNegativeInt = option(
+        0,
+        "AdEMAMix: updates in which the half-life of the slow moment grows from the fast one's; 0 for none. "
+        "The paper's are as many as the training has",
+        Role.LENGTH,
+        unit="iterations",
+    )
+    ademamix_alpha_warmup: NonNegativeInt = option(
+        0,
+        "AdEMAMix: updates in which its weight grows from 0; 0 for none. The paper's are as many as the "
+        "training has",
+        Role.LENGTH,
+        unit="iterations",
     )
 
 
@@ -276,6 +304,7 @@ class OptimizerConfig(
     OneBitConfig,
     LambConfig,
     SgdConfig,
+    AdemamixConfig,
     AdamConfig,
     BaseOptimizerConfig,
 ):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megazero.config.condition import here, when
 from megazero.config.tree.option import Probability, Section, option
 from megazero.config.tree.roles import Role
 
+DecayStyle = Literal["constant", "linear", "cosine", "cosine-restarts", "inverse-square-root", "WSD"]
+FinalDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
+WeightDecayStyle = Literal["constant", "linear", "cosine"]
+
 _NO_SCALAR = here.muon_scalar_lr.is_none.because("it is the peak of all that is no matrix")
 _MOVES = here.weight_decay_incr_style.among("linear", "cosine")
 _OF_WSD = (here.lr_decay_style == "WSD").because("the rate has no final decay of its own")
+_RESTARTS = here.lr_decay_style == "cosine-restarts"
 
 
 class ScheduleConfig(Section):
@@ -36,10 +41,14 @@ class ScheduleConfig(Section):
         needs=here.optimizer == "muon",
     )
     weight_decay: NonNegativeFloat = option(0.01, "weight decay of matrices and embeddings")
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
+    lr_decay_style: DecayStyle = option(
         "linear",
-        "shape of the decay",
-        needs=when("WSD", here.lr_wsd_decay_iters | here.lr_wsd_decay_samples | here.lr_wsd_decay_tokens),
+        "shape of the decay; cosine-restarts falls along a cosine and starts again from the peak after each "
+        "cycle (SGDR, Loshchilov & Hutter 2017)",
+        needs=(
+            when("WSD", here.lr_wsd_decay_iters | here.lr_wsd_decay_samples | here.lr_wsd_decay_tokens),
+            when("cosine-restarts", here.lr_cycle_iters | here.lr_cycle_samples | here.lr_cycle_tokens),
+        ),
     )
     lr_decay_iters: PositiveInt | None = option(None, "length of the decay", Role.LENGTH, unit="iterations")
     lr_decay_samples: PositiveInt | None = option(None, "length of the decay", Role.LENGTH, unit="samples")
@@ -53,9 +62,7 @@ class ScheduleConfig(Section):
         needs=(here.lr_warmup_iters == 0, here.lr_warmup_samples == 0, here.lr_warmup_tokens == 0),
     )
     lr_warmup_init: NonNegativeFloat = option(0.0, "learning rate at the start of the warmup")
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
-        "exponential", "shape of the final decay of WSD"
-    )
+    lr_wsd_decay_style: FinalDecayStyle = option("exponential", "shape of the final decay of WSD")
     lr_wsd_decay_iters: PositiveInt | None = option(
         None, "length of WSD's final decay", Role.LENGTH, unit="iterations", idle_without=_OF_WSD
     )
@@ -65,13 +72,25 @@ class ScheduleConfig(Section):
     lr_wsd_decay_tokens: PositiveInt | None = option(
         None, "length of WSD's final decay", Role.LENGTH, unit="tokens", idle_without=_OF_WSD
     )
+    lr_cycle_iters: PositiveInt | None = option(
+        None, "length of the first cycle of cosine-restarts", Role.LENGTH, unit="iterations", needs=_RESTARTS
+    )
+    lr_cycle_samples: PositiveInt | None = option(
+        None, "length of the first cycle of cosine-restarts", Role.LENGTH, unit="samples", needs=_RESTARTS
+    )
+    lr_cycle_tokens: PositiveInt | None = option(
+        None, "length of the first cycle of cosine-restarts", Role.LENGTH, unit="tokens", needs=_RESTARTS
+    )
+    lr_cycle_mult: Annotated[float, Field(ge=1, le=1000)] = option(
+        1.0, "factor by which each cycle of cosine-restarts is longer than the one before", needs=_RESTARTS
+    )
     start_weight_decay: NonNegativeFloat | None = option(
         None, "weight decay at the start of its schedule", needs=(here.end_weight_decay, _MOVES)
     )
     end_weight_decay: NonNegativeFloat | None = option(
         None, "weight decay at the end of its schedule", needs=(here.start_weight_decay, _MOVES)
     )
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
+    weight_decay_incr_style: WeightDecayStyle = option(
         "constant",
         "how weight decay moves from start to end",
         needs=here.start_weight_decay | here.end_weight_decay,

@@ -78,6 +78,14 @@ GELUS = (
 )
 
 
+@dataclass(frozen=True)
+class Constant:
+    """A tensor of theirs, by its rule, that is a number in ours; `rule.ours` is a name that no tensor has."""
+
+    rule: TensorRule
+    number: float
+
+
 class TensorLike(Protocol):
     """A tensor in a file, read by rows."""
 
@@ -204,7 +212,8 @@ class Architecture:
         fused: (their tensor, the tensors of `rules` and `blank` whose rows it concatenates, in order), by
             layer; a layer without any of these has no such tensor.
         blank: tensors that only theirs has. They are written as zeros; when they are read, `seen` refuses
-            those that would change a result.
+            those that would change a result. A `Constant` is written as its number, and other numbers are
+            refused.
         ignored: regular expressions for buffers that are not weights. One with the group `further`, a layer's
             number, matches tensors of layers behind the model's own, which transformers drops too.
         renamed: (regular expression, replacement) for names in older files.
@@ -238,10 +247,20 @@ class Architecture:
     complete: Callable[[Json], dict[str, Any]] = dict
     stacked: tuple[TensorRule, ...] = ()
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    blank: tuple[TensorRule, ...] = ()
+    blank: tuple[TensorRule | Constant, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     classifies: bool = False
     seen: Callable[[ModelConfig, Mapping[str, TensorLike]], ModelConfig] = as_told
+
+    @property
+    def without_ours(self) -> tuple[TensorRule, ...]:
+        """The tensors that theirs has without a tensor of ours."""
+        return tuple(blank.rule if isinstance(blank, Constant) else blank for blank in self.blank)
+
+    @property
+    def constants(self) -> tuple[Constant, ...]:
+        """The blank tensors that are one number in every model."""
+        return tuple(blank for blank in self.blank if isinstance(blank, Constant))
 
     @property
     def named(self) -> frozenset[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from megazero.formats.hf.apertus import APERTUS
 from megazero.formats.hf.architecture import Architecture
 from megazero.formats.hf.bamba import BAMBA
 from megazero.formats.hf.bert import (
@@ -65,6 +66,7 @@ DECODERS: tuple[Architecture, ...] = (
     COHERE,
     COHERE2,
     SMOLLM3,
+    APERTUS,
 )
 ENCODERS: tuple[Architecture, ...] = (
     MEGATRON_BERT_PRETRAINING,

@@ -174,11 +174,17 @@ class HFReader(Source):
 
     def _match(self, present: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         """The stored tensor of each name in the table; raises unless exactly these are `present`."""
-        blank = self._table(self.description.architecture.blank).by_theirs
+        architecture = self.description.architecture
+        blank = self._table(architecture.without_ours).by_theirs
         present = self._parted(self._without_copies(present), blank)
+        wrong = [
+            f"hold {name} as {list(stored.shape)} with other numbers than {constant.number}"
+            for constant in architecture.constants
+            for name in self._table([constant.rule]).by_theirs
+            if (stored := present.get(name)) is not None and not _is_constant(stored, constant.number)
+        ]
         for name in blank:
-            present.pop(name, None)  # zeros, as `Architecture.seen` has checked, or never used
-        wrong = []
+            present.pop(name, None)  # zeros or constants, which have been checked, or never used
         if missing := self.table.by_theirs.keys() - present.keys():
             wrong.append(f"lack {named(missing)}")
         if unused := present.keys() - self.table.by_theirs.keys():
@@ -254,6 +260,15 @@ class HFReader(Source):
         return CheckpointError(
             f"the tensors in `{self.folder}` must be those that its {CONFIG} describes, but {what}"
         )
+
+
+def _is_constant(stored: StoredTensor, number: float) -> bool:
+    """Whether a tensor is that number, possibly rounded to the dtype of an earlier file."""
+    if stored.shape or stored.dtype not in FLOATS:
+        return False
+    value = stored.rows(slice(0, 1)).item()
+    exact = torch.tensor(number, dtype=torch.float64)
+    return any(exact.to(dtype).to(stored.dtype).item() == value for dtype in FLOATS)
 
 
 def _read(stored: StoredTensor, link: TensorLink, box: Box, target: Tensor) -> None:

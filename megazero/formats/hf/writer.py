@@ -17,7 +17,7 @@ from torch import Tensor
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.disk import Disk, appear
 from megazero.checkpoint.naming import Table, TensorLink, cut
-from megazero.checkpoint.part import WEIGHT, Part, Source, misfits
+from megazero.checkpoint.part import WEIGHT, Key, Part, Source, misfits
 from megazero.checkpoint.tensor_file import Later, write_bytes, write_tensors
 from megazero.checkpoint.writer import NAMES as INDEX
 from megazero.checkpoint.writer import SHARD_BYTES, deal
@@ -95,6 +95,8 @@ class HFTensor:
     @property
     def their_shape(self) -> tuple[int, ...]:
         """Shape of the tensor in the Hugging Face checkpoint."""
+        if not self.links[0].their_shape:
+            return ()
         rows = sum(link.their_shape[0] for link in self.links)
         return (rows, *self.links[0].their_shape[1:])
 
@@ -166,10 +168,15 @@ def write_hf(
     table = Table.of(architecture.rules, spec, vocab_size)
     check_source(source, table)
     fused = {part: whole for whole, parts in architecture.fused_in(model.num_layers) for part in parts}
-    blank = Table.of(architecture.blank, spec, vocab_size)
+    blank = Table.of(architecture.without_ours, spec, vocab_size)
+    constants = {
+        link.key: constant.number
+        for constant in architecture.constants
+        for link in Table.of([constant.rule], spec, vocab_size).links
+    }
     tensors = HFTensor.joined((*table.links, *blank.links), fused, dtype)
     config = config_of(architecture, model, vocab_size, extras.tokens, NAMES[dtype], extras.labels)
-    export = _Export(source, plan_shards(tensors, max_shard_bytes))
+    export = _Export(source, plan_shards(tensors, max_shard_bytes), constants)
     small = {CONFIG: _json(config), **dict(extras.files)}
     if architecture.auto == GENERATING:
         small[GENERATION] = _json(extras.tokens.as_json())
@@ -231,6 +238,7 @@ def read_theirs(source: Source, link: TensorLink, dtype: torch.dtype) -> Tensor:
 class _Export:
     source: Source
     shards: list[tuple[str, list[HFTensor]]]
+    constants: Mapping[Key, float]
 
     def write(self, disk: Disk, folder: Path, small: Mapping[str, bytes]) -> Iterator[tuple[str, int]]:
         """Write all files into `folder`; yield the name and size of each after it is written."""
@@ -253,7 +261,7 @@ class _Export:
 
     def _rows(self, link: TensorLink, dtype: torch.dtype) -> Tensor:
         if link.key not in self.source.shapes:  # one of `Architecture.blank`
-            return torch.zeros(link.their_shape, dtype=dtype)
+            return torch.full(link.their_shape, self.constants.get(link.key, 0.0), dtype=dtype)
         return read_theirs(self.source, link, dtype)
 
     def _index(self) -> Json:

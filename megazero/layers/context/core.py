@@ -58,7 +58,9 @@ class ExchangingCore(AttentionCore):
             q, k, v = (in_order(x, self.inner.size) for x in (q, k, v))
         if self.outer.size == 1:
             whole = range(inputs.rows.whole_length)
-            out = attend(q, k, v, masks.call(whole, whole), offset)
+            call = masks.call(whole, whole)
+            masks.see(q, k, call)
+            out = attend(q, k, v, call, offset)
         else:
             out = self._around(q, k, v, inputs.rows.whole_length, masks, offset)
         if turned:
@@ -117,7 +119,9 @@ class GatheringCore(AttentionCore):
         for queries, own in zip(q.split([len(run) for run in runs]), runs, strict=True):
             keys = masks.seen(own, range(rows.whole_length)) or own[:1]
             seen = slice(keys.start, keys.stop)
-            outs.append(attend(queries, k[seen], v[seen], masks.call(own, keys), offset))
+            call = masks.call(own, keys)
+            masks.see(queries, k[seen], call)
+            outs.append(attend(queries, k[seen], v[seen], call, offset))
         return torch.cat(outs)
 
 
@@ -125,7 +129,8 @@ def masks_of(q: Tensor, inputs: LayerInputs, attends: Attends, bias: Bias | None
     """The masks of a layer for the heads of q [s, b, n, d], one slice of `heads`."""
     assert bias is None or not isinstance(bias, Tensor), "a bias of all pairs is on no rank whole"
     dropout = inputs.attention_dropout(attends, heads.rank * q.shape[2])
-    return PairMasks(attends, attends.scale_of(q), bias, inputs.rows.documents, dropout)
+    documents = inputs.rows.documents
+    return PairMasks(attends, attends.scale_of(q), bias, documents, dropout, attends.watching)
 
 
 def _turns(q: Tensor, groups: int) -> int:

@@ -6,10 +6,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
-from megazero.layers.inputs import Attends
+from megazero.layers.inputs import Attends, Watch
 from megazero.layers.rows import chosen_runs
-from megazero.ops.attention import ALL, CAUSAL, AttentionCall, BlockLayout, Documents, Part, Slopes, Softcap
+from megazero.ops.attention import (
+    ALL,
+    CAUSAL,
+    AttentionCall,
+    BlockLayout,
+    Documents,
+    Part,
+    Slopes,
+    Softcap,
+)
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.positions import Positions, position_tensor
 
@@ -35,6 +45,7 @@ class PairMasks:
         bias: linear biases by distance, or a bound of the scores; None without.
         documents: of [b, s]; None without.
         dropout: over all rows; None without.
+        watch: sees the calls of this pass; None: nobody does.
     """
 
     attends: Attends
@@ -42,6 +53,12 @@ class PairMasks:
     bias: Slopes | Softcap | None = None
     documents: Documents | None = None
     dropout: AttentionDropout | None = None
+    watch: Watch | None = None
+
+    def see(self, q: Tensor, k: Tensor, call: AttentionCall) -> None:
+        """Show a call to whoever watches this pass."""
+        if self.watch is not None:
+            self.watch(q, k, call)
 
     def of_heads(self, heads: range) -> PairMasks:
         """The masks of some of the heads."""

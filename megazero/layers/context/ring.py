@@ -165,6 +165,7 @@ class _RingAttention(Function):
                 coming = exchange.fetch(step + 1)
             for pair in ring.pairs(step):
                 rows = pair.queries
+                ring.masks.see(q[rows], keys[pair.keys], pair.call)
                 part, part_lse = forward_of_part(q[rows], keys[pair.keys], values[pair.keys], pair.call)
                 merge_part(out[rows], lse[..., rows], part, part_lse)
         exchange.finish()

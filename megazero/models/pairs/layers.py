@@ -81,6 +81,7 @@ class StackAttention(SelfAttention):
             dropout=inputs.attention_dropout(self.attends, self.tp.rank * query.shape[2]),
             pattern=ALL.causally(causal),
         )
+        self.attends.see(query, key, call)
         return attend(query, key, value, call)
 
 
@@ -140,6 +141,7 @@ class CrossAttention(nn.Module):
             places = rows.positions, inputs.encoded_positions
             dropout = AttentionDropout(self.attends.dropout, keys, *places, first)
         call = AttentionCall(self.attends.scale_of(query), inputs.mask, dropout=dropout)
+        self.attends.see(query, key, call)
         return attend(query, key, value, call)
 
 

@@ -28,6 +28,7 @@ from megazero.models.gpt import Head
 from megazero.models.pairs.batch import PairBatch
 from megazero.models.pairs.bias import TABLES, RelativeBiases
 from megazero.models.pairs.layers import DecoderLayer, PairInputs, PairStore, layer_of
+from megazero.models.word_losses import word_sums, word_terms
 from megazero.moe.router import Router
 from megazero.mpu.rng import site_key
 from megazero.ops.counter_random import derive
@@ -92,7 +93,10 @@ def t5_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
 class T5(StagedChunk[PairBatch]):
     """An encoder and a decoder (Raffel et al. 2020), or a part of them."""
 
-    terms = (LossTerm("lm"),)
+    @property
+    def terms(self) -> tuple[LossTerm, ...]:
+        """The losses of the decoder's words."""
+        return word_terms(self.spec.head)
 
     def __init__(self, held: Slice):
         super().__init__(held)
@@ -190,7 +194,7 @@ class T5(StagedChunk[PairBatch]):
             return ChunkResult(torch.cat(self.through(batch, hidden, deferred=deferred)))
         logits = self(batch, hidden, deferred=deferred)
         losses = self.token_losses(logits, batch.decoder.learnt.labels, overwrite=True)
-        return ChunkResult(None, {"lm": batch.decoder.learnt.weighted(losses).sum()})
+        return ChunkResult(None, word_sums(self.spec.head, losses, batch.decoder.learnt.weighted))
 
     def hidden(
         self, batch: PairBatch, hidden: Tensor | None = None, *, core: AttentionCore | None = None

@@ -21,6 +21,7 @@ from megazero.ops.attention.call import (
 from megazero.ops.attention.documents import Documents, Runs
 from megazero.ops.attention.parts import backward_of_part, forward_of_part, merge_part
 from megazero.ops.attention.pattern import ALL, CAUSAL, BlockLayout, Pattern
+from megazero.ops.attention.scores import largest_score
 from megazero.ops.attention.softmax_offset import with_softmax_offset
 from megazero.ops.attention.table import (
     ATTENTION,
@@ -58,6 +59,7 @@ __all__ = [
     "forward_of_part",
     "head_kind",
     "holds_all_pairs",
+    "largest_score",
     "merge_part",
     "varying_shapes",
     "with_softmax_offset",

@@ -21,6 +21,7 @@ from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
 from megazero.mpu.host_waits import host_waits
 from megazero.mpu.messages import fold_values
 from megazero.mpu.waits import Waits
+from megazero.train.observe.peak import Peak
 from megazero.train.observe.stragglers import Stragglers
 from megazero.train.step.engine import Engine, Outcome, StepResult
 from megazero.train.step.state import TrainState
@@ -77,6 +78,7 @@ class Meters:
 
     Attributes:
         first_step: the memory meter of the latest step, if that is the first one and metrics go to a file.
+        peaks: the largest values of a step, by the names of the metrics that watch for them.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Meters:
         self.timers = Timers(context.device, synchronize=waits, ended=profiler.phase_ends)
         self.profiler = profiler
         self.stragglers = Stragglers(config.logging.straggler_interval or None, context)
+        self.peaks: dict[str, Peak] = {}
         self._before = Traffic()
         self.first_step: MemoryMeter | None = None
         self._memory = (

@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megazero.config.tree.config import Config
 from megazero.train.observe.meters import StepFacts
+from megazero.train.observe.peak import Peak
+from megazero.train.step.engine import Engine
 from megazero.train.step.losses import Losses
 
 Interval = Sequence[Mapping[str, Any]]
@@ -91,6 +94,23 @@ def shown(form: str, place: int) -> Line:
         return None if value is None else form.format(value)
 
     return Line(text, place)
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The value of a metric that is the largest number that layers note in a step, on any rank.
+
+    Attributes:
+        name: the metric's name.
+        watch: makes the layers of an engine note it; None where the run does not ask for it.
+    """
+
+    name: str
+    watch: Callable[[Config, Engine], Peak | None]
+
+    def __call__(self, facts: StepFacts) -> float | None:
+        peak = facts.meters.peaks.get(self.name)
+        return None if peak is None else peak.take(facts.meters.engine.context.world)
 
 
 def rate(form: str, factor: float = 1.0) -> Callable[[Interval, str], str]:

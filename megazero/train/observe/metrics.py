@@ -12,10 +12,12 @@ from typing import Any, ClassVar
 
 from megazero.config.steps import Progress
 from megazero.config.tree.logging import LoggingConfig
-from megazero.train.observe.meters import StepFacts
+from megazero.optim.grad_norm import clip_coefficient
+from megazero.train.observe.meters import Meters, StepFacts
 from megazero.train.observe.metric import (
     Chart,
     Interval,
+    Largest,
     Line,
     Metric,
     expert_loads,
@@ -27,6 +29,7 @@ from megazero.train.observe.metric import (
     shown,
     skips,
 )
+from megazero.train.observe.peak import attention_peak
 from megazero.train.step.engine import Outcome
 from megazero.train.step.losses import Losses
 from megazero.train.step.stability import Stability
@@ -50,6 +53,12 @@ def _logging(facts: StepFacts) -> LoggingConfig:
 
 def _optimizer(facts: StepFacts) -> Optimizer:
     return facts.meters.engine.optimizer
+
+
+def _clip_factor(facts: StepFacts) -> float | None:
+    """The factor, if the run clips and the step made an update."""
+    bound = facts.meters.config.optimizer.clip_grad
+    return clip_coefficient(facts.result.grad_norm, bound) if bound and not facts.result.skipped else None
 
 
 METRICS = (
@@ -79,6 +88,13 @@ METRICS = (
         lambda f: f.result.grad_norm,
         Chart("grad-norm", over_samples=True),
         shown("grad norm: {:.3f}", 150),
+    ),
+    Metric(
+        "clip_factor",
+        "by which clipping multiplied the gradient; 1 where it was short enough",
+        _clip_factor,
+        Chart("clip-factor", over_samples=True),
+        optional=True,
     ),
     Metric(
         "learning_rate",
@@ -196,6 +212,18 @@ METRICS = (
         "grad_norm_deviation", "standard deviation over recent updates", lambda s: s.grad_norm.deviation
     ),
     Metric(
+        "max_attention_logit",
+        "largest scaled product of a query and a key that it attends to, on any rank, if asked for",
+        Largest(
+            "max_attention_logit",
+            lambda config, engine: attention_peak(engine) if config.logging.log_max_attention_logit else None,
+        ),
+        Chart("max-attention-logit"),
+        shown("max attention logit: {:.3f}", 158),
+        optional=True,
+        gathered=True,
+    ),
+    Metric(
         "tokens_per_expert",
         "by layer with experts: how often each was chosen, before any token was dropped",
         lambda f: (
@@ -275,6 +303,14 @@ class StepMetrics(dict[str, Any]):
         """The tags that are also drawn over consumed samples."""
         chosen = (metric for metric in METRICS if metric.chart is not None and metric.chart.over_samples)
         return {tag for metric in chosen for tag in metric.charted(self)}
+
+
+def watch(meters: Meters) -> None:
+    """Let the metrics that watch layers begin to, as far as the run asks for them."""
+    for figure in (metric.of for metric in METRICS if isinstance(metric.of, Largest)):
+        peak = figure.watch(meters.config, meters.engine)
+        if peak is not None:
+            meters.peaks[figure.name] = peak
 
 
 def line_of(interval: Interval) -> list[str]:

@@ -42,7 +42,6 @@ OTHERS = {
     "unknown key profiling": "a key that DeepSpeed does not have, and does not read",
     "unknown key veloc_config": "a key of a fork of DeepSpeed's",
     "needs_of_main_params_dtype": "weights of the optimizer in another half precision than the model's",
-    "--optimizer ademamix": "an optimizer that is not built",
     "--optimizer onebitadam": "an optimizer of DeepSpeed's JSON, among the flags",
     "`--verify-checkpoint` must be followed by a value (full | size).": "a fork's switch of this name",
     "needs_of_tokenizer_type": "merges that are not given, which Megatron-LM needs too",

@@ -414,6 +414,29 @@ SAMPLES: Mapping[str, Sample] = {
         {**THEIRS, "num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 1]},
         of(BARE, {"num_layers": 4, "no_rope_freq": (0, 1, 0, 0)}),
     ),
+    "apertus": Sample("Apertus", {**THEIRS, "head_dim": 10}, of(LLAMA, NORMED, {"activation": "xielu"})),
+    "apertus-scaled": Sample(
+        "Apertus",
+        {
+            **{**THEIRS, "tie_word_embeddings": True, "max_position_embeddings": 64},
+            "rope_parameters": {
+                **{"rope_type": "llama3", "rope_theta": 900.0, "factor": 6.0, "low_freq_factor": 0.5},
+                **{"high_freq_factor": 2.0, "original_max_position_embeddings": 8},
+            },
+        },
+        of(
+            BARE,
+            NORMED,
+            {
+                "activation": "xielu",
+                "rotary_base": 900.0,
+                "use_rope_scaling": True,
+                "rope_scaling_factor": 6.0,
+            },
+            {"rope_low_freq_factor": 0.5, "rope_high_freq_factor": 2.0, "seq_length": 64},
+            {"rope_original_max_position_embeddings": 8, "untie_embeddings_and_output_weights": False},
+        ),
+    ),
     "smollm3-every-second": Sample(
         "SmolLM3",
         {

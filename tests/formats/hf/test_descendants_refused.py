@@ -250,6 +250,36 @@ def weights_of(model: ModelConfig, architecture: Architecture) -> MemorySource:
     return source
 
 
+def test_constants_are_written_and_checked(tmp_path):
+    """Apertus has two numbers of xIELU as buffers; a file may lack them, or hold them as bf16 rounds them."""
+    model, name = SAMPLES["apertus"].ours, "model.layers.1.mlp.act_fn"
+    write_hf(weights_of(model, named("apertus")), model, VOCAB, tmp_path / "hf")
+    tensors = loaded(tmp_path / "hf")
+    assert tensors[f"{name}.beta"].item() == 0.5
+    assert torch.equal(tensors[f"{name}.eps"], torch.tensor(-1e-6))
+
+    def read(**changed: torch.Tensor | None) -> None:
+        own = {**tensors, **{f"{name}.{which}": tensor for which, tensor in changed.items()}}
+        kept = {key: tensor for key, tensor in own.items() if tensor is not None}
+        save_file(kept, tmp_path / "hf" / "model.safetensors")
+        HFReader(tmp_path / "hf").close()
+
+    read(beta=None, eps=torch.tensor(-1e-6).bfloat16())
+    read(eps=torch.tensor(-1e-6).bfloat16().float())
+    for wrong in (torch.tensor(0.4), torch.tensor([0.5]), torch.tensor(1)):
+        with pytest.raises(CheckpointError, match=r"act_fn.beta as .* with other numbers than 0.5"):
+            read(beta=wrong)
+
+
+def test_apertus_is_scaled_unless_it_says_otherwise():
+    model = model_of(named("apertus"), {"num_hidden_layers": 2})
+    assert (model.rotary_base, model.use_rope_scaling, model.rope_scaling_factor) == (12e6, True, 8.0)
+    plain = model_of(named("apertus"), {"rope_parameters": {"rope_type": "default"}})
+    assert (plain.rotary_base, plain.use_rope_scaling) == (12e6, False)
+    with pytest.raises(ValueError, match="`hidden_act` must be one of xielu"):
+        model_of(named("apertus"), {"hidden_act": "silu"})
+
+
 def test_the_class_may_be_named(tmp_path, capsys):
     """Mistral, which is tried first, can express whatever Phi-3 can."""
     model = SAMPLES["phi3"].ours
