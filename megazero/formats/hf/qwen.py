@@ -35,7 +35,7 @@ from megazero.formats.hf.windows import (
     with_layers,
 )
 
-_HEADS_NORMED = (("qk_layernorm", True), ("qk_layernorm_scope", "head"), ("add_qkv_bias", False))
+HEADS_NORMED = (("qk_layernorm", True), ("qk_layernorm_scope", "head"), ("add_qkv_bias", False))
 
 
 def _plain_moe(config: Json) -> JsonObject:
@@ -71,7 +71,7 @@ QWEN3 = replace(
     rules=(*LLAMA.rules, *HEAD_NORMS),
     settings=with_defaults(QWEN2.settings, head_dim=128),
     fixed=(("attention_bias", False),),
-    ours_fixed=(*LLAMA.ours_fixed, ("add_bias_linear", False), *_HEADS_NORMED),
+    ours_fixed=(*LLAMA.ours_fixed, ("add_bias_linear", False), *HEADS_NORMED),
     limits=tuple(limit for limit in LLAMA.limits if limit is not NO_WINDOWS),
 )
 
@@ -99,7 +99,7 @@ QWEN3_MOE = replace(
         moe_intermediate_size=768,
     ),
     fixed=(("attention_bias", False),),
-    ours_fixed=(*OURS_FIXED, *_HEADS_NORMED),
+    ours_fixed=(*OURS_FIXED, *HEADS_NORMED),
     implied=LLAMA.implied,
     limits=(*LIMITS, NO_WINDOWS, EVEN_HEADS, EXPERTS_SOMEWHERE, UNSHARED),
     plain=_plain_moe,
