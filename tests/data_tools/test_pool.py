@@ -104,9 +104,9 @@ def test_a_bar_on_a_terminal_does_not_keep_workers_from_being_forked(tmp_path, o
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     drawing = []
-    real = pipeline.Progress.show
+    real = pipeline.ProgressDisplay.show
     monkeypatch.setattr(
-        pipeline.Progress, "show", lambda *a: drawing.append(threading.active_count()) or real(*a)
+        pipeline.ProgressDisplay, "show", lambda *a: drawing.append(threading.active_count()) or real(*a)
     )
     spec = TokenizerSpec(bpe[1], bpe[3], bpe[5])
     path = write_jsonl(tmp_path / "f.jsonl", [{"text": "the fox"}] * 50)

@@ -232,6 +232,6 @@ def test_a_curriculum_is_left_to_the_training_scripts(name):
     section = {**on, "data_sampling": {**on, "curriculum_learning": learning}}
     config = {"train_micro_batch_size_per_gpu": 1, "data_efficiency": section}
     with pytest.raises(
-        ConfigError, match="`data_efficiency.data_sampling.curriculum_learning` must be off here"
+        ConfigError, match="`data_efficiency.data_sampling.curriculum_learning` must be off for a script"
     ):
         read_settings(config, 1, nn.Linear(1, 1))

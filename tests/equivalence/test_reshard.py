@@ -151,7 +151,7 @@ def test_what_routers_remember_is_saved_and_its_loss_is_seen(tmp_path, monkeypat
         f"layers.{layer}.mlp.router.{what}/router" for layer in (0, 1) for what in ("bias", "load")
     ]
     assert all(tensor.shape == (8,) and tensor.abs().max() > 0 for tensor in saved.values())
-    monkeypatch.setattr("megazero.train.resume.keepers.Routers.taken", lambda self, source: [])
+    monkeypatch.setattr("megazero.train.resume.keepers.Routers.parts_from", lambda self, source: [])
     wrong = check((first, second), tmp_path).wrong
     assert any(each.startswith(f"saved on {second.name}: layers.0.mlp.router.") for each in wrong)
 
