@@ -120,7 +120,8 @@ def rule(
     """
 
     def of(predicate: Callable[[Case], bool]) -> Rule:
-        message = " ".join(str(predicate.__doc__).split())
+        # `python -OO` keeps no docstrings; the rule's name then says what it can.
+        message = " ".join((predicate.__doc__ or predicate.__name__.replace("_", " ")).split())
         holds = predicate if where is None else lambda case: not where(case) or predicate(case)
         return Rule(predicate.__name__, fields, message, remedy, holds, detail, facts)
 
