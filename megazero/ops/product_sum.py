@@ -129,7 +129,7 @@ def working_blas(device: torch.device) -> Blas | None:
 
 
 def _adds(blas: Blas, device: torch.device) -> bool:
-    """Whether it computes ``left.T @ right``, twice, of integers, which no rounding changes."""
+    """Whether a library adds products of small integers exactly, which no rounding can disturb."""
     left = torch.arange(24, device=device).view(3, 8).bfloat16()
     right = torch.arange(48, device=device).view(3, 16).bfloat16()
     total = torch.full((8, 16), torch.nan, device=device)

@@ -152,5 +152,5 @@ def layers_over_tensor_ranks(case: Case) -> bool:
     facts=lambda c: "; ".join(_facts_otherwise(c)),
 )
 def layers_given_fit_the_model(case: Case) -> bool:
-    """settings of the whole model beside `block_configs` must be the launch line's"""
+    """settings of the whole model beside `block_configs` must equal those of the launch line"""
     return not _facts_otherwise(case)

@@ -150,10 +150,8 @@ class Watch:
             self.listener(failure)
 
     def under_way(self) -> None:
-        """Say that all ranks have come through a first step.
-
-        Before, a rank may hold the interpreter for minutes, with its heartbeat: shuffling the samples of a
-        large corpus does.
+        """Note that all ranks have completed a first step, so that heartbeats are due from now on. Before it,
+        a rank may hold the interpreter for minutes, e.g. to shuffle the samples of a large corpus.
         """
         patience = self._limits.patience
         if self._heartbeat is not None and patience is not None and self._heartbeat.patience != patience:
