@@ -140,8 +140,8 @@ FAULTS = (
     Fault(
         "a gather takes keys for those of the beginning",
         CORE,
-        "masks.call(own, keys), offset",
-        "masks.call(own, range(len(keys))), offset",
+        "masks.call(own, keys)",
+        "masks.call(own, range(len(keys)))",
     ),
     Fault(
         "a gather's queries see their own run alone",

@@ -61,6 +61,8 @@ class LoggingConfig(Section):
     updates, and the loss as a multiple of the lowest so far"""
     straggler_interval: NonNegativeInt = option(100, unit="iterations")
     """iterations after which the ranks' times are compared, to name one that is slow; 0 compares nothing"""
+    log_num_zeros_in_grad: bool = option(False)
+    """also record how many gradient elements are zero"""
     log_max_attention_logit: bool = option(
         False,
         needs=(
@@ -70,8 +72,6 @@ class LoggingConfig(Section):
     )
     """also record the largest attention logit of each step, before the softmax: of all layers, heads and
     ranks. Each layer multiplies queries and keys once more"""
-    log_num_zeros_in_grad: bool = option(False)
-    """also record how many gradient elements are zero"""
     wandb_project: str | None = option(None, roles=Role.LOCAL, package="wandb")
     """Weights & Biases project; needs the wandb package"""
     wandb_exp_name: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_WANDB)
