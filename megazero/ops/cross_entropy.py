@@ -107,10 +107,10 @@ def vocab_parallel_cross_entropy_reference(
     """
     whole = gather_vocabulary(logits.to(compute_dtype(logits.dtype)), part)
     foreign = (target < 0) | (target >= part.size)
-    log_z = torch.logsumexp(whole, -1)
-    log_z = log_z * torch.ones_like(log_z).masked_fill(foreign, torch.nan)
-    picked = whole.gather(-1, target.masked_fill(foreign, 0).unsqueeze(-1)).squeeze(-1)
-    return TokenLosses(log_z - picked, log_z)
+    column = target.masked_fill(foreign, 0).unsqueeze(-1)
+    picked = torch.log_softmax(whole, -1).gather(-1, column).squeeze(-1)
+    loss = -picked * torch.ones_like(picked).masked_fill(foreign, torch.nan)
+    return TokenLosses(loss, loss + whole.gather(-1, column).squeeze(-1))
 
 
 def merge_slices(
