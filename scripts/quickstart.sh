@@ -94,7 +94,7 @@ echo "set-up takes a minute or two the first time, data some 20 s, training $amo
 stage "1/7 set-up"
 SETUP_EXTRAS=plot SETUP_OPTIONAL=fast
 . scripts/setup.sh
-cores=$(python -c 'from megazero.mpu.cores import usable_cores; print(usable_cores())')
+cores=$(python -c 'from megazero.mpu.cpu_cores import usable_cores; print(usable_cores())')
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 echo "$cores cores, $gpus GPUs"
 stage_done
