@@ -73,7 +73,7 @@ def learning_rate(flags: Flags, done: tuple[int, int], total: tuple[int, int]) -
     style = flags["lr-decay-style"]
     if style == "constant":
         return peak
-    if count > decay:
+    if count > decay or (style == "cosine-restarts" and count == decay):  # no restart where it ends
         return floor
     if style == "inverse-square-root":
         if unit == "iters":  # Megatron counts an iteration as a global batch of samples
