@@ -76,8 +76,8 @@ class Attends:
 
     def see(self, q: Tensor, k: Tensor, call: AttentionCall) -> None:
         """Show a call of this pass to whoever watches."""
-        if self.watch is not None and torch.is_grad_enabled():
-            self.watch(q, k, call)
+        if (watch := self.watching) is not None:
+            watch(q, k, call)
 
     def scale_of(self, q: Tensor) -> float:
         """The factor of the products of queries [..., d] and keys."""

@@ -177,9 +177,7 @@ class PackedDataset(SampleDataset):
         # Arrays of pieces are [p], those of tokens [n].
         length, width = self.settings.sequence_length, self.indexed.dtype.itemsize
         documents, offsets, counts = self._pieces(indices)
-        rests = (
-            self.indexed.lengths[documents] - offsets
-        )  # tokens from the piece's start to the document's end
+        rests = self.indexed.lengths[documents] - offsets  # from a piece's start to its document's end
         sizes = np.minimum(rests, length)
         begins = self.indexed.offsets[documents] // width + offsets  # in tokens of the `.bin`
         read_ends = begins + np.minimum(rests, length + 1)  # with the label of the last token
