@@ -82,6 +82,8 @@ RETIRED = {
 }
 VAGUE_OPENINGS = {"What", "That", "Those", "Of"}
 VAGUE_NAMES = {"found", "each", "told"}
+CODE = re.compile(r"(`+).+?\1|^ {4}[^\n]+", re.DOTALL | re.MULTILINE)
+MARKDOWN_REFERENCE = re.compile(r"\[[^\[\]]+\]\s?\[[^\[\]]*\]")  # `[text][target]`, also `[PAD] [UNK]`
 FAMILY_NAMES = {"gpt", "bert", "t5"}
 # Where a family's name decides: its own code, the configuration and its rules, the table of families, and
 # the corpora that ablations make for it.
@@ -183,13 +185,15 @@ def annotation_violations(source: Source) -> Iterator[str]:
 
 
 def word_violations(source: Source) -> Iterator[str]:
-    """Docstrings that begin without a subject, and variables and parameters whose names say nothing."""
+    """Docstrings without a subject or that the site would misread, and names that say nothing."""
     for node in ast.walk(source.tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            words = (ast.get_docstring(node) or "").split()
+            text, name = ast.get_docstring(node) or "", getattr(node, "name", "the module")
+            words = text.split()
             if words and words[0] in VAGUE_OPENINGS:
-                name = getattr(node, "name", "the module")
                 yield f"{source.module}: the docstring of {name} begins with {' '.join(words[:3])}"
+            for reference in MARKDOWN_REFERENCE.findall(CODE.sub("", text)):
+                yield f"{source.module}: the site takes {reference} in the docstring of {name} for a link"
         name = node.arg if isinstance(node, ast.arg) else node.id if isinstance(node, ast.Name) else None
         bound = isinstance(node, ast.arg) or isinstance(getattr(node, "ctx", None), ast.Store)
         if bound and name in VAGUE_NAMES:
@@ -253,6 +257,8 @@ def unheld(check: Callable[[Source], Iterable[str]], *folders: str) -> list[str]
         (word_violations, 'def f():\n    """Of a unit, its size."""', True),
         (word_violations, 'class C:\n    """That of a unit."""', True),
         (word_violations, 'def f():\n    """Whatever a unit holds."""', False),
+        (word_violations, 'def f():\n    """The ids of [PAD] [UNK]."""', True),
+        (word_violations, 'def f():\n    """The ids of `[PAD] [UNK]`, of [CLS] and [SEP]."""', False),
         (word_violations, "def f():\n    found = 1", True),
         (word_violations, "def f(told): pass", True),
         (word_violations, "[each for each in ()]", True),

@@ -61,7 +61,7 @@ class WordPieces:
 
     @staticmethod
     def numbered(size: int) -> WordPieces:
-        """A vocabulary for runs without a tokenizer: ids 0..4 are [PAD] [UNK] [CLS] [SEP] [MASK].
+        """A vocabulary for runs without a tokenizer: ids 0..4 are `[PAD] [UNK] [CLS] [SEP] [MASK]`.
 
         Raises DataError if no id is left for words.
         """
