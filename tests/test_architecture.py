@@ -500,11 +500,11 @@ def test_a_configuration_and_a_launch_need_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize("module", ["megazero", "megazero.train.pretraining", "megazero.deepspeed"])
-def test_a_start_waits_for_no_compiler_and_no_library_of_a_few_commands(module):
+def test_a_start_waits_for_no_compiler_and_no_library_of_a_few_commands():
     """torch's compiler alone takes a second; who compiles, plots or converts imports it then."""
     late = ("torch._dynamo", "torch._inductor", "sympy", "triton", "transformers", "matplotlib", "pandas")
-    code = f"import {module}, sys; print(*(name for name in {late} if name in sys.modules))"
+    modules = "megazero.train.pretraining, megazero.deepspeed"
+    code = f"import {modules}, sys; print(*(name for name in {late} if name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 

@@ -1,8 +1,8 @@
 """Which tests run when: the default suite, and what a commit waits for, `bash scripts/test.sh --fast`.
 
-The default suite runs all tests but those marked `slow`. Of a test with parameters it runs as many cases as
-take two seconds (`tests/durations.txt`), evenly spread, at least two of those that take less each, and one of
-others; `@pytest.mark.seconds(20)` asks for more. `--slow` runs everything.
+The default suite runs all tests but those marked `slow`. Of a test with parameters it runs as many cases
+as take `CASES_SECONDS` (`tests/durations.txt`), evenly spread, at least two of those that take less each, and
+one of others; `@pytest.mark.seconds(20)` asks for more. `--slow` runs everything.
 
 All tests of a file are fast, if they take 0.6 s or less together (`tests/durations.txt`; a file without a row
 is new, and runs), but for those that need processes. Of the other files those are that are marked `fast`:
@@ -20,7 +20,7 @@ import pytest
 
 from tests.durations import ROOT, read_cases, read_durations
 
-CASES_SECONDS = 2.0
+CASES_SECONDS = 1.75
 SECONDS = 0.6
 MARKED = re.compile(r"\bmark\.fast\b|\bSWEEP\.parametrize\b")
 

@@ -97,19 +97,27 @@ def values_after(argv: Sequence[str], position: int) -> list[str]:
 
 
 def _edits(word: str, other: str) -> int | None:
-    """The number of letters to change, add, drop or swap; None if there are too many."""
+    """The number of letters to change, add, drop or swap; None if there are too many.
+
+    A column of the table of distances is two integers, of which each bit says whether the distance grows
+    (`more`) or shrinks (`less`) at that letter of `word` (Hyyrö, "A bit-vector algorithm for computing
+    Levenshtein and Damerau edit distances", 2003).
+    """
     most = max(1, len(word) // 4)
     if abs(len(word) - len(other)) > most:
         return None
-    before: list[int] = []
-    row = list(range(len(other) + 1))
+    places: dict[str, int] = {}
     for i, letter in enumerate(word):
-        earlier, before, row = before, row, [i + 1]
-        for j, theirs in enumerate(other):
-            cheapest = min(before[j] + (letter != theirs), before[j + 1] + 1, row[j] + 1)
-            if i and j and letter == other[j - 1] and word[i - 1] == theirs:
-                cheapest = min(cheapest, earlier[j - 1] + 1)
-            row.append(cheapest)
-        if min(*row, *before) > most:
-            return None
-    return row[-1] if row[-1] <= most else None
+        places[letter] = places.get(letter, 0) | 1 << i
+    every = (1 << len(word)) - 1
+    last = every & ~(every >> 1)
+    distance, more, less, free, before = len(word), every, 0, 0, 0
+    for letter in other:
+        same = places.get(letter, 0)
+        swapped = (~free & same) << 1 & before
+        free = (((same & more) + more) ^ more) | same | less | swapped
+        up, down = less | ~(free | more), free & more
+        distance += bool(up & last) - bool(down & last)
+        up, down = up << 1 | 1, down << 1
+        more, less, before = (down | ~(free | up)) & every, up & free & every, same
+    return distance if distance <= most else None

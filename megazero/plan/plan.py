@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,15 +29,20 @@ class Plan:
     stages: tuple[StagePlan, ...]
 
     @classmethod
-    def of(cls, job: PlannedJob, *, timed: bool = False) -> Plan:
-        """Trace a rank of each kind of stage; `timed` as for `trace_rank`.
+    def of(
+        cls, job: PlannedJob, *, timed: bool = False, progress: Callable[[str], None] | None = None
+    ) -> Plan:
+        """Trace a rank of each kind of stage; `timed` as for `trace_rank`, `progress` gets a line per kind.
 
         Raises:
             ConfigError: the model cannot be built on the job's ranks.
         """
         stages: dict[int, StagePlan] = {}
-        for alike in stages_alike(job):
+        kinds = stages_alike(job)
+        for number, alike in enumerate(kinds, 1):
             trace = trace_rank(job, job.line[alike[0]], timed=timed)
+            if progress is not None:
+                progress(f"traced {number} of {len(kinds)} kinds of stages")
             stages |= {stage: StagePlan(stage, job.line, trace, job.program) for stage in alike}
         return cls(job, tuple(stages[stage] for stage in sorted(stages)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -197,15 +197,21 @@ class PlanReport:
         }
 
 
-def report_on(config: Config, ranks: int, device: Device, per_node: int) -> PlanReport:
-    """Plan a job on a device; for a CPU, the kernels run here and are timed.
+def report_on(
+    config: Config,
+    ranks: int,
+    device: Device,
+    per_node: int,
+    progress: Callable[[str], None] | None = None,
+) -> PlanReport:
+    """Plan a job on a device; for a CPU, the kernels run here and are timed. `progress` is `Plan.of`'s.
 
     Raises:
         ConfigError: the model cannot be built on `ranks` ranks.
     """
     apart = device.memory.apart
     job = PlannedJob(config, ranks, apart, device="meta" if apart else "cpu")
-    return PlanReport(Plan.of(job, timed=not apart), device, per_node)
+    return PlanReport(Plan.of(job, timed=not apart, progress=progress), device, per_node)
 
 
 def reasons(old: PlanReport, new: PlanReport) -> list[str]:

@@ -107,7 +107,7 @@ LAYOUTS = [
     SimpleNamespace(grid=ProcessGrid(tp=tp, dp=dp * ep, ep=ep), stage=stage, bucket_size=bucket_size)
     for ep, tps, dps, sizes in ((1, (1, 2, 4), (1, 2, 4), (1, 20, 1000)), (2, (1, 2), (1, 2), (20,)))
     for tp, dp, stage, bucket_size in product(tps, dps, (0, 1, 3), sizes)
-    if dp * ep > 1 or stage == 0
+    if (dp * ep > 1 or stage == 0) and (bucket_size == 20 or (tp != 2 and dp == 4))
 ]
 
 

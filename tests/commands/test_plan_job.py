@@ -25,8 +25,9 @@ SMALL = (
 def test_a_job_of_1024_gpus_is_planned_from_its_flags_alone(tmp_path, capsys):
     """Without a tokenizer's files: GPT-2's have 50,257 tokens."""
     status = main(["--nproc", "1024", "--device", "a100-80g", "--output", str(tmp_path), "--", *GPT.split()])
-    said = capsys.readouterr().out
+    said, progress = capsys.readouterr()
     assert status == 0
+    assert progress.splitlines()[1:] == [f"traced {n} of 3 kinds of stages" for n in (1, 2, 3)]
     assert said.startswith(
         "174.62B parameters on 1,024 x a100-80g: T8 x P16 x V2 x D8, ZeRO 1, interleaved; 16 "
     )

@@ -119,7 +119,16 @@ def test_a_pattern_of_layers_is_read_and_never_run(written: str) -> None:
 
 @over_table(
     ("word", "close"),
-    [("--hiden-size", "--hidden-size"), ("--Hidden_Size", "--hidden-size"), ("--xyzzy", None)],
+    [
+        ("--hiden-size", "--hidden-size"),
+        ("--hidddenn-size", "--hidden-size"),
+        ("--hdiden-szie", "--hidden-size"),
+        ("--hxdden-sxze", "--hidden-size"),
+        ("--hxddxn-sxze", None),
+        ("--Hidden_Size", "--hidden-size"),
+        ("--seq-l", "--seq-length"),
+        ("--xyzzy", None),
+    ],
 )
 def test_nearest(word: str, close: str | None) -> None:
     assert nearest(word, ["--hidden-size", "--seq-length"]) == close

@@ -89,9 +89,8 @@ def batch_of(arrays, **settings) -> BertBatch:
 UNEVEN = samples([WIDTH, 3, 11, 8, 17], [7, 1, 0, 3, 5], WIDTH)
 
 
-@over_table(("tp", "sp"), [(1, False), (4, True)])
+@over_table(("tp", "sp", "packed"), [(1, False, False), (4, True, True)])
 @over_table("variant", VARIANTS)
-@over_table("packed", [False, True])
 def test_logits_losses_and_gradients_are_those_of_the_formulas(variant, tp, sp, packed):
     """In float64, with the vocabulary padded and sliced; the formulas see each sample alone."""
     config = SHAPE.model_copy(update=VARIANTS[variant])

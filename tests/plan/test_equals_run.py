@@ -34,7 +34,7 @@ from tests.layouts.selection import (
 from tests.plan.unnoticed import unnoticed
 
 AT_REST = ("weights", "masters", "moments", "gradients", "buffers")
-BUNDLES = 8
+BUNDLES = 12
 
 
 def run(layout: Layout, job: PlannedJob) -> list[tuple[TrafficLog, dict, list[str]]]:

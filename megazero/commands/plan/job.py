@@ -72,18 +72,18 @@ def plan_job(own: Sequence[str], training: Sequence[str] | None) -> int:
     except BrokenRules as refusal:
         _show_like(Search(refusal.config, flags.nproc, device, per_node))
         raise
-    print(
-        f"planning {flags.nproc} ranks on {flags.device}: each kind of stage is traced, which takes a while",
-        file=sys.stderr,
-        flush=True,
-    )
-    report = report_on(config, flags.nproc, device, per_node)
+    _say(f"planning {flags.nproc} ranks on {flags.device}: each kind of stage is traced, which takes a while")
+    report = report_on(config, flags.nproc, device, per_node, progress=_say)
     show(report)
     if not report.fits:
         _show_like(Search(config, flags.nproc, device, per_node))
     if flags.output is not None:
         write(report, flags.output)
     return 0 if report.fits else DOES_NOT_FIT
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _show_like(search: Search) -> None:
