@@ -24,8 +24,8 @@ def run(tmp_path):
 @pytest.fixture
 def metrics(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    rows = [{"iteration": i, "lm_loss": 5.0 / i, "grad_norm": 1.0} for i in range(1, 60)]
-    rows[41] = {"iteration": 42, "lm_loss": None, "grad_norm": 0.0}
+    rows = [{"iteration": i, "sop_loss": 0.5, "lm_loss": 5.0 / i, "grad_norm": 1.0} for i in range(1, 60)]
+    rows[41] = {"iteration": 42, "sop_loss": 0.5, "lm_loss": None, "grad_norm": 0.0}
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

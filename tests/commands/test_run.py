@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.commands.run import main
+from megazero.commands.run import build_parser, command, main
 from megazero.deepspeed import __main__ as rank
 
 SCRIPTS = {
@@ -49,3 +49,8 @@ def test_no_frame_of_ours_is_in_a_report(
 def test_ranks_are_not_started_for_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--num_gpus", "2", "absent.py"]) == 2
     assert "the script must be a file, but there is no /" in capsys.readouterr().err
+
+
+def test_a_script_without_a_number_of_ranks_needs_no_launcher() -> None:
+    words = command(build_parser().parse_args(["absent.py", "--lr", "1"]))
+    assert words == [sys.executable, "-m", "megazero.deepspeed", "absent.py", "--lr", "1"]

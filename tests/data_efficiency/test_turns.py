@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from megazero.data_efficiency.sampler import owners, shares
+from megazero.data_efficiency.sampler import owners, shares, shuffled
 from tests.tables import over_table
 
 
@@ -13,6 +13,12 @@ def test_turns_by_hand():
     clusters, turns = owners(np.arange(6), np.array([0, 1, 3]))
     assert clusters.tolist() == [1, 1, 0, 1, 1, 0]
     assert turns.tolist() == [0, 1, 0, 2, 3, 1]
+
+
+def test_an_order_stays_what_it_was():
+    """Runs that go on depend on it."""
+    assert shuffled(8, 5).tolist() == [4, 5, 3, 6, 1, 0, 2, 7]
+    assert shuffled(8, 6).tolist() == [3, 4, 7, 2, 5, 1, 0, 6]
 
 
 @over_table("seed", range(100))

@@ -10,6 +10,7 @@ import torch
 from megazero.account.profilers.calls import CollectiveCall
 from megazero.errors import ConfigError
 from megazero.plan.device import Device, known_devices
+from megazero.plan.operators import visible_pairs
 from megazero.plan.prices import Prices, interpolated
 from megazero.plan.work import Kernel
 
@@ -180,3 +181,11 @@ def test_an_update_on_the_host_or_its_disks_is_as_slow_as_the_slowest_of_them():
         max(28 * host.devices / host.memory_gb_per_s, 4 / host.link_gb_per_s_one_way)
     )
     assert on_disks == pytest.approx(12 * host.devices / host.nvme_write_gb_per_s)
+
+
+def test_pairs_in_a_window():
+    """Of two queries that are the last two of four positions, one and both sides of them."""
+    assert visible_pairs(2, 4, 1, 0) == 2 + 2
+    assert visible_pairs(2, 4, 9, 0) == 3 + 4
+    assert visible_pairs(2, 4, 0, 1) == 2 + 1
+    assert visible_pairs(4, 4, 9, 9) == 16

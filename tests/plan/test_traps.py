@@ -19,7 +19,7 @@ from megazero.plan.job import PlannedJob
 from megazero.plan.plan import Plan, stages_alike
 from megazero.plan.report import PlanReport
 from megazero.plan.times import StepTimes, duration_of
-from megazero.plan.training import Model
+from megazero.plan.training import Model, training_seconds
 from megazero.plan.work import Kernel, Wait
 from megazero.train.pretraining import pretrain
 from tests.durations import ROOT
@@ -48,6 +48,14 @@ class Prices:
 def plan(flags: str, ranks: int = 1, batch: int = 8) -> Plan:
     words = f"{GPT} --global-batch-size {batch} {flags}".split()
     return Plan.of(PlannedJob(parse_config(words, world_size=ranks).config, ranks, apart=True))
+
+
+def test_a_training_takes_its_steps_as_long_as_they_take():
+    """Half a step's micro-batches take half the time of the busiest stage, and the bubble stays."""
+    planned = plan("--pipeline-model-parallel-size 2 --rampup-batch-size 4 4 20", 2)
+    times = planned.times(Prices())
+    saved = 5 * max(times.timeline.busy) * 4 / 8  # five of ten steps have 4 samples
+    assert training_seconds(planned.job, times) == pytest.approx(10 * times.seconds - saved)
 
 
 def held(plan: Plan, stage: int, kind: str) -> int:

@@ -19,3 +19,8 @@ def test_forwards_and_backwards_come_in_the_order_of_our_program(kind, described
         steps = described(micro_batches, stages, stage)
         work = [OPS[type(each)] for step in steps for each in step if type(each) in OPS]
         assert work == [action.op for action in ours.actions[stage]]
+
+
+def test_buffers_are_as_many_as_micro_batches_in_flight():
+    assert [TrainSchedule(8, 4, stage).num_pipe_buffers() for stage in range(4)] == [4, 3, 2, 2]
+    assert [TrainSchedule(3, 4, stage).num_pipe_buffers() for stage in range(4)] == [3, 3, 2, 2]
