@@ -83,7 +83,6 @@ def allowed_by_room() -> dict[str, set[str] | frozenset[str] | None]:
         "megazero.commands": set(),
         "megazero.commands.launch": launch,
         "megazero.commands.training_words": TRAINING,
-        "megazero.config.reference": None,  # pages
         "megazero.data.tokenizers": set(),
         "megazero.data_efficiency.map": declared_in("data_tools.analyze_dataset"),
         "megazero.deepspeed": None,  # its users have scripts of their own

@@ -14,14 +14,14 @@ from megazero.config.deepspeed.table import ROWS as DEEPSPEED_ROWS
 from megazero.config.fields import FIELDS, SECTIONS
 from megazero.config.flags import FLAGS
 from megazero.config.help import format_help, meanings
-from megazero.config.reference import (
+from megazero.config.rules.table import RULES
+from scripts.reference_pages import (
     compatibility_page,
     configuration_page,
     deepspeed_page,
     foreign_flags_page,
     write_pages,
 )
-from megazero.config.rules.table import RULES
 from tests.tables import over_table
 
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ import pytest
 
 import megazero
 from megazero.deepspeed import surface
-from megazero.deepspeed.names_page import names_page
 from megazero.deepspeed.surface import PATH, VERSION, Name, Surface, read_names
 from megazero.errors import ConfigError
+from scripts.names_page import names_page
 from tests.forks import run
 
 ROOT = Path(__file__).parents[2]

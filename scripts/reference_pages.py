@@ -1,6 +1,6 @@
 """Write the reference pages from the tree, the compatibility tables and the rules.
 
-`python -m megazero.config.reference docs` writes configuration.md, foreign_flags.md, compatibility.md and
+`python scripts/reference_pages.py docs` writes configuration.md, foreign_flags.md, compatibility.md and
 deepspeed_json.md.
 """
 
@@ -24,7 +24,7 @@ from megazero.config.rules.notes import NOTES, Note
 from megazero.config.rules.rule import Rule
 from megazero.config.rules.table import RULES
 
-_HEADER = "<!-- Written by `python -m megazero.config.reference docs`; do not edit. -->"
+_HEADER = "<!-- Written by `python scripts/reference_pages.py docs`; do not edit. -->"
 
 _DEEPSPEED_INTRODUCTION = """\
 `--deepspeed --deepspeed_config FILE` reads a DeepSpeed JSON into the same tree of settings as flags and YAML.

@@ -1,4 +1,4 @@
-"""Write docs/initialize.md from the table of names: ``python -m megazero.deepspeed.names_page docs``."""
+"""Write docs/initialize.md from the table of names: ``python scripts/names_page.py docs``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megazero.deepspeed.surface import VERSION, Name, State, read_names
 _INTRODUCTION = f"""\
 # Names of DeepSpeed
 
-<!-- Written by `python -m megazero.deepspeed.names_page docs`; do not edit. -->
+<!-- Written by `python scripts/names_page.py docs`; do not edit. -->
 
 Every name that a script may import from `deepspeed` {VERSION} and finds here, when it runs under
 `megazero run` or has called `megazero.deepspeed.install()`. How to start, and what changes for whom:
