@@ -6,9 +6,8 @@ an integer may be written as 1e6 or 300_000 only because that is exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 from megazero.config.fields import FieldSpec, Kind
 from megazero.config.metric_text import read_metrics
@@ -24,7 +23,7 @@ from megazero.config.numbers import (
 from megazero.config.words import nearest
 
 
-def coerce(spec: FieldSpec, value: Any) -> Any:
+def coerce(spec: FieldSpec, value: object) -> object:
     """Convert `value` to the field's type; ranges are checked later, by the tree. Raises Unreadable."""
     if value is None:
         if not spec.optional:
@@ -33,29 +32,29 @@ def coerce(spec: FieldSpec, value: Any) -> Any:
     return _READERS[spec.kind](spec, value)
 
 
-def _read_int(spec: FieldSpec, value: Any) -> int:
+def _read_int(spec: FieldSpec, value: object) -> int:
     if isinstance(value, str) and value in spec.synonyms:
         return int(spec.synonyms[value])
     return read_count(value) if spec.is_endless else read_int(value)
 
 
-def _read_text(spec: FieldSpec, value: Any) -> str:
+def _read_text(spec: FieldSpec, value: object) -> str:
     if not isinstance(value, str):
         raise Unreadable("must be text; put it in quotes")
     return plain_text(value)
 
 
-def _read_choice(spec: FieldSpec, value: Any) -> Any:
+def _read_choice(spec: FieldSpec, value: object) -> str | int:
     if isinstance(spec.choices[0], int):
         return _read_numbered_choice(spec, value)
-    by_lower = {choice.lower(): choice for choice in spec.choices}
+    by_lower: dict[str, str | int] = {choice.lower(): choice for choice in spec.choices}
     by_lower |= {word.lower(): choice for word, choice in spec.synonyms.items()}
     if isinstance(value, str) and value.lower() in by_lower:
         return by_lower[value.lower()]
     raise Unreadable(f"must be one of {', '.join(spec.choices)}{_why_not(spec, value)}")
 
 
-def _why_not(spec: FieldSpec, value: Any) -> str:
+def _why_not(spec: FieldSpec, value: object) -> str:
     """Say why a choice is not offered, or which offered one is nearest; empty if neither is known."""
     if not isinstance(value, str):
         return ""
@@ -64,7 +63,7 @@ def _why_not(spec: FieldSpec, value: Any) -> str:
     return reasons.get(value.lower(), f" (did you mean {hint}?)" if hint else "")
 
 
-def _read_numbered_choice(spec: FieldSpec, value: Any) -> int:
+def _read_numbered_choice(spec: FieldSpec, value: object) -> int:
     """Read one of a few integers; Megatron-DeepSpeed writes its default stage as 1.0, which is exact."""
     try:
         number = _read_int(spec, value)
@@ -75,7 +74,7 @@ def _read_numbered_choice(spec: FieldSpec, value: Any) -> int:
     return number
 
 
-def _read_bool(spec: FieldSpec, value: Any) -> bool:
+def _read_bool(spec: FieldSpec, value: object) -> bool:
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -83,18 +82,18 @@ def _read_bool(spec: FieldSpec, value: Any) -> bool:
     raise Unreadable("must be true or false")
 
 
-def _items(value: Any) -> list[Any]:
+def _items(value: object) -> Sequence[object]:
     if isinstance(value, str):
         return value.split()
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _read_ints(spec: FieldSpec, value: Any) -> tuple[int, ...]:
+def _read_ints(spec: FieldSpec, value: object) -> tuple[int, ...]:
     items = _items(value)
     if spec.length is not None and len(items) == 1 and isinstance(items[0], str):  # as (128,0) in Megatron-LM
         items = items[0].strip("()").replace(",", " ").split()
     if spec.length is None and items and all(isinstance(item, str) for item in items):
-        written = " ".join(items)
+        written = " ".join(map(str, items))
         if "[" in written:
             return tuple(map(of_64_bits, read_list(written)))
     if spec.length not in (None, len(items)):
@@ -102,7 +101,7 @@ def _read_ints(spec: FieldSpec, value: Any) -> tuple[int, ...]:
     return tuple(_read_int(spec, item) for item in items)
 
 
-def _read_texts(spec: FieldSpec, value: Any) -> tuple[str, ...]:
+def _read_texts(spec: FieldSpec, value: object) -> tuple[str, ...]:
     """Read the texts of a list, or split one string at blanks, as a shell does."""
     items = _items(value)
     if any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
@@ -110,7 +109,7 @@ def _read_texts(spec: FieldSpec, value: Any) -> tuple[str, ...]:
     return tuple(plain_text(str(item)) for item in items)
 
 
-_READERS: Mapping[Kind, Callable[[FieldSpec, Any], Any]] = MappingProxyType(
+_READERS: Mapping[Kind, Callable[[FieldSpec, object], object]] = MappingProxyType(
     {
         Kind.INT: _read_int,
         Kind.FLOAT: lambda spec, value: read_float(value),

@@ -18,9 +18,9 @@ class Condition:
     """
 
     path: str
-    values: tuple[Any, ...] = ()
+    values: tuple[object, ...] = ()
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
         """Whether the condition holds for this value of the field."""
         if self.values:
             return value in self.values
@@ -39,7 +39,7 @@ class Need:
 
     conditions: tuple[Condition, ...]
     why: str = ""
-    of: tuple[Any, ...] = ()
+    of: tuple[object, ...] = ()
 
     def __or__(self, other: Need) -> Need:
         return Need(self.conditions + other.conditions)
@@ -58,7 +58,7 @@ class Need:
         return Need(tuple(conditions), self.why, self.of)
 
 
-def when(values: Any, need: Need) -> Need:
+def when(values: object, need: Need) -> Need:
     """Limit a requirement to one value of the setting, or to the values of a tuple."""
     return Need(need.conditions, need.why, values if isinstance(values, tuple) else (values,))
 
@@ -69,7 +69,7 @@ class _Field(Need):
     def __init__(self, path: str) -> None:
         super().__init__((Condition(path),))
 
-    def among(self, *values: Any) -> Need:
+    def among(self, *values: object) -> Need:
         """Require one of these values."""
         return Need((Condition(self.conditions[0].path, values),))
 

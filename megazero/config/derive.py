@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import get_args
 
 from megazero.config.fields import FIELDS, names_with
 from megazero.config.tree.config import Config
@@ -54,7 +54,11 @@ DEFAULT_TOKENIZERS = MappingProxyType(
 """Family -> the tokenizer of a run that names none."""
 
 
-def model_differences(a: ModelConfig, b: ModelConfig, fields: Iterable[str]) -> list[tuple[str, Any, Any]]:
+Difference = tuple[str, object, object]
+"""A field, and its values in two models."""
+
+
+def model_differences(a: ModelConfig, b: ModelConfig, fields: Iterable[str]) -> list[Difference]:
     """Compare two models with defaults filled in; return (field, value in a, value in b) of each difference.
 
     Fields of a family that neither model belongs to are left out, as are fields about experts where a model
@@ -65,7 +69,7 @@ def model_differences(a: ModelConfig, b: ModelConfig, fields: Iterable[str]) -> 
     others = tuple(f"{family}_" for family in families if family not in (a.family, b.family))
     dense = not (a.num_experts and b.num_experts)
     fields = list(fields)
-    differences: list[tuple[str, Any, Any]] = []
+    differences: list[Difference] = []
     if "num_experts" in fields and a.experts_by_layer != b.experts_by_layer:
         differences.append(("num_experts", a.experts_by_layer, b.experts_by_layer))
     if "window_size" in fields and a.windows != b.windows:

@@ -60,7 +60,7 @@ class Document:
 class _YamlKey:
     """One `key: value` of a mapping, before its value is read."""
 
-    key: Any
+    key: str
     node: yaml.Node
     line: int
 
@@ -157,7 +157,7 @@ def _entries(
         document.problems.append(f"{where}: {what} must be a mapping of names to values.")
         document.broken |= {spec.path for spec in FIELDS if section in (None, spec.section)}
         return
-    seen: dict[Any, int] = {}
+    seen: dict[str, int] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else str(key_node.tag)
@@ -202,7 +202,7 @@ def _shown(node: yaml.Node) -> str:
     return "a mapping" if isinstance(node, yaml.MappingNode) else "a sequence"
 
 
-def _construct(loader: yaml.SafeLoader, spec: FieldSpec, node: yaml.Node) -> Any:
+def _construct(loader: yaml.SafeLoader, spec: FieldSpec, node: yaml.Node) -> object:
     """Return the node's value.
 
     Where a text does not fit its tag, such as the date 2026-99-99 or an empty `!!int`, PyYAML passes on
@@ -219,10 +219,10 @@ def _construct(loader: yaml.SafeLoader, spec: FieldSpec, node: yaml.Node) -> Any
 
 def _unknown_key(entry: _YamlKey, name: str, section: str | None = None) -> str:
     """Return the problem of an unknown key, with the section that has it, or else the nearest key."""
-    path = f"{section}.{entry.key}" if section else str(entry.key)
+    path = f"{section}.{entry.key}" if section else entry.key
     elsewhere = next((spec.section for spec in FIELDS if spec.name == entry.key), None)
     own = [spec.name for spec in FIELDS if spec.section == section] if section else [*SECTIONS, BASE]
-    close = nearest(str(entry.key), own)
+    close = nearest(entry.key, own)
     if elsewhere:
         hint = f"it belongs in section `{elsewhere}`"
     elif close:
@@ -243,7 +243,7 @@ def to_yaml(config: Config) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _plain(spec: FieldSpec, value: Any) -> Any:
+def _plain(spec: FieldSpec, value: Any) -> object:
     """A value as YAML writes it."""
     if spec.kind is Kind.METRICS:
         return as_mapping(value)

@@ -69,14 +69,14 @@ class FieldSpec:
     length: int | None
     optional: bool
     required: bool
-    default: Any
+    default: object
     roles: Role
     flag: str
     aliases: tuple[str, ...] = ()
-    switches: Mapping[str, Any] = field(default_factory=dict)
+    switches: Mapping[str, object] = field(default_factory=dict)
     yielding: tuple[str, ...] = ()
-    implies: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
-    synonyms: Mapping[str, Any] = field(default_factory=dict)
+    implies: Mapping[str, tuple[str, object]] = field(default_factory=dict)
+    synonyms: Mapping[str, str | int] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     unit: str | None = None
     instead_of: tuple[str, ...] = ()
@@ -121,7 +121,7 @@ class FieldSpec:
             return item
         return f"{item} ..." if self.length is None else f"{self.length} x {item}"
 
-    def takes(self, value: Any) -> bool:
+    def takes(self, value: object) -> bool:
         """Whether the field's type allows this value."""
         if value is None:
             return self.optional
@@ -137,14 +137,14 @@ class FieldSpec:
         return spoken(self.default)
 
 
-def spoken(value: Any) -> str:
+def spoken(value: object) -> str:
     """A value in words, as messages and docs say it."""
     if isinstance(value, tuple):
         return " ".join(map(str, value))
     return "the default" if value is None else str(value)
 
 
-def _unwrap(annotation: Any) -> tuple[Any, bool]:
+def _unwrap(annotation: object) -> tuple[object, bool]:
     """Strip Annotated and `| None`; returns the bare type and whether None is allowed."""
     optional = False
     while True:
@@ -159,13 +159,15 @@ def _unwrap(annotation: Any) -> tuple[Any, bool]:
             return annotation, optional
 
 
-_KINDS = types.MappingProxyType({int: Kind.INT, float: Kind.FLOAT, str: Kind.TEXT, bool: Kind.BOOL})
+_KINDS: Mapping[object, Kind] = types.MappingProxyType(
+    {int: Kind.INT, float: Kind.FLOAT, str: Kind.TEXT, bool: Kind.BOOL}
+)
 _LIST_KINDS = types.MappingProxyType(
     {Kind.INT: Kind.INTS, Kind.FLOAT: Kind.FLOATS, Kind.CHOICE: Kind.CHOICES, Kind.TEXT: Kind.TEXTS}
 )
 
 
-def _kind(annotation: Any) -> tuple[Kind, tuple[str, ...], int | None]:
+def _kind(annotation: object) -> tuple[Kind, tuple[str, ...], int | None]:
     if get_origin(annotation) is Literal:
         return Kind.CHOICE, get_args(annotation), None
     if get_origin(annotation) is tuple:
@@ -177,7 +179,7 @@ def _kind(annotation: Any) -> tuple[Kind, tuple[str, ...], int | None]:
     return _KINDS[annotation], (), None
 
 
-def _field_spec(section: str, model: type[Section], name: str, annotation: Any) -> FieldSpec:
+def _field_spec(section: str, model: type[Section], name: str, annotation: object) -> FieldSpec:
     info = model.model_fields[name]
     extra: Any = info.json_schema_extra
     assert isinstance(extra, dict), f"{section}.{name} must be declared with option()"
@@ -266,7 +268,7 @@ class _Paths:
     def __init__(self, section: str = "") -> None:
         self._section = section
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> _Paths | str:
         if not self._section and name in SECTIONS:
             return _Paths(name)
         if (path := f"{self._section}.{name}") in FIELD_BY_PATH:

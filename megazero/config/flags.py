@@ -30,7 +30,7 @@ class Flag:
     name: str
     spec: FieldSpec
     is_switch: bool = False
-    constant: Any = None
+    constant: object = None
     yields: bool = False
 
 
@@ -271,7 +271,7 @@ def _read_field(result: Scan, flag: Flag, inline: list[str], following: list[str
     return 0 if inline else len(values)
 
 
-def _set(result: Scan, flag: Flag, value: Any) -> None:
+def _set(result: Scan, flag: Flag, value: object) -> None:
     """Set the flag's field, and the other field that the flag implies."""
     spec = flag.spec
     result.settings.append(Setting(spec, value, flag.name))

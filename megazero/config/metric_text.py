@@ -22,7 +22,7 @@ _SCHEDULE = "schedule_config"
 _SHOWN = 80  # characters of a value in a message
 
 
-def read_metrics(given: Any) -> tuple[CurriculumMetric, ...]:
+def read_metrics(given: object) -> tuple[CurriculumMetric, ...]:
     """Read the metrics of a mapping, of its JSON, or of a JSON or YAML file that is named.
 
     Raises:
@@ -37,16 +37,16 @@ def read_metrics(given: Any) -> tuple[CurriculumMetric, ...]:
     return metrics
 
 
-def metrics_of(given: Mapping[Any, Any], where: str = "") -> tuple[tuple[CurriculumMetric, ...], list[str]]:
+def metrics_of(given: Mapping[Any, object], at: str = "") -> tuple[tuple[CurriculumMetric, ...], list[str]]:
     """Return the sound metrics of a mapping, and the faults of the others, as clauses.
 
-    In the clauses, `where` stands before a metric's name, such as ``a.b.``.
+    In the clauses, `at` stands before a metric's name, such as ``a.b.``.
     """
     metrics, problems = [], []
     for name, settings in given.items():
         if settings is None:
             continue
-        path = f"{where}{name}"
+        path = f"{at}{name}"
         faults: list[str] = []
         if not re.fullmatch(r"[\w.-]+", str(name)):
             faults.append(f"`{path}` must be named with letters, digits, `_`, `.` and `-` alone")
@@ -60,7 +60,7 @@ def metrics_of(given: Mapping[Any, Any], where: str = "") -> tuple[tuple[Curricu
     return tuple(metrics), problems
 
 
-def as_mapping(metrics: tuple[CurriculumMetric, ...]) -> dict[str, dict[str, Any]]:
+def as_mapping(metrics: tuple[CurriculumMetric, ...]) -> dict[str, dict[str, object]]:
     """The inverse of `metrics_of`; settings that are not given are left out."""
     mapping = {}
     for metric in metrics:
@@ -90,7 +90,7 @@ def repeated_key(node: yaml.Node) -> str | None:
     return None
 
 
-def _load(text: str) -> Any:
+def _load(text: str) -> object:
     if text.lstrip().startswith("{"):
         return _json(text)
     try:
@@ -101,8 +101,8 @@ def _load(text: str) -> Any:
     return _json(content) if content.lstrip().startswith("{") else _yaml(content)
 
 
-def _json(text: str) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _json(text: str) -> object:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         # json itself takes the last of repeated keys, and says nothing.
         again = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
         if again:
@@ -117,7 +117,7 @@ def _json(text: str) -> Any:
         raise Unreadable(f"must be valid JSON ({error})") from error
 
 
-def _yaml(text: str) -> Any:
+def _yaml(text: str) -> object:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader) or yaml.ScalarNode("", "")
         fault, again = expansion_fault(root), repeated_key(root)
@@ -133,13 +133,13 @@ def _yaml(text: str) -> Any:
 
 
 def _values(
-    given: Any, path: str, readers: Mapping[str, Callable[[Any], Any]], faults: list[str]
+    given: object, path: str, readers: Mapping[str, Callable[[object], object]], faults: list[str]
 ) -> dict[str, Any]:
     """Read the settings of a mapping; their faults are added to `faults`."""
     if not isinstance(given, Mapping):
         faults.append(f"`{path}` must be a mapping of names to values, but is {_shown(given)}")
         return {}
-    settings = {}
+    settings: dict[str, object] = {}
     for key, value in given.items():
         where = f"{path}.{key}"
         if key == _SCHEDULE and key in readers:
@@ -154,7 +154,7 @@ def _values(
     return settings
 
 
-def _unknown(where: str, key: str, readers: Mapping[str, Any]) -> str:
+def _unknown(where: str, key: str, readers: Mapping[str, object]) -> str:
     if key in _SCHEDULE_READERS:
         return f"unknown key `{where}`, which belongs in `{_SCHEDULE}`"
     if key in _READERS:
@@ -163,24 +163,24 @@ def _unknown(where: str, key: str, readers: Mapping[str, Any]) -> str:
     return f"unknown key `{where}`" + (f"; did you mean `{close}`?" if close else "")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, Mapping):
         return "a mapping"
     text = json.dumps(value, default=str) if not isinstance(value, int) or abs(value) < 2**64 else "too large"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
         raise Unreadable("must be text")
     return plain_text(value)
 
 
-def _choice(field: str, refused: Mapping[str, str] = MappingProxyType({})) -> Callable[[Any], str]:
+def _choice(field: str, refused: Mapping[str, str] = MappingProxyType({})) -> Callable[[object], str]:
     """Make a reader of one of a metric's choices; the message about a refused choice gives its reason."""
     choices: tuple[str, ...] = get_args(CurriculumMetric.model_fields[field].annotation)
 
-    def read(value: Any) -> str:
+    def read(value: object) -> str:
         if isinstance(value, str) and value in choices:
             return value
         why = f" ({value} {refused[value]})" if isinstance(value, str) and value in refused else ""
@@ -189,22 +189,22 @@ def _choice(field: str, refused: Mapping[str, str] = MappingProxyType({})) -> Ca
     return read
 
 
-def _positive(value: Any) -> int:
+def _positive(value: object) -> int:
     number = read_int(value)
     if number < 1:
         raise Unreadable("must be a positive integer")
     return number
 
 
-def _degree(value: Any) -> float:
+def _degree(value: object) -> float:
     number = read_float(value)
     if not (math.isfinite(number) and number > 0):
         raise Unreadable("must be a positive number")
     return number
 
 
-def _each(read: Callable[[Any], int]) -> Callable[[Any], tuple[int, ...]]:
-    def items(value: Any) -> tuple[int, ...]:
+def _each(read: Callable[[object], int]) -> Callable[[object], tuple[int, ...]]:
+    def items(value: object) -> tuple[int, ...]:
         if not isinstance(value, list | tuple):
             raise Unreadable("must be a list of integers")
         return tuple(read(item) for item in value)
@@ -212,7 +212,7 @@ def _each(read: Callable[[Any], int]) -> Callable[[Any], tuple[int, ...]]:
     return items
 
 
-_SCHEDULE_READERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+_SCHEDULE_READERS: Mapping[str, Callable[[object], object]] = MappingProxyType(
     {
         "total_curriculum_step": _positive,
         "difficulty_step": _positive,
@@ -221,7 +221,7 @@ _SCHEDULE_READERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "max_step": _each(_positive),
     }
 )
-_READERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+_READERS: Mapping[str, Callable[[object], object]] = MappingProxyType(
     {
         "index_to_sample_path": _text,
         "index_to_metric_path": _text,

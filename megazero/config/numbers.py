@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import re
 from decimal import Decimal, InvalidOperation
-from typing import Any
 
 _LARGEST_EXPONENT = 30  # 1e30 is more than any count here; 1e999999999 would fill the memory
 _BEYOND = Decimal(10) ** _LARGEST_EXPONENT  # stands for all that is larger
@@ -25,17 +24,17 @@ class Unreadable(ValueError):
     """A value does not have the field's type. The message says what it must be: "must be an integer"."""
 
 
-def read_int(value: Any) -> int:
+def read_int(value: object) -> int:
     """Read an integer of 64 bits from a number or its text. Raises Unreadable."""
     return of_64_bits(_any_int(value))
 
 
-def read_count(value: Any) -> int:
+def read_count(value: object) -> int:
     """Read a count; one beyond 64 bits, which no run reaches, becomes the largest. Raises Unreadable."""
     return of_64_bits(min(_any_int(value), LARGEST))
 
 
-def _any_int(value: Any) -> int:
+def _any_int(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, float | str):
@@ -66,7 +65,7 @@ def _exact_int(text: str) -> int:
     return int(number) if number.adjusted() <= _LARGEST_EXPONENT else int(_BEYOND.copy_sign(number))
 
 
-def read_float(value: Any) -> float:
+def read_float(value: object) -> float:
     """Read a float, also an infinite one, from a number or its text. Raises Unreadable."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:

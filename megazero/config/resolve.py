@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import TextIO
 
 from pydantic import ValidationError
 
@@ -175,7 +175,7 @@ def _leave_to_fork(left_out: LeftOut, settings: dict[str, Setting]) -> list[str]
     return [f"what a line of {forks} leaves out means what it means there: `{listed}`."] if meant else []
 
 
-def _listed(settings: Iterable[tuple[str, Any]]) -> str:
+def _listed(settings: Iterable[tuple[str, object]]) -> str:
     """List flags with their values; a switch has none."""
     return " ".join(flag if isinstance(x, bool) else f"{flag} {spoken(x)}" for flag, x in settings)
 
@@ -276,7 +276,7 @@ def _missing_packages(config: Config) -> list[str]:
     ]
 
 
-def _say(text: str, speaks: bool, stream: Any) -> None:
+def _say(text: str, speaks: bool, stream: TextIO) -> None:
     if not speaks:
         return
     try:
@@ -319,18 +319,18 @@ def _build_section(
         for detail in error.errors():
             spec = by_name[str(detail["loc"][0])]
             if spec.path not in broken:
-                problems.append(_problem(spec, texts[spec.name], settings.get(spec.path), detail))
+                problems.append(_problem(spec, texts[spec.name], settings.get(spec.path), detail["msg"]))
             broken.add(spec.path)
             given.pop(spec.name, None)
     # Rules still judge the fields that are sound, so that all violations are reported at once.
-    return model.model_construct(**given)
+    return model.model_construct(None, **given)
 
 
-def _problem(spec: FieldSpec, meaning: str, setting: Setting | None, detail: Any) -> str:
+def _problem(spec: FieldSpec, meaning: str, setting: Setting | None, complaint: str) -> str:
     """Return pydantic's complaint about one field, in the form of this project's sentences."""
     if setting is None:
         return f"`{spec.flag}` must be set ({meaning}), but is missing."
-    reason = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    reason = complaint.removeprefix("Value error, ").removeprefix("Input should be ")
     must = reason if reason.startswith("must") else f"must be {reason}"
     value = " ".join(map(str, setting.value)) if isinstance(setting.value, tuple) else setting.value
     where = f"`{spec.flag}`" if setting.source.startswith("--") else f"{setting.source}: `{spec.path}`"

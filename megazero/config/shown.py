@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megazero.config.derive import PipelineShape, data_parallel_size, filled_model, padded_vocab_size
 from megazero.config.document import to_yaml
 from megazero.config.steps import BatchRamp
@@ -36,7 +34,7 @@ def filled(config: Config, training_plan: TrainingPlan) -> Config:
 
 def _filled(config: Config, global_batch_size: int) -> Config:
     """Write out a run's derived sizes."""
-    changes: dict[str, dict[str, Any]] = {
+    changes: dict[str, dict[str, object]] = {
         "parallel": {"pipeline_schedule": PipelineShape.of(config).kind},
         "batch": {"global_batch_size": global_batch_size},
         "checkpoint": {"keep_last": config.checkpoint.kept_last},

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
-from typing import Any
 
+from megazero.config.derive import Difference
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, INSTEAD_OF, spoken
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import ConfigError
-
-Difference = tuple[str, Any, Any]
-"""A field of the model, the folder's value, and the configuration's."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +22,7 @@ class Stated:
         model: the model's settings, with the size of its vocabulary if the tokenizer does not say it.
         tokenizer: the tokenizer's settings.
         silent: fields of the model that the folder does not determine, so that the command line does.
-        differences: returns the differences of a configuration's model from the folder's.
+        differences: returns each difference of a configuration's model: field, folder's value, its own value.
     """
 
     place: str
@@ -34,7 +31,7 @@ class Stated:
     silent: Set[str]
     differences: Callable[[ModelConfig], list[Difference]]
 
-    def values(self, given: Set[str]) -> dict[str, Any]:
+    def values(self, given: Set[str]) -> dict[str, object]:
         """Return path -> value of the folder's settings that the paths `given` do not set in some way.
 
         A tokenizer is taken whole or not at all. `activation` and `moe_router_topk` are stated even at their
@@ -50,9 +47,9 @@ class Stated:
                 values[spec.path] = value
         return values
 
-    def other_tokenizer(self, given: Mapping[str, Any]) -> str | None:
+    def other_tokenizer(self, given: Mapping[str, object]) -> str | None:
         """The first tokenizer setting that differs from the given ones (path -> value); None if none does."""
-        launch = TokenizerConfig.model_construct(**{path.partition(".")[2]: x for path, x in given.items()})
+        launch = TokenizerConfig.model_construct(None, **{p.partition(".")[2]: x for p, x in given.items()})
         ours, theirs = (dict(section.located()) for section in (launch, self.tokenizer))
         differing = (f"{name} {spoken(value)}" for name, value in theirs.items() if value != ours[name])
         return None if self.tokenizer.tokenizer_type is None else next(differing, None)
@@ -76,7 +73,7 @@ class Stated:
             raise ConfigError(problems)
 
 
-Reader = Callable[[Mapping[str, Any]], Stated | None]
+Reader = Callable[[Mapping[str, object]], Stated | None]
 """Reads the folder of weights that settings (path -> value) name; returns None if they name none."""
 
 
@@ -86,5 +83,5 @@ def _said_otherwise(given: Set[str]) -> set[str]:
     return {b for a, b in pairs if a in given} | {a for a, b in pairs if b in given}
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else spoken(value)

@@ -35,7 +35,7 @@ def user_function(spec: str, what: str, error: type[MegazeroError]) -> Callable[
             f"`{what}` must name a module that can be imported, but {place} cannot: {type(fault).__name__}: "
             f"{fault}; correct the path or the module"
         ) from fault
-    function: Callable[..., Any] | None = getattr(module, name, None)
+    function: object = getattr(module, name, None)
     if not callable(function):
         raise error(f"`{what}` must name a function, but {place} has no function {name}; define it")
     return function

@@ -10,7 +10,7 @@ from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megazero.config.condition import Condition, Need
 from megazero.config.fields import check_needs
@@ -66,7 +66,7 @@ class Ignored:
     foreign: Foreign
 
 
-def contradiction(ignored: Ignored, value_of: Callable[[str], Any]) -> str | None:
+def contradiction(ignored: Ignored, value_of: Callable[[str], object]) -> str | None:
     """Return why a flag is refused after all, once fields have values; None if it is not."""
     foreign = ignored.foreign
     if not foreign.where or any(condition.holds(value_of(condition.path)) for condition in foreign.where):
@@ -101,7 +101,7 @@ def _condition(text: str) -> Condition:
     return Condition(path, tuple(map(_value, filter(None, values.split(",")))))
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     try:
         return literal_eval(text)
     except (ValueError, SyntaxError):

@@ -44,7 +44,7 @@ _TOPK = "model.moe_router_topk"
 _FACTOR = "model.moe_expert_capacity_factor"
 _EXPERT_RANKS = "parallel.expert_model_parallel_size"
 _TENSOR_RANKS = "parallel.tensor_model_parallel_size"
-_CHOICES: Mapping[int, Mapping[str, Any]] = MappingProxyType(
+_CHOICES: Mapping[int, Mapping[str, object]] = MappingProxyType(
     {1: {"model.moe_router_pre_softmax": True}, 2: {"model.moe_router_sampling": "second"}}
 )
 """Experts per token -> DeepSpeed's settings for that number, as path -> value."""
@@ -53,7 +53,7 @@ _DROPPED = MappingProxyType({1: "random", 2: "position"})
 """Experts per token -> DeepSpeed's policy of dropping tokens; with more, the least probable are dropped."""
 
 
-def megatron_deepspeed(flags: Set[str], settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+def megatron_deepspeed(flags: Set[str], settings: Mapping[str, Any]) -> tuple[str, dict[str, object]] | None:
     """Megatron-DeepSpeed's defaults of the settings about experts that its launch line leaves out.
 
     A line is Megatron-DeepSpeed's if it has a spelling that only Megatron-DeepSpeed knows, or one that it
@@ -101,10 +101,10 @@ def _spelling(flags: Set[str], counts: tuple[int, ...]) -> str | None:
     return next((name for name in _SHARED if name in flags), None)
 
 
-def _meant(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _meant(settings: Mapping[str, Any]) -> dict[str, object]:
     """Path -> value of the defaults, given what else is set."""
     topk = settings.get(_TOPK, 1)
-    meant: dict[str, Any] = {_TOPK: 1}
+    meant: dict[str, object] = {_TOPK: 1}
     if settings.get("model.moe_layer_freq") is None:
         meant["model.expert_interval"] = 2
     scores = settings.get("model.moe_router_score_function", "softmax")

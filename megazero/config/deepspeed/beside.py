@@ -63,7 +63,7 @@ def overruled(flags: Sequence[Setting], settings: Sequence[Setting]) -> list[str
     ]
 
 
-def _overruled(flag: Setting, source: str, value: Any) -> str:
+def _overruled(flag: Setting, source: str, value: object) -> str:
     return f"`{flag.source}` {say(flag.value)} takes precedence over {say(value)} of {source}."
 
 

@@ -93,7 +93,7 @@ class Extras:
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Extras:
+    def of(cls, values: Mapping[str, object]) -> Extras:
         """Build it from attribute paths such as `checkpoint.tag_validation`."""
         groups: dict[str, dict[str, Any]] = {"ranks": {}, "checkpoint": {}, "sections": {}}
         plain: dict[str, Any] = {}

@@ -67,7 +67,7 @@ def load_json(source: str | os.PathLike[str]) -> tuple[Mapping[str, Any], list[s
     return read_json(text, str(path))
 
 
-def load_ds_config(config: Any) -> dict[str, Any]:
+def load_ds_config(config: object) -> dict[str, Any]:
     """Return the content of a JSON: of a file, a text in base64, a dictionary, or a `DeepSpeedConfig`.
 
     Raises:
@@ -98,7 +98,7 @@ def _decoded(source: str | os.PathLike[str]) -> str | None:
     return text if text.lstrip().startswith("{") else None
 
 
-def plain_paths(value: Any) -> Any:
+def plain_paths(value: object) -> Any:
     """Return a JSON's content with path objects as text."""
     if isinstance(value, Mapping):
         return {key: plain_paths(item) for key, item in value.items()}
@@ -107,12 +107,12 @@ def plain_paths(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def read_json(given: str, name: str) -> tuple[Mapping[str, Any], list[str]]:
+def read_json(given: str, name: str) -> tuple[Mapping[str, object], list[str]]:
     """Return the object that a text holds, and the reasons to refuse it, as `load_json` does."""
     text = relaxed(given.removeprefix("\ufeff"))
     repeats: list[bool] = []
 
-    def pairs_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def pairs_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
         content = dict(pairs)
         repeats.append(len(content) < len(pairs))
         return content

@@ -134,7 +134,7 @@ def read_deepspeed(
         return result
     document = _as_deepspeed_takes(result, document)
     values, resolved = _read_keys(result, document, given)
-    extras: dict[str, Any] = {}
+    extras: dict[str, object] = {}
     for row in ROWS.values():
         _apply(result, row, values, resolved, extras)
     result.script_problems += [f"{result.name}: {line}" for line in optimizer_faults(values)]
@@ -213,7 +213,7 @@ def _read_keys(result: DeepSpeedSettings, document: Values, given: Values) -> tu
 
 def _leaves(
     result: DeepSpeedSettings, node: Values, unknown: Few, section: str = ""
-) -> Iterator[tuple[str, Any]]:
+) -> Iterator[tuple[str, object]]:
     """Yield path and value of each key that has a row, and note the other keys as unknown."""
     for key, value in node.items():
         path = f"{section}.{key}" if section else str(key)
@@ -239,7 +239,7 @@ def _unknown(name: str, path: str) -> str:
     return f"{name}: {unknown_key(path)}"
 
 
-def _read_value(result: DeepSpeedSettings, row: KeyRow, value: object, values: dict[str, Any]) -> None:
+def _read_value(result: DeepSpeedSettings, row: KeyRow, value: object, values: dict[str, object]) -> None:
     readable = row.shape.read(value)
     if readable is NOTHING:
         must = f"{row.shape.says}{_limit(row, value)}" + (' or "auto"' if row.auto else "")
@@ -277,7 +277,7 @@ def _shown(value: object) -> str:
 
 
 def _apply(
-    result: DeepSpeedSettings, row: KeyRow, values: Values, resolved: Set[str], extras: dict[str, Any]
+    result: DeepSpeedSettings, row: KeyRow, values: Values, resolved: Set[str], extras: dict[str, object]
 ) -> None:
     """Apply the meaning of one row's value, or of its absence, to the result."""
     off = _off(row, values)
@@ -331,13 +331,13 @@ def _off(row: KeyRow, values: Values) -> str | None:
     return None
 
 
-def _set_fields(row: KeyRow, value: Any, values: Values, source: str, into: list[Setting]) -> Any:
+def _set_fields(row: KeyRow, value: object, values: Values, source: str, into: list[Setting]) -> object:
     """Set the fields of a row; returns its converted value."""
     if row.convert is None:
         return value
     converted = row.convert(value, values)
     if converted is not NOTHING and row.fields:
-        items = converted if len(row.fields) > 1 else (converted,)
+        items = converted if isinstance(converted, tuple) and len(row.fields) > 1 else (converted,)
         pairs = zip(row.fields, items, strict=True)
         into += [Setting(FIELD_BY_PATH[path], v, source) for path, v in pairs if v is not NOTHING]
     return converted

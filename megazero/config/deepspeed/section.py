@@ -26,10 +26,10 @@ NOTHING = Nothing.NOTHING
 
 Values = Mapping[str, Any]
 """Key path -> value of a whole JSON, as read; `"auto"` if it could not be resolved."""
-Convert = Callable[[Any, Values], Any]
+Convert = Callable[[Any, Values], object]
 """Maps a key's value, and the values of all keys, to the value of its field or to NOTHING."""
-Read = Callable[[object], Any]
-Auto = Callable[[Values], Any]
+Read = Callable[[object], object]
+Auto = Callable[[Values], object]
 """Resolves "auto" from what flags, YAML or the caller give: path -> value."""
 
 
@@ -79,14 +79,14 @@ _WORDS: Mapping[str, bool] = MappingProxyType(
 )
 
 
-def _endless(value: object) -> Any:
+def _endless(value: object) -> object:
     """A positive integer; one that no run reaches is the largest of 64 bits."""
     whole = isinstance(value, int | float) and not isinstance(value, bool) and value > LARGEST
     return LARGEST if whole and value != math.inf else _at_least(1, _integer)(value)
 
 
-def _at_least(least: int, read: Read) -> Read:
-    def within(value: object) -> Any:
+def _at_least(least: int, read: Callable[[object], float | Nothing]) -> Read:
+    def within(value: object) -> float | Nothing:
         number = read(value)
         return number if number is not NOTHING and number >= least else NOTHING
 
@@ -94,7 +94,7 @@ def _at_least(least: int, read: Read) -> Read:
 
 
 def _list_of(read: Read, length: int | None = None) -> Read:
-    def list_of_values(value: object) -> Any:
+    def list_of_values(value: object) -> tuple[object, ...] | Nothing:
         items = [read(item) for item in value] if isinstance(value, list | tuple) else [NOTHING]
         return NOTHING if NOTHING in items or len(items) != (length or len(items)) else tuple(items)
 
@@ -127,17 +127,26 @@ PLACE = ValueShape(
     '"none", "cpu" or "nvme"', lambda value: value if value in ("none", "cpu", "nvme") else NOTHING
 )
 
-# What a section annotates its keys with: the type of the value, and the shape that is read.
-Bool = Annotated[bool, BOOL]
-Integer = Annotated[int, INTEGER]
-Count = Annotated[int, COUNT]
-Interval = Annotated[int, INTERVAL]
-Size = Annotated[int, SIZE]
-Number = Annotated[float, NUMBER]
-Amount = Annotated[float, AMOUNT]
-Text = Annotated[Any, TEXT]
-Object = Annotated[Any, SECTION]
-Anything = Annotated[Any, ANYTHING]
+
+@dataclass(frozen=True)
+class Declared:
+    """A declared key, before it becomes a `KeyRow`: DeepSpeed's side, and the row's other attributes."""
+
+    upstream: Upstream
+    effect: Mapping[str, Any]
+
+
+# What a section annotates its keys with: the shape of the value that is read.
+Bool = Annotated[Declared, BOOL]
+Integer = Annotated[Declared, INTEGER]
+Count = Annotated[Declared, COUNT]
+Interval = Annotated[Declared, INTERVAL]
+Size = Annotated[Declared, SIZE]
+Number = Annotated[Declared, NUMBER]
+Amount = Annotated[Declared, AMOUNT]
+Text = Annotated[Declared, TEXT]
+Object = Annotated[Declared, SECTION]
+Anything = Annotated[Declared, ANYTHING]
 
 
 @dataclass(frozen=True)
@@ -181,7 +190,7 @@ class Upstream:
     """
 
     default: Any = NOTHING
-    absent: Any = NOTHING
+    absent: object = NOTHING
     getter: str | bool | None = None
     attribute: str | bool | None = None
 
@@ -236,48 +245,37 @@ class KeyRow:
         """Whether it sets nothing, and can only be refused where another key is on."""
         return self.when is not None and not (self.fields or self.extra)
 
-    def takes(self, value: Any) -> bool:
+    def takes(self, value: object) -> bool:
         """Whether the key may have this value of its shape."""
         if self.only is not None:
             return self.only.holds(value)
         return bool(self.fields or self.extra or self.accepted)
 
 
-def sets(*fields: str, default: Any = NOTHING, **effect: Any) -> Any:
+def sets(*fields: str, default: object = NOTHING, **effect: object) -> Declared:
     """Declare a key that sets these fields of the tree, as it is unless `convert` says otherwise."""
     return does(default, fields=fields, **{"convert": plainly, **effect})
 
 
-def ignored(reason: str, default: Any = NOTHING, **effect: Any) -> Any:
+def ignored(reason: str, default: object = NOTHING, **effect: object) -> Declared:
     """Declare a key that has no effect, for this reason."""
     return does(default, accepted=reason, **effect)
 
 
-def refused(remedy: str, taken: Only | None = None, default: Any = NOTHING, **effect: Any) -> Any:
+def refused(remedy: str, taken: Only | None = None, default: object = NOTHING, **effect: object) -> Declared:
     """Declare a key that is refused, except with the values that ask for nothing."""
     return does(default, refused=remedy, only=taken, **effect)
 
 
-def does(default: Any = NOTHING, **effect: Any) -> Any:
+def does(default: object = NOTHING, **effect: Any) -> Declared:
     """Declare a key with this default in DeepSpeed; the rest are attributes of `Upstream` and `KeyRow`.
 
     ``seen=True`` stands for ``getter=True, attribute=True``.
     """
     if effect.pop("seen", False):
         effect |= {"getter": True, "attribute": True}
-    upstream = Upstream(default, **{name: effect.pop(name) for name in _UPSTREAM if name in effect})
-    return Declared(upstream, MappingProxyType(effect))
-
-
-@dataclass(frozen=True)
-class Declared:
-    """A declared key, before it becomes a `KeyRow`: DeepSpeed's side, and the row's other attributes."""
-
-    upstream: Upstream
-    effect: Mapping[str, Any]
-
-
-_UPSTREAM = ("absent", "getter", "attribute")
+    theirs = {name: effect.pop(name) for name in ("absent", "getter", "attribute") if name in effect}
+    return Declared(Upstream(default, **theirs), MappingProxyType(effect))
 
 
 class JsonSection:
@@ -324,7 +322,7 @@ class JsonSection:
         return KeyRow(key, shape, **{**declared.effect, "when": when or None, "upstream": upstream})
 
     @classmethod
-    def defaults(cls) -> dict[str, Any]:
+    def defaults(cls) -> dict[str, object]:
         """Key -> DeepSpeed's default, for those that have one."""
         defaults = {name: vars(cls)[name].upstream.default for name in cls.names()}
         return {name: default for name, default in defaults.items() if default is not NOTHING}
@@ -335,17 +333,17 @@ def say(value: object) -> str:
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def plainly(value: Any, values: Values) -> Any:
+def plainly(value: object, values: Values) -> object:
     """The converter that changes nothing."""
     return value
 
 
-def if_enabled(section: Any, values: Values) -> Any:
+def if_enabled(section: object, values: Values) -> object:
     """The converter of a section that has an effect only if something in it is enabled."""
     return NOTHING if NOTHING_ENABLED.holds(section) else section
 
 
-def left_to_flags(given: Values) -> Any:
+def left_to_flags(given: Values) -> Nothing:
     """The "auto" that means: whatever flags, YAML or the caller give."""
     return NOTHING
 
@@ -353,7 +351,7 @@ def left_to_flags(given: Values) -> Any:
 def of_hidden_size(formula: Callable[[int], int]) -> Auto:
     """The "auto" of transformers that follows from the hidden size; left to flags if that is unknown."""
 
-    def resolve(given: Values) -> Any:
+    def resolve(given: Values) -> int | Nothing:
         hidden = given.get("model.hidden_size")
         return NOTHING if hidden is None else formula(hidden)
 

@@ -81,7 +81,7 @@ def _facts_otherwise(case: Case) -> list[str]:
     return [
         f"`{name}` is {value} there and {ours[name]} here"
         for name, value in said.items()
-        if (_ACTIVATIONS.get(value, value) if name == "hidden_act" else value) != ours[name]
+        if (_ACTIVATIONS.get(str(value), value) if name == "hidden_act" else value) != ours[name]
     ]
 
 

@@ -6,7 +6,7 @@ The names are Megatron-LM's; such models are made by Puzzle (Bercovich et al. 20
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator
 
@@ -35,7 +35,7 @@ class HeterogeneousConfig(TransformerConfig):
     """the text of such a file, in place of one"""
 
     @classmethod
-    def implied(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def implied(cls, values: dict[str, object]) -> dict[str, object]:
         """Replace the file by its text, and take the model's depth from it.
 
         A file that cannot be read stays, and its field's own check refuses it.

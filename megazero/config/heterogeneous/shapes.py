@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 _MULTIPLE = 256  # of an inner width that `ffn_mult` gives
 _HALVES = MappingProxyType(
@@ -72,16 +72,16 @@ def read_layers(text: str) -> str:
     return json.dumps({"block_configs": halves, **kept}, separators=(",", ":"))
 
 
-def _no_number(name: str) -> Any:
+def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number")
 
 
-def _half(layer: Any, name: str, number: int) -> dict[str, Any]:
+def _half(layer: object, name: str, number: int) -> dict[str, object]:
     """Return the size of one half of a layer, or `no_op`; empty where the half has the model's size."""
     where = f"`block_configs` [{number}]"
     spellings = ("ffn", "mlp") if name == "ffn" else (name,)
     halves = [layer[word] for word in spellings if word in layer] if isinstance(layer, dict) else []
-    if len(halves) != 1 or not isinstance(half := halves[0], dict):
+    if not isinstance(layer, dict) or len(halves) != 1 or not isinstance(half := halves[0], dict):
         how = "both" if len(halves) > 1 else f"no `{name}`"
         raise ValueError(f"must give each layer `attention` and `ffn` as objects ({where} has {how})")
     if more := [key for key in layer.keys() - {"attention", "ffn", "mlp"} if layer[key] is not None]:
@@ -131,13 +131,13 @@ def shapes_of(text: str, heads: int, hidden: int, size: LayerShape) -> tuple[Lay
     )
 
 
-def facts_of(text: str) -> Mapping[str, Any]:
+def facts_of(text: str) -> Mapping[str, float | str]:
     """The settings of the whole model that a text gives."""
     given = json.loads(text)
     return {name: value for name, value in given.items() if name in _FACTS}
 
 
-def _groups(half: Mapping[str, Any], heads: int, groups: int) -> int:
+def _groups(half: Mapping[str, int], heads: int, groups: int) -> int:
     if "no_op" in half:
         return 0
     if "n_heads_in_group" in half:

@@ -6,7 +6,7 @@ The names and the pattern's letters are Megatron-LM's (Waleffe et al. 2024); Mam
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveInt, model_validator
 
@@ -84,12 +84,12 @@ class HybridConfig(HeterogeneousConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _complete(cls, data: Any) -> Any:
+    def _complete(cls, data: object) -> object:
         # A section that is made by hand has the same implications as one of a command line.
         return cls.implied(data) if isinstance(data, dict) else data
 
     @classmethod
-    def implied(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def implied(cls, values: dict[str, object]) -> dict[str, object]:
         """Take the model's depth from the pattern; a pattern or a ratio makes a model hybrid."""
         values = super().implied(values)
         pattern = values.get("hybrid_layer_pattern")

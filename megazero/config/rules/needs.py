@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from megazero.config.condition import Condition, Need
 from megazero.config.derive import EXPERT_FIELDS
@@ -38,7 +37,7 @@ def _unmet(config: Config, spec: FieldSpec) -> Iterator[tuple[str, str]]:
             continue
 
 
-def _counts(config: Config, spec: FieldSpec, of: tuple[Any, ...]) -> bool:
+def _counts(config: Config, spec: FieldSpec, of: tuple[object, ...]) -> bool:
     """Whether a need applies: the field has a value of `of` or, without any, not its default."""
     value = value_at(config, spec.path)
     if value not in of if of else value == spec.default:
@@ -89,7 +88,7 @@ def _remedy(spec: FieldSpec, need: Need) -> str:
     return ", or ".join([f"add {' or '.join(flags[False])}", leave] if flags[False] else [leave])
 
 
-def _as_flags(spec: FieldSpec, values: tuple[Any, ...]) -> list[str]:
+def _as_flags(spec: FieldSpec, values: tuple[object, ...]) -> list[str]:
     """The flags that set a field to one of these values: `--fp16`, `--zero-stage 3`; or its own flag."""
     switches = [f"--{value}" for value in values]
     if values and spec.switches.keys() >= set(switches):

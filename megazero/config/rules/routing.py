@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megazero.config.fields import FIELD_BY_PATH, paths
 from megazero.config.rules.rule import Case, rule
 from megazero.config.tree.model import ModelConfig
@@ -30,9 +28,9 @@ def _allowed(model: ModelConfig) -> int:
     return fewest // (model.moe_router_num_groups or 1) * (model.moe_router_group_topk or 1)
 
 
-_BESIDE_ASSIGNMENT: tuple[Any, ...] = (
+_BESIDE_ASSIGNMENT = (
     *(f"model.moe_router_{name}" for name in ("num_groups", "enable_expert_bias", "topk_scaling_factor")),
-    *(_MODEL.moe_router_sampling, _MODEL.moe_expert_capacity_factor, _MODEL.moe_n_hash_layers),
+    *("model.moe_router_sampling", "model.moe_expert_capacity_factor", "model.moe_n_hash_layers"),
 )
 
 

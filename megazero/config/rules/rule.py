@@ -86,7 +86,7 @@ class Rule:
     """
 
     name: str
-    fields: tuple[Any, ...]
+    fields: tuple[object, ...]
     message: str
     remedy: str
     holds: Callable[[Case], bool]
@@ -106,7 +106,7 @@ class Rule:
 
 
 def rule(
-    fields: tuple[Any, ...],
+    fields: tuple[object, ...],
     remedy: str,
     *,
     where: Callable[[Case], bool] | None = None,
@@ -151,7 +151,7 @@ def display_name(path: Any) -> str:
     return path if _NAME_COUNTS[name] > 1 else name
 
 
-def say(value: Any) -> str:
+def say(value: object) -> str:
     """A value as a predicate: "is 3", "is on", "is not set"."""
     if value is None or value == ():
         return "is not set"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from types import FunctionType, MethodType
-from typing import Any, cast
+from typing import cast
 
 from megazero.config.fields import SECTIONS
 from megazero.config.tree.config import Config
@@ -21,7 +21,7 @@ class _SoundSection:
     def __init__(self, section: Section, name: str, broken: Set[str]) -> None:
         self._section, self._name, self._broken = section, name, broken
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if f"{self._name}.{name}" in self._broken:
             raise Unsound(f"{self._name}.{name}")
         # What is computed must read through this view too, so that a broken field is noticed.
@@ -37,7 +37,7 @@ class _SoundTree:
     def __init__(self, sections: Mapping[str, _SoundSection]) -> None:
         self._sections = sections
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> _SoundSection:
         if name in SECTIONS and name not in self._sections:
             raise Unsound(name)
         return self._sections[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import PositiveInt, model_validator
 
@@ -42,7 +42,7 @@ class T5Config(AttentionConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _layers_of_both(cls, data: Any) -> Any:
+    def _layers_of_both(cls, data: object) -> object:
         """Count the layers of both stacks in `num_layers`, which in Megatron-LM's flags are one stack's."""
         if not isinstance(data, dict) or data.get("family") != "t5":
             return data

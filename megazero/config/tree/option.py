@@ -10,7 +10,7 @@ from megazero.config.condition import Need
 from megazero.config.tree.roles import Role
 
 
-def option(default: Any, help: str | None = None, roles: Role = Role.NONE, **facets: Any) -> Any:
+def option(default: object, help: str | None = None, roles: Role = Role.NONE, **facets: object) -> Any:
     """Declare one field of a section.
 
     Args:
@@ -23,12 +23,12 @@ def option(default: Any, help: str | None = None, roles: Role = Role.NONE, **fac
     return Field(default, description=help, json_schema_extra=extra)
 
 
-def of_model(default: Any, help: str | None = None, roles: Role = Role.NONE, **facets: Any) -> Any:
+def of_model(default: object, help: str | None = None, roles: Role = Role.NONE, **facets: object) -> Any:
     """Declare a field that a checkpoint's model must share: another value makes another model."""
     return option(default, help, roles | Role.MODEL, **facets)
 
 
-def of_training(default: Any, help: str | None = None, roles: Role = Role.NONE, **facets: Any) -> Any:
+def of_training(default: object, help: str | None = None, roles: Role = Role.NONE, **facets: object) -> Any:
     """Declare a field of the section `model` that a checkpoint's model need not share."""
     return option(default, help, roles | Role.FREE, **facets)
 
@@ -49,12 +49,12 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 """A dropout rate, a decay of a running mean, a share of the schedule: in [0, 1)."""
 
 
-def listed(value: Any) -> Any:
+def listed(value: object) -> object:
     """Make a list of one number."""
     return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _none_if_zero(value: Any) -> Any:
+def _none_if_zero(value: object) -> object:
     return None if value == 0 and not isinstance(value, bool) else value
 
 
@@ -95,7 +95,7 @@ class Section(BaseModel):
     )
 
     @classmethod
-    def implied(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def implied(cls, values: dict[str, object]) -> dict[str, object]:
         """Add the values of other fields that these values imply."""
         return values
 

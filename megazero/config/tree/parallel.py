@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt
 
@@ -12,7 +12,7 @@ from megazero.config.tree.option import Patience, Section, option
 CommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p"]
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: object) -> object:
     """Make a list of one word."""
     return (value,) if isinstance(value, str) else value
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -16,7 +16,7 @@ _SOFTMAX = (here.moe_router_score_function == "softmax").because(
 )
 
 
-def _none_if_negative(value: Any) -> Any:
+def _none_if_negative(value: object) -> object:
     """Turn a negative capacity factor, which is Megatron-LM's way to say none, into None."""
     return None if isinstance(value, int | float) and value < 0 else value
 

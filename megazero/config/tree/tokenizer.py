@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import NonNegativeInt, model_validator
 
@@ -58,7 +58,7 @@ class TokenizerConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _model_by_another_name(cls, data: Any) -> Any:
+    def _model_by_another_name(cls, data: object) -> object:
         """Take `--vocab-file` for the tokenizer's model, by which scripts of forks give it."""
         if not isinstance(data, dict) or data.get("tokenizer_type") not in _OF_MODELS:
             return data

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, NonNegativeInt, PositiveInt
 
@@ -38,7 +38,7 @@ class BatchConfig(Section):
         return final_size(stairs) if stairs else self.global_batch_size
 
 
-def _none_below_zero(batches: Any) -> Any:
+def _none_below_zero(batches: object) -> object:
     return 0 if isinstance(batches, int) and batches < 0 else batches
 
 

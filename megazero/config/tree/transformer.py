@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -163,7 +163,7 @@ class TransformerConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _gelu_without_bias(cls, data: Any) -> Any:
+    def _gelu_without_bias(cls, data: object) -> object:
         """Without biases, default to exact GELU: Megatron fuses the tanh form with a bias, and no other."""
         if isinstance(data, dict) and data.get("add_bias_linear") is False:
             return {"activation": "gelu_exact", **data}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated
 
 from megazero.config.deepspeed.section import (
     COUNTS,
     NOTHING,
     Bool,
-    Convert,
     Count,
+    Declared,
     JsonSection,
     Object,
     Size,
@@ -30,17 +30,13 @@ from megazero.config.tree.data_sampling import CurriculumMetric
 _RAMPS = ("fixed_linear", "fixed_root")
 
 
-def _with(*schedules: str) -> Convert:
-    """Make a converter that takes the value with these schedules; the others do not read the key."""
+def _length(name: str, *schedules: str) -> Declared:
+    """Declare a key whose value is taken with these schedules; the others do not read it."""
 
-    def convert(value: object, values: Values) -> Any:
+    def convert(value: object, values: Values) -> object:
         return value if values.get("curriculum_learning.schedule_type") in schedules else NOTHING
 
-    return convert
-
-
-def _length(name: str, *schedules: str) -> Any:
-    return sets(f"curriculum.seqlen_{name}", convert=_with(*schedules))
+    return sets(f"curriculum.seqlen_{name}", convert=convert)
 
 
 class Curriculum(JsonSection):
@@ -68,8 +64,8 @@ class CurriculumSchedule(JsonSection):
     total_curriculum_step: Count = _length("total_curriculum_step", *_RAMPS)
     difficulty_step: Count = _length("difficulty_step", *_RAMPS)
     root_degree: Count = _length("root_degree", "fixed_root")
-    difficulty: Annotated[Any, COUNTS] = _length("difficulty", "fixed_discrete")
-    max_step: Annotated[Any, COUNTS] = _length("max_step", "fixed_discrete")
+    difficulty: Annotated[Declared, COUNTS] = _length("difficulty", "fixed_discrete")
+    max_step: Annotated[Declared, COUNTS] = _length("max_step", "fixed_discrete")
 
 
 _ROOT = "data_efficiency"
@@ -102,7 +98,7 @@ def _cuts(metric: CurriculumMetric) -> bool:
     return metric.clustering_type == "single_cluster" and metric.name in LENGTHS
 
 
-def _metrics(given: Values, values: Values) -> tuple[Any, ...]:
+def _metrics(given: Values, values: Values) -> tuple[object, ...]:
     """Return the metrics to sample by, and the settings of the one that cuts samples; NOTHING for none."""
     metrics, _ = metrics_of(given)
     sampled = tuple(metric for metric in metrics if not _cuts(metric))
@@ -111,7 +107,7 @@ def _metrics(given: Values, values: Values) -> tuple[Any, ...]:
     return (sampled or NOTHING, NOTHING if cut is None else LENGTHS[cut.name], *lengths)
 
 
-def _length_of(metric: CurriculumMetric, name: str) -> Any:
+def _length_of(metric: CurriculumMetric, name: str) -> object:
     value = getattr(metric, name)
     unread = metric.schedule_type == "fixed_discrete" and name in _OF_A_RAMP
     return NOTHING if unread or value in (None, ()) else value

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Annotated, Any, get_args
+from typing import Annotated, get_args
 
 from megazero.config.deepspeed.section import (
     AUTO,
@@ -15,6 +16,7 @@ from megazero.config.deepspeed.section import (
     Anything,
     Bool,
     Convert,
+    Declared,
     Integer,
     JsonSection,
     Number,
@@ -41,7 +43,7 @@ class Printing(JsonSection):
 
     heading = "Logging"
 
-    steps_per_print: Annotated[Any, OR_NEVER] = does(
+    steps_per_print: Annotated[Declared, OR_NEVER] = does(
         None, extra="steps_per_print", accepted="`--log-interval` says how often a line is printed", seen=True
     )
     wall_clock_breakdown: Bool = sets("logging.wall_clock_breakdown", default=False, seen=True)
@@ -59,10 +61,10 @@ class Printing(JsonSection):
     )
 
 
-def _folder_of(section: str, field: str) -> Any:
+def _folder_of(section: str, field: str) -> Declared:
     """Declare the `enabled` of a monitor, which sets its folder: the output path with the job's name."""
 
-    def convert(on: bool, values: Values) -> Any:
+    def convert(on: bool, values: Values) -> object:
         if not on:
             return NOTHING
         path = values.get(f"{section}.output_path", "")
@@ -102,7 +104,7 @@ class Wandb(JsonSection):
     team: Text = sets("logging.wandb_entity")
 
 
-def _operations(names: tuple[str, ...], values: Values) -> Any:
+def _operations(names: tuple[str, ...], values: Values) -> object:
     """Map torch's names to operations here: ``all_gather_into_tensor`` is an all_gather."""
     if values.get("comms_logger.prof_all", True):
         return NOTHING
@@ -119,11 +121,11 @@ class CommsLogger(JsonSection):
     verbose: Bool = sets("logging.comms_logger_verbose", default=False)
     # It decides whether `prof_ops` has an effect.
     prof_all: Bool = does(True, fields=("logging.comms_logger_ops",))
-    prof_ops: Annotated[Any, TEXTS] = sets("logging.comms_logger_ops", convert=_operations, default=[])
+    prof_ops: Annotated[Declared, TEXTS] = sets("logging.comms_logger_ops", convert=_operations, default=[])
     debug: Bool = ignored("groups have names, which say what a call is for", False, when="")
 
 
-def _flops(field: str, default: object, convert: Convert = plainly) -> Any:
+def _flops(field: str, default: object, convert: Convert = plainly) -> Declared:
     return sets(f"profiling.flops_profiler_{field}", convert=convert, default=default, getter=True)
 
 
@@ -148,7 +150,7 @@ class FlopsProfiler(JsonSection):
     recompute_fwd_factor: Number = _flops("recompute_fwd_factor", 0.0)
 
 
-def _generates_whole(section: Any) -> bool:
+def _generates_whole(section: Mapping[str, object]) -> bool:
     return DISABLED.holds(section) or section.get("inference_tp_size", 1) in (1, AUTO)
 
 
@@ -158,7 +160,7 @@ _ROUTING = (
 )
 
 
-def _routes_as_the_model(section: Any) -> bool:
+def _routes_as_the_model(section: Mapping[str, object]) -> bool:
     """Whether a section `expert_parallel` changes the placement of experts alone, and no number."""
     own = all(section.get(key) in (None, AUTO) for key in _ROUTING) and section.get("route_scale", 1) == 1
     return own or DISABLED.holds(section)

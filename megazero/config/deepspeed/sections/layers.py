@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from megazero.config.deepspeed.section import (
     COUNTS,
@@ -10,6 +10,7 @@ from megazero.config.deepspeed.section import (
     NOTHING,
     Bool,
     Count,
+    Declared,
     JsonSection,
     Number,
     Size,
@@ -29,12 +30,12 @@ _SWITCHES = ("data_efficiency.enabled", f"{_ROUTING}.enabled", f"{_LTD}.enabled"
 _HEADING = "Token and layer dropping"
 
 
-def _if_all_on(value: object, values: Values) -> Any:
+def _if_all_on(value: object, values: Values) -> object:
     """The value where all three sections around the settings are on."""
     return value if all(values.get(switch) is True for switch in _SWITCHES) else NOTHING
 
 
-def _ltd(field: str) -> Any:
+def _ltd(field: str) -> Declared:
     return sets(f"skipping.random_ltd_{field}", convert=_if_all_on)
 
 
@@ -60,7 +61,7 @@ class RandomLtd(JsonSection):
     )
     total_layer_num: Count = _ltd("total_layer_num")
     random_ltd_layer_num: Count = _ltd("layer_num")
-    random_ltd_layer_id: Annotated[Any, INDICES] = _ltd("layer_id")
+    random_ltd_layer_id: Annotated[Declared, INDICES] = _ltd("layer_id")
     model_mask_name: Text = ignored("masks follow the tokens that are kept, whatever they are called")
     model_type: Text = ignored("models know which kind they are")
     hidden_state_order: Text = ignored("hidden states have the sequence first")
@@ -112,7 +113,7 @@ _MODES = ("dense", "fixed", "variable", "bigbird", "bslongformer")
 _DIRECTIONS = ("unidirectional", "bidirectional")
 
 
-def _one_of(field: str, choices: tuple[str, ...]) -> Any:
+def _one_of(field: str, choices: tuple[str, ...]) -> Declared:
     listed = f"{', '.join(choices[:-1])} or {choices[-1]}"
     return sets(
         f"model.sparse_{field}",
@@ -122,7 +123,7 @@ def _one_of(field: str, choices: tuple[str, ...]) -> Any:
     )
 
 
-def _sparse(field: str) -> Any:
+def _sparse(field: str) -> Declared:
     return sets(f"model.sparse_{field}")
 
 
@@ -140,7 +141,7 @@ class SparseAttention(JsonSection):
     num_different_global_patterns: Count = _sparse("num_different_global_patterns")
     horizontal_global_attention: Bool = _sparse("horizontal_global_attention")
     num_random_blocks: Size = _sparse("num_random_blocks")
-    local_window_blocks: Annotated[Any, COUNTS] = _sparse("local_window_blocks")
-    global_block_indices: Annotated[Any, INDICES] = _sparse("global_block_indices")
-    global_block_end_indices: Annotated[Any, COUNTS] = _sparse("global_block_end_indices")
+    local_window_blocks: Annotated[Declared, COUNTS] = _sparse("local_window_blocks")
+    global_block_indices: Annotated[Declared, INDICES] = _sparse("global_block_indices")
+    global_block_end_indices: Annotated[Declared, COUNTS] = _sparse("global_block_end_indices")
     num_sliding_window_blocks: Count = _sparse("num_sliding_window_blocks")

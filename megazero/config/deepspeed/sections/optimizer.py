@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated
 
 from megazero.config.deepspeed.section import (
     NOTHING,
@@ -13,6 +13,7 @@ from megazero.config.deepspeed.section import (
     Bool,
     Convert,
     Count,
+    Declared,
     JsonSection,
     Number,
     Only,
@@ -47,7 +48,7 @@ _OPTIMIZERS: Mapping[str, str] = MappingProxyType({name.lower(): flag for name, 
 
 
 # Key that not every optimizer has -> the optimizers that have it, and the value that the others accept.
-_OWNERS: Mapping[str, tuple[tuple[str, ...], Any]] = MappingProxyType(
+_OWNERS: Mapping[str, tuple[tuple[str, ...], bool | None]] = MappingProxyType(
     {
         **dict.fromkeys(("max_coeff", "min_coeff", "use_nvlamb"), (("lamb", "onebit-lamb"), None)),
         "bias_correction": (("lamb", "onebit-lamb", "onebit-adam", "zero-one-adam"), True),
@@ -105,45 +106,45 @@ def uncorrected(values: Values) -> Iterator[tuple[str, str]]:
         yield key, "the moments of 1-bit and 0/1 Adam are always corrected"
 
 
-def _of_lamb(read: Callable[[Any], Any]) -> Convert:
+def _of_lamb(read: Callable[[bool], object]) -> Convert:
     """Make a converter of a key of LAMB; with another optimizer, it sets nothing."""
     return lambda value, values: read(value) if is_lamb(values) else NOTHING
 
 
-def _betas(pair: tuple[float, float] | None, values: Values) -> Any:
+def _betas(pair: tuple[float, float] | None, values: Values) -> object:
     """Return the betas of Adam and of Lion; Lion's default is (0.9, 0.999), as in DeepSpeed."""
     if optimizer_of(values) == "lion":
         return (NOTHING, NOTHING, *(pair or (0.9, 0.999)))
     return NOTHING if pair is None else (*pair, NOTHING, NOTHING)
 
 
-def _eps(value: float, values: Values) -> tuple[Any, ...]:
+def _eps(value: float, values: Values) -> tuple[object, ...]:
     chosen = optimizer_of(values)
     own = [value if chosen == name else NOTHING for name in ("adagrad", "adadelta")]
     return (value if own == [NOTHING, NOTHING] else NOTHING, *own)
 
 
-def _momentum(value: float | None, values: Values) -> tuple[Any, ...]:
+def _momentum(value: float | None, values: Values) -> tuple[object, ...]:
     """Return the momentum of SGD, by default 0, and of Muon, by default 0.95."""
     if optimizer_of(values) == "muon":
         return (NOTHING, 0.95 if value is None else value)
     return (value or 0.0, NOTHING)
 
 
-def _nesterov(value: bool | None, values: Values) -> Any:
+def _nesterov(value: bool | None, values: Values) -> object:
     """Return Muon's Nesterov switch, by default on, with the other settings of DeepSpeed's Muon."""
     if optimizer_of(values) != "muon":
         return NOTHING
     return (value is not False, "simple", "shape_scaling")
 
 
-def _rate(value: float, values: Values) -> Any:
+def _rate(value: float, values: Values) -> object:
     """Return `lr` or, with Muon, `muon_lr`; `lr` is then the rate of the other weights."""
     own = values.get("optimizer.params.muon_lr")
     return own if optimizer_of(values) == "muon" and isinstance(own, float | int) else value
 
 
-def _rates(value: float, values: Values) -> tuple[Any, ...]:
+def _rates(value: float, values: Values) -> tuple[object, ...]:
     rest = values.get("optimizer.params.lr")
     return (value, rest if isinstance(rest, float | int) else NOTHING)
 
@@ -155,7 +156,7 @@ _FASTEST = "the fastest update that is built is used, and all of them compute th
 
 def _above_0(
     field: str, remedy: str = "the trust ratio would become 0 or stay as it is; leave it out"
-) -> Any:
+) -> Declared:
     return sets(f"optimizer.{field}", only=Only("above 0", lambda factor: factor > 0), refused=remedy)
 
 
@@ -183,7 +184,7 @@ class OptimizerParams(JsonSection):
     at, heading, when = "optimizer.params", "Optimizer", "optimizer.type"
 
     lr: Amount = sets("optimizer.lr", convert=_rate, auto=left_to_flags)
-    betas: Annotated[Any, PAIR] = sets(
+    betas: Annotated[Declared, PAIR] = sets(
         *(f"optimizer.{name}" for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2")),
         convert=_betas,
         absent=None,

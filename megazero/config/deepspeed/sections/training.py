@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from megazero.config.deepspeed.section import (
     AUTO,
@@ -13,6 +12,7 @@ from megazero.config.deepspeed.section import (
     Anything,
     Bool,
     Count,
+    Declared,
     Integer,
     Interval,
     JsonSection,
@@ -38,7 +38,7 @@ DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 """A type as a JSON may spell it -> its short name."""
-_DTYPE: Mapping[str, Any] = MappingProxyType(
+_DTYPE: Mapping[str, object] = MappingProxyType(
     {
         "only": Only("fp32, fp16 or bf16", lambda value: value.lower() in DTYPE_NAMES),
         "refused": "choose fp32, fp16 or bf16",
@@ -50,21 +50,18 @@ def _dtype(value: str, values: Values) -> str:
     return DTYPE_NAMES[value.lower()]
 
 
-def _enabled(own: str, other: str) -> Mapping[str, Any]:
+def _enabled(own: str, other: str) -> Mapping[str, object]:
     """Return the effect of `own.enabled`: false means fp32, unless the other type is on or "auto"."""
 
-    def convert(on: bool, values: Values) -> Any:
+    def convert(on: bool, values: Values) -> object:
         if on:
             return own
         return NOTHING if values.get(f"{other}.enabled") in (True, AUTO) else "fp32"
 
-    def auto(given: Values) -> Any:
-        return True if given.get("precision.dtype") == own else NOTHING
-
-    return {"convert": convert, "auto": auto}
+    return {"convert": convert, "auto": lambda given: given.get("precision.dtype") == own or NOTHING}
 
 
-def _masters(dtype: str) -> Any:
+def _masters(dtype: str) -> Declared:
     return sets(
         "zero.main_params_dtype",
         "zero.grad_accumulation_dtype",
@@ -191,8 +188,8 @@ class DataTypes(JsonSection):
 _ROUNDING = "where gradients are divided changes the rounding only"
 
 
-def _ranks(name: str, script_refused: str | None = None) -> Any:
-    def convert(size: int, values: Values) -> Any:
+def _ranks(name: str, script_refused: str | None = None) -> Declared:
+    def convert(size: int, values: Values) -> object:
         return NOTHING if size == 1 else size
 
     return does(convert=convert, extra=f"ranks.{name}", script_refused=script_refused)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from megazero.config.deepspeed.section import (
     NOTHING,
@@ -11,6 +11,7 @@ from megazero.config.deepspeed.section import (
     Bool,
     Convert,
     Count,
+    Declared,
     Integer,
     JsonSection,
     Number,
@@ -28,7 +29,7 @@ from megazero.config.deepspeed.section import (
 )
 from megazero.config.numbers import LARGEST
 
-Place = Annotated[Any, PLACE]
+Place = Annotated[Declared, PLACE]
 
 _FLAT = "gradients are always kept in flat buffers, and are reduce-scattered wherever they are sharded"
 _SHARED = "reductions and gathers share the buckets of `reduce_bucket_size`"
@@ -41,12 +42,12 @@ _WIRE = "gathers go through torch.distributed"
 _WHOLE = "a checkpoint always holds whole weights"
 
 
-def _at_stage_3(place: object, values: Values) -> Any:
+def _at_stage_3(place: object, values: Values) -> object:
     """Take the place of parameters at stage 3 alone, as DeepSpeed does."""
     return place if values.get("zero_optimization.stage", 3) == 3 else NOTHING
 
 
-def _to_cpu(on: bool, values: Values) -> Any:
+def _to_cpu(on: bool, values: Values) -> object:
     return _at_stage_3("cpu", values) if on else NOTHING
 
 
@@ -221,7 +222,7 @@ class OffloadOptimizer(JsonSection):
     )
 
 
-def _shared(field: str, name: str, default: object) -> Any:
+def _shared(field: str, name: str, default: object) -> Declared:
     """Declare a key of `offload_param` that sets the field of its namesake of `offload_optimizer`, too.
 
     The two must not differ.
