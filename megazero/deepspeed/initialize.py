@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from torch import nn
 from torch.utils.data import Dataset
@@ -38,7 +37,7 @@ from megazero.train.parts.chunks import DTYPES
 
 @asserts
 def initialize(
-    args: Any = None,
+    args: object = None,
     model: nn.Module | None = None,
     optimizer: UserOptimizer | None = None,
     model_parameters: Params | None = None,

@@ -50,14 +50,14 @@ class Name:
     state: State
     note: str
 
-    def value(self) -> Any:
+    def value(self) -> object:
         """The object that the name stands for; for a refused name, a class that raises when it is called."""
         if self.state == "refused":
             return refused(f"{PACKAGE}.{self.modules[0]}.{self.name}".replace("..", "."), self.note)
         if self.home.startswith("="):
             return self.home[1:]
         module, _, attribute = self.home.partition(":")
-        value: Any = import_module(module)
+        value: object = import_module(module)
         for part in attribute.split(".") if attribute else ():
             value = getattr(value, part)
         return value
@@ -219,7 +219,7 @@ class SurfaceModule(ModuleType):
     def __dir__(self) -> list[str]:
         return self.__all__
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return import_module, (self.__name__,)
 
 

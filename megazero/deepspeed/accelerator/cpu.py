@@ -132,8 +132,8 @@ class _StreamCalls:
     range_push = _always(None, "Start a profiler range.")
     range_pop = _always(None, "End a profiler range.")
 
-    Stream: Any = None
-    Event: Any = None
+    Stream: type[torch.cuda.Stream] | None = None
+    Event: type[torch.cuda.Event] | None = None
 
     def lazy_call(self, callback: Callable[[], object]) -> object:
         """Call a function once the device is initialized."""

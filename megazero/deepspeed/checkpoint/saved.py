@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -98,10 +97,10 @@ class SavedValues:
     """
 
     progress: Callable[[int], EngineCounters]
-    options: Callable[[], Sequence[Mapping[str, Any]]]
+    options: Callable[[], Sequence[Mapping[str, object]]]
     scaler: Callable[[LossScaler], ScalerState | None]
-    schedule: Callable[[], Mapping[str, Any] | None]
-    client: Callable[[], dict[str, Any]]
+    schedule: Callable[[], Mapping[str, object] | None]
+    client: Callable[[], dict[str, object]]
 
 
 @dataclass(frozen=True)

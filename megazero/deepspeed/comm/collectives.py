@@ -236,7 +236,7 @@ class P2POp:
     """
 
     def __init__(
-        self, op: Callable[..., Any], tensor: Tensor, peer: int, group: AnyGroup = None, tag: int = 0
+        self, op: Callable[..., object], tensor: Tensor, peer: int, group: AnyGroup = None, tag: int = 0
     ):
         if op not in (isend, irecv, dist.isend, dist.irecv):
             raise ConfigError(f"`op` must be isend or irecv of deepspeed.comm, but is {op}; choose one")

@@ -36,7 +36,7 @@ _WAITED = MappingProxyType(
 )
 
 
-Figures = dict[str, Any]
+Figures = dict[str, float | str]
 """Times, bandwidths and counts, by name."""
 R = TypeVar("R")
 
@@ -164,7 +164,7 @@ LOG = CommsLogger()
 """The log of this process; collectives are functions, so it is a module's variable."""
 
 
-def report(least: Callable[[list[float]], list[float]] | None, show: bool) -> Figures:
+def report(least: Callable[[list[float]], list[float]] | None, show: bool) -> dict[str, object]:
     """Return the figures of all calls, and print them as a table if `show`.
 
     Args:
@@ -198,9 +198,8 @@ def _rows(table: Mapping[str, Mapping[int, Figures]], columns: Mapping[str, str]
     for name, sizes in table.items():
         rows.append((name,))
         for entry in sizes.values():
-            rows.append(
-                ("", entry["msg_size_str"], str(entry["count"]), *(f"{entry[key]:.2f}" for key in columns))
-            )
+            first = (str(entry[key]) for key in ("msg_size_str", "count"))
+            rows.append(("", *first, *(f"{entry[key]:.2f}" for key in columns)))
     return rows
 
 
@@ -259,8 +258,8 @@ def logged(run: Callable[..., R]) -> Callable[..., R]:
     return call
 
 
-def _size(values: Mapping[str, Any]) -> int:
+def _size(values: Mapping[str, object]) -> int:
     """The bytes of a call's message; 0 if it has none."""
-    message: Any = next((values[name] for name in _MESSAGES if name in values), [])
+    message: object = next((values[name] for name in _MESSAGES if name in values), [])
     parts: list[Any] = list(message) if isinstance(message, (list, tuple)) else [message]
     return sum(getattr(part, "tensor", part).nbytes for part in parts)

@@ -196,7 +196,7 @@ def configure(
             setattr(LOG, name, value)
 
 
-def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, object] | None:
     """Print the times of the calls so far, on rank 0; every rank calls this.
 
     Args:

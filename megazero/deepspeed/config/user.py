@@ -70,7 +70,7 @@ class DeepSpeedConfig:
     """
 
     @asserts
-    def __init__(self, config: JsonSource, mpu: Any = None, mesh_device: Any = None):
+    def __init__(self, config: JsonSource, mpu: object = None, mesh_device: object = None):
         content = load_ds_config(config)
         ranks = _data_parallel(content, mpu, mesh_device)
         self._fill(content, read_settings(content, ranks), ranks)
@@ -88,7 +88,7 @@ class DeepSpeedConfig:
         config._fill(dict(content), settings, world_size)
         return config
 
-    def _fill(self, given: dict[str, Any], settings: UserSettings, world_size: int) -> None:
+    def _fill(self, given: dict[str, object], settings: UserSettings, world_size: int) -> None:
         self._param_dict, self.world_size, self.settings = given, world_size, settings
         self._set_batch(settings.batch)
         self.gradient_clipping = settings.clip_grad
@@ -147,7 +147,7 @@ def zero_config(**section: object) -> ConfigSection:
     return _zero({key: value for key, value in section.items() if value != AUTO})
 
 
-def _zero_section(given: Json) -> dict[str, Any]:
+def _zero_section(given: Json) -> dict[str, object]:
     """Return the keys of `zero_optimization` that are not "auto"; older releases allow a bool."""
     section = given.get("zero_optimization")
     if isinstance(section, bool):

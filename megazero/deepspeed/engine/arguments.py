@@ -20,7 +20,7 @@ from megazero.errors import ConfigError
 DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], Optimizer]
 """Makes an optimizer of parameters or parameter groups."""
 
-DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
+DeepSpeedSchedulerCallable = Callable[[Optimizer], object]
 """Makes a schedule of a torch optimizer."""
 
 

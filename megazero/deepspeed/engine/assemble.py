@@ -35,7 +35,7 @@ from megazero.zero.optimizer import Optimizer
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store.choose import store_kind
 
-Initialized = tuple[DeepSpeedEngine, DeepSpeedOptimizer | None, DataLoader[Any] | None, Any]
+Initialized = tuple[DeepSpeedEngine, DeepSpeedOptimizer | None, DataLoader[object] | None, Any]
 """What `initialize` returns: the engine, its optimizer, its dataloader and its schedule."""
 
 Shard = Callable[[ShardingPlan, ParallelContext], UserParallel]

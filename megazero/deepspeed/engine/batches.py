@@ -31,7 +31,7 @@ class Batches:
     def __init__(self, state: EngineState, engine: Any):
         self.state, self._engine = state, engine
         data = state.arguments.training_data
-        self.training_dataloader: DataLoader[Any] | None = None if data is None else self.deepspeed_io(data)
+        self.training_dataloader = None if data is None else self.deepspeed_io(data)
         self._batches: Iterator[object] | None = None
 
     def train_batch(self, data_iter: Iterator[object] | None = None) -> float:
@@ -83,7 +83,7 @@ class Batches:
         data_sampler: Sampler[object] | None = None,
         collate_fn: Collate | None = None,
         num_local_io_workers: int | None = None,
-    ) -> DataLoader[Any]:
+    ) -> DataLoader[object]:
         """Make a dataloader of this rank's micro-batches; its samples are the same as in DeepSpeed.
 
         Samples are shuffled by torch's `DistributedSampler` with seed 0, in every epoch alike unless

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -113,7 +112,7 @@ def save_checkpoint(
     together(context, finish if context.rank == 0 else None, f"name {tag}")
 
 
-def load_checkpoint(engine: EngineState, folder: Path, parts: LoadParts) -> dict[str, Any]:
+def load_checkpoint(engine: EngineState, folder: Path, parts: LoadParts) -> dict[str, object]:
     """Load the checkpoint in a tag's folder; every rank calls this. Returns the `client_state`."""
     result: list[Saved] = []
     groups = _groups(engine)
@@ -123,7 +122,7 @@ def load_checkpoint(engine: EngineState, folder: Path, parts: LoadParts) -> dict
         f"open {folder}",
     )
     saved = result[0].renamed(engine.module)
-    clients: list[dict[str, Any]] = []
+    clients: list[dict[str, object]] = []
 
     def read() -> None:
         clients.append(saved.beside.client())

@@ -73,7 +73,7 @@ class CheckpointCalls:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: CustomLoad | None = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
+    ) -> tuple[str | None, dict[str, object] | None]:
         """Load a checkpoint, written by any number of replicas at any ZeRO stage; every rank calls this.
 
         It may be DeepSpeed's own, universal checkpoints included.
@@ -123,11 +123,11 @@ class CheckpointCalls:
 
     def module_state_dict(
         self,
-        destination: dict[str, Any] | None = None,
+        destination: dict[str, Tensor] | None = None,
         prefix: str = "",
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Tensor]:
         """The module's whole weights and buffers on the CPU, at any stage; every rank calls this.
 
         Args:
@@ -139,7 +139,7 @@ class CheckpointCalls:
         Raises:
             ConfigError: `keep_vars` is set at stage 3.
         """
-        state: Mapping[str, Any]
+        state: Mapping[str, Tensor]
         if not keep_vars:
             state = module_state(self.state, exclude_frozen_parameters)
         elif self.state.settings.zero.stage == 3:

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-Collate = Callable[[list[Any]], Any]
+Collate = Callable[[list[Any]], object]
 """Makes a batch of a list of samples."""
+_T = TypeVar("_T")
 
 
-class RepeatingLoader:
+class RepeatingLoader(Generic[_T]):
     """Iterates over an iterable without end.
 
     Args:
         loader: the iterable; it must yield at least one item each time.
     """
 
-    def __init__(self, loader: Iterable[Any]):
+    def __init__(self, loader: Iterable[_T]):
         self.loader = loader
         self._items = iter(loader)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[_T]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> _T:
         try:
             return next(self._items)
         except StopIteration:
@@ -35,11 +36,11 @@ class RepeatingLoader:
             return next(self._items)
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: _T, change: Callable[[Tensor], Tensor]) -> _T:
     """Apply `change` to each tensor within nested tuples, lists, mappings and dataclasses; returns a copy."""
-    kind: Any = type(value)
+    kind: Callable[..., _T] = type(value)
     if isinstance(value, Tensor):
-        return change(value)
+        return cast(_T, change(value))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return kind(*(map_tensors(item, change) for item in value))
     if isinstance(value, (tuple, list)):
@@ -65,12 +66,12 @@ def tensors_of(value: object) -> Iterator[Tensor]:
             yield from tensors_of(item)
 
 
-def to_half(value: object) -> Any:
+def to_half(value: _T) -> _T:
     """Cast the floating-point tensors within a value to fp16; returns a copy."""
     return map_tensors(value, lambda t: t.half() if t.is_floating_point() else t)
 
 
-def as_arguments(batch: object, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_arguments(batch: object, device: torch.device) -> tuple[tuple[object, ...], dict[str, object]]:
     """The arguments of a model for a batch, on the device.
 
     A mapping is passed by keyword, a tuple or list by position, and any other batch as one argument.

@@ -53,7 +53,7 @@ _FURTHER: Mapping[str, tuple[str, object]] = MappingProxyType(
 """Getters of whole sections and of keys that are never read here -> (path, DeepSpeed's default)."""
 
 
-def _value(state: EngineState, path: str, default: Any = None) -> Any:
+def _value(state: EngineState, path: str, default: object = None) -> Any:
     return value_at(state.arguments.config, path, default)
 
 

@@ -162,7 +162,7 @@ class ForwardBackward:
         self.state, self.states, self._accumulation = state, state.states, accumulation
         self._autocast = Autocast.of(state.settings)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the module's forward; with `fp16.auto_cast`, inputs are cast to fp16.
 
         In training, the module gets a curriculum's sequence length as ``curriculum_seqlen``, for the step in

@@ -27,7 +27,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
 
     max_out_tokens: int = _DEFAULTS["max_out_tokens"]
 
-    def generate(self, *inputs: Any, **kwargs: Any) -> Any:
+    def generate(self, *inputs: object, **kwargs: object) -> Any:
         """Call the module's `generate` in evaluation mode, without gradients; every rank calls this.
 
         Raises:

@@ -31,7 +31,7 @@ class UserArguments:
         collate_fn: collates its samples, or None.
     """
 
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, object] = field(default_factory=dict)
     optimizer: UserOptimizer | None = None
     lr_scheduler: object = None
     mpu: object = None

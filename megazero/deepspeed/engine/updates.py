@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from megazero.config.deepspeed.batch import BatchTriangle
 from megazero.deepspeed.asserted import asserts
@@ -27,7 +26,7 @@ class Updates:
         self._applied = self._compiled = False
 
     @asserts
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+    def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
         """End a micro-batch; at the last one of an accumulation, update. Every rank calls this.
 
         Args:
@@ -46,7 +45,7 @@ class Updates:
             self.update(lr_kwargs or {})
         self.state.micro_steps += 1
 
-    def update(self, lr_kwargs: Mapping[str, Any]) -> None:
+    def update(self, lr_kwargs: Mapping[str, object]) -> None:
         """Update the weights, and report the step."""
         state, states, reporter = self.state, self.state.states, self.state.reporter
         scale, rates = states.cur_scale, tuple(map(rate_of, states.param_groups))
@@ -84,9 +83,9 @@ class Updates:
 
     def compile(
         self,
-        backend: Any = "inductor",
-        compile_kwargs: Mapping[str, Any] | None = None,
-        schedule: Any = None,
+        backend: object = "inductor",
+        compile_kwargs: Mapping[str, object] | None = None,
+        schedule: object = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
         """Compile the module's forward with torch; compilation takes place at its first call.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +115,7 @@ def empty_state_dict(module: nn.Module) -> None:
             part.register_state_dict_post_hook(_empty_absent)
 
 
-def _empty_absent(part: nn.Module, state: dict[str, Any], prefix: str, local_metadata: object) -> None:
+def _empty_absent(part: nn.Module, state: dict[str, object], prefix: str, local_metadata: object) -> None:
     for name, param in part._parameters.items():
         value = state.get(f"{prefix}{name}")
         if param is None or value is None or value is param:

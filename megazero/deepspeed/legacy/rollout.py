@@ -175,7 +175,7 @@ class HybridEngineRollout(RolloutEngine):
 
 
 def build_rollout(
-    rollout_cfg: RolloutConfig, student_engine: Any = None, tokenizer: Any = None, **kwargs: object
+    rollout_cfg: RolloutConfig, student_engine: object = None, tokenizer: object = None, **kwargs: object
 ) -> RolloutEngine:
     """Return the engine that `rollout_cfg` names.
 

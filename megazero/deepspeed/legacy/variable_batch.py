@@ -25,8 +25,8 @@ _Sample = tuple[int, int]
 """The length of a sample, and its index in the dataset."""
 _MicroBatch = tuple[int, list[int]]
 """The number of the batch that a micro-batch belongs to, and the indices of its samples."""
-_Collate = Callable[[list[Any]], Any]
-_Pad = Callable[[Any, int], Any]
+_Collate = Callable[[list[Any]], object]
+_Pad = Callable[[Any, int], object]
 _SECTION = "data_efficiency.data_sampling.dynamic_batching"
 _ORDERS = ("dataloader", "random", "seqlen")
 _PACKING = ("min_batch_size", "max_batch_size", "sequence_picking_order", "seed")
@@ -173,11 +173,10 @@ def dataloader_for_variable_batch_size(
     sampler: DistributedSampler[_MicroBatch] = DistributedSampler(
         ids, dataloader_num_replicas, dataloader_rank, shuffle=False
     )
-    workers = dataloader_num_workers
-    shared: dict[str, Any] = {"batch_size": dataloader_batch_size, "pin_memory": dataloader_pin_memory}
-    shared["collate_fn"] = collate
-    loader = DataLoader(ids, sampler=sampler, num_workers=workers, **shared)
-    return loader, {**shared, "dataset": ids, "data_sampler": sampler, "num_local_io_workers": workers}
+    size, workers, pin = dataloader_batch_size, dataloader_num_workers, dataloader_pin_memory
+    loader = DataLoader(ids, size, None, sampler, num_workers=workers, collate_fn=collate, pin_memory=pin)
+    own = {"batch_size": size, "pin_memory": pin, "collate_fn": collate, "num_local_io_workers": workers}
+    return loader, {**own, "dataset": ids, "data_sampler": sampler}
 
 
 def get_dataloader_and_lr_scheduler_for_variable_batch_size(

@@ -74,7 +74,7 @@ class VariableBatchSizeLR(LRScheduler):
         self._is_initial = False
         self.step(0)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The progress of both schedules."""
         names = ("base_batch_size", "lr_scaling_method", "batch_sizes", "base_lrs", "last_epoch")
         values = {name: getattr(self, name) for name in names}

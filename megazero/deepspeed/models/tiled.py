@@ -125,7 +125,7 @@ def _leaves(out: Tensor) -> dict[int, Tensor]:
     leaves: dict[int, Tensor] = {}
     stack, seen = [out.grad_fn], set()
     while stack:
-        node: Any = stack.pop()
+        node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)

@@ -25,7 +25,7 @@ def is_moe_param_group(group: Mapping[str, object]) -> bool:
 
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Mapping[str, Any] | Sequence[Mapping[str, Any]], max_group_size: int | None = LARGEST_GROUP
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Move experts' parameters to parameter groups of their own.
 
     DeepSpeed's ZeRO needs this. Here experts may be in any group, so it only serves for options of their own.
@@ -39,8 +39,8 @@ def split_params_into_different_moe_groups_for_optimizer(
         ``moe`` and named after DeepSpeed's group of ranks, such as ``ep_size_2``.
     """
     groups = [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
-    dense: list[dict[str, Any]] = []
-    experts: list[dict[str, Any]] = []
+    dense: list[dict[str, object]] = []
+    experts: list[dict[str, object]] = []
     for group in groups:
         params = list(group["params"])
         dense.append({**group, "params": [param for param in params if not is_moe_param(param)]})
@@ -55,7 +55,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 def configure_moe_param_groups(
     model_parameters: Sequence[Tensor] | Sequence[Mapping[str, Any]],
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Split parameters, or groups of them, into groups without and with experts' parameters."""
     groups: Any = model_parameters
     if model_parameters and isinstance(model_parameters[0], Tensor):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
@@ -69,7 +68,7 @@ def of_json(named: Named, params: ParamGroups) -> torch.optim.Optimizer:
     return kind(params, **options)
 
 
-def _class_of(name: str, options: dict[str, Any]) -> type[torch.optim.Optimizer]:
+def _class_of(name: str, options: dict[str, object]) -> type[torch.optim.Optimizer]:
     """The class of a name; removes the options that only choose between classes."""
     own = name.lower()
     if own in ("adam", "adamw"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -44,7 +44,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         """The update rule for the options of a group."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> Any:
         """Update every parameter that has a gradient; returns the closure's result, if there is one.
 
         Raises:
@@ -243,7 +243,7 @@ class CompressedOptimizer(RuleOptimizer):
         ConfigError: options contradict each other, or a group has an option that is not supported.
     """
 
-    def __init__(self, kind: Kind, params: Params, lr: float = 1e-3, **options: Any):
+    def __init__(self, kind: Kind, params: Params, lr: float = 1e-3, **options: object):
         super().__init__(params, {"lr": lr, **COMPRESSED[kind], **options})
         self.name = kind
         for name in ("exp_avg_mask", "non_freeze"):

@@ -179,7 +179,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             self.parallel.start(self.shards.updates)
             self._pending = True
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: object = None) -> Any:
         """Update the weights by the gradients so far; every rank calls this.
 
         Raises:
@@ -228,11 +228,11 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         """Forget the gradients so far, because a backward has failed."""
         self._pending = False
 
-    def options(self) -> list[dict[str, Any]]:
+    def options(self) -> list[dict[str, object]]:
         """The groups without their parameters."""
         return [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
 
-    def set_options(self, options: Sequence[Mapping[str, Any]]) -> None:
+    def set_options(self, options: Sequence[Mapping[str, object]]) -> None:
         """Set the options of the groups, as `options` returned them.
 
         Raises:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megazero.deepspeed.engine.data import map_tensors
+from megazero.deepspeed.engine.data import map_tensors, tensors_of
 from megazero.deepspeed.pipe.messages import DescribingGroup, MessageSpec, MessageSpecs, Pack, Unpack
 from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.deepspeed.pipe.specs import PipelineError
@@ -46,7 +45,7 @@ class Outputs:
     """
 
     with_loss: bool = True
-    values: list[Any] = field(default_factory=list)
+    values: list[object] = field(default_factory=list)
     logits: object = None
 
 
@@ -66,7 +65,7 @@ class StageChunk(Chunk[StageBatch]):
 
     terms = (LossTerm(LOSS),)
 
-    def __init__(self, module: PipelineStage, group: DescribingGroup, compute: Callable[[Any], Any]):
+    def __init__(self, module: PipelineStage, group: DescribingGroup, compute: Callable[[object], object]):
         self.module = module
         self.group = group
         self.compute = compute
@@ -97,17 +96,16 @@ class StageChunk(Chunk[StageBatch]):
         if self.module.is_last_stage:
             return self._loss(output, self._copy(batch.labels), token)
         spec = self._spec(output, batch.number)
-        tensors = [output] if spec.single else list(output)
-        return ChunkResult(apply(Pack, token, spec, *tensors))
+        return ChunkResult(apply(Pack, token, spec, *tensors_of(output)))
 
-    def _first_inputs(self, value: Tensor | tuple[Tensor, ...] | None) -> Any:
+    def _first_inputs(self, value: Tensor | tuple[Tensor, ...] | None) -> object:
         inputs = self._copy(value)
         if self.module.activation_checkpoint_interval and torch.is_grad_enabled():
             # A reentrant recomputation computes no gradients unless an input requires one.
             return map_tensors(inputs, lambda t: t.requires_grad_(t.is_floating_point()))
         return inputs
 
-    def _copy(self, value: object) -> Any:
+    def _copy(self, value: object) -> object:
         """Copy to the device, because layers and losses may change their inputs in place."""
         device = self.module.context.device
         if isinstance(value, list):
@@ -127,7 +125,7 @@ class StageChunk(Chunk[StageBatch]):
             )
         return spec
 
-    def _loss(self, output: Any, labels: object, token: Tensor) -> ChunkResult:
+    def _loss(self, output: object, labels: object, token: Tensor) -> ChunkResult:
         """Compute the last stage's loss."""
         loss = output
         if self.module.loss_fn is not None and (self.outputs.with_loss or torch.is_grad_enabled()):

@@ -174,9 +174,9 @@ class PipelineEngine(DeepSpeedEngine):
         self.module.eval()
         count = num_micro_batches or self.micro_batches
         outputs = self._runner.evaluate(lambda: self._feed.take(data_iter, count), count, compute_loss)
-        result: Any = outputs.values if self._position.is_last_stage() else None
-        if self._position.is_last_stage() and reduce_output == "avg":
-            result = self._mean(result)
+        result: object = None
+        if self._position.is_last_stage():
+            result = self._mean(outputs.values) if reduce_output == "avg" else outputs.values
         if compute_loss and bcast_loss:
             result = self._broadcast(result)
         return (result, outputs.logits) if return_logits else result
@@ -208,7 +208,7 @@ class PipelineEngine(DeepSpeedEngine):
         """The means of the module's `get_additional_losses` in the last batch."""
         return self.agg_additional_losses
 
-    def _compute(self, inputs: Any) -> Any:
+    def _compute(self, inputs: object) -> object:
         if self._state.settings.extras.auto_cast:
             inputs = to_half(inputs)
         return self.module(inputs)
@@ -222,7 +222,7 @@ class PipelineEngine(DeepSpeedEngine):
         (*_, last) = gather_values(context.pp, mean, context.device)
         return {name: torch.tensor(value, device=context.device) for name, value in last.items()} or None
 
-    def _mean(self, values: list[Any]) -> Any:
+    def _mean(self, values: list[Any]) -> object:
         """The mean over micro-batches and pipelines, of each item of a tuple."""
         if not isinstance(values[0], Tensor):
             kind = type(values[0])

@@ -11,7 +11,7 @@ from megazero.deepspeed.pipe.chunk import StageBatch
 from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.errors import DataError
 
-BatchFn = Callable[[Any], Any]
+BatchFn = Callable[[Any], object]
 """Makes (inputs, labels) of a micro-batch."""
 
 

@@ -74,7 +74,7 @@ class LayerFiles:
         self._grid.context.world.barrier()
 
     def load_state_dir(
-        self, load_dir: str | os.PathLike[str], checkpoint_engine: Any = None, strict: bool = True
+        self, load_dir: str | os.PathLike[str], checkpoint_engine: object = None, strict: bool = True
     ) -> None:
         """Read the weights and buffers of each layer from its file; every rank calls this.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ class TiedWeights:
     ties: dict[str, TieGroup]
 
     @property
-    def tied_comms(self) -> dict[str, dict[str, Any]]:
+    def tied_comms(self) -> dict[str, dict[str, object]]:
         """Key of tied weights -> their ranks, group, weights and module."""
         return {
             key: {
@@ -131,13 +130,13 @@ class PipelineStage(TiedWeights, LayerFiles, StageLayers):
         layers: Iterable[Layer],
         num_stages: int | None = None,
         topology: ProcessTopology | ParallelContext | None = None,
-        loss_fn: Callable[..., Any] | None = None,
+        loss_fn: Callable[..., object] | None = None,
         seed_layers: bool = False,
         seed_fn: Callable[[int], object] | None = None,
         base_seed: int = 1234,
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,
-        activation_checkpoint_func: Callable[..., Any] = recompute,
+        activation_checkpoint_func: Callable[..., object] = recompute,
         checkpointable_layers: Sequence[str] | None = None,
         dynamic_shape: bool = False,
     ):

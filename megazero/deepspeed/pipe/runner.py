@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +44,7 @@ class StageRunner:
         module: PipelineStage,
         parallel: PipelineParallel,
         zero: ZeroConfig,
-        compute: Callable[[Any], Any],
+        compute: Callable[[object], object],
     ):
         context = module.context
         self.module, self._pp, self._device = module, context.pp, context.device

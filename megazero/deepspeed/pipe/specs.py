@@ -26,7 +26,7 @@ class LayerSpec:
         ConfigError: `typename` is no class of modules.
     """
 
-    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any):
+    def __init__(self, typename: type[nn.Module], *module_args: object, **module_kwargs: object):
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
             raise ConfigError(
                 f"`typename` must be a class of torch.nn.Module, but is {typename!r}; pass the class and its "
@@ -64,10 +64,10 @@ class TiedLayerSpec(LayerSpec):
         self,
         key: str,
         typename: type[nn.Module],
-        *module_args: Any,
-        forward_fn: Callable[[Any, Any], Any] | None = None,
+        *module_args: object,
+        forward_fn: Callable[[Any, Any], object] | None = None,
         tied_weight_attr: str | Sequence[str] = ("weight",),
-        **module_kwargs: Any,
+        **module_kwargs: object,
     ):
         super().__init__(typename, *module_args, **module_kwargs)
         self.key = key
@@ -77,7 +77,7 @@ class TiedLayerSpec(LayerSpec):
         )
 
 
-Layer = LayerSpec | nn.Module | Callable[..., Any]
+Layer = LayerSpec | nn.Module | Callable[..., object]
 """A layer of a pipeline: a spec, a module, or a function."""
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from megazero.deepspeed.pipe.specs import Layer, LayerSpec, TiedLayerSpec, name_of
 from megazero.errors import ConfigError
 
-LayerFunction = Callable[[Any], Any]
+LayerFunction = Callable[[Any], object]
 """Computes a layer's output from its input."""
 
 recompute = partial(checkpoint, use_reentrant=False)
@@ -50,7 +50,7 @@ class StageLayers(nn.Module):
     """
 
     activation_checkpoint_interval: int
-    activation_checkpoint_func: Callable[..., Any]
+    activation_checkpoint_func: Callable[..., object]
     checkpointable_layers: Sequence[str] | None
     seed_layers: bool
     seed_fn: Callable[[int], object] | None
@@ -110,7 +110,7 @@ class StageLayers(nn.Module):
             raise ConfigError(f"`interval` must be at least 0, but is {interval}; 0 recomputes nothing")
         self.activation_checkpoint_interval = interval
 
-    def forward(self, forward_input: Any) -> Any:
+    def forward(self, forward_input: object) -> object:
         """Run this stage's layers in order."""
         self.micro_offset += 1
         interval = self.activation_checkpoint_interval or len(self.forward_funcs) or 1
@@ -124,7 +124,7 @@ class StageLayers(nn.Module):
                 x = run(x)
         return x
 
-    def _run(self, funcs: Sequence[LayerFunction], first: int, offset: int, *inputs: Any) -> Any:
+    def _run(self, funcs: Sequence[LayerFunction], first: int, offset: int, *inputs: object) -> object:
         """Run some layers; `first` is the number of the first one, and `offset` that of the micro-batch."""
         x = inputs[0] if len(inputs) == 1 else inputs
         for number, layer in enumerate(funcs, first):

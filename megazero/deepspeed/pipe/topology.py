@@ -21,10 +21,10 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]):
         self.axes = list(axes)
         self.dims = list(dims)
-        make: Callable[..., Any] = namedtuple
+        make: Callable[..., Callable[..., tuple[int, ...]]] = namedtuple
         self.ProcessCoord = make("ProcessCoord", self.axes)
         places = product(*(range(size) for size in self.dims))
-        self.mapping: dict[Any, int] = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
+        self.mapping = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
 
     def get_rank(self, **coord_kwargs: int) -> int:
         """The rank at coordinates along all axes.

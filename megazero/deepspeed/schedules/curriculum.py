@@ -117,7 +117,7 @@ def _call(function: Callable[[int], int] | None, step: int) -> int:
     return int(function(step))
 
 
-def _check(section: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+def _check(section: Mapping[str, object], keys: tuple[str, ...], where: str) -> None:
     if missing := [key for key in keys if key not in section]:
         raise ConfigError(f"{where} must have {', '.join(missing)}, but has not; add them")
 

@@ -16,6 +16,7 @@ from megazero.mpu.group import Group
 
 # These describe a piece of the sequence or all heads; there is no conversion to the whole sequence.
 _REFUSED = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "cache")
+_Attention = Callable[..., tuple[Tensor, object]]
 
 
 class UlyssesSPAttentionHF:
@@ -28,7 +29,7 @@ class UlyssesSPAttentionHF:
         disable_in_eval: whether modules in eval mode attend only within their piece.
     """
 
-    def __init__(self, attn: Callable[..., Any], group: Group, seq_length: int | None, disable_in_eval: bool):
+    def __init__(self, attn: _Attention, group: Group, seq_length: int | None, disable_in_eval: bool):
         self.attn, self.group = attn, group
         self.seq_length, self.disable_in_eval = seq_length, disable_in_eval
 
@@ -38,7 +39,7 @@ class UlyssesSPAttentionHF:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Any,
+        attention_mask: PieceMask | Tensor | None,
         *args: object,
         **kwargs: Any,
     ) -> tuple[Tensor, object]:
@@ -58,8 +59,7 @@ class UlyssesSPAttentionHF:
         """
         if self.disable_in_eval and not module.training:
             mask = attention_mask.of_piece if isinstance(attention_mask, PieceMask) else attention_mask
-            result: tuple[Tensor, object] = self.attn(module, query, key, value, mask, *args, **kwargs)
-            return result
+            return self.attn(module, query, key, value, mask, *args, **kwargs)
         kwargs["position_ids"], mask = self._whole(module, query, attention_mask, kwargs)
         plan = HeadPlan(query.shape[1], key.shape[1], self.group.size, self.group.rank)
         if kwargs.get("s_aux") is not None:  # an attention sink for each head
@@ -79,8 +79,8 @@ class UlyssesSPAttentionHF:
         return piece.transpose(0, 1).unflatten(2, (query.shape[1], -1)), weights
 
     def _whole(
-        self, module: nn.Module, query: Tensor, mask: Any, kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Any]:
+        self, module: nn.Module, query: Tensor, mask: PieceMask | Tensor | None, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, object]:
         """Return the positions and the mask of the whole sequence."""
         for name in _REFUSED:
             if kwargs.get(name) is not None:
@@ -95,9 +95,9 @@ class UlyssesSPAttentionHF:
             )
         if isinstance(mask, PieceMask):
             whole = mask.whole(kwargs["position_ids"], self.group)
-            positions, mask = whole.positions, whole.mask
+            positions, made = whole.positions, whole.mask
         elif mask is None:
-            positions = gather_positions(kwargs["position_ids"], query.shape[0], self.group)
+            positions, made = gather_positions(kwargs["position_ids"], query.shape[0], self.group), None
             if documents_of(positions) is not None:
                 raise ConfigError(
                     f"`position_ids` must increase by 1 where {type(module).__name__} asks for no mask, but "
@@ -113,7 +113,7 @@ class UlyssesSPAttentionHF:
                 f"`seq_length` must be that of all sequences, but is {self.seq_length} for one of "
                 f"{positions.shape[1]}; leave `seq_length_is_variable` true"
             )
-        return positions, mask
+        return positions, made
 
     @classmethod
     def register_with_transformers(
@@ -184,10 +184,10 @@ class _MaskMaker:
         of_transformers: the replaced function.
     """
 
-    def __init__(self, of_transformers: Callable[..., Any]):
+    def __init__(self, of_transformers: Callable[..., object]):
         self.of_transformers = of_transformers
 
-    def __call__(self, **arguments: Any) -> PieceMask:
+    def __call__(self, **arguments: object) -> PieceMask:
         return PieceMask(self.of_transformers, arguments)
 
 

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from megazero.deepspeed.models.tiled import IGNORED
 from megazero.errors import DataError
 
 _NEEDED = ("input_ids", "position_ids", "labels")
+_T = TypeVar("_T")
 
 
 class UlyssesSPDataLoaderAdapter:
@@ -37,7 +38,7 @@ class UlyssesSPDataLoaderAdapter:
 
     def __init__(
         self,
-        dl: DataLoader[dict[str, Any]],
+        dl: DataLoader[Mapping[str, object]],
         sp_rank: int,
         sp_group: AnyGroup,
         sp_world_size: int,
@@ -46,16 +47,16 @@ class UlyssesSPDataLoaderAdapter:
         self.dl, self.device = dl, device
         self.sp_rank, self.sp_group, self.sp_world_size = sp_rank, sp_group, sp_world_size
         self.iter = iter(dl)
-        self.micro_batches: deque[dict[str, Any]] = deque()
+        self.micro_batches: deque[dict[str, object]] = deque()
         self._warned = False
 
     def __len__(self) -> int:
         return len(self.dl) * self.sp_world_size
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[dict[str, object]]:
         return self
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> dict[str, object]:
         """Return the next piece; after the StopIteration of an epoch, the next epoch starts.
 
         Raises:
@@ -82,13 +83,14 @@ class UlyssesSPDataLoaderAdapter:
         if batch is None:
             self.iter = iter(self.dl)
             raise StopIteration
-        whole = {key: self._gather(value, shapes) for key, value in batch.items()}
+        known = [shape for shape in shapes if isinstance(shape, tuple)]
+        whole = {key: self._gather(value, known) for key, value in batch.items()}
         self._warn_of_copies(whole["input_ids"])
         for source in range(self.sp_world_size):
             self.micro_batches.append(self._piece({key: values[source] for key, values in whole.items()}))
 
-    def _gather_objects(self, value: object) -> list[Any]:
-        gathered = [None] * self.sp_world_size
+    def _gather_objects(self, value: _T) -> list[_T]:
+        gathered = [value] * self.sp_world_size
         all_gather_object(gathered, value, group=self.sp_group)
         return gathered
 
@@ -109,7 +111,7 @@ class UlyssesSPDataLoaderAdapter:
             for data, size, shape in zip(gathered, sizes, shapes, strict=True)
         ]
 
-    def _piece(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _piece(self, batch: dict[str, Any]) -> dict[str, object]:
         labels = batch.pop("labels")
         batch["shift_labels"] = pad(labels[:, 1:], (0, 1), value=IGNORED)
         size = labels.shape[1] // self.sp_world_size

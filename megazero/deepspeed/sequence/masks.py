@@ -34,7 +34,7 @@ class WholeMask:
     """
 
     positions: Tensor
-    mask: Any
+    mask: object
 
 
 @dataclass(eq=False)
@@ -46,12 +46,12 @@ class PieceMask:
         arguments: the function's arguments for this rank's piece.
     """
 
-    make: Callable[..., Any]
+    make: Callable[..., object]
     arguments: dict[str, Any]
     _whole: WholeMask | None = field(default=None, repr=False)
 
     @cached_property
-    def of_piece(self) -> Any:
+    def of_piece(self) -> object:
         """The mask of this rank's piece."""
         return self.make(**self.arguments)
 
@@ -87,7 +87,7 @@ class PieceMask:
             raise _unknown("or_mask_function or and_mask_function")
         return min(_windows(self.arguments["mask_function"]), default=None)
 
-    def _make(self, positions: Tensor, padding: Tensor | None, window: int | None) -> Any:
+    def _make(self, positions: Tensor, padding: Tensor | None, window: int | None) -> object:
         length, documents = positions.shape[1], documents_of(positions)
         arguments = {
             **self.arguments,

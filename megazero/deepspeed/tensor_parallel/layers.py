@@ -121,7 +121,7 @@ class HeadRows:
 
     def __call__(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[object, ...], dict[str, Any]] | None:
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         """Return the arguments with the slice; None leaves them unchanged."""
         rows = kwargs.get(self.name)
         if rows is None:

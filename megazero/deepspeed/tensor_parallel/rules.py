@@ -79,7 +79,7 @@ class SpecEntry:
         return any(re.match(pattern, f"{path}.weight") for pattern in self.patterns)
 
 
-def _pieces(shape: Sequence[Any] | None, dim: object, kind: Kind) -> int | tuple[int, ...]:
+def _pieces(shape: Sequence[object] | None, dim: object, kind: Kind) -> int | tuple[int, ...]:
     """Return the number or the widths of the pieces of a weight viewed as `shape` and sliced along `dim`."""
     if shape is None:
         return 1

@@ -75,7 +75,7 @@ def empty_cache() -> None:
 
 
 def move_to_device(
-    item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None
+    item: Any, device: torch.device | str, criterion_func: Callable[[object], bool] | None = None
 ) -> Any:
     """Move tensors in nested lists, tuples and dictionaries to a device.
 
@@ -93,14 +93,14 @@ def move_to_device(
     return item.to(device)
 
 
-def copy_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool]) -> Any:
+def copy_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[object], bool]) -> Any:
     """Copy the tensors that `criterion_func` chooses to a device; returns the same nesting."""
     if criterion_func(item):
         return item.to(device)
     return _mapped(item, lambda part: copy_to_device(part, device, criterion_func))
 
 
-def _mapped(item: Any, change: Callable[[Any], Any]) -> Any:
+def _mapped(item: object, change: Callable[[object], object]) -> object:
     """Apply a function to the items of a collection; other values are returned unchanged."""
     if isinstance(item, dict):
         return {key: change(value) for key, value in item.items()}

@@ -252,7 +252,7 @@ def zero_wrapper_for_fp_tensor_constructor(
     `Init` patches no constructors; the name exists because transformers replaces it while it builds a model.
     """
 
-    def wrapped(*args: Any, **kwargs: Any) -> Tensor:
+    def wrapped(*args: object, **kwargs: object) -> Tensor:
         if kwargs.get("device") is None and target_device is not None:
             kwargs["device"] = target_device
         made = fn(*args, **kwargs)

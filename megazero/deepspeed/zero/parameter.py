@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from enum import Enum
 from itertools import count
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -124,7 +124,7 @@ class ZeroParameter(nn.Parameter):
         """The number of padding elements in the last rank's slice."""
         return max(0, int(self.__dict__["ds_slice"]) * holder_of(self).group.size - self.numel())
 
-    def ds_summary(self) -> dict[str, Any]:
+    def ds_summary(self) -> dict[str, object]:
         """The attributes as plain values, for messages."""
         facts = self.__dict__
         return {

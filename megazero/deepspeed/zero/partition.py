@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -213,7 +213,7 @@ class Partition(ShardHolder):
         mark(param, self.group, ShardedParameter, slice_size=self.shard.numel())
 
 
-def _copy(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+def _copy(param: nn.Parameter, memo: dict[int, object]) -> nn.Parameter:
     """Copy a sharded parameter with its slice; the `__deepcopy__` of such a parameter."""
     source = partition_of(param)
     assert source is not None, "only sharded parameters have this `__deepcopy__`"

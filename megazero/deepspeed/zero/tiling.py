@@ -42,7 +42,7 @@ class TiledLinear(nn.Module):
         combine_out_splits: bool = True,
         linear_cls: Callable[..., nn.Module] = nn.Linear,
         init_linear: nn.Linear | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ):
         super().__init__()
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias

@@ -64,7 +64,7 @@ class _InferenceSection(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=True, arbitrary_types_allowed=True)
     _plain = model_validator(mode="before")(plain_paths)
 
-    def dict(self, **kwargs: Any) -> dict[str, Any]:
+    def dict(self, **kwargs: Any) -> dict[str, object]:
         """Return the values by key."""
         return self.model_dump(**kwargs)
 
@@ -209,7 +209,7 @@ def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def read_config(config: object, arguments: Mapping[str, Any]) -> DeepSpeedInferenceConfig:
+def read_config(config: object, arguments: Mapping[str, object]) -> DeepSpeedInferenceConfig:
     """Read a configuration and add keyword arguments to it.
 
     Args:
@@ -285,6 +285,6 @@ def _refuse(config: DeepSpeedInferenceConfig) -> None:
         )
 
 
-def default_inference_config() -> dict[str, Any]:
+def default_inference_config() -> dict[str, object]:
     """Return the default of every key."""
     return DeepSpeedInferenceConfig().model_dump()

@@ -38,7 +38,7 @@ class InferenceEngine(nn.Module):
         config: DeepSpeedInferenceConfig,
         context: ParallelContext | None,
         injected: dict[str, int],
-        generate: Callable[..., Any] | None,
+        generate: Callable[..., object] | None,
     ):
         super().__init__()
         self.module = model
@@ -108,7 +108,7 @@ class InferenceEngine(nn.Module):
         times, self._times = self._times, []
         return times
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
+    def compile(self, *args: object, **kwargs: Any) -> None:
         """Compile the module by `nn.Module.compile`; `compile_kwargs` are further keyword arguments."""
         self.module.compile(*args, **{**kwargs.pop("compile_kwargs", {}), **kwargs})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from megazero.mpu.context import ParallelContext, solo_context
 from megazero.mpu.launch import Launch, choose_device
 
 
-def init_inference(model: nn.Module, config: object = None, **kwargs: Any) -> InferenceEngine:
+def init_inference(model: nn.Module, config: object = None, **kwargs: object) -> InferenceEngine:
     """Prepare a model for inference: sliced over ranks, on its device and in its dtype.
 
     Adjacent ranks share one copy of the model; a larger world holds several copies.
@@ -60,7 +59,7 @@ def init_inference(model: nn.Module, config: object = None, **kwargs: Any) -> In
         quantize(model, dtype, read.quant.weight.q_groups)
     model.to(device).eval()
     synchronise(context.tp, context.device)
-    generate: Callable[..., Any] | None = own.generate if own else getattr(model, "generate", None)
+    generate: Callable[..., object] | None = own.generate if own else getattr(model, "generate", None)
     sliced = context if context.tp.size > 1 else None
     return InferenceEngine(model, read, sliced, dict(injected), generate)
 
