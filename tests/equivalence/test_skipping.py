@@ -57,6 +57,7 @@ def check(records: list[Record], layout: Layout, name: str) -> None:
 
 
 LAYOUTS = [
+    (Layout(layers=4, cp=2, shape="llama", micro_batch=2, dropout=0.1), "inner"),
     (Layout(layers=4, tp=2, sequence_parallel=True, dropout=0.1, micro_batch=2), "all"),
     (Layout(layers=4, tp=4, sequence_parallel=True, shape="llama", recompute="full"), "growing"),
     (Layout(layers=4, tp=2, dp=2, zero=3, shape="llama", recompute="selective"), "layers"),
