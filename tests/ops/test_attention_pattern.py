@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megazero.ops.attention import ALL, BlockLayout, Part, Pattern, Slopes, attention
+from megazero.ops.attention import ALL, CAUSAL, BlockLayout, Part, Pattern, Slopes, attention
 from tests.ops.lse import attention_with_lse
 
 CPU = torch.device("cpu")
@@ -52,3 +52,10 @@ def test_a_call_with_places_is_a_slice_of_the_whole(pattern):
     weights = torch.softmax(torch.stack([lse1, lse2]), 0).permute(0, 3, 1, 2).unsqueeze(-1)
     merged = weights[0] * out1.view(4, 2, 4, 8) + weights[1] * out2.view(4, 2, 4, 8)
     assert torch.allclose(merged.flatten(2), whole[4:8], atol=1e-6)
+
+
+def test_kernels_of_windows_are_told_what_is_more_than_one():
+    blocks = BlockLayout(torch.ones(1, 1, 1, dtype=torch.bool), 16)
+    assert not any(pattern.special for pattern in (ALL, CAUSAL, Pattern((3, 0))))
+    more = Pattern((3, 0), sinks=1), Pattern((3, 0), prefix=1), Pattern(layout=blocks)
+    assert all(pattern.special for pattern in more)
