@@ -27,5 +27,5 @@ def __dir__() -> list[str]:
     return [*globals(), *dir(_names()), "moe", "zero"]
 
 
-def _names() -> Any:
+def _names() -> object:
     return import_module("megazero.deepspeed.surface").TOP

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
 
-def through_door(room: str, name: str, annex: str, *names: str) -> Any:
+def through_door(room: str, name: str, annex: str, *names: str) -> object:
     """Look up an annex's name for a module's `__getattr__` (PEP 562), importing the annex now.
 
     Args:

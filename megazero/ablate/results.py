@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from megazero.ablate.sizes import ModelSize
 from megazero.ablate.trial import Trial, records
@@ -58,7 +57,7 @@ class RunResult:
         """The evaluation at the end of the training."""
         return self.curve[-1]
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """The result as a JSON object."""
         facts = asdict(self)
         curve, size = facts.pop("curve"), facts.pop("size")

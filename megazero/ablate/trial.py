@@ -88,7 +88,7 @@ class Trial:
             for name in _CHARTS
             if (folder := getattr(config.logging, name)) is not None
         }
-        changes: dict[str, dict[str, Any]] = {
+        changes: dict[str, dict[str, object]] = {
             "training": {"seed": self.seed},
             "checkpoint": {"save": saved, "load": saved, "save_interval": interval, "keep_last": last},
             "logging": {"metrics_jsonl": str(self.metrics), **charts},
@@ -154,7 +154,7 @@ def fingerprint(config: Config, ranks: int, teacher: str = "") -> str:
         ranks: the number of processes.
         teacher: the teacher's fingerprint; empty without a teacher.
     """
-    neutral: dict[str, dict[str, Any]] = {"training": {"seed": 0}, "data": {"data_cache_path": None}}
+    neutral: dict[str, dict[str, object]] = {"training": {"seed": 0}, "data": {"data_cache_path": None}}
     for section in ("data", "tokenizer"):
         values = {name: getattr(getattr(config, section), name) for name in names_with(Role.FILE, section)}
         neutral.setdefault(section, {}).update({name: _described(value) for name, value in values.items()})
@@ -173,18 +173,16 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
-def _changed(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
+def _changed(config: Config, changes: dict[str, dict[str, object]]) -> Config:
     sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
     return config.model_copy(update=sections)
 
 
-def _described(value: Any) -> Any:
+def _described(value: object) -> object:
     """Replace paths of files and of datasets by names and sizes; keep other values."""
     if isinstance(value, tuple):
         return tuple(map(_described, value))
-    if value is None:
-        return None
-    for path in (Path(value), Path(f"{value}.bin")):
+    for path in (Path(value), Path(f"{value}.bin")) if isinstance(value, (str, Path)) else ():
         if path.is_file():
             return f"{path.name}, {path.stat().st_size} bytes"
     return value

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.manifest import LARGEST, STATE, json_object
@@ -112,7 +111,7 @@ class Candidates:
     remarks: tuple[str, ...] = ()
     states: Mapping[Path, bytes] = field(default_factory=dict)
 
-    def facts(self, folder: Path) -> dict[str, Any]:
+    def facts(self, folder: Path) -> dict[str, object]:
         """A candidate's ``state.json``, before anything else of the checkpoint is checked.
 
         Raises:

@@ -264,7 +264,7 @@ def parse(model: type[_Model], data: bytes, path: Path) -> _Model:
         ) from None
 
 
-def json_object(data: bytes, path: Path) -> dict[str, Any]:
+def json_object(data: bytes, path: Path) -> dict[str, object]:
     """Parse a JSON object without equal keys; `path` is for messages.
 
     Raises:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
@@ -64,7 +63,7 @@ def encode_header(
         ValueError: a name occurs twice or is reserved, a dtype has no name in the format, or the header is
             too large.
     """
-    content: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    content: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
     offset = 0
     for name, dtype, shape in tensors:
         if name == _METADATA or name in content:
@@ -140,7 +139,7 @@ def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
 
 
-def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """An `object_pairs_hook` for `json.loads`, which itself would silently take the last of equal keys.
 
     Raises:

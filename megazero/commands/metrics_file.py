@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megazero.errors import DataError, MegazeroError
 from megazero.regular_file import read_regular_text
@@ -17,7 +17,7 @@ def read_metrics(
     path: Path,
     name: str,
     needs: str,
-    read: Callable[[dict[str, Any]], T],
+    read: Callable[[dict[str, object]], T],
     refusal: type[MegazeroError] = DataError,
 ) -> list[T]:
     """Parse each line of a file of metrics by `read`, except an incomplete last line.

@@ -67,7 +67,7 @@ def _profile(flags: argparse.Namespace) -> None:
         print(f"written: {flags.output}; use it with `megazero plan --device {flags.output}`")
 
 
-def measured_here(launch: Launch, torch_device: torch.device) -> dict[str, Any]:
+def measured_here(launch: Launch, torch_device: torch.device) -> dict[str, object]:
     """Measure together with the other ranks of `launch`; returns `MachineMeasurements` as a dict."""
     ranks = tuple(range(launch.world_size))
     alone = launch.world_size == 1
@@ -75,7 +75,7 @@ def measured_here(launch: Launch, torch_device: torch.device) -> dict[str, Any]:
     return asdict(measure(world, torch_device, MeasuredSizes.of(torch_device)))
 
 
-def document(measured: MachineMeasurements, like: Device, ranks: int, kind: str) -> dict[str, Any]:
+def document(measured: MachineMeasurements, like: Device, ranks: int, kind: str) -> dict[str, object]:
     """The measured device's document; it has the figures of `like` for what was not measured."""
     document = like.document()
     rows: Mapping[str, Any] = measured.compute["matmul_mnk_tflop_per_s"]

@@ -56,7 +56,7 @@ def run_tasks(work: Callable[[_Task], _Result], tasks: Iterable[_Task], processe
             pipe.close()
 
 
-def _serve(pipe: Connection, work: Callable[[Any], object]) -> None:
+def _serve(pipe: Connection, work: Callable[[object], object]) -> None:
     """Run tasks from `pipe` until its other end closes."""
     while True:
         (task,) = pipe.recv()

@@ -233,7 +233,7 @@ def hosts_report(hosts: Hosts) -> str:
     return printable("\n".join(lines))
 
 
-def hosts_document(hosts: Hosts) -> dict[str, Any]:
+def hosts_document(hosts: Hosts) -> dict[str, object]:
     """The report as a JSON object."""
     differing = [vars(problem) for problem in differences(hosts.documents)]
     return {"hosts": {**hosts.documents}, "unreachable": {**hosts.unreachable}, "differences": differing}

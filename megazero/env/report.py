@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from typing import Any
 
 from megazero.env.facts import Environment, OperatorRow
 from megazero.env.node import GPU_COLUMNS, UNLIMITED, GpuState
@@ -12,7 +11,7 @@ from megazero.env.problems import find_problems
 from megazero.train.observe.host import giga
 
 
-def document(env: Environment) -> dict[str, Any]:
+def document(env: Environment) -> dict[str, object]:
     """All facts and problems as a JSON object."""
     return {**asdict(env), "problems": [asdict(problem) for problem in find_problems(env)]}
 

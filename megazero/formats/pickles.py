@@ -105,7 +105,7 @@ def load_pickle(
     inert: Iterable[str] = (),
     known: Iterable[SafeGlobal] = (),
     remedy: str = "if it is a class whose objects are not needed, add `--inert-class {}`",
-) -> Any:
+) -> object:
     """Return the object in a file of `torch.save`; tensors are memory-mapped where the format allows it.
 
     Args:

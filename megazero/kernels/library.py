@@ -42,7 +42,7 @@ class KernelLibrary:
         self.path = path
         self._library = ctypes.CDLL(str(path))
         self._library.megazero_cuda_error_text.restype = ctypes.c_char_p
-        self._functions: dict[str, Any] = {}
+        self._functions: dict[str, object] = {}
         self._sizes: dict[tuple[object, ...], int] = {}
         self._made: dict[object, Any] = {}
 
@@ -64,7 +64,7 @@ class KernelLibrary:
         """
         function = self._functions.get(name) or self._function(name)
         devices: set[int] = set()
-        values: list[Any] = []
+        values: list[object] = []
         for argument in arguments:
             kind = type(argument)
             if kind in _AS_THEY_ARE:

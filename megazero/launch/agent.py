@@ -261,7 +261,7 @@ def run_to_the_end(part: Coroutine[Any, Any, int]) -> int:
     return asyncio.run(whole())
 
 
-def facts_of_host() -> dict[str, Any]:
+def facts_of_host() -> dict[str, object]:
     """The host's name, the id of its boot, and addresses at which others may reach it."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     addresses = os.environ.get("SSH_CONNECTION", "").split()[2:3]  # the address that ssh has reached

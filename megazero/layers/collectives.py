@@ -6,14 +6,14 @@ and of sequence parallelism (Korthikanti et al. 2022).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd.function import Function, FunctionCtx
 
 from megazero.mpu.group import Group
-from megazero.ops.autograd import Gradients, apply
+from megazero.ops.autograd import Context, Gradients, apply
+
+_Ctx = Context[tuple[Group, list[int], list[int]]]
 
 
 def gather_rows(x: Tensor, group: Group) -> Tensor:
@@ -50,7 +50,7 @@ def _own(x: Tensor, *, given_away: bool) -> Tensor:
 
 class _ReduceFromSlices(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, given_away: bool) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, group: Group, given_away: bool) -> Tensor:
         # Of a view autograd would rewrite the history, which costs more than the copy.
         total = _own(x, given_away=given_away and not x._is_view())
         if total is x:
@@ -60,88 +60,91 @@ class _ReduceFromSlices(Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> Gradients:
         return grad, None, None
 
 
 class _ReduceScatterSequence(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Context[Group], x: Tensor, group: Group) -> Tensor:
+        ctx.kept = group
         return reduce_scatter_rows(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        return gather_rows(grad, ctx.group), None
+    def backward(ctx: Context[Group], grad: Tensor) -> Gradients:
+        return gather_rows(grad, ctx.kept), None
 
 
 class _GatherSequence(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Context[Group], x: Tensor, group: Group) -> Tensor:
+        ctx.kept = group
         return gather_rows(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        return own_rows(grad, ctx.group).contiguous(), None
+    def backward(ctx: Context[Group], grad: Tensor) -> Gradients:
+        return own_rows(grad, ctx.kept).contiguous(), None
 
 
 class _GatherForParts(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Context[Group], x: Tensor, group: Group) -> Tensor:
+        ctx.kept = group
         return gather_rows(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        return reduce_scatter_rows(grad, ctx.group), None
+    def backward(ctx: Context[Group], grad: Tensor) -> Gradients:
+        return reduce_scatter_rows(grad, ctx.kept), None
 
 
 class _ShareForParts(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, given_away: bool) -> Tensor:
-        ctx.group, ctx.given_away = group, given_away
+    def forward(ctx: Context[tuple[Group, bool]], x: Tensor, group: Group, given_away: bool) -> Tensor:
+        ctx.kept = group, given_away
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        total = _own(grad, given_away=ctx.given_away)
-        ctx.group.all_reduce(total).wait()
+    def backward(ctx: Context[tuple[Group, bool]], grad: Tensor) -> Gradients:
+        group, given_away = ctx.kept
+        total = _own(grad, given_away=given_away)
+        group.all_reduce(total).wait()
         return total, None, None
 
 
 class _SplitRows(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Context[Group], x: Tensor, group: Group) -> Tensor:
+        ctx.kept = group
         return own_rows(x, group).clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        return gather_rows(grad, ctx.group), None
+    def backward(ctx: Context[Group], grad: Tensor) -> Gradients:
+        return gather_rows(grad, ctx.kept), None
 
 
 class _ExchangeRows(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, sent: list[int], received: list[int]) -> Tensor:
-        ctx.group, ctx.sent, ctx.received = group, sent, received
+    def forward(ctx: _Ctx, x: Tensor, group: Group, sent: list[int], received: list[int]) -> Tensor:
+        ctx.kept = group, sent, received
         return _all_to_all_rows(x, group, sent, received)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        return _all_to_all_rows(grad, ctx.group, ctx.received, ctx.sent), None, None, None
+    def backward(ctx: _Ctx, grad: Tensor) -> Gradients:
+        group, sent, received = ctx.kept
+        return _all_to_all_rows(grad, group, received, sent), None, None, None
 
 
 class _GatherFeatures(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.width = group, x.shape[-1]
+    def forward(ctx: Context[tuple[Group, int]], x: Tensor, group: Group) -> Tensor:
+        ctx.kept = group, x.shape[-1]
         slices = gather_rows(x.unsqueeze(0), group)
         return torch.cat(list(slices), dim=-1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        return grad.narrow(-1, ctx.group.rank * ctx.width, ctx.width).contiguous(), None
+    def backward(ctx: Context[tuple[Group, int]], grad: Tensor) -> Gradients:
+        group, width = ctx.kept
+        return grad.narrow(-1, group.rank * width, width).contiguous(), None
 
 
 def reduce_from_slices(x: Tensor, group: Group, *, given_away: bool = False) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 _Result = TypeVar("_Result")
 
 
-def computed_again(wanted: bool, function: Callable[..., _Result], *args: Any) -> _Result:
+def computed_again(wanted: bool, function: Callable[..., _Result], *args: object) -> _Result:
     """Return `function(*args)`; if `wanted`, keep only the arguments and compute it again in backward."""
     if not (wanted and torch.is_grad_enabled()):
         return function(*args)
@@ -39,7 +39,7 @@ def saved_as(wanted: bool, x: Tensor, again: Callable[[], Tensor]) -> AbstractCo
 
     forgotten = weakref.ref(x)  # autograd keeps both functions until backward
 
-    def packed(saved: Tensor) -> Any:
+    def packed(saved: Tensor) -> Tensor | tuple[Callable[[], Tensor], torch.Size]:
         x, base = forgotten(), saved._base
         if (
             x is not None
@@ -49,7 +49,7 @@ def saved_as(wanted: bool, x: Tensor, again: Callable[[], Tensor]) -> AbstractCo
             return again, saved.shape
         return saved
 
-    def unpacked(kept: Any) -> Tensor:
+    def unpacked(kept: Tensor | tuple[Callable[[], Tensor], torch.Size]) -> Tensor:
         return kept if isinstance(kept, Tensor) else kept[0]().view(kept[1])
 
     return saved_tensors_hooks(packed, unpacked)

@@ -19,7 +19,7 @@ from megazero.layers.fp8 import products_in_8_bits
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.sums import Sums
 from megazero.layers.transformer import Forward, TransformerLayer, layers_of, use_forward
-from megazero.ops.autograd import Gradients, apply
+from megazero.ops.autograd import Context, Gradients, apply
 
 Work = Callable[[], Sequence[Tensor | None]]
 
@@ -172,12 +172,11 @@ class _LayerGraph:
 class _Replay(Function):
     @staticmethod
     def forward(
-        ctx: Any, graph: _LayerGraph, values: tuple[Tensor, ...], x: Tensor, *params: nn.Parameter
+        ctx: Context[_LayerGraph], graph: _LayerGraph, values: tuple[Tensor, ...], x: Tensor, *params: Tensor
     ) -> Tensor:
-        ctx.graph, ctx.has_grad = graph, x.requires_grad
+        ctx.kept = graph
         return graph.forward(values, x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        grads = ctx.graph.backward(grad)
-        return None, None, *([] if ctx.has_grad else [None]), *grads
+    def backward(ctx: Context[_LayerGraph], grad: Tensor) -> Gradients:
+        return None, None, *([] if ctx.needs_input_grad[2] else [None]), *ctx.kept.backward(grad)

@@ -11,7 +11,6 @@ gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,7 @@ from megazero.mpu.group import DONE, Group, Work
 from megazero.mpu.matrices import Matrices
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.mpu.solo_group import SoloGroup
-from megazero.ops.autograd import Gradients, apply
+from megazero.ops.autograd import Context, Gradients, apply
 from megazero.ops.included import Included, makes_sums
 from megazero.ops.product_sum import Blas, Product
 
@@ -33,29 +32,32 @@ ONE_MATRIX = Matrices()
 """A weight [..., h] whose rows all belong together."""
 
 
+_Defer = Callable[[Tensor, Tensor], None]
+_Ctx = Context[tuple[Group, bool]]
+
+
 class _ColumnLinear(Function):
     """`x @ weight.T + bias`, whose backward communicates while it computes the weight's gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence_parallel: bool
+        ctx: _Ctx, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence_parallel: bool
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.kept = group, sequence_parallel
         # Only this rank's part of the sequence is kept; backward gathers the whole again.
         whole = gather_rows(x, group) if sequence_parallel else x
         return F.linear(whole, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        x, weight = ctx.saved_tensors
-        group: Group = ctx.group
+    def backward(ctx: _Ctx, grad: Tensor) -> Gradients:
+        (x, weight), (group, sequence_parallel) = ctx.saved_tensors, ctx.kept
         whole = x
         gathering: Work = DONE
-        if ctx.sequence_parallel:
+        if sequence_parallel:
             whole = x.new_empty(group.size * x.shape[0], *x.shape[1:])
             gathering = group.all_gather(whole, x.contiguous(), async_op=True)
-        grad_x, reducing = _reduce_input_grad(grad @ weight, group, ctx.sequence_parallel)
+        grad_x, reducing = _reduce_input_grad(grad @ weight, group, sequence_parallel)
         gathering.wait()
         grad_weight = _rows(grad).t() @ _rows(whole)
         grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
@@ -71,24 +73,25 @@ class _InputHalf(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[tuple[Group, bool, _Defer]],
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         group: Group,
         sequence_parallel: bool,
-        defer: Callable[[Tensor, Tensor], None],
+        defer: _Defer,
     ) -> Tensor:
         assert not weight.requires_grad, "the weight half computes this weight's gradient"
-        ctx.defer = defer
-        return _ColumnLinear.forward(ctx, x, weight, bias, group, sequence_parallel)
+        ctx.save_for_backward(x, weight)
+        ctx.kept = group, sequence_parallel, defer
+        return F.linear(gather_rows(x, group) if sequence_parallel else x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        x, weight = ctx.saved_tensors
-        grad_x, reducing = _reduce_input_grad(grad @ weight, ctx.group, ctx.sequence_parallel)
+    def backward(ctx: Context[tuple[Group, bool, _Defer]], grad: Tensor) -> Gradients:
+        (x, weight), (group, sequence_parallel, defer) = ctx.saved_tensors, ctx.kept
+        grad_x, reducing = _reduce_input_grad(grad @ weight, group, sequence_parallel)
         # Detached, because `x` would otherwise keep the graph that made it.
-        ctx.defer(x.detach(), grad.detach())
+        defer(x.detach(), grad.detach())
         grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
         reducing.wait()
         return grad_x, None, grad_bias, None, None, None

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function, FunctionCtx, once_differentiable
 
-from megazero.ops.autograd import Gradients, apply
+from megazero.ops.autograd import Context, Gradients, apply
 from megazero.ops.chunks import compute_dtype
 
 OfRows = Callable[[Tensor], Tensor]
+_Ctx = Context[tuple[Any, OfRows, int, tuple[Tensor, ...]]]
 
 
 def tile_size(x: Tensor, tiles: int) -> int:
@@ -42,12 +43,12 @@ class _Kept(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> Gradients:
         return (grad,)
 
 
@@ -55,25 +56,26 @@ class _Tiled(Function):
     """`of_rows` of x [s, ...] by tiles. `keeper` saves x, or this does if it is None."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, keeper: Any, of_rows: OfRows, size: int, *params: Tensor) -> Tensor:
+    def forward(ctx: _Ctx, x: Tensor, keeper: object, of_rows: OfRows, size: int, *params: Tensor) -> Tensor:
         if keeper is None:
             ctx.save_for_backward(x)
-        ctx.keeper, ctx.of_rows, ctx.size, ctx.params = keeper, of_rows, size, params
+        ctx.kept = keeper, of_rows, size, params
         return _in_tiles(x, of_rows, size)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        (x,) = (ctx.keeper or ctx).saved_tensors
+    def backward(ctx: _Ctx, grad: Tensor) -> Gradients:
+        keeper, of_rows, size, own = ctx.kept
+        (x,) = (keeper or ctx).saved_tensors
         wants_x, _, _, _, *wants = ctx.needs_input_grad
-        params = [param for param, wanted in zip(ctx.params, wants, strict=True) if wanted]
+        params = [param for param, wanted in zip(own, wants, strict=True) if wanted]
         grad_x = torch.empty_like(x) if wants_x else None
         sums: list[Tensor] = []
         first = 0
-        for rows, grad_rows in zip(tiles_of(x, ctx.size), tiles_of(grad, ctx.size), strict=True):
+        for rows, grad_rows in zip(tiles_of(x, size), tiles_of(grad, size), strict=True):
             rows = rows.detach().requires_grad_(wants_x)
             with torch.enable_grad():
-                out = ctx.of_rows(rows)
+                out = of_rows(rows)
             # Not `backward`: hooks of a parameter must see the sum over tiles.
             made = list(torch.autograd.grad(out, [*params, *([rows] if wants_x else [])], grad_rows))
             if grad_x is not None:

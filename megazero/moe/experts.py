@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -14,7 +13,7 @@ from megazero.layers.inputs import Deferred
 from megazero.layers.placement import Placement
 from megazero.mpu.matrices import Matrices
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
-from megazero.ops.autograd import Gradients, apply
+from megazero.ops.autograd import Context, Gradients, apply
 from megazero.ops.grouped_linear import (
     Groups,
     add_by_group,
@@ -26,6 +25,7 @@ from megazero.ops.grouped_linear import (
 from megazero.spec.parts import MlpSpec
 
 _Defer = Callable[[Tensor, Tensor], None]
+_Ctx = Context[tuple[Groups, _Defer | None, bool]]
 """Saves a product's input and output gradient, from which the weight's gradient is computed later."""
 
 
@@ -34,28 +34,28 @@ class _GroupedLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, defer: _Defer | None
+        ctx: _Ctx, x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, defer: _Defer | None
     ) -> Tensor:
         assert defer is None or not weight.requires_grad, "a deferred weight must be detached"
         ctx.save_for_backward(x, weight)
-        ctx.groups, ctx.defer, ctx.has_bias = groups, defer, bias is not None
+        ctx.kept = groups, defer, bias is not None
         y = grouped_linear(x, weight, groups)
         if bias is not None:
             add_by_group(y, bias, groups)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: _Ctx, grad: Tensor) -> Gradients:
+        (x, weight), (groups, defer, has_bias) = ctx.saved_tensors, ctx.kept
         grad = grad.contiguous()
-        grad_x = grouped_linear(grad, weight.transpose(1, 2), ctx.groups)
+        grad_x = grouped_linear(grad, weight.transpose(1, 2), groups)
         grad_weight = grad_bias = None
-        if ctx.defer is None:
-            grad_weight = grouped_outer(grad, x, ctx.groups)
+        if defer is None:
+            grad_weight = grouped_outer(grad, x, groups)
         else:
-            ctx.defer(x.detach(), grad.detach())
-        if ctx.has_bias:
-            grad_bias = sums_by_group(grad, ctx.groups)
+            defer(x.detach(), grad.detach())
+        if has_bias:
+            grad_bias = sums_by_group(grad, groups)
         return grad_x, grad_weight, grad_bias, None, None
 
 

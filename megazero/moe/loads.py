@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +59,7 @@ class RouterLoads:
                 router.bias.add_(missing.sign(), alpha=router.spec.bias_rate)
         return dict(zip(names, parts, strict=True))
 
-    def report(self, tokens: Mapping[str, Tensor]) -> list[dict[str, Any]] | None:
+    def report(self, tokens: Mapping[str, Tensor]) -> list[dict[str, object]] | None:
         """Gather the choices of each expert from all stages; None without experts. Every rank calls this.
 
         Args:

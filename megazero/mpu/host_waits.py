@@ -72,7 +72,7 @@ class HostWaits(TorchDispatchMode):
         TorchDispatchMode.__enter__(self)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         TorchDispatchMode.__exit__(self, *error)
         TorchFunctionMode.__exit__(self._methods, *error)
 
@@ -81,8 +81,8 @@ class HostWaits(TorchDispatchMode):
         func: torch._ops.OpOverload[..., Any],
         types: Sequence[type],
         args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         name = func.overloadpacket.__name__
         if name in _READS:
             self.add(_READS[name])
@@ -121,7 +121,7 @@ class _Methods(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,

@@ -66,14 +66,14 @@ def fold_values(
     return value
 
 
-def _send(group: Group, value: Any, peer: int, device: torch.device | str) -> None:
+def _send(group: Group, value: object, peer: int, device: torch.device | str) -> None:
     data = _encoded(value, device)
     for tensor in (torch.tensor([data.numel()], device=device), data):
         for work in group.exchange([Transfer("send", tensor, peer)]):
             work.wait()
 
 
-def _receive(group: Group, peer: int, device: torch.device | str) -> Any:
+def _receive(group: Group, peer: int, device: torch.device | str) -> object:
     length = torch.zeros(1, dtype=torch.int64, device=device)
     for work in group.exchange([Transfer("recv", length, peer)]):
         work.wait()
@@ -83,11 +83,11 @@ def _receive(group: Group, peer: int, device: torch.device | str) -> Any:
     return _decoded(data)
 
 
-def _encoded(value: Any, device: torch.device | str) -> Tensor:
+def _encoded(value: object, device: torch.device | str) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
 
 
-def _decoded(data: Tensor) -> Any:
+def _decoded(data: Tensor) -> object:
     return json.loads(data.cpu().numpy().tobytes())
 
 

@@ -31,14 +31,14 @@ class _Round:
 
     def __init__(self, size: int):
         self.calls: list[str] = [""] * size
-        self.brought: list[Any] = [None] * size
+        self.brought: list[object] = [None] * size
         self.arrived = 0
         self.waiting: list[Ticket] = []
-        self.results: Sequence[Any] | None = None
+        self.results: Sequence[object] | None = None
         self.difference: list[str] | None = None
         self.error: Exception | None = None
 
-    def settle(self, combine: Callable[[list[Any]], Sequence[Any]]) -> None:
+    def settle(self, combine: Callable[[list[object]], Sequence[object]]) -> None:
         """Compute everyone's result while the other members sleep, so that nobody changes the inputs."""
         if any(call != self.calls[0] for call in self.calls):
             self.difference = self.calls
@@ -74,7 +74,7 @@ class ThreadMeeting:
             ticket.call()
 
     def gather(
-        self, rank: int, call: str, brought: Any, combine: Callable[[list[Any]], Sequence[Any]]
+        self, rank: int, call: str, brought: object, combine: Callable[[list[object]], Sequence[object]]
     ) -> _Round | None:
         """Join this round as member `rank`; returns it once all have joined, or None if they did not.
 

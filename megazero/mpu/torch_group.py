@@ -105,9 +105,9 @@ class TorchGroup(Group):
         """
         self.process_group = None
 
-    def _call(self, what: str, collective: Callable[..., Work | None], *args: Any, **kwargs: Any) -> Work:
+    def _call(self, what: str, collective: Callable[..., Work | None], *args: object, **more: object) -> Work:
         try:
-            work = collective(*args, group=self.process_group, **kwargs)
+            work = collective(*args, group=self.process_group, **more)
         except (RuntimeError, ValueError) as error:
             raise self._failure(what, error) from error
         return DONE if work is None else work
@@ -225,7 +225,7 @@ def _unbound_world() -> Iterator[None]:
         world.bound_device_id = device
 
 
-def _stream_options(timeout: timedelta) -> Any:
+def _stream_options(timeout: timedelta) -> object:
     """NCCL's options with a stream of high priority; a torch without NCCL has none, and no use for them."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout  # torch warns of one that differs from the call's

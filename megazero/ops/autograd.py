@@ -13,9 +13,24 @@ from torch import Tensor
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 _Result_co = TypeVar("_Result_co", covariant=True)
+_Kept = TypeVar("_Kept")
 
 # The results of a backward: a gradient for each argument of forward, None for one that has none.
 Gradients = tuple[Tensor | None, ...]
+
+
+class Context(Protocol[_Kept]):
+    """The context of a Function: tensors that forward leaves for backward, and in `kept` the rest."""
+
+    kept: _Kept
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Set `saved_tensors`."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Say whether backward gets zeros for a result without a gradient, instead of None."""
 
 
 class Differentiable(Protocol[_P, _Result_co]):
@@ -26,7 +41,7 @@ class Differentiable(Protocol[_P, _Result_co]):
         """Compute the result, and leave on `ctx` what backward needs."""
 
     @classmethod
-    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+    def apply(cls, *args: object, **kwargs: object) -> Any:
         """Run forward and record it for backward."""
 
 
@@ -49,7 +64,7 @@ def once_differentiable(backward: Callable[..., _Result]) -> Callable[..., _Resu
     marked = torch.autograd.function.once_differentiable(backward)
 
     @wraps(backward)
-    def run(ctx: Any, *grads: Tensor | None) -> _Result:
+    def run(ctx: object, *grads: Tensor | None) -> _Result:
         return (marked if torch.is_grad_enabled() else backward)(ctx, *grads)
 
     return run
@@ -72,15 +87,15 @@ class Activation(torch.autograd.Function):
     """An activation by a kernel, which saves one tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kernel: ActivationKernel) -> Tensor:
+    def forward(ctx: Context[ActivationKernel], x: Tensor, kernel: ActivationKernel) -> Tensor:
         """The result."""
         y, kept = kernel.forward(x.contiguous())
         ctx.save_for_backward(kept)
-        ctx.kernel = kernel
+        ctx.kept = kernel
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
+    def backward(ctx: Context[ActivationKernel], grad: Tensor) -> Gradients:
         """The gradient of x."""
-        return ctx.kernel.backward(*ctx.saved_tensors, grad.contiguous()), None
+        return ctx.kept.backward(ctx.saved_tensors[0], grad.contiguous()), None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megazero.kernels.library import KernelLibrary
-from megazero.ops.autograd import Gradients, apply, once_differentiable
+from megazero.ops.autograd import Context, Gradients, apply, once_differentiable
 from megazero.ops.chunks import compute_dtype, row_chunks
 from megazero.ops.counter_random import KeepRows, keep_columns, keep_multiplier
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
@@ -102,7 +102,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[tuple[Dropout | None, Tensor | None, DropoutKernel, _Shape, bool]],
         x: Tensor,
         bias: Tensor | None,
         residual: Tensor,
@@ -115,20 +115,22 @@ class _BiasDropoutAdd(torch.autograd.Function):
         counters = None if owner is None or kernel.counters is None else kernel.counters(x)
         ctx.save_for_backward(row_keys)
         # Not saved: who computes a layer again stops at its last saved tensor, and would come as far as this.
-        ctx.counters = counters
-        ctx.dropout, ctx.kernel, ctx.included = dropout, kernel, included is not None
-        ctx.shape = _Shape(x.dtype, None if owner is None else owner.dtype)
+        shape = _Shape(x.dtype, None if owner is None else owner.dtype)
+        ctx.kept = dropout, counters, kernel, shape, included is not None
         wide_bias = None if bias is None else bias.to(compute_dtype(x.dtype)).contiguous()
         keys = _Keys(dropout, row_keys, counters)
         return kernel.forward(x.contiguous(), wide_bias, residual.contiguous(), keys)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        keys = _Keys(ctx.dropout, ctx.saved_tensors[0], ctx.counters)
-        grad_x, summed = ctx.kernel.backward(grad.contiguous(), keys, ctx.shape)
-        summed = None if summed is None else summed.to(ctx.shape.bias)
-        of_bias, of_included = (None, summed) if ctx.included else (summed, None)
+    def backward(
+        ctx: Context[tuple[Dropout | None, Tensor | None, DropoutKernel, _Shape, bool]], grad: Tensor
+    ) -> Gradients:
+        dropout, counters, kernel, shape, included = ctx.kept
+        keys = _Keys(dropout, ctx.saved_tensors[0], counters)
+        grad_x, summed = kernel.backward(grad.contiguous(), keys, shape)
+        summed = None if summed is None else summed.to(shape.bias)
+        of_bias, of_included = (None, summed) if included else (summed, None)
         return grad_x, of_bias, grad, None, None, None, of_included
 
 

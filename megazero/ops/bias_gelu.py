@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.kernels.library import KernelLibrary
-from megazero.ops.autograd import Gradients, apply, once_differentiable
+from megazero.ops.autograd import Context, Gradients, apply, once_differentiable
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
 from megazero.ops.dispatch import CallFacts, Implementation, Operator, kinds_of_calls
@@ -59,25 +58,29 @@ class GeluKernel:
     backward: Callable[[Tensor, Tensor | None, Tensor | None, Tensor], tuple[Tensor, Tensor | None]]
 
 
+_Ctx = Context[tuple[GeluKernel, bool]]
+
+
 class _BiasGELU(torch.autograd.Function):
     """The activation, which saves only its inputs. A bias is added to x, or x contains it already."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, kernel: GeluKernel, included: Tensor | None = None
+        ctx: _Ctx, x: Tensor, bias: Tensor | None, kernel: GeluKernel, included: Tensor | None = None
     ) -> Tensor:
         x = x.contiguous()
         wide_bias = None if bias is None else bias.float().contiguous()
         y, needed = kernel.forward(x, wide_bias, bias is not None or included is not None)
         ctx.save_for_backward(x, wide_bias, needed)
-        ctx.kernel, ctx.included = kernel, included is not None
+        ctx.kept = kernel, included is not None
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        grad_x, summed = ctx.kernel.backward(*ctx.saved_tensors, grad.contiguous())
-        return (grad_x, None, None, summed) if ctx.included else (grad_x, summed, None, None)
+    def backward(ctx: _Ctx, grad: Tensor) -> Gradients:
+        (x, bias, needed), (kernel, included) = ctx.saved_tensors, ctx.kept
+        grad_x, summed = kernel.backward(x, bias, needed, grad.contiguous())
+        return (grad_x, None, None, summed) if included else (grad_x, summed, None, None)
 
 
 def _native_forward(x: Tensor, bias: Tensor | None, sums: bool) -> tuple[Tensor, None]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.kernels.library import KernelLibrary
-from megazero.ops.autograd import Gradients, apply, once_differentiable
+from megazero.ops.autograd import Context, Gradients, apply, once_differentiable
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.ops.example import Example, Traffic
@@ -19,6 +18,7 @@ from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
 
 # (source [n, h] or None for zeros, numbers [m], otherwise [m, h] or None for zeros, like) -> out [m, h]
 _Copy = Callable[[Tensor | None, Tensor, Tensor | None, Tensor], Tensor]
+_Ctx = Context[tuple[_Copy, bool]]
 
 
 def chosen_rows_reference(
@@ -34,19 +34,19 @@ class _ChosenRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, copy: _Copy, source: Tensor, numbers: Tensor, inverse: Tensor, otherwise: Tensor | None
+        ctx: _Ctx, copy: _Copy, source: Tensor, numbers: Tensor, inverse: Tensor, otherwise: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(numbers, inverse)
-        ctx.copy, ctx.has_rest = copy, otherwise is not None
+        ctx.kept = copy, otherwise is not None
         return copy(source, numbers, otherwise, source)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        numbers, inverse = ctx.saved_tensors
+    def backward(ctx: _Ctx, grad: Tensor) -> Gradients:
+        (numbers, inverse), (copy, has_rest) = ctx.saved_tensors, ctx.kept
         grad = grad.contiguous()
-        of_rest = ctx.copy(None, numbers, grad, grad) if ctx.has_rest else None
-        return None, ctx.copy(grad, inverse, None, grad), None, None, of_rest
+        of_rest = copy(None, numbers, grad, grad) if has_rest else None
+        return None, copy(grad, inverse, None, grad), None, None, of_rest
 
 
 def _copied_natively(

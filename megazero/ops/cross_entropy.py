@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megazero.kernels.library import KernelLibrary
-from megazero.ops.autograd import Gradients, apply, once_differentiable
+from megazero.ops.autograd import Context, Gradients, apply, once_differentiable
 from megazero.ops.chunks import compute_dtype, row_chunks
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
@@ -80,17 +80,17 @@ class _GatherVocabulary(torch.autograd.Function):
     """Every rank's slice placed in zeros of the full width and summed; backward takes the slice back."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, part: VocabularySlice) -> Tensor:
+    def forward(ctx: Context[slice], logits: Tensor, part: VocabularySlice) -> Tensor:
         width = logits.shape[-1]
-        ctx.slice = slice(part.start, part.start + width)
+        ctx.kept = slice(part.start, part.start + width)
         whole = logits.new_zeros(*logits.shape[:-1], width * part.group.size)
-        whole[..., ctx.slice] = logits
+        whole[..., ctx.kept] = logits
         part.group.all_reduce(whole, op="sum")
         return whole
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        return grad[..., ctx.slice].clone(), None
+    def backward(ctx: Context[slice], grad: Tensor) -> Gradients:
+        return grad[..., ctx.kept].clone(), None
 
 
 def gather_vocabulary(logits: Tensor, part: VocabularySlice) -> Tensor:
@@ -138,7 +138,7 @@ class SlicedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[tuple[SlicePasses, int, bool]],
         logits: Tensor,
         target: Tensor,
         part: VocabularySlice,
@@ -152,20 +152,22 @@ class SlicedCrossEntropy(torch.autograd.Function):
         local = local_targets(target, part.start, columns)
         loss, normalizer = merge_slices(passes.statistics(rows, columns, local), target, part)
         ctx.save_for_backward(logits, local, normalizer)
-        ctx.columns, ctx.passes, ctx.overwrite = columns, passes, overwrite
+        ctx.kept = passes, columns, overwrite
         ctx.set_materialize_grads(False)
         return loss, normalizer.view(target.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_log_z: Tensor | None) -> Gradients:
+    def backward(
+        ctx: Context[tuple[SlicePasses, int, bool]], grad: Tensor | None, grad_log_z: Tensor | None
+    ) -> Gradients:
         """d logits = grad (softmax - one_hot(target)) + grad_log_z softmax, over them if `overwrite`."""
-        logits, local, normalizer = ctx.saved_tensors
+        (logits, local, normalizer), (passes, columns, overwrite) = ctx.saved_tensors, ctx.kept
         rows = logits.reshape(-1, logits.shape[-1]).contiguous()
         grads = RowGradients.of(grad, grad_log_z, normalizer)
-        out = rows if ctx.overwrite else torch.empty_like(rows)
-        grads.of_logits(ctx.passes, rows, ctx.columns, local, normalizer, out)
-        if ctx.overwrite:
+        out = rows if overwrite else torch.empty_like(rows)
+        grads.of_logits(passes, rows, columns, local, normalizer, out)
+        if overwrite:
             # Whoever else saved the logits for backward gets autograd's error instead of the gradient.
             torch.autograd.graph.increment_version(logits)
         return out.view(logits.shape), *[None] * 4

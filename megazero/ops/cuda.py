@@ -99,7 +99,7 @@ def kernel_build() -> str:
     return cuda_kernels().path.stem.split("-")[1] if cuda_built() else "missing"
 
 
-def on_cuda_kernels(dtypes: frozenset[torch.dtype] = CUDA_DTYPES, **own: Any) -> Requirements:
+def on_cuda_kernels(dtypes: frozenset[torch.dtype] = CUDA_DTYPES, **own: object) -> Requirements:
     """The calls that a CUDA kernel of ours handles: in these dtypes, if built; `own` is as in `where`."""
     return where(CUDA, dtypes, cuda_built, **own)
 
@@ -108,7 +108,7 @@ STILL_KERNELS = StillKernels()
 
 
 def planned(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     dtypes: frozenset[torch.dtype] = CUDA_DTYPES,
     *further: Requirement,
     **own: Any,

@@ -25,7 +25,7 @@ FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16}
 TRAINING_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 _Facts = TypeVar("_Facts", bound="CallFacts")
-_Fn = TypeVar("_Fn", bound=Callable[..., Any])  # the signature that all implementations of an operator share
+_Fn = TypeVar("_Fn", bound=Callable[..., object])  # the signature that an operator's implementations share
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class CallFacts:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls: type[_Facts], tensor: Tensor, **own: Any) -> _Facts:
+    def of(cls: type[_Facts], tensor: Tensor, **own: object) -> _Facts:
         """The facts of a call whose first tensor is `tensor`; `own` holds the subclass's fields."""
         return cls(tensor.device.type, tensor.dtype, **own)
 
@@ -99,7 +99,7 @@ def where(
     devices: frozenset[str] | None = None,
     dtypes: frozenset[torch.dtype] | None = None,
     built: Callable[[], bool] = always,
-    **own: Any,
+    **own: object,
 ) -> Requirements:
     """The requirements of an implementation: devices, dtypes (None: any), values of facts, being built."""
     requirements = []
@@ -116,11 +116,11 @@ def where(
     return Requirements(tuple(requirements))
 
 
-def _has(name: str, value: Any) -> Callable[[CallFacts], bool]:
+def _has(name: str, value: object) -> Callable[[CallFacts], bool]:
     return lambda facts: getattr(facts, name) == value
 
 
-def _names(choices: Iterable[Any]) -> str:
+def _names(choices: Iterable[object]) -> str:
     return ", ".join(sorted(map(_text, choices)))
 
 
@@ -238,5 +238,5 @@ def _changes_the_choice(field: str, chosen: dict[CallFacts, str]) -> bool:
     return any(len(alternatives) > 1 for alternatives in names.values())
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return str(value.value if isinstance(value, enum.Enum) else value).removeprefix("torch.")

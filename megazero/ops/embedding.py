@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.kernels.library import KernelLibrary
-from megazero.ops.autograd import Gradients, apply, once_differentiable
+from megazero.ops.autograd import Context, Gradients, apply, once_differentiable
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import FLOATS, CallFacts, Implementation, Operator, where
 from megazero.ops.example import Example, Traffic
 
 # The number of gradients of one row that make a partial sum, before the row's whole sum.
 SEGMENT = 64
+_Ctx = Context[tuple[KernelLibrary, torch.Size, int, int]]
 
 
 def embedding_reference(tokens: Tensor, weight: Tensor, first: int, vocab_size: int) -> Tensor:
@@ -31,7 +31,7 @@ class _CudaEmbedding(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tokens: Tensor, weight: Tensor, first: int, vocab_size: int, kernels: KernelLibrary
+        ctx: _Ctx, tokens: Tensor, weight: Tensor, first: int, vocab_size: int, kernels: KernelLibrary
     ) -> Tensor:
         tokens, weight = tokens.contiguous(), weight.contiguous()
         rows, width = weight.shape
@@ -39,24 +39,23 @@ class _CudaEmbedding(torch.autograd.Function):
         sizes = (tokens.numel(), width * weight.element_size(), first, rows, vocab_size)
         kernels.launch("embedding_forward", *sizes, weight, tokens, out)
         ctx.save_for_backward(tokens)
-        ctx.first, ctx.weight_shape = first, weight.shape
-        ctx.vocab_size, ctx.kernels = vocab_size, kernels
+        ctx.kept = kernels, weight.shape, first, vocab_size
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
+    def backward(ctx: _Ctx, grad: Tensor) -> Gradients:
         (tokens,) = ctx.saved_tensors
-        rows, width = ctx.weight_shape
+        kernels, (rows, width), first, vocab_size = ctx.kept
         grad, count = grad.contiguous(), tokens.numel()
-        local = tokens.reshape(-1) - ctx.first
-        known = min(rows, ctx.vocab_size - ctx.first)
+        local = tokens.reshape(-1) - first
+        known = min(rows, vocab_size - first)
         sorted_rows, order = local.masked_fill((local < 0) | (local >= known), rows).sort(stable=True)
         starts = torch.searchsorted(sorted_rows, torch.arange(rows + 1, device=local.device))
         partials = grad.new_empty(count // SEGMENT, width, dtype=torch.float32)
         grad_weight = grad.new_empty(rows, width)
         tensors = (sorted_rows, order, starts, grad, partials, grad_weight)
-        ctx.kernels.launch("embedding_backward", grad.dtype, count, rows, width, SEGMENT, *tensors)
+        kernels.launch("embedding_backward", grad.dtype, count, rows, width, SEGMENT, *tensors)
         return None, grad_weight, None, None, None
 
 

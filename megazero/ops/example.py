@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +51,7 @@ class Example:
     shapes: tuple[tuple[int, ...], ...]
     call: Callable[..., Results]
     scale: float | tuple[float, ...] = 1.0
-    own: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, object] = field(default_factory=dict)
     slack: float = 1.0
     traffic: Traffic | None = None
 

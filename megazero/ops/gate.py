@@ -6,13 +6,12 @@ import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megazero.kernels.library import KernelLibrary
-from megazero.ops.autograd import Gradients, apply, once_differentiable
+from megazero.ops.autograd import Context, Gradients, apply, once_differentiable
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator, kinds_of_calls
 from megazero.ops.example import Example, Traffic
@@ -20,6 +19,7 @@ from megazero.ops.example import Example, Traffic
 # A warp takes a token, and each of its lanes one choice.
 MOST_CHOSEN = 32
 _TINY = 1e-20
+_Ctx = Context[tuple[KernelLibrary, tuple[int, int, int, int]]]
 
 
 class Gating(enum.Enum):
@@ -61,25 +61,25 @@ class _CudaGate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, chosen: Tensor, gating: Gating, kernels: KernelLibrary
+        ctx: _Ctx, logits: Tensor, chosen: Tensor, gating: Gating, kernels: KernelLibrary
     ) -> tuple[Tensor, Tensor]:
         logits, chosen = logits.contiguous(), chosen.contiguous()
         (n, experts), k = logits.shape, chosen.shape[1]
         probabilities, weights = torch.empty_like(logits), logits.new_empty(n, k)
-        ctx.sizes = (n, experts, k, list(Gating).index(gating))
-        kernels.launch("gate_forward", *ctx.sizes, logits, chosen, probabilities, weights)
+        sizes = (n, experts, k, list(Gating).index(gating))
+        kernels.launch("gate_forward", *sizes, logits, chosen, probabilities, weights)
         ctx.save_for_backward(logits, chosen, probabilities, weights)
         ctx.set_materialize_grads(False)
-        ctx.kernels = kernels
+        ctx.kept = kernels, sizes
         return weights, probabilities
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_weights: Tensor | None, grad_probabilities: Tensor | None) -> Gradients:
-        saved = ctx.saved_tensors
+    def backward(ctx: _Ctx, grad_weights: Tensor | None, grad_probabilities: Tensor | None) -> Gradients:
+        saved, (kernels, sizes) = ctx.saved_tensors, ctx.kept
         grads = (None if g is None else g.contiguous() for g in (grad_probabilities, grad_weights))
         grad_logits = torch.empty_like(saved[0])
-        ctx.kernels.launch("gate_backward", *ctx.sizes, *saved, *grads, grad_logits)
+        kernels.launch("gate_backward", *sizes, *saved, *grads, grad_logits)
         return grad_logits, None, None, None
 
 

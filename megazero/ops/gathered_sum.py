@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.kernels.library import KernelLibrary
-from megazero.ops.autograd import Gradients, apply, once_differentiable
+from megazero.ops.autograd import Context, Gradients, apply, once_differentiable
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
@@ -49,7 +48,7 @@ class _GatheredSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[tuple[SumKernel, bool, torch.dtype | None]],
         kernel: SumKernel,
         rows: Tensor,
         slots: Tensor,
@@ -60,15 +59,15 @@ class _GatheredSum(torch.autograd.Function):
         rows, slots, choice = rows.contiguous(), slots.contiguous(), choice.contiguous()
         wide = None if weights is None else weights.to(compute_dtype(rows.dtype)).contiguous()
         ctx.save_for_backward(rows, slots, choice, wide)
-        ctx.weights_dtype = None if weights is None else weights.dtype
-        ctx.kernel, ctx.whole = kernel, whole
+        ctx.kept = kernel, whole, None if weights is None else weights.dtype
         return kernel.forward(rows, slots, choice, wide, whole)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        grad_rows, grad_weights = ctx.kernel.backward(*ctx.saved_tensors, ctx.whole, grad.contiguous())
-        grad_weights = None if grad_weights is None else grad_weights.to(ctx.weights_dtype)
+    def backward(ctx: Context[tuple[SumKernel, bool, torch.dtype | None]], grad: Tensor) -> Gradients:
+        (rows, slots, choice, wide), (kernel, whole, dtype) = ctx.saved_tensors, ctx.kept
+        grad_rows, grad_weights = kernel.backward(rows, slots, choice, wide, whole, grad.contiguous())
+        grad_weights = None if grad_weights is None else grad_weights.to(dtype)
         return None, grad_rows, None, None, grad_weights, None
 
 

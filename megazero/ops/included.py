@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megazero.ops.autograd import Gradients, apply
+from megazero.ops.autograd import Context, Gradients, apply
 from megazero.ops.cuda import CUDA_DTYPES, cuda_built
 from megazero.ops.dispatch import CallFacts, Implementation
 
@@ -26,13 +26,13 @@ class _Included(torch.autograd.Function):
     """The tensor itself."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-        ctx.dtype = bias.dtype
+    def forward(ctx: Context[torch.dtype], x: Tensor, bias: Tensor) -> Tensor:
+        ctx.kept = bias.dtype
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        return grad, grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.dtype)
+    def backward(ctx: Context[torch.dtype], grad: Tensor) -> Gradients:
+        return grad, grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.kept)
 
 
 def makes_sums(x: Tensor) -> bool:

@@ -9,16 +9,17 @@ logits and two numbers per token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megazero.ops.autograd import Gradients, apply, once_differentiable
+from megazero.ops.autograd import Context, Gradients, apply, once_differentiable
 from megazero.ops.chunks import compute_dtype, row_chunks
 from megazero.ops.cross_entropy import OneRank, VocabularySlice, gather_vocabulary, padded
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.ops.example import Example
+
+_Ctx = Context[tuple[int, torch.Size, float]]
 
 
 def vocab_parallel_kl_divergence_reference(
@@ -36,7 +37,7 @@ def vocab_parallel_kl_divergence_reference(
 class _SlicedDivergence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, teacher: Tensor, part: VocabularySlice, temperature: float
+        ctx: _Ctx, student: Tensor, teacher: Tensor, part: VocabularySlice, temperature: float
     ) -> Tensor:
         padded = student.shape[-1]
         columns = part.held(padded)
@@ -49,25 +50,25 @@ class _SlicedDivergence(torch.autograd.Function):
         part.group.all_reduce(sums, op="sum")
         normalizers = sums[:2].log().add_(maxima)
         ctx.save_for_backward(mine, its, normalizers)
-        ctx.columns, ctx.shape, ctx.temperature = columns, student.shape, temperature
+        ctx.kept = columns, student.shape, temperature
         return (sums[2] / sums[1] - normalizers[1] + normalizers[0]).view(student.shape[:-1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
+    def backward(ctx: _Ctx, grad: Tensor) -> Gradients:
         """d student = grad * (softmax of the student - softmax of the teacher) / temperature."""
         mine, its, normalizers = ctx.saved_tensors
-        columns = ctx.columns
-        scale = (grad.reshape(-1).to(normalizers.dtype) / ctx.temperature).unsqueeze(1)
+        columns, shape, temperature = ctx.kept
+        scale = (grad.reshape(-1).to(normalizers.dtype) / temperature).unsqueeze(1)
         grad_mine = torch.empty_like(mine, memory_format=torch.contiguous_format)
         grad_mine[:, columns:].zero_()
         for chunk in row_chunks(mine, len(mine), columns):
             probs, wanted = (
-                torch.sub(_scaled(x[chunk, :columns], ctx.temperature), normalizer[chunk].unsqueeze(1)).exp_()
+                torch.sub(_scaled(x[chunk, :columns], temperature), normalizer[chunk].unsqueeze(1)).exp_()
                 for x, normalizer in zip((mine, its), normalizers, strict=True)
             )
             grad_mine[chunk, :columns] = probs.sub_(wanted).mul_(scale[chunk])
-        return grad_mine.view(ctx.shape), None, None, None
+        return grad_mine.view(shape), None, None, None
 
 
 def _statistics(mine: Tensor, its: Tensor, columns: int, temperature: float) -> tuple[Tensor, Tensor]:

@@ -14,14 +14,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.kernels.library import KernelLibrary
-from megazero.ops.autograd import Gradients, apply, once_differentiable
+from megazero.ops.autograd import Context, Gradients, apply, once_differentiable
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.cross_entropy import (
     CHUNKED_PASSES,
@@ -94,7 +93,7 @@ class BlockwiseLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, target: Tensor, how: Projection
+        ctx: Context[Projection], x: Tensor, weight: Tensor, target: Tensor, how: Projection
     ) -> tuple[Tensor, Tensor]:
         """Both, shaped as target; see `linear_cross_entropy`."""
         rows, padded = x.reshape(-1, x.shape[-1]), weight.shape[0]
@@ -107,26 +106,26 @@ class BlockwiseLoss(torch.autograd.Function):
             _add_statistics(statistics, rows[tokens], weight, local[tokens], how)
         loss, normalizer = merge_slices((maximum, total, picked), target, how.part)
         ctx.save_for_backward(x, weight, local, normalizer)
-        ctx.how = how
+        ctx.kept = how
         ctx.set_materialize_grads(False)
         return loss, normalizer.view(target.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_log_z: Tensor | None) -> Gradients:
+    def backward(ctx: Context[Projection], grad: Tensor | None, grad_log_z: Tensor | None) -> Gradients:
         """The gradients of x, this slice's part of the sum, and of the weight."""
-        x, weight, local, normalizer = ctx.saved_tensors
+        (x, weight, local, normalizer), how = ctx.saved_tensors, ctx.kept
         rows, grads = x.reshape(-1, x.shape[-1]), RowGradients.of(grad, grad_log_z, normalizer)
-        tiles = ctx.how.tokens(len(rows), len(weight))
+        tiles = how.tokens(len(rows), len(weight))
         grad_x = torch.empty_like(rows)
         grad_weight = torch.zeros_like(weight, dtype=normalizer.dtype if len(tiles) > 1 else weight.dtype)
         for tokens in tiles:
             # Of one tile alone: they are wider than x.
             grad_rows = torch.zeros_like(rows[tokens], dtype=normalizer.dtype)
-            for columns, counted in ctx.how.blocks(len(weight)):
+            for columns, counted in how.blocks(len(weight)):
                 logits = F.linear(rows[tokens], weight[columns])
                 given = _within(local[tokens], columns), normalizer[tokens]
-                grads.at(tokens).of_logits(ctx.how.passes, logits, counted, *given, logits)
+                grads.at(tokens).of_logits(how.passes, logits, counted, *given, logits)
                 grad_rows += logits @ weight[columns]
                 if len(tiles) == 1:
                     torch.mm(logits.t(), rows, out=grad_weight[columns])

@@ -58,7 +58,7 @@ def available() -> bool:
     return _BACKEND.built
 
 
-def on_native_cpu(dtypes: frozenset[torch.dtype] = NATIVE_DTYPES, **own: Any) -> Requirements:
+def on_native_cpu(dtypes: frozenset[torch.dtype] = NATIVE_DTYPES, **own: object) -> Requirements:
     """The calls that a compiled kernel handles: on CPU, in these dtypes, if built; `own` is as in `where`."""
     return where(CPU, dtypes, available, **own)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megazero.kernels.library import KernelLibrary
-from megazero.ops.autograd import Gradients, apply, once_differentiable
+from megazero.ops.autograd import Context, Gradients, apply, once_differentiable
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.cuda import cuda_kernels, planned
 from megazero.ops.dispatch import Operator
@@ -43,12 +43,15 @@ class NormKernel:
     sums: Callable[[Tensor, Tensor, list[Tensor], Tensor, Tensor | None], list[Tensor]] | None = None
 
 
+_Ctx = Context[tuple[NormKernel, list[torch.dtype], torch.dtype | None, bool]]
+
+
 class Norm(torch.autograd.Function):
     """The norm of x, or of x + residual and that sum; it saves what is normalized and numbers per row."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Ctx,
         kernel: NormKernel,
         eps: float,
         x: Tensor,
@@ -58,30 +61,31 @@ class Norm(torch.autograd.Function):
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         """The norm, and the sum (x itself without a residual) if `both` are wanted."""
-        ctx.kernel, ctx.dtypes = kernel, [parameter.dtype for parameter in parameters]
-        ctx.included = None if included is None else included.dtype
-        as_is = kernel.reads(x.dtype, set(ctx.dtypes))
+        dtypes = [parameter.dtype for parameter in parameters]
+        as_is = kernel.reads(x.dtype, set(dtypes))
         wide_type = None if as_is else compute_dtype(x.dtype)
         taken = [(p if as_is else p.to(wide_type)).contiguous() for p in parameters]
         added = None if residual is None else residual.contiguous()
         total, y, statistics = kernel.forward(x.contiguous(), added, taken, eps)
         ctx.save_for_backward(total, taken[0], *statistics)  # the bias takes no part in backward
-        ctx.added = residual is not None
+        ctx.kept = kernel, dtypes, None if included is None else included.dtype, residual is not None
         ctx.set_materialize_grads(False)
         return (y, total) if both else (y,)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_total: Tensor | None = None) -> Gradients:
+    def backward(ctx: _Ctx, grad: Tensor | None, grad_total: Tensor | None = None) -> Gradients:
         """The gradients of x, the residual and the parameters."""
         total, weight, *statistics = ctx.saved_tensors
+        kernel, dtypes, included, added = ctx.kept
         grad = torch.zeros_like(total) if grad is None else grad.contiguous()
         grad_total = None if grad_total is None else grad_total.contiguous()
-        passes = ctx.kernel.backward if ctx.included is None else ctx.kernel.sums
+        passes = kernel.backward if included is None else kernel.sums
+        assert passes is not None, "these kernels make no gradients of such biases"
         grad_x, *grads = passes(total, weight, statistics, grad, grad_total)
-        of_included = None if ctx.included is None else grads.pop().to(ctx.included)
-        own = [summed.to(dtype) for summed, dtype in zip(grads, ctx.dtypes, strict=True)]
-        return None, None, grad_x, grad_x if ctx.added else None, None, of_included, *own
+        of_included = None if included is None else grads.pop().to(included)
+        own = [summed.to(dtype) for summed, dtype in zip(grads, dtypes, strict=True)]
+        return None, None, grad_x, grad_x if added else None, None, of_included, *own
 
 
 def normalized(kernel: NormKernel, eps: float, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -150,7 +154,7 @@ def _of_a_sum(norm: Callable[..., Tensor]) -> Callable[..., Pair]:
     """A norm after torch's add: the norm of t = x + residual, and t."""
 
     @wraps(norm)
-    def added(x: Tensor, residual: Tensor | None, *rest: Any, included: Tensor | None = None) -> Pair:
+    def added(x: Tensor, residual: Tensor | None, *rest: object, included: Tensor | None = None) -> Pair:
         assert included is None, "kernels alone make gradients of such biases"
         total = x if residual is None else x + residual
         return norm(total, *rest), total

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.kernels.library import KernelLibrary
-from megazero.ops.autograd import Gradients, apply, once_differentiable
+from megazero.ops.autograd import Context, Gradients, apply, once_differentiable
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.ops.example import Example, Traffic
@@ -22,6 +21,7 @@ from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
 _Copy = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 # (rows [m, h], slots [n, k], choice [m], no weights, whole) -> out [n, h]
 _Add = Callable[[Tensor, Tensor, Tensor, None, bool], Tensor]
+_Ctx = Context[tuple[_Add, bool]]
 
 
 def permute_reference(x: Tensor, slots: Tensor, choice: Tensor, whole: bool) -> Tensor:
@@ -35,18 +35,18 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, copy: _Copy, add: _Add, x: Tensor, slots: Tensor, choice: Tensor, whole: bool
+        ctx: _Ctx, copy: _Copy, add: _Add, x: Tensor, slots: Tensor, choice: Tensor, whole: bool
     ) -> Tensor:
         x, slots, choice = x.contiguous(), slots.contiguous(), choice.contiguous()
         ctx.save_for_backward(slots, choice)
-        ctx.whole, ctx.add = whole, add
+        ctx.kept = add, whole
         return copy(x, slots, choice, whole)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        grad_x = ctx.add(grad.contiguous(), *ctx.saved_tensors, None, ctx.whole)
-        return None, None, grad_x, None, None, None
+    def backward(ctx: _Ctx, grad: Tensor) -> Gradients:
+        (slots, choice), (add, whole) = ctx.saved_tensors, ctx.kept
+        return None, None, add(grad.contiguous(), slots, choice, None, whole), None, None, None
 
 
 def _permuted_natively(x: Tensor, slots: Tensor, choice: Tensor, whole: bool) -> Tensor:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megazero.kernels.library import KernelLibrary
-from megazero.ops.autograd import Gradients, apply, once_differentiable
+from megazero.ops.autograd import Context, Gradients, apply, once_differentiable
 from megazero.ops.chunks import row_chunks
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
 from megazero.ops.dispatch import TRAINING_FLOATS, CallFacts, Implementation, Operator, kinds_of_calls, where
@@ -87,15 +86,16 @@ class _Rotary(torch.autograd.Function):
     """The rotation, which saves only the table; backward rotates by the negative angle."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, turn: _Turn) -> Tensor:
+    def forward(ctx: Context[_Turn], x: Tensor, cos: Tensor, sin: Tensor, turn: _Turn) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.turn = turn
+        ctx.kept = turn
         return turn(x, cos, sin, 1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        return ctx.turn(grad, *ctx.saved_tensors, -1), None, None, None
+    def backward(ctx: Context[_Turn], grad: Tensor) -> Gradients:
+        cos, sin = ctx.saved_tensors
+        return ctx.kept(grad, cos, sin, -1), None, None, None
 
 
 def _turned_natively(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megazero.kernels.library import KernelLibrary
-from megazero.ops.autograd import Gradients, apply, once_differentiable
+from megazero.ops.autograd import Context, Gradients, apply, once_differentiable
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
@@ -82,7 +81,7 @@ class _ScaledSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[tuple[_Call, SoftmaxKernel]],
         scores: Tensor,
         scale: float,
         causal: bool,
@@ -92,14 +91,14 @@ class _ScaledSoftmax(torch.autograd.Function):
     ) -> Tensor:
         probs = kernel.forward(scores.contiguous(), _Call(scale, causal, mask), ids)
         ctx.save_for_backward(probs, ids)
-        ctx.call, ctx.kernel = _Call(scale, causal, None), kernel
+        ctx.kept = _Call(scale, causal, None), kernel
         return probs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        probs, ids = ctx.saved_tensors
-        return ctx.kernel.backward(probs, grad.contiguous(), ctx.call, ids), None, None, None, None, None
+    def backward(ctx: Context[tuple[_Call, SoftmaxKernel]], grad: Tensor) -> Gradients:
+        (probs, ids), (call, kernel) = ctx.saved_tensors, ctx.kept
+        return kernel.backward(probs, grad.contiguous(), call, ids), None, None, None, None, None
 
 
 def _fused_forward(scores: Tensor, call: _Call, ids: Tensor | None) -> Tensor:

@@ -30,7 +30,7 @@ def build_update_rule(config: OptimizerConfig) -> UpdateRule:
     return _BUILDERS[name](config)
 
 
-def _setting(config: OptimizerConfig, rule: str, field: str) -> Any:
+def _setting(config: OptimizerConfig, rule: str, field: str) -> object:
     """The setting of a rule's field: of the rule's own name or, where there is none, of Adam's."""
     own = f"{rule}_{field}"
     return getattr(config, own if own in OptimizerConfig.model_fields else f"adam_{field}")
@@ -102,13 +102,13 @@ def _muon(config: OptimizerConfig) -> UpdateRule:
 
 
 def _of_torch(
-    kind: type[torch.optim.Optimizer], options: Callable[[OptimizerConfig], Mapping[str, Any]]
+    kind: type[torch.optim.Optimizer], options: Callable[[OptimizerConfig], Mapping[str, object]]
 ) -> Callable[[OptimizerConfig], UpdateRule]:
     """A class of torch.optim with the configuration's options; others have torch's defaults."""
     return lambda config: on_pieces(TorchRule(kind, MappingProxyType(dict(options(config)))))
 
 
-def _moments(config: OptimizerConfig) -> Mapping[str, Any]:
+def _moments(config: OptimizerConfig) -> Mapping[str, object]:
     return {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
 
 

@@ -63,7 +63,7 @@ class TorchRule(UpdateRule):
         options = {**self.options, **{name: rates[name] for name in self.takes}}
         return self.kind(leaves, **options)
 
-    def _count(self, done: int) -> dict[str, Any]:
+    def _count(self, done: int) -> dict[str, object]:
         """The entries of the state that follow from the number of updates."""
         if self.counter is None:
             return {}
@@ -110,7 +110,7 @@ def on_pieces(rule: TorchRule) -> TorchRule:
     return rule
 
 
-def _described(rule: TorchRule, state: Mapping[str, Any], param: Tensor) -> TorchRule:
+def _described(rule: TorchRule, state: Mapping[str, object], param: Tensor) -> TorchRule:
     """The rule with the names of the state that a parameter has after an update."""
     counter = state.get("step")
     shaped = {
@@ -127,7 +127,7 @@ def _described(rule: TorchRule, state: Mapping[str, Any], param: Tensor) -> Torc
     return replace(rule, state_names=tuple(name for name in state if name in shaped), counter=kind)
 
 
-def _counted(kind: type) -> Mapping[str, Callable[[Mapping[str, Any], int], float]]:
+def _counted(kind: type) -> Mapping[str, Callable[[Mapping[str, object], int], float]]:
     """The scalars in a class's state that follow from its options and the number of updates."""
     return {"mu_product": _nadam_product} if kind is torch.optim.NAdam else MappingProxyType({})
 

@@ -57,7 +57,7 @@ class Device(Strict):
         return cls.of(_document(path), str(path))
 
     @classmethod
-    def of(cls, document: Mapping[str, Any], where: str = "the device") -> Device:
+    def of(cls, document: Mapping[str, object], where: str = "the device") -> Device:
         """Read a device from a document, which errors call `where`.
 
         Raises:
@@ -74,7 +74,7 @@ class Device(Strict):
 
     def document(self) -> dict[str, Any]:
         """The document that `of` reads."""
-        document: dict[str, Any] = TypeAdapter(Device).dump_python(self, mode="json")
+        document: dict[str, object] = TypeAdapter(Device).dump_python(self, mode="json")
         return document
 
     @property
@@ -123,7 +123,7 @@ def _ring(tables: Mapping[str, Mapping[int, Curve]]) -> dict[int, Curve]:
     }
 
 
-def _document(path: Path) -> dict[str, Any]:
+def _document(path: Path) -> dict[str, object]:
     """Read a file; if it has the key `like`, its keys replace those of that known device."""
     try:
         document = json.loads(read_regular_text(path))
@@ -141,12 +141,12 @@ def _document(path: Path) -> dict[str, Any]:
     return _laid_over(_document(_FOLDER / f"{like}.json"), document)
 
 
-def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def _laid_over(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
     """`below` with the keys of `above`; the keys of a part are replaced one by one."""
     merged = dict(below)
-    for key, value in above.items():
-        is_part = isinstance(value, dict) and isinstance(below.get(key), dict) and key in _PARTS
-        merged[key] = {**below[key], **value} if is_part else value
+    for key, new in above.items():
+        old = below.get(key) if key in _PARTS else None
+        merged[key] = {**old, **new} if isinstance(old, dict) and isinstance(new, dict) else new
     return merged
 
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megazero.errors import ConfigError
 from megazero.plan.layout import Layout
@@ -64,7 +63,7 @@ class KeptPlans:
         known = {}
         for number, line in enumerate(lines, 1):
             try:
-                document: dict[str, Any] = json.loads(line)
+                document: dict[str, object] = json.loads(line)
                 if document.pop("job") == self.job:
                     plan = Planned.read(document)
                     known[plan.layout] = plan

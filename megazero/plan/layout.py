@@ -98,7 +98,7 @@ class Layout:
         """The configuration with this layout."""
         slices, stages, savings = self.slices, self.stages, self.savings
         chunk = config.model.num_layers // stages.count // stages.virtual if stages.virtual > 1 else None
-        parallel: dict[str, Any] = {
+        parallel: dict[str, object] = {
             "tensor_model_parallel_size": slices.tensor,
             "pipeline_model_parallel_size": stages.count,
             "num_layers_per_virtual_pipeline_stage": chunk if stages.schedule == "auto" else None,
@@ -117,14 +117,13 @@ class Layout:
             }
         fresh, kept = RecomputeConfig(), ("method", "num_layers", "partition_activations")
         recompute = {"granularity": savings.recompute, **{name: getattr(fresh, name) for name in kept}}
-        offload: dict[str, Any] = {}
-        if savings.offload != (config.offload.optimizer != "none"):
-            offload = OffloadConfig(optimizer="cpu" if savings.offload else "none").model_dump()
+        moves = savings.offload != (config.offload.optimizer != "none")
+        offload = OffloadConfig(optimizer="cpu" if savings.offload else "none")
         changes = {
             "parallel": parallel,
             "recompute": recompute,
             "zero": {"stage": savings.zero},
-            "offload": offload,
+            "offload": offload.model_dump() if moves else {},
             "batch": {"micro_batch_size": self.micro_batch},
         }
         sections = {name: getattr(config, name).model_copy(update=own) for name, own in changes.items()}
@@ -132,8 +131,7 @@ class Layout:
 
     def distance(self, other: Layout) -> int:
         """The number of settings in which two layouts differ."""
-        pairs = zip(_settings(self), _settings(other), strict=True)
-        return sum(one != another for one, another in pairs)
+        return sum(one != another for one, another in zip(_settings(self), _settings(other), strict=True))
 
     def holds_more_than(self, other: Layout) -> bool:
         """Whether this is `other` with larger micro-batches or less recomputation, and so more memory."""
@@ -143,7 +141,7 @@ class Layout:
             return False
         return self.micro_batch >= other.micro_batch and RECOMPUTES.index(own) <= RECOMPUTES.index(others)
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> dict[str, object]:
         """The layout as JSON; `read` is the inverse."""
         return asdict(self)
 

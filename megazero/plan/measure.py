@@ -68,8 +68,8 @@ class MachineMeasurements:
     """Parts of a device's document, and `lines` (what, size, rate) for people."""
 
     compute: dict[str, Any] = field(default_factory=dict)
-    memory: dict[str, Any] = field(default_factory=dict)
-    inside_node: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, object] = field(default_factory=dict)
+    inside_node: dict[str, object] = field(default_factory=dict)
     lines: list[MeasuredRow] = field(default_factory=list)
 
 
@@ -194,7 +194,7 @@ def _measure_calls(sizes: MeasuredSizes, clock: RankClock, measured: MachineMeas
     """Measure calls between the first 2, 4, 8, ... ranks, and between all."""
     world = clock.world
     counts = [2**i for i in range(1, 12) if 2**i < world.size] + [world.size] * (world.size > 1)
-    curves: dict[str, dict[str, Any]] = {operation: {} for operation in _OPERATIONS}
+    curves: dict[str, dict[str, object]] = {operation: {} for operation in _OPERATIONS}
     for count in counts:
         ranks = tuple(range(count))
         if world.rank in ranks:
@@ -210,7 +210,7 @@ def _measure_calls(sizes: MeasuredSizes, clock: RankClock, measured: MachineMeas
 
 def _curve(
     operation: str, sizes: MeasuredSizes, clock: RankClock, group: Group, measured: MachineMeasurements
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Measure the document of a `Curve`: the time of a small payload, and the bus bandwidth by size."""
     count = group.size
     share = {"message": 1.0, "all_reduce": 2 * (count - 1) / count}.get(operation, (count - 1) / count)

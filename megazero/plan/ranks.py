@@ -19,9 +19,10 @@ from megazero.mpu.launch import Launch, choose_backend, choose_device
 from megazero.mpu.torch_group import leave_world, start_world
 
 PATIENCE = timedelta(minutes=5)
+Work = Callable[[Launch, torch.device], object]
 
 
-def on_ranks(ranks: int, kind: str, work: Callable[[Launch, torch.device], Any]) -> Any:
+def on_ranks(ranks: int, kind: str, work: Work) -> Any:
     """Run `work` on `ranks` processes and their devices of a kind; returns rank 0's result, through JSON.
 
     Raises:
@@ -36,7 +37,7 @@ def on_ranks(ranks: int, kind: str, work: Callable[[Launch, torch.device], Any])
         return json.loads(Path(folder, "result.json").read_text(encoding="utf-8"))
 
 
-def _rank(rank: int, ranks: int, kind: str, work: Callable[[Launch, torch.device], Any], folder: str) -> None:
+def _rank(rank: int, ranks: int, kind: str, work: Work, folder: str) -> None:
     """Run `work` on one process, in the world of all; rank 0 writes its result."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     device = choose_device(kind, rank)

@@ -64,7 +64,7 @@ class Planned:
         used, times = report.plan.fullest.device_bytes, report.times
         return cls(layout, used, report.fits, times.seconds, times.bubble, report.mfu, tokens)
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> dict[str, object]:
         """The result as JSON; `read` is the inverse."""
         return {**vars(self), "layout": self.layout.document()}
 

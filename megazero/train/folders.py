@@ -48,7 +48,7 @@ def read_folder(given: Mapping[str, Any]) -> Stated | None:
     )
 
 
-def _checkpoint(path: str, step: int | None, given: Mapping[str, Any]) -> Stated | None:
+def _checkpoint(path: str, step: int | None, given: Mapping[str, object]) -> Stated | None:
     """Read the description in the newest intact checkpoint; None without a checkpoint."""
     from megazero.checkpoint.folder import Candidates, candidates
     from megazero.checkpoint.locate import is_checkpoint
@@ -69,7 +69,7 @@ def _checkpoint(path: str, step: int | None, given: Mapping[str, Any]) -> Stated
     return None
 
 
-def _described_by(saved: SavedModel, given: Mapping[str, Any], *, anew: bool) -> Stated:
+def _described_by(saved: SavedModel, given: Mapping[str, object], *, anew: bool) -> Stated:
     from megazero.checkpoint.upcycling import dense_model
     from megazero.config.derive import FREE_MODEL_FIELDS
     from megazero.train.resume.fit import ROTARY_FIELDS, free_to_begin, unlike
@@ -86,7 +86,7 @@ def _described_by(saved: SavedModel, given: Mapping[str, Any], *, anew: bool) ->
     )
 
 
-def _hugging_face(path: str, given: Mapping[str, Any]) -> Stated:
+def _hugging_face(path: str, given: Mapping[str, object]) -> Stated:
     from megazero.checkpoint.upcycling import dense_model
     from megazero.config.tree.sparse import SPARSE_FIELDS
     from megazero.formats.hf.architecture import as_told
@@ -100,7 +100,7 @@ def _hugging_face(path: str, given: Mapping[str, Any]) -> Stated:
             description = reader.description
     begins = bool(given.get("checkpoint.moe_use_upcycling"))
 
-    def differences(wanted: ModelConfig) -> list[tuple[str, Any, Any]]:
+    def differences(wanted: ModelConfig) -> list[tuple[str, object, object]]:
         rows = unlike(description.model, dense_model(wanted) if begins else wanted, SPARSE_FIELDS)
         if wanted.vocab_size is not None and wanted.vocab_size != description.vocab_size:
             rows.append(("vocab_size", description.vocab_size, wanted.vocab_size))

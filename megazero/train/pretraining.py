@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from megazero.checkpoint.disk import Disk
 from megazero.config.tree.config import Config
@@ -51,7 +50,7 @@ class Pretraining(TrainingTask):
     def __init__(self) -> None:
         self._record: list[DataFacts] | None = None
         self._compared: tuple[str, ...] = ()
-        self._origin: Mapping[str, Any] | None = None
+        self._origin: Mapping[str, object] | None = None
         self._others = others_running(own=ranks_here())  # before this program itself is busy
 
     def begin(

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from megazero.config.derive import PipelineShape
 from megazero.config.steps import Progress
@@ -53,7 +52,7 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
     """
     sizes, notes = _axis_sizes(config, data_parallel, most_ranks)
     grid = _grid(config, sizes)
-    changes: dict[str, dict[str, Any]] = {
+    changes: dict[str, dict[str, object]] = {
         "model": shrunk_model(config, grid),
         "parallel": _parallel(config, grid),
         "zero": _zero(config, grid.dp * grid.cp),
@@ -128,7 +127,7 @@ def _notes(config: Config, grid: ProcessGrid) -> list[str]:
     return notes
 
 
-def _parallel(config: Config, grid: ProcessGrid) -> dict[str, Any]:
+def _parallel(config: Config, grid: ProcessGrid) -> dict[str, object]:
     parallel, shape = config.parallel, PipelineShape.of(config)
     virtual = shape.chunks_per_stage if shape.kind == "interleaved" else 1
     partition = parallel.pipeline_partition
@@ -152,7 +151,7 @@ def _parallel(config: Config, grid: ProcessGrid) -> dict[str, Any]:
     }
 
 
-def _zero(config: Config, replicas: int) -> dict[str, Any]:
+def _zero(config: Config, replicas: int) -> dict[str, object]:
     return {
         "bucket_size": 3000,
         "prefetch_size": 6000,
@@ -170,14 +169,14 @@ def _zero(config: Config, replicas: int) -> dict[str, Any]:
     }
 
 
-def _offload(config: Config) -> dict[str, Any]:
-    changes: dict[str, Any] = {"path": config.offload.path and tempfile.gettempdir()}
+def _offload(config: Config) -> dict[str, object]:
+    changes: dict[str, object] = {"path": config.offload.path and tempfile.gettempdir()}
     if config.offload.delayed_param_update:
         changes["delayed_param_update_start"] = min(config.offload.delayed_param_update_start, 1)
     return changes
 
 
-def _batch(config: Config, data_parallel: int, grid: ProcessGrid) -> dict[str, Any]:
+def _batch(config: Config, data_parallel: int, grid: ProcessGrid) -> dict[str, object]:
     micro_batch = min(2, config.batch.micro_batch_size)
     accumulated = training_plan_of(config, data_parallel).at(Progress()).micro_batches
     count = 2 * grid.pp if grid.pp > 1 else min(4, accumulated)
@@ -189,17 +188,17 @@ def _batch(config: Config, data_parallel: int, grid: ProcessGrid) -> dict[str, A
     }
 
 
-def _optimizer(config: Config) -> dict[str, Any]:
+def _optimizer(config: Config) -> dict[str, object]:
     # The run is only a few steps long: the learning rate has no lengths and stays what it is.
     fields = type(config.optimizer).model_fields.items()
-    changes: dict[str, Any] = {name: field.default for name, field in fields if name.startswith("lr_")}
+    changes: dict[str, object] = {name: field.default for name, field in fields if name.startswith("lr_")}
     changes |= {"lr": 1e-2, "adam_eps": 1e-4, "clip_grad": 0.5, "lr_decay_style": "constant"}
     if config.optimizer.optimizer == "adagrad":
         changes["adagrad_eps"] = 1e-4
     return changes | dict.fromkeys(_COMPRESSION_STEPS.get(config.optimizer.optimizer, ()), _NEVER)
 
 
-def _curriculum(config: Config, multiple: int) -> dict[str, Any]:
+def _curriculum(config: Config, multiple: int) -> dict[str, object]:
     """Half of the sequence for two steps, in multiples of `multiple` tokens, if the sequence grows at all."""
     if config.curriculum.seqlen_schedule == "none":
         return {}
@@ -212,13 +211,13 @@ def _curriculum(config: Config, multiple: int) -> dict[str, Any]:
     }
 
 
-def _skipping(config: Config, multiple: int) -> dict[str, Any]:
+def _skipping(config: Config, multiple: int) -> dict[str, object]:
     """Make random-LTD and progressive layer drop, if they are on, take effect within a few steps.
 
     The second layer sees half of the tokens for three steps, in multiples of `multiple` tokens.
     """
     settings = config.skipping
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     if settings.random_ltd:
         changes |= {
             "random_ltd_layer_id": (1,),

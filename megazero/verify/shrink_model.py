@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from collections.abc import Mapping
 
 from megazero.config.derive import PipelineShape
 from megazero.config.heterogeneous.shapes import LayerShape, text_of
@@ -17,7 +17,7 @@ _HEAD_WIDTH = 4
 _MOST_SHAPES = 4  # of layers in a heterogeneous model
 
 
-def shrunk_model(config: Config, grid: ProcessGrid) -> dict[str, Any]:
+def shrunk_model(config: Config, grid: ProcessGrid) -> dict[str, object]:
     """The changed settings of the section `model`, for the ranks of `grid`."""
     model, tp, cp = config.model, grid.tp, grid.cp
     grouped = any(attention.groups != attention.heads for attention in model_spec(model).attentions())
@@ -51,7 +51,7 @@ def shrunk_model(config: Config, grid: ProcessGrid) -> dict[str, Any]:
     }
 
 
-def _layers(model: ModelConfig, count: int) -> dict[str, Any]:
+def _layers(model: ModelConfig, count: int) -> dict[str, object]:
     """Reduce to `count` layers; an encoder-decoder gets half in each stack, and at least 2."""
     if model.t5_decoder_layers is None:
         return {"num_layers": count}
@@ -59,7 +59,7 @@ def _layers(model: ModelConfig, count: int) -> dict[str, Any]:
     return {"num_layers": count, "t5_encoder_layers": count // 2, "t5_decoder_layers": count - count // 2}
 
 
-def _hybrid(kinds: str, layers: int, tp: int) -> dict[str, Any]:
+def _hybrid(kinds: str, layers: int, tp: int) -> dict[str, object]:
     """Repeat the kinds of layers that a hybrid model has, with few heads and small states."""
     if not kinds:
         return {}
@@ -76,7 +76,7 @@ def _hybrid(kinds: str, layers: int, tp: int) -> dict[str, Any]:
 
 def _heterogeneous(
     model: ModelConfig, shapes: tuple[LayerShape, ...], layers: int, heads: int, tp: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Repeat some of the shapes that a heterogeneous model's layers have, with few heads and small widths."""
     if not shapes:
         return {}
@@ -92,7 +92,7 @@ def _heterogeneous(
     return {"heterogeneous_layers_config_encoded_json": text_of(repeated)}
 
 
-def _windows(model: ModelConfig) -> dict[str, Any]:
+def _windows(model: ModelConfig) -> Mapping[str, object]:
     """Shrink the attention window so that it hides some of the short sequence.
 
     If only some layers have a window, the first does. If only some have rotary positions, the second has
@@ -108,7 +108,7 @@ def _windows(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _latent(model: ModelConfig) -> dict[str, Any]:
+def _latent(model: ModelConfig) -> Mapping[str, object]:
     """Give latent attention few channels, each width another, and predict at most two further tokens."""
     heads = {} if model.mtp_num_layers is None else {"mtp_num_layers": min(2, model.mtp_num_layers)}
     if not model.multi_latent_attention:
@@ -122,7 +122,7 @@ def _latent(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _sparse(model: ModelConfig) -> dict[str, Any]:
+def _sparse(model: ModelConfig) -> dict[str, object]:
     """Blocks of one token, and of each sort of block only as many as keep the kind of layout."""
     if not model.is_sparse:
         return {}
@@ -139,7 +139,7 @@ def _sparse(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _experts(model: ModelConfig, grid: ProcessGrid) -> dict[str, Any]:
+def _experts(model: ModelConfig, grid: ProcessGrid) -> dict[str, object]:
     """Few and narrow experts of the same kind, in every layer or every N-th, as the model has them."""
     if not model.num_experts:
         return {}

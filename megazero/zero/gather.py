@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -187,7 +186,7 @@ class Gatherer:
         used = set(map(id, unit.params))
         mine = [bucket for bucket in self._late if any(id(param) in used for param in bucket.params)]
 
-        def before(module: nn.Module, args: Any) -> None:
+        def before(module: nn.Module, args: object) -> None:
             for bucket in mine:
                 bucket.wait()
 
@@ -195,7 +194,7 @@ class Gatherer:
             unit.module.register_forward_pre_hook(before)
 
     def _hook(self, module: nn.Module, unit: int) -> None:
-        def before(module: nn.Module, args: Any) -> None:
+        def before(module: nn.Module, args: object) -> None:
             self._use(unit)
             # A module may run within another that uses the same bucket: the inner one's end must not free it.
             # In backward nothing is freed by a forward's end, so nothing is counted.
@@ -208,7 +207,7 @@ class Gatherer:
             # filled again under the same tensors, so what was saved is valid then.
             self._use(unit)
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
+        def after(module: nn.Module, args: object, output: object) -> None:
             outputs = list(_tensors(output))
             for tensor in outputs:
                 if tensor.grad_fn is not None:
@@ -287,7 +286,7 @@ def _gathered_after_updates(bucket: Bucket) -> bool:
     return row.shard_state and not row.shard_params
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
     """All tensors in a module's return value."""
     if isinstance(value, Tensor):
         yield value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -258,7 +258,7 @@ class Update:
         for piece in pieces:
             calls.setdefault((piece.lr, self._scale(piece)), []).append(piece)
         for (lr, scale), pieces in calls.items():
-            asked: dict[str, Any] = {}
+            asked: dict[str, object] = {}
             if self.norms is not None:
                 asked["norms"] = [
                     on_device(self.norms.of(p.loaded.bucket, p.member), p.loaded.flats[WEIGHT].device)

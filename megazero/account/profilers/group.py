@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any
 
 from megazero.account.profilers.calls import CollectiveCall
 from megazero.mpu.context import ParallelContext
@@ -28,10 +27,10 @@ OPERATIONS = (
 class Listener:
     """Observes the calls of groups. `leaves` gets what `enters` returned."""
 
-    def enters(self, call: CollectiveCall, *, waits: bool) -> Any:
+    def enters(self, call: CollectiveCall, *, waits: bool) -> object:
         """Called when the host begins a call, or, if `waits`, begins to wait for an earlier one."""
 
-    def leaves(self, call: CollectiveCall, entered: Any, *, waits: bool) -> None:
+    def leaves(self, call: CollectiveCall, entered: object, *, waits: bool) -> None:
         """Called when the host goes on. Over NCCL, work that it queues from now on runs after the call."""
 
 
@@ -78,7 +77,7 @@ class ObservedGroup(WrappingGroup):
     def _call(self, operation: str, nbytes: int, *, later: bool) -> CollectiveCall:
         return CollectiveCall(self.name, operation, nbytes, self.ranks, later, next(self._numbers))
 
-    def _left(self, call: CollectiveCall, entered: Sequence[Any], *, waits: bool) -> None:
+    def _left(self, call: CollectiveCall, entered: Sequence[object], *, waits: bool) -> None:
         for listener, token in zip(self.listeners, entered, strict=True):
             listener.leaves(call, token, waits=waits)
 

@@ -102,7 +102,7 @@ class EndsOfCalls:
     at: Mapping[str, float]
 
     @classmethod
-    def of(cls, trace: Mapping[str, Any]) -> EndsOfCalls:
+    def of(cls, trace: Mapping[str, object]) -> EndsOfCalls:
         """Find the calls in a trace.
 
         They are NCCL's kernels if there are any, because calls on a device end with them; they are named by
@@ -170,7 +170,7 @@ def alignment_lines(alignments: Sequence[Alignment]) -> list[str]:
 
 def _moved(events: Iterable[dict[str, Any]], rank: int, shift: float) -> Iterator[dict[str, Any]]:
     """Yield the events with process numbers and names of their own for the rank, on the common clock."""
-    processes: dict[Any, int] = {}
+    processes: dict[object, int] = {}
     for event in events:
         pid = event.get("pid")
         number = processes.setdefault(pid, rank * _PID_STRIDE + len(processes))

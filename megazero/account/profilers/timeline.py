@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megazero.account.memory import KINDS
 from megazero.pictures import new_figure
@@ -58,7 +58,7 @@ class MemoryHistory:
         names = [name for begin, end, name in self.actions if begin <= seconds <= end]
         return names[0] if names else "between actions"
 
-    def events(self, rank: int) -> list[dict[str, Any]]:
+    def events(self, rank: int) -> list[dict[str, object]]:
         """The timeline as events of a Chrome trace: counters by kind, and a range for each action."""
         kinds = self.kinds
         counters = [

@@ -47,7 +47,7 @@ class TraceWindow(Profiler, Listener):
     def begin(self, run: ProfiledRun) -> None:
         self._say = run.say
 
-    def enters(self, call: CollectiveCall, *, waits: bool) -> Any:
+    def enters(self, call: CollectiveCall, *, waits: bool) -> object:
         if not self._tracing:
             return None
         named = record_function(f"wait for {label(call)}" if waits or call.later else label(call))

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -102,7 +101,7 @@ def run(flags: argparse.Namespace) -> int:
     return 0
 
 
-def differences(a: Any, b: Any) -> list[tuple[str, Any, Any]]:
+def differences(a: object, b: object) -> list[tuple[str, object, object]]:
     """Compare two JSON objects, two levels deep; returns (name, value in a, value in b) of what differs."""
     flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
     return [
@@ -135,7 +134,7 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _flat(value: Any) -> Iterator[tuple[str, Any]]:
+def _flat(value: object) -> Iterator[tuple[str, object]]:
     for name, entry in value.items() if isinstance(value, Mapping) else ():
         if isinstance(entry, Mapping):
             yield from ((f"{name}.{inner}", value) for inner, value in entry.items())
@@ -143,11 +142,11 @@ def _flat(value: Any) -> Iterator[tuple[str, Any]]:
             yield name, entry
 
 
-def _counters(facts: Mapping[str, Any]) -> dict[str, Any]:
+def _counters(facts: Mapping[str, object]) -> dict[str, object]:
     return {name: facts[name] for name in _COUNTERS if facts.get(name) is not None}
 
 
-def _show(what: str, rows: list[tuple[str, Any, Any]]) -> None:
+def _show(what: str, rows: list[tuple[str, object, object]]) -> None:
     if rows:
         print()
         print_table((what, "A", "B"), rows, left=3)

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from megazero.checkpoint.locate import is_checkpoint, one_checkpoint
 from megazero.checkpoint.manifest import Logical
+from megazero.checkpoint.part import Key
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.commands.checkpoint.stats import Stats, stats_of
 from megazero.commands.checkpoint.stream import whole_tensors
@@ -191,7 +191,7 @@ def _show_files(reader: CheckpointReader) -> None:
     print_table(("file", "size", "blocks", "pieces"), rows)
 
 
-def _show_tensors(tensors: list[Logical], stats: Mapping[Any, Stats]) -> None:
+def _show_tensors(tensors: list[Logical], stats: Mapping[Key, Stats]) -> None:
     columns = ("tensor", "kind", "dtype", "shape", "pieces", "files", "elements", *(_STATS if stats else ()))
     rows = []
     for tensor in tensors:

@@ -6,7 +6,6 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -130,7 +129,7 @@ def _tokenizer(flags: argparse.Namespace) -> TokenizerConfig | None:
         raise ConfigError([f"`{fault['loc'][0]}`: {fault['msg']}" for fault in error.errors()]) from error
 
 
-def _read_arguments(path: str) -> Mapping[str, Any]:
+def _read_arguments(path: str) -> Mapping[str, object]:
     try:
         arguments = json.loads(read_regular_text(path))
     except (OSError, ValueError) as error:

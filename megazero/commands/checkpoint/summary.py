@@ -45,7 +45,7 @@ class SavedLayout:
     pipeline: int
     context: int
     data: int
-    zero_stage: Any
+    zero_stage: object
 
     def __str__(self) -> str:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
@@ -54,7 +54,7 @@ class SavedLayout:
         return f"{ranks}: {axes}, ZeRO stage {self.zero_stage}"
 
 
-def layout_of(facts: Mapping[str, Any]) -> SavedLayout | None:
+def layout_of(facts: Mapping[str, object]) -> SavedLayout | None:
     """The layout that wrote a checkpoint; None for one that no training wrote."""
     parallel = pick(facts, "config", "parallel")
     world = pick(facts, "written_by", "world_size")
@@ -87,9 +87,9 @@ class Summary:
     iteration: int
     latest: bool
     bytes: int
-    saved: Any = None
-    samples: Any = None
-    tokens: Any = None
+    saved: object = None
+    samples: object = None
+    tokens: object = None
     layout: SavedLayout | None = None
     trouble: str | None = None
 
@@ -203,7 +203,7 @@ def elements_of(tensor: Logical) -> int:
     return sum(piece.box.numel for piece in tensor.pieces)
 
 
-def file_rows(reader: CheckpointReader) -> list[dict[str, Any]]:
+def file_rows(reader: CheckpointReader) -> list[dict[str, object]]:
     """A row for each file but the manifest: name, bytes, number of hashed blocks, number of pieces."""
     pieces: dict[str, int] = defaultdict(int)
     for tensor in reader.directory.whole().tensors:

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -120,7 +119,7 @@ def require_file(path: str | None, flag: str, kind: str, content: str) -> Path:
     return file
 
 
-def read_json(path: Path, flag: str) -> Any:
+def read_json(path: Path, flag: str) -> object:
     """The parsed content of a JSON file. Raises DataError, naming `flag` and the file."""
     try:
         return json.loads(read_regular(path).decode("utf-8"))

@@ -56,7 +56,7 @@ class LibraryTokenizer(Tokenizer):
 
     def definition(self) -> dict[str, Any]:
         """The content of a `tokenizer.json` for this tokenizer."""
-        description: dict[str, Any] = json.loads(self._backend.to_str())
+        description: dict[str, object] = json.loads(self._backend.to_str())
         return description
 
     def encode(self, text: str) -> list[int]:

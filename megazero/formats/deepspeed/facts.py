@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from megazero.formats.deepspeed.pickles import clone_tensors_for_torch_save
 from megazero.formats.deepspeed.vectors import Scale
@@ -76,7 +75,7 @@ def read_facts(
     )
 
 
-def count_updates(states: Mapping[Any, object] | Sequence[object], groups: Sequence[Saved]) -> int:
+def count_updates(states: Mapping[object, object] | Sequence[object], groups: Sequence[Saved]) -> int:
     """The largest count of updates in an optimizer's states or groups."""
     steps = [0]
     # Adam counts in each parameter's state, apex's FusedAdam in the groups.

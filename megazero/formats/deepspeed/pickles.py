@@ -79,7 +79,7 @@ def dump_object(value: object, name: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
-def load_object(content: torch.Tensor, name: str) -> Any:
+def load_object(content: torch.Tensor, name: str) -> object:
     """Unpickle the object that `dump_object` was given.
 
     Raises:

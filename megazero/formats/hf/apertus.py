@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 from megazero.checkpoint.naming import TensorRule
 from megazero.formats.hf.architecture import DENSE_LIMITS, Constant, FieldPair, Json, pair
@@ -45,7 +44,7 @@ _ROTATION = MappingProxyType(
 """The scaling that transformers assumes of a ``config.json`` that says nothing of it."""
 
 
-def _plain(config: Json) -> dict[str, Any]:
+def _plain(config: Json) -> dict[str, object]:
     """`config` with a flat rotation; raises ValueError as `plain_rope` does."""
     scaled = any(config.get(field) is not None for field in ("rope_scaling", "rope_parameters"))
     return plain_rope(config if scaled else {**config, "rope_parameters": dict(_ROTATION)})

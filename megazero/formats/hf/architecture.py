@@ -26,7 +26,7 @@ GENERATING = "AutoModelForCausalLM"
 """`Architecture.auto` of classes that generate text."""
 
 
-def same(value: Any) -> Any:
+def same(value: object) -> object:
     """Return the value itself."""
     return value
 
@@ -49,13 +49,13 @@ class FieldPair:
 
     theirs: str
     ours: str
-    default: Any
+    default: object
     kind: type | None = None
-    words: tuple[tuple[Any, Any], ...] = ()
-    resolved: str | Callable[[ModelConfig], Any] | None = None
+    words: tuple[tuple[object, object], ...] = ()
+    resolved: str | Callable[[ModelConfig], object] | None = None
     taken: Callable[[Any], Any] = same
 
-    def written(self, model: ModelConfig) -> Any:
+    def written(self, model: ModelConfig) -> object:
         """The value to write into ``config.json`` for a model that the architecture can express."""
         if callable(self.resolved):
             return self.resolved(model)
@@ -134,7 +134,7 @@ def layers_of(config: Json, default: int) -> int:
     return layers
 
 
-def without_own_code(config: Json) -> dict[str, Any]:
+def without_own_code(config: Json) -> dict[str, object]:
     """Drop ``auto_map``, by which older folders name code of their own for a model now in transformers."""
     return {field: value for field, value in config.items() if field != OWN_CODE}
 
@@ -239,11 +239,11 @@ class Architecture:
     copies: tuple[tuple[str, str], ...]
     ignored: tuple[str, ...]
     settings: tuple[FieldPair, ...]
-    fixed: tuple[tuple[str, Any], ...] = ()
-    ours_fixed: tuple[tuple[str, Any], ...] = ()
-    implied: tuple[tuple[str, Any], ...] = ()
+    fixed: tuple[tuple[str, object], ...] = ()
+    ours_fixed: tuple[tuple[str, object], ...] = ()
+    implied: tuple[tuple[str, object], ...] = ()
     limits: tuple[Limit, ...] = DENSE_LIMITS
-    plain: Callable[[Json], dict[str, Any]] = dict
+    plain: Callable[[Json], dict[str, object]] = dict
     complete: Callable[[Json], dict[str, Any]] = dict
     stacked: tuple[TensorRule, ...] = ()
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()

@@ -132,7 +132,7 @@ class Description:
         )
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, object]:
     """Read a JSON object from a file.
 
     Raises:
@@ -220,7 +220,7 @@ def model_of(architecture: Architecture, config: Json) -> ModelConfig:
     return model
 
 
-def _read(setting: FieldPair, config: Json) -> Any:
+def _read(setting: FieldPair, config: Json) -> object:
     """The value of a field, in the form of `ModelConfig`."""
     value = config.get(setting.theirs, setting.default)
     if value is None and setting.default is None:
@@ -318,11 +318,9 @@ def config_of(
     tokens: TokenIds,
     dtype: str,
     labels: tuple[str, ...] = (),
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """``config.json`` of a model that the architecture can express; `labels` name a classifier's classes."""
-    fields: dict[str, Any] = {}
-    for setting in architecture.settings:
-        fields[setting.theirs] = setting.written(model)
+    fields = {setting.theirs: setting.written(model) for setting in architecture.settings}
     return {
         "architectures": [architecture.name],
         "model_type": architecture.model_type,

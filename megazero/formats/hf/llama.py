@@ -7,7 +7,6 @@ keys need no permutation; only Meta's original files pair neighbouring channels.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from megazero.checkpoint.naming import TensorRule, biased, untied
 from megazero.formats.hf.architecture import (
@@ -79,7 +78,7 @@ def rules_with(
     return (*_EMBEDDING, *norms, *attention, *mlp, *_END)
 
 
-def with_defaults(settings: tuple[FieldPair, ...], **defaults: Any) -> tuple[FieldPair, ...]:
+def with_defaults(settings: tuple[FieldPair, ...], **defaults: object) -> tuple[FieldPair, ...]:
     """Settings with other defaults, given by the names in ``config.json``."""
     return tuple(
         replace(setting, default=defaults.get(setting.theirs, setting.default)) for setting in settings

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Mapping, Set
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +90,7 @@ class HFReader(Source):
         """Logical tensor -> its shape."""
         return self.table.shapes
 
-    def model_settings(self) -> dict[str, Any]:
+    def model_settings(self) -> dict[str, object]:
         """The fields of `ModelConfig` for this model, with `vocab_size`."""
         return {**self.description.model.model_dump(), "vocab_size": self.description.vocab_size}
 

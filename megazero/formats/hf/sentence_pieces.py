@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import sentencepiece
@@ -88,7 +88,7 @@ def _backend(model: sentencepiece.SentencePieceProcessor) -> tokenizers.Tokenize
 
 def _with_specials(backend: tokenizers.Tokenizer, model: sentencepiece.SentencePieceProcessor) -> bytes:
     """Dump the backend with its control pieces as special tokens, as transformers expects them."""
-    content: dict[str, Any] = json.loads(backend.to_str())
+    content: dict[str, object] = json.loads(backend.to_str())
     content["added_tokens"] = [
         {
             **{"id": number, "content": model.id_to_piece(number), "special": True},

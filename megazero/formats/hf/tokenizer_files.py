@@ -125,14 +125,14 @@ def _built(section: TokenizerConfig, kind: str, vocab_size: int | None) -> Token
     )
 
 
-def _gpt2(section: TokenizerConfig, common: Mapping[str, Any]) -> tuple[tuple[str, bytes], ...]:
+def _gpt2(section: TokenizerConfig, common: Mapping[str, object]) -> tuple[tuple[str, bytes], ...]:
     settings = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, **common}
     sources = (section.vocab_file, section.merge_file)
     copies = tuple((name, read_regular(path or "")) for name, path in zip(_BPE, sources, strict=True))
     return (*copies, (_SETTINGS, _json(settings)))
 
 
-def _tokenizer_json(path: Path, common: Mapping[str, Any]) -> tuple[tuple[str, bytes], ...]:
+def _tokenizer_json(path: Path, common: Mapping[str, object]) -> tuple[tuple[str, bytes], ...]:
     path = path / _JSON if path.is_dir() else path
     main = (_JSON, read_regular(path))
     if not path.with_name(_SETTINGS).is_file():
@@ -141,7 +141,7 @@ def _tokenizer_json(path: Path, common: Mapping[str, Any]) -> tuple[tuple[str, b
     return main, *((path.name, read_regular(path)) for path in beside if path.is_file())
 
 
-def _pieces(path: Path, common: Mapping[str, Any]) -> tuple[tuple[str, bytes], ...] | None:
+def _pieces(path: Path, common: Mapping[str, object]) -> tuple[tuple[str, bytes], ...] | None:
     made = tokenizer_json(path)
     if made is None:
         return None
@@ -157,13 +157,13 @@ def _names(tokenizer: Tokenizer) -> dict[str, str]:
     return {f"{role}_token": tokenizer.decode([number]) for role, number in ids.items()}
 
 
-def _json(content: Mapping[str, Any]) -> bytes:
+def _json(content: Mapping[str, object]) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def word_piece_files(
     tokenizer: WordPieceTokenizer,
-) -> tuple[tuple[tuple[str, bytes], ...], Mapping[str, Any]]:
+) -> tuple[tuple[tuple[str, bytes], ...], Mapping[str, object]]:
     """(name, content) of all files but ``tokenizer_config.json``, and the settings for that file.
 
     The two ids that Megatron appends to BERT's vocabulary are left out, as no text has them.

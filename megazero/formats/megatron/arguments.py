@@ -85,7 +85,7 @@ def _unwrapped(value: tuple[_Value, ...] | None) -> tuple[_Value, ...] | _Value 
     return value if value is None or len(value) != 1 else value[0]
 
 
-def _experts(model: ModelConfig) -> dict[str, Any]:
+def _experts(model: ModelConfig) -> dict[str, object]:
     if not model.num_experts:
         return {"num_experts": None}
     if len(set(model.num_experts)) > 1 or model.mlp_type != "standard":
@@ -104,7 +104,7 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _run(facts: Facts) -> dict[str, Any]:
+def _run(facts: Facts) -> dict[str, object]:
     """The run's settings and progress; empty for converted weights."""
     sections, state = facts.get("config"), facts.get("state")
     if not sections or not state:
@@ -121,7 +121,7 @@ def _run(facts: Facts) -> dict[str, Any]:
     }
 
 
-def optimizer_of(facts: Facts) -> dict[str, Any]:
+def optimizer_of(facts: Facts) -> dict[str, object]:
     """The optimizer's state besides tensors, as Megatron has it without expert parallelism.
 
     It is given twice: mixed-precision optimizers look for it below another `optimizer`, fp32 optimizers do
@@ -173,7 +173,7 @@ def optimizer_of(facts: Facts) -> dict[str, Any]:
     return {"optimizer": {"optimizer": state, **form, **state}}
 
 
-def schedule_of(facts: Facts) -> dict[str, Any]:
+def schedule_of(facts: Facts) -> dict[str, object]:
     """The state of the learning-rate schedule as Megatron stores it, with lengths in samples."""
     settings, batch, state = facts["config"]["optimizer"], facts["global_batch_size"], facts["state"]
     training, known = facts["config"]["training"], facts.get("lengths") or {}

@@ -108,7 +108,7 @@ def run_facts(
 
 
 def _config(arguments: Arguments, model: ModelConfig, tokenizer: TokenizerConfig) -> Config:
-    sections: dict[str, Any] = {
+    sections: dict[str, object] = {
         name: {
             field: arguments[field]
             for field in Config.model_fields[name].annotation.model_fields  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-Arguments = Mapping[str, Any]
+Arguments = Mapping[str, object]
 """Megatron's arguments, by name."""
 
 ModelFields = dict[str, Any]

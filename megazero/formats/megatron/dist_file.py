@@ -34,7 +34,7 @@ _MOST_DIMS = 16
 class _StandIn:
     """Stands for an object of torch's; keeps the arguments and fields that a pickle gives it."""
 
-    def __init__(self, *values: Any, **fields: Any):
+    def __init__(self, *values: object, **fields: object):
         self.values = values
         self.__dict__.update(fields)
 
@@ -47,7 +47,7 @@ class _StandIn:
 
 class _TensorMetadata(_StandIn):
     properties: Any
-    size: Any
+    size: object
     chunks: Any
 
 
@@ -118,7 +118,7 @@ _NAMES: tuple[tuple[str, str, object], ...] = (
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         for known_module, known, stand_in in _NAMES:
             if (module, name) == (known_module, known):
                 return stand_in

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 from types import MappingProxyType
-from typing import Any
 
 from torch import Tensor
 
@@ -133,7 +132,7 @@ def hybrid_settings(names: Collection[str], arguments: Arguments) -> ModelFields
     return {**fields, **ratios}
 
 
-def hybrid_arguments(model: ModelConfig) -> dict[str, Any]:
+def hybrid_arguments(model: ModelConfig) -> dict[str, object]:
     """Megatron's arguments for a hybrid; empty for other models."""
     if not model.is_hybrid_model:
         return {}

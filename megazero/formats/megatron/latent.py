@@ -7,7 +7,6 @@ number behind the model's last layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from megazero.config.fields import names_with
 from megazero.config.tree.model import ModelConfig
@@ -94,7 +93,7 @@ def latent_settings(arguments: Arguments) -> ModelFields:
     return {**fields, **scaling, **yarn}
 
 
-def latent_arguments(model: ModelConfig) -> dict[str, Any]:
+def latent_arguments(model: ModelConfig) -> dict[str, object]:
     """Megatron's arguments for latent attention; empty for models without it."""
     if not model.multi_latent_attention:
         return {}

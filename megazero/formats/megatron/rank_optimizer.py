@@ -77,7 +77,7 @@ def parameters_of(chunks: Mapping[str, Mapping[str, Tensor]], arguments: Argumen
 
 
 def read_states(
-    path: Path, optimizer: Any, parameters: Sequence[Parameter], buffers: Any, arguments: Arguments
+    path: Path, optimizer: object, parameters: Sequence[Parameter], buffers: object, arguments: Arguments
 ) -> States:
     """The masters and moments of a rank.
 
@@ -126,7 +126,7 @@ def _unidentified(path: Path, why: str) -> CheckpointError:
 
 
 def _numbered(
-    path: Path, optimizer: Any, parameters: Sequence[Parameter]
+    path: Path, optimizer: object, parameters: Sequence[Parameter]
 ) -> Iterator[tuple[Parameter, str, Tensor]]:
     """Tensors of optimizers that have their whole state on each rank, and number parameters."""
     chained = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -204,7 +204,7 @@ def _members(
 
 
 def _buffered(
-    path: Path, buffers: Any, parameters: Sequence[Parameter], arguments: Arguments
+    path: Path, buffers: object, parameters: Sequence[Parameter], arguments: Arguments
 ) -> Iterator[tuple[Parameter, str, Tensor]]:
     """Tensors in the buffers of an optimizer that is sharded over data-parallel ranks."""
     chained = buffers if isinstance(buffers, (list, tuple)) else [buffers]

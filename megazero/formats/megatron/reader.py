@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
@@ -163,7 +162,7 @@ class MegatronReader:
         """Close the files."""
         self._stages.close()
 
-    def model_settings(self) -> dict[str, Any]:
+    def model_settings(self) -> dict[str, object]:
         """The fields of `ModelConfig`, as JSON."""
         return self.model.model_dump(mode="json")
 

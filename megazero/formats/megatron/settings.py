@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -19,7 +18,7 @@ from megazero.formats.megatron.latent import latent_settings
 from megazero.formats.pickles import PositionEmbedding
 
 # Arguments for parts that megazero lacks: (name, values that are fine, the part that other values ask for).
-_REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+_REFUSED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("moe_apply_probs_on_input", UNSET, "weights of experts before their MLPs"),
     ("moe_latent_size", UNSET, "experts of another width than the model"),
     ("moe_n_hash_layers", (*UNSET, 0), "experts by the ids of tokens, whose table is in its checkpoint"),
@@ -73,7 +72,7 @@ class ModelSettings:
 
 
 def read_settings(
-    arguments: Arguments, *, family: Mapping[str, Any], core: bool, names: Collection[str] = ()
+    arguments: Arguments, *, family: Mapping[str, object], core: bool, names: Collection[str] = ()
 ) -> ModelSettings:
     """Read the settings of a checkpoint's model.
 

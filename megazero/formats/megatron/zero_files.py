@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,7 +121,7 @@ def _check_ranks(folder: Path, ranks: Sequence[int], saved: Sequence[Saved], gro
 def counts_of(saved: Saved) -> Saved:
     """The counts of updates, and the loss scale by Megatron-LM's names."""
     base = saved["base_optimizer_state"]
-    numbers: dict[str, Any] = {"optimizer": {"base": base, "step": saved.get("base_optimizer_state_step")}}
+    numbers: dict[str, object] = {"optimizer": {"base": base, "step": saved.get("base_optimizer_state_step")}}
     scaler = saved.get("loss_scaler")
     if isinstance(scaler, KeptState) and "cur_scale" in vars(scaler):
         known = vars(scaler)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch.autograd import Function
 
 from megazero.errors import ConfigError
 from megazero.mpu.group import Group
-from megazero.ops.autograd import Gradients, apply, once_differentiable
+from megazero.ops.autograd import Context, Gradients, apply, once_differentiable
 
 
 @dataclass(frozen=True)
@@ -134,43 +133,47 @@ def _repeated(x: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.cat([head.expand(-1, -1, count, -1) for head, count in heads], 2)
 
 
+_Ctx = Context[tuple[HeadPlan, Group, tuple[int, int, int]]]
+
+
 class _ExchangeHeads(Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: HeadPlan, group: Group
+        ctx: _Ctx, q: Tensor, k: Tensor, v: Tensor, plan: HeadPlan, group: Group
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.plan, ctx.group = plan, group
-        ctx.widths = (q.shape[-1], k.shape[-1], v.shape[-1])
+        widths = (q.shape[-1], k.shape[-1], v.shape[-1])
+        ctx.kept = plan, group, widths
         shares = (plan.queries, plan.keys, plan.keys)
         parts = [
             [_columns(x, share[rank]) for x, share in zip((q, k, v), shares, strict=True)]
             for rank in range(plan.size)
         ]
-        q, k, v = _split(_join_rows(parts, group), plan, ctx.widths, plan.rank)
+        q, k, v = _split(_join_rows(parts, group), plan, widths, plan.rank)
         return q, k, v
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Gradients:
-        plan: HeadPlan = ctx.plan
+    def backward(ctx: _Ctx, *grads: Tensor) -> Gradients:
+        plan, group, widths = ctx.kept
         whole = torch.cat([grad.flatten(2) for grad in grads], 2)
-        parts = _split_rows(whole, [_width(plan, ctx.widths, rank) for rank in range(plan.size)], ctx.group)
-        split = [_split(part, plan, ctx.widths, rank) for rank, part in enumerate(parts)]
+        parts = _split_rows(whole, [_width(plan, widths, rank) for rank in range(plan.size)], group)
+        split = [_split(part, plan, widths, rank) for rank, part in enumerate(parts)]
         q, k, v = zip(*split, strict=True)
         return torch.cat(q, 2), _summed(k, plan), _summed(v, plan), None, None
 
 
 class _ReturnHeads(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: HeadPlan, group: Group) -> Tensor:
+    def forward(ctx: Context[tuple[Group, list[int]]], x: Tensor, plan: HeadPlan, group: Group) -> Tensor:
         width = x.shape[-1] // len(plan.queries[plan.rank])
-        ctx.group, ctx.widths = group, [width * len(heads) for heads in plan.queries]
-        return torch.cat(_split_rows(x, ctx.widths, group), 2)
+        ctx.kept = group, [width * len(heads) for heads in plan.queries]
+        return torch.cat(_split_rows(x, ctx.kept[1], group), 2)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        return _join_rows([[part] for part in grad.split(ctx.widths, 2)], ctx.group), None, None
+    def backward(ctx: Context[tuple[Group, list[int]]], grad: Tensor) -> Gradients:
+        group, widths = ctx.kept
+        return _join_rows([[part] for part in grad.split(widths, 2)], group), None, None
 
 
 def _columns(x: Tensor, heads: range) -> Tensor:

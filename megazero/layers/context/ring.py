@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from megazero.layers.context.masks import Pair, PairMasks
 from megazero.layers.rows import columns_of
 from megazero.mpu.group import Group, Transfer, Work
 from megazero.ops.attention import backward_of_part, forward_of_part, merge_part
-from megazero.ops.autograd import Gradients, apply, once_differentiable
+from megazero.ops.autograd import Context, Gradients, apply, once_differentiable
 from megazero.ops.chunks import compute_dtype
 
 _KEYS, _VALUES, _GRAD_KEYS, _GRAD_VALUES = range(4)
@@ -152,7 +151,7 @@ class _RingAttention(Function):
     """The result [s, b, n, e] in the dtype of q, and the log-sum-exp [b, n, s] in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context[Ring], q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
         k, v = k.contiguous(), v.contiguous()
         exchange, (s, b, n, _) = _Exchange(ring, k, v), q.shape
         wide = compute_dtype(q.dtype)
@@ -171,15 +170,15 @@ class _RingAttention(Function):
         exchange.finish()
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.ring = ring
+        ctx.kept = ring
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Gradients:
+    def backward(ctx: Context[Ring], grad: Tensor | None, grad_lse: Tensor | None) -> Gradients:
         q, k, v, out, lse = ctx.saved_tensors
-        ring, size = ctx.ring, ctx.ring.group.size
+        ring, size = ctx.kept, ctx.kept.group.size
         exchange, wide = _Exchange(ring, k, v), compute_dtype(q.dtype)
         grad = torch.zeros_like(out) if grad is None else grad.contiguous()
         grads = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v)]
@@ -236,5 +235,4 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor,
     Returns:
         The result [s, b, n, e], and the log-sum-exp [b, n, s] in fp32.
     """
-    result: tuple[Tensor, Tensor] = apply(_RingAttention, q, k, v, ring)
-    return result
+    return apply(_RingAttention, q, k, v, ring)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megazero.ops.autograd import Gradients, apply
+from megazero.ops.autograd import Context, Gradients, apply
 
 WIDTH = 4
+_Ctx = Context[list[Tensor | None]]
 """Rows that a result is made of, as in Megatron-LM."""
 
 
@@ -41,9 +40,9 @@ class _Taps(Function):
     """Sums products of shifted rows and weights in place, which is far faster than a tensor for each."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor, seen: list[Tensor | None]) -> Tensor:
+    def forward(ctx: _Ctx, rows: Tensor, weight: Tensor, bias: Tensor, seen: list[Tensor | None]) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.seen = seen
+        ctx.kept = seen
         s, taps = len(rows) - WIDTH + 1, weight.unbind(-1)
         out, spare = torch.addcmul(bias, rows[WIDTH - 1 :], taps[-1]), torch.empty_like(rows[:s])
         for back in range(1, WIDTH):
@@ -51,14 +50,14 @@ class _Taps(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
+    def backward(ctx: _Ctx, grad: Tensor) -> Gradients:
         rows, weight = ctx.saved_tensors
         s, taps = len(grad), weight.unbind(-1)
         grad_rows, spare = torch.zeros_like(rows), torch.empty_like(grad)
         grad_taps = []
         for back in reversed(range(WIDTH)):
             own = slice(WIDTH - 1 - back, WIDTH - 1 - back + s)
-            reached = _masked(grad, ctx.seen[back], spare)
+            reached = _masked(grad, ctx.kept[back], spare)
             grad_rows[own].addcmul_(reached, taps[-1 - back])
             grad_taps.append(torch.mul(reached, rows[own], out=spare).sum((0, 1)))
         return grad_rows, torch.stack(grad_taps, -1), grad.sum((0, 1)), None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megazero.ops.attention.call import AttentionCall
-from megazero.ops.autograd import Gradients, apply, once_differentiable
+from megazero.ops.autograd import Context, Gradients, apply, once_differentiable
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class AttentionKernel(ABC):
     """Attention with its log-sum-exp. Both passes run without autograd."""
 
     @abstractmethod
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Any:
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> object:
         """Return what both passes need to know of the call, in the kernel's own form."""
 
     @abstractmethod
@@ -78,7 +78,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[tuple[AttentionCall, AttentionKernel]],
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -89,18 +89,19 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         out, lse = kernel.forward(q, k, v, kernel.prepare(q, k, v, call), q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, mask, keys)
-        ctx.call, ctx.kernel = _without(call), kernel
+        ctx.kept = _without(call), kernel
         ctx.set_materialize_grads(False)
         return out.flatten(2), lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Gradients:
-        q, k, v, out, lse, mask, keys = ctx.saved_tensors
+    def backward(
+        ctx: Context[tuple[AttentionCall, AttentionKernel]], grad: Tensor | None, grad_lse: Tensor | None
+    ) -> Gradients:
+        (q, k, v, out, lse, mask, keys), (call, kernel) = ctx.saved_tensors, ctx.kept
         grad = torch.zeros_like(out) if grad is None else grad.view(out.shape)
-        results, call = Results(out, lse, grad, grad_lse), _with(ctx.call, mask, keys)
-        given = ctx.kernel.prepare(q, k, v, call)
-        return *ctx.kernel.backward(q, k, v, results, given, q.dtype), *(None,) * 4
+        results, call = Results(out, lse, grad, grad_lse), _with(call, mask, keys)
+        return *kernel.backward(q, k, v, results, kernel.prepare(q, k, v, call), q.dtype), *(None,) * 4
 
 
 def _without(call: AttentionCall) -> AttentionCall:

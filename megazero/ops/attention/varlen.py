@@ -29,13 +29,10 @@ def varlen_knows(grouped: bool, names: frozenset[str] | None = None) -> bool:
     return bool({"is_causal", "window_size"} & names) and not (grouped and "enable_gqa" not in names)
 
 
-def varlen_arguments(call: AttentionCall, grouped: bool, names: frozenset[str]) -> dict[str, Any]:
+def varlen_arguments(call: AttentionCall, grouped: bool, names: frozenset[str]) -> dict[str, object]:
     """The arguments of torch's function besides tensors and lengths; without `scale` it is 1 / sqrt(d)."""
-    given: dict[str, Any] = {"scale": call.scale} if "scale" in names else {}
-    if "window_size" in names:
-        given["window_size"] = call.sides
-    else:
-        given["is_causal"] = call.causal
+    given: dict[str, object] = {"scale": call.scale} if "scale" in names else {}
+    given |= {"window_size": call.sides} if "window_size" in names else {"is_causal": call.causal}
     return {**given, "enable_gqa": True} if grouped else given
 
 

@@ -129,7 +129,7 @@ def _row(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def read_incidents(folder: Path) -> list[dict[str, Any]]:
+def read_incidents(folder: Path) -> list[dict[str, object]]:
     """Read the incidents of a run, in the order in which they were written.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -139,7 +139,7 @@ class Meters:
         """Wall time since the step began."""
         return time.perf_counter() - self._began
 
-    def tokens_per_expert(self, result: StepResult) -> list[dict[str, Any]] | None:
+    def tokens_per_expert(self, result: StepResult) -> list[dict[str, object]] | None:
         """Gather the choices of each expert from all stages; None without experts or if the step was held."""
         if result.outcome is Outcome.HELD:
             return None

@@ -62,13 +62,13 @@ class Metric:
 
     name: str
     unit: str
-    of: Callable[[StepFacts], Any]
+    of: Callable[[StepFacts], object]
     chart: Chart | None = None
     line: Line | None = None
     optional: bool = False
     gathered: bool = False
 
-    def charted(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+    def charted(self, metrics: Mapping[str, object]) -> dict[str, float]:
         """Tag -> value of this metric; empty for losses of a skipped step."""
         value = metrics[self.name]
         if self.chart is None or value is None or (isinstance(value, Losses) and metrics["skipped"]):

@@ -270,7 +270,7 @@ _NAMES = frozenset(metric.name for metric in METRICS)
 class StepMetrics(dict[str, Any]):
     """The metrics of one iteration: name of a row of `METRICS` -> value; None if unknown."""
 
-    def __init__(self, **values: Any):
+    def __init__(self, **values: object):
         assert values.keys() <= _NAMES, f"these are no metrics: {sorted(values.keys() - _NAMES)}"
         super().__init__({metric.name: values.get(metric.name) for metric in METRICS})
         self["phase_seconds"] = values.get("phase_seconds", {})
@@ -371,7 +371,7 @@ class EvalMetrics:
         return {tag: value for tag, value in values.items() if value is not None}
 
 
-def _with_terms(values: Mapping[str, Any]) -> dict[str, object]:
+def _with_terms(values: Mapping[str, object]) -> dict[str, object]:
     """Replace `losses` by an entry for each loss term."""
     record: dict[str, object] = {}
     for name, value in values.items():

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import (
     BaseModel,
@@ -30,7 +30,7 @@ PRETRAINING = "pretraining"
 """The kind of checkpoint that `snapshot` saves. Other kinds have only weights, or a user's own module."""
 
 _Facts = TypeVar("_Facts", bound=BaseModel)
-SavedConfig = dict[str, dict[str, Any] | None]
+SavedConfig = dict[str, dict[str, object] | None]
 
 
 class _FactsModel(BaseModel):
@@ -162,12 +162,12 @@ class ModelFacts(_FactsModel):
     kind: str | None = None
     vocab_size: PositiveInt | None = None
     config: SavedConfig | None = None
-    model: dict[str, Any] | None = None
-    tokenizer: dict[str, Any] | None = None
-    finetune: dict[str, Any] | None = None
+    model: dict[str, object] | None = None
+    tokenizer: dict[str, object] | None = None
+    finetune: dict[str, object] | None = None
 
 
-def read_facts(model: type[_Facts], content: Mapping[str, Any], folder: Path) -> _Facts:
+def read_facts(model: type[_Facts], content: Mapping[str, object], folder: Path) -> _Facts:
     """Validate the content of a checkpoint's `state.json`.
 
     Raises:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
 
 from megazero.checkpoint.part import Part, Source, misfits
 from megazero.checkpoint.upcycling import dense_model
@@ -106,7 +105,7 @@ def check_model(
         raise CheckpointError(f"`{folder}` must hold this model, but has {', '.join(wrong)}")
 
 
-def unlike(saved: SavedModel, model: ModelConfig, free: Set[str]) -> list[tuple[str, Any, Any]]:
+def unlike(saved: SavedModel, model: ModelConfig, free: Set[str]) -> list[tuple[str, object, object]]:
     """The settings in which a checkpoint's model differs: (field, its value, the value now)."""
     # Only fields that both versions of the code have; differences in other fields show in tensors' names.
     compared = [name for name in ModelConfig.model_fields if name in saved.sections["model"].keys() - free]

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from megazero.checkpoint.folder import Candidates
 from megazero.checkpoint.lock import saved_elsewhere
@@ -43,7 +42,7 @@ class Resumed:
     training_plan: TrainingPlan
     remarks: tuple[str, ...] = ()
     run: RunFacts | None = None
-    origin: Mapping[str, Any] | None = None
+    origin: Mapping[str, object] | None = None
 
     @cached_property
     def state(self) -> TrainState:

@@ -98,7 +98,7 @@ class SavedModel:
 
 
 def read_saved_model(
-    content: Mapping[str, Any], folder: Path, shapes: Mapping[Key, tuple[int, ...]] | None = None
+    content: Mapping[str, object], folder: Path, shapes: Mapping[Key, tuple[int, ...]] | None = None
 ) -> SavedModel:
     """Read the description of the model from the content of a checkpoint's `state.json`.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
 from megazero.checkpoint.part import ROUTER, WEIGHT, Key, Part, Source
 from megazero.checkpoint.saver import together
@@ -54,7 +53,7 @@ def take_foreign_weights(
     return tuple(remarks)
 
 
-def origin_of(path: str | None) -> dict[str, Any] | None:
+def origin_of(path: str | None) -> dict[str, object] | None:
     """The record in checkpoints of a Hugging Face model's weights: its class and dtype."""
     if path is None:
         return None

@@ -32,7 +32,7 @@ def _per_element(flops: int) -> Callable[..., int]:
     return wrapped
 
 
-_ELEMENTWISE: Mapping[Any, Callable[..., int]] = MappingProxyType(
+_ELEMENTWISE: Mapping[object, Callable[..., int]] = MappingProxyType(
     {
         **dict.fromkeys((_ATEN.relu, _ATEN.gelu, _ATEN.silu, _ATEN.elu, _ATEN.hardtanh), _per_element(1)),
         **dict.fromkeys((_ATEN.leaky_relu, _ATEN._softmax, _ATEN._log_softmax), _per_element(1)),
@@ -56,7 +56,7 @@ def _by_vector(first: Shape, *args: object, **kwargs: object) -> int:
     return 2 * prod(first)
 
 
-PRODUCTS: Mapping[Any, Callable[..., int]] = MappingProxyType(
+PRODUCTS: Mapping[object, Callable[..., int]] = MappingProxyType(
     {
         _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
         _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
@@ -66,7 +66,7 @@ PRODUCTS: Mapping[Any, Callable[..., int]] = MappingProxyType(
 )
 """Formulas that torch's registry lacks: attention on a CPU, and products with a vector."""
 
-_OF_PRODUCTS: Mapping[Any, Callable[..., int]] = MappingProxyType(
+_OF_PRODUCTS: Mapping[object, Callable[..., int]] = MappingProxyType(
     {**{product: shape_wrapper(count) for product, count in PRODUCTS.items()}, **flop_registry}
 )
 
@@ -98,9 +98,9 @@ class OperatorCounter(TorchDispatchMode):
         self,
         func: Any,
         types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs, packet = kwargs or {}, func._overloadpacket
         formula = _ELEMENTWISE.get(packet)
         product = _OF_PRODUCTS.get(packet) if formula is None else None
@@ -182,11 +182,11 @@ class ModuleCounter:
         counted = (0, 0) if self.operators is None else (self.operators.flops, self.operators.products)
         return (*counted, self.clock.now())
 
-    def _before(self, module: nn.Module, args: Any) -> None:
+    def _before(self, module: nn.Module, args: object) -> None:
         if not _in_backward():
             self._begun.append(self._now())
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: object, output: object) -> None:
         if _in_backward():
             return
         flops, products, clock = self._begun.pop()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -60,7 +59,7 @@ class FlopsProfile(Profiler):
         self._shapes = AttentionShapes(context.groups["cp"].size)
         self._counter: ModuleCounter | None = None
         self._forwards = 0
-        self._times: Mapping[Any, float] = {}
+        self._times: Mapping[str | tuple[str, str], float] = {}
         self._say: Callable[[str], None] = print
         self._by_formula: TokenCount | None = None
 

@@ -43,7 +43,7 @@ class ModuleRow:
         """The number of modules that contain this one."""
         return self.name.count(".") + bool(self.name)
 
-    def as_json(self) -> list[Any]:
+    def as_json(self) -> list[object]:
         """The row as JSON, which `from_json` reads."""
         return [self.name, self.kind, vars(self.profile), self.marked]
 
