@@ -20,6 +20,8 @@ for package in ("data", "ops"):
     importlib.import_module(f"megazero.{package}._native")
 PYTHON
     echo "csrc: the native modules are built and load"
+    python -c 'from megazero.kernels.build import build, on_cpu_recipe; build(on_cpu_recipe())'
+    echo "csrc: the kernels of GPUs are compiled for the CPU too, where tests run them"
 elif command -v "${CXX:-c++}" g++ clang++ >/dev/null; then
     echo "csrc: error: there is a C++ compiler, but the native modules do not build:" >&2
     python setup.py build_ext --inplace --force >&2

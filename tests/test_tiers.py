@@ -111,8 +111,8 @@ class Case:
     ("cases", "seconds", "kept"),
     [
         ([Case(f"a::t[{i}]") for i in range(4)], 0.4, range(4)),
-        ([Case(f"a::t[{i}]") for i in range(11)], 0.35, (0, 2, 5, 8, 10)),
-        ([Case(f"a::t[{i}]") for i in range(9)], 1.7, (0, 8)),
+        ([Case(f"a::t[{i}]") for i in range(11)], 0.32, (0, 2, 5, 8, 10)),
+        ([Case(f"a::t[{i}]") for i in range(9)], 1.5, (0, 8)),
         ([Case(f"a::t[{i}]") for i in range(9)], 60.0, (0,)),
         ([Case(f"a::t[{i}]", asked=10.0) for i in range(11)], 1.0, (0, 1, 2, 3, 4, 6, 7, 8, 9, 10)),
         ([Case(f"a::t[{i}]", fast=i == 1) for i in range(9)], 60.0, (0, 1)),

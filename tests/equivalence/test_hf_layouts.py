@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -95,9 +96,17 @@ def save_serial(tmp_path: Path, family: str, untied: bool) -> tuple[dict[str, to
     return first, build_chunks(serial, vocabulary, solo_context(), torch.device("cpu"))[0]
 
 
+SOME_PLACES = pytest.mark.parametrize(
+    "places",
+    [PLACES[1::3], pytest.param(PLACES[1:], marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+
+
+@SOME_PLACES
 @pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_every_layout_is_one_model_there_and_back(tmp_path, family, untied):
+def test_every_layout_is_one_model_there_and_back(tmp_path, family, untied, places):
     transformers = pytest.importorskip("transformers")
     first, ours = save_serial(tmp_path, family, untied)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out0").eval()
@@ -106,13 +115,14 @@ def test_every_layout_is_one_model_there_and_back(tmp_path, family, untied):
         logits = ours(Batch(tokens)).transpose(0, 1)[..., :VOCABULARY]
         torch.testing.assert_close(theirs(tokens).logits, logits, rtol=0, atol=1e-5)
         assert logits.std() > 0.1
-    there_and_back(tmp_path, first, family, untied)
+    there_and_back(tmp_path, first, family, untied, places)
 
 
+@SOME_PLACES
 @pytest.mark.parametrize(
     ("family", "untied"), [("megatron", False), ("original", True)], ids=["megatron-tied", "original-untied"]
 )
-def test_every_layout_is_one_bert_there_and_back(tmp_path, family, untied):
+def test_every_layout_is_one_bert_there_and_back(tmp_path, family, untied, places):
     """Both heads, at the real positions of a padded batch."""
     transformers = pytest.importorskip("transformers")
     first, ours = save_serial(tmp_path, family, untied)
@@ -128,12 +138,14 @@ def test_every_layout_is_one_bert_there_and_back(tmp_path, family, untied):
     torch.testing.assert_close(found.prediction_logits[real], logits, rtol=0, atol=1e-5)
     torch.testing.assert_close(found.seq_relationship_logits, order, rtol=0, atol=1e-5)
     assert logits.std() > 0.1
-    there_and_back(tmp_path, first, family, untied)
+    there_and_back(tmp_path, first, family, untied, places)
 
 
-def there_and_back(tmp_path: Path, first: dict[str, torch.Tensor], family: str, untied: bool) -> None:
+def there_and_back(
+    tmp_path: Path, first: dict[str, torch.Tensor], family: str, untied: bool, places: Sequence[Layout]
+) -> None:
     """Every layout exports the same bits as one process, and again after it has read what one exported."""
-    for number, layout in enumerate(PLACES[1:], 1):
+    for number, layout in enumerate(places, 1):
         # From this layout: its own weights, which are those of the seed on every layout.
         config = config_of(layout, family, untied, save=str(tmp_path / f"run{number}"))
         found = export(layout, config, tmp_path / f"out{number}")
