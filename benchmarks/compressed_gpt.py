@@ -21,6 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from megazero.checkpoint.folder import iteration_folder
 from megazero.checkpoint.part import WEIGHT
 from megazero.checkpoint.reader import CheckpointReader
@@ -29,9 +31,6 @@ from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.mpu.launch import Launch
 from megazero.train.pretraining import pretrain
 from proofs.kill_job import _free_port
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 
 RANKS, HIDDEN, HEADS = 2, 128, 4
 MODEL = (

@@ -20,6 +20,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from megazero.config.resolve import parse_config
 from megazero.mpu.launch import Launch, join, leave
 from megazero.train.assemble import assemble
@@ -30,9 +32,6 @@ from megazero.train.observe.monitors.base import CompositeMonitor
 from megazero.train.pretraining import Pretraining
 from megazero.train.step.state import TrainState
 from proofs.kill_job import _free_port
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 
 MODEL = (
     "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --vocab-size 8192 --mock-data "

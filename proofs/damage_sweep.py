@@ -40,6 +40,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.folder import LATEST, candidates, iteration_folder
 from megazero.checkpoint.part import Key, Part
@@ -59,9 +61,6 @@ from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from tests.layouts.layout import VOCABULARY, Layout
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 
 LAYOUTS = (Layout(tp=2, dp=2, zero=1), Layout(pp=2, dp=2, zero=1))
 OLDER, NEWEST = 1, 3  # the bits of 3 hold those of 1, so a flip can turn one name into the other

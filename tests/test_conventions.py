@@ -13,7 +13,7 @@ from itertools import pairwise
 import pytest
 
 from tests.class_tree import ClassTree
-from tests.source_tree import Source, sources
+from tests.source_tree import ROOT, Source, sources
 from tests.tables import over_table
 
 pytestmark = pytest.mark.fast
@@ -230,6 +230,15 @@ def undeclared_followers(files: Iterable[Source]) -> Iterator[str]:
                 yield f"{name} must be declared to follow {protocol}"
 
 
+def late_paths(name: str, text: str) -> Iterator[str]:
+    """Scripts of the repository that import its modules before they say where these are."""
+    numbered = list(enumerate(text.splitlines(), 1))
+    imports = [n for n, line in numbered if re.match(r"from (tests|proofs|benchmarks)\b", line)]
+    paths = [n for n, line in numbered if line.startswith("sys.path.insert")]
+    if f"python {name}" in text and imports and min(paths, default=len(numbered)) > imports[0]:
+        yield f"{name}:{imports[0]} imports before it extends the path"
+
+
 def unheld(check: Callable[[Source], Iterable[str]], *folders: str) -> list[str]:
     """All violations of a check in these folders of the project."""
     return [violation for source in sources(*folders) for violation in check(source)]
@@ -372,3 +381,14 @@ def test_who_follows_a_protocol_says_so():
 def test_only_the_table_decides_by_a_family():
     violations = unheld(family_name_violations, "megazero")
     assert [line for line in violations if not line.startswith(MAY_NAME_FAMILIES)] == []
+
+
+def test_scripts_find_the_modules_of_the_repository():
+    path, needs = "sys.path.insert(0, str(ROOT))", "from tests.layouts import layout"
+    assert list(late_paths("proofs/a.py", f"# python proofs/a.py\n{needs}\n{path}"))
+    assert not list(late_paths("proofs/a.py", f"# python proofs/a.py\n{path}\n{needs}"))
+    scripts = [
+        path for folder in ("proofs", "benchmarks", "scripts") for path in (ROOT / folder).glob("*.py")
+    ]
+    found = [late_paths(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in scripts]
+    assert [violation for violations in found for violation in violations] == []
