@@ -59,17 +59,12 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     It is the shortest word that starts with `word`, or else the one that is the fewest edits away, if that
     is no more than one edit for every four letters.
     """
-    given = _plain(word)
-    words = list(known)
-    longer = sorted(
-        (len(other), other) for other in words if len(given) > 3 and _plain(other).startswith(given)
-    )
+    given, words = _plain(word), [(_plain(other), other) for other in known]
+    longer = [(len(other), other) for plain, other in words if len(given) > 3 and plain.startswith(given)]
     if longer:
-        return longer[0][1]
-    near = sorted(
-        (distance, other) for other in words if (distance := _edits(given, _plain(other))) is not None
-    )
-    return near[0][1] if near else None
+        return min(longer)[1]
+    near = [(edits, other) for plain, other in words if (edits := _edits(given, plain)) is not None]
+    return min(near)[1] if near else None
 
 
 def _plain(word: str) -> str:

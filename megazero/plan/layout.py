@@ -117,13 +117,14 @@ class Layout:
             }
         fresh, kept = RecomputeConfig(), ("method", "num_layers", "partition_activations")
         recompute = {"granularity": savings.recompute, **{name: getattr(fresh, name) for name in kept}}
-        moves = savings.offload != (config.offload.optimizer != "none")
-        offload = OffloadConfig(optimizer="cpu" if savings.offload else "none")
+        offload: dict[str, object] = {}
+        if savings.offload != (config.offload.optimizer != "none"):
+            offload = OffloadConfig(optimizer="cpu" if savings.offload else "none").model_dump()
         changes = {
             "parallel": parallel,
             "recompute": recompute,
             "zero": {"stage": savings.zero},
-            "offload": offload.model_dump() if moves else {},
+            "offload": offload,
             "batch": {"micro_batch_size": self.micro_batch},
         }
         sections = {name: getattr(config, name).model_copy(update=own) for name, own in changes.items()}

@@ -15,6 +15,9 @@ from megazero.plan.trace import trace_rank
 from megazero.train.parts.chunks import assign_parts
 from megazero.train.parts.families import family_of
 
+Say = Callable[[str], None] | None
+"""Who is told of progress, a line at a time; None for nobody."""
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -29,10 +32,8 @@ class Plan:
     stages: tuple[StagePlan, ...]
 
     @classmethod
-    def of(
-        cls, job: PlannedJob, *, timed: bool = False, progress: Callable[[str], None] | None = None
-    ) -> Plan:
-        """Trace a rank of each kind of stage; `timed` as for `trace_rank`, `progress` gets a line per kind.
+    def of(cls, job: PlannedJob, *, timed: bool = False, say: Say = None) -> Plan:
+        """Trace a rank of each kind of stage; `timed` as for `trace_rank`, `say` gets a line for each kind.
 
         Raises:
             ConfigError: the model cannot be built on the job's ranks.
@@ -41,8 +42,8 @@ class Plan:
         kinds = stages_alike(job)
         for number, alike in enumerate(kinds, 1):
             trace = trace_rank(job, job.line[alike[0]], timed=timed)
-            if progress is not None:
-                progress(f"traced {number} of {len(kinds)} kinds of stages")
+            if say is not None:
+                say(f"traced {number} of {len(kinds)} kinds of stages")
             stages |= {stage: StagePlan(stage, job.line, trace, job.program) for stage in alike}
         return cls(job, tuple(stages[stage] for stage in sorted(stages)))
 

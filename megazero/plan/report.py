@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ from megazero.config.derive import PipelineShape
 from megazero.config.tree.config import Config
 from megazero.plan.device import Device
 from megazero.plan.job import PlannedJob
-from megazero.plan.plan import Plan
+from megazero.plan.plan import Plan, Say
 from megazero.plan.prices import Prices
 from megazero.plan.stage import StagePlan
 from megazero.plan.times import StepTimes
@@ -197,21 +197,15 @@ class PlanReport:
         }
 
 
-def report_on(
-    config: Config,
-    ranks: int,
-    device: Device,
-    per_node: int,
-    progress: Callable[[str], None] | None = None,
-) -> PlanReport:
-    """Plan a job on a device; for a CPU, the kernels run here and are timed. `progress` is `Plan.of`'s.
+def report_on(config: Config, ranks: int, device: Device, per_node: int, say: Say = None) -> PlanReport:
+    """Plan a job on a device; for a CPU, the kernels run here and are timed. `say` is `Plan.of`'s.
 
     Raises:
         ConfigError: the model cannot be built on `ranks` ranks.
     """
     apart = device.memory.apart
     job = PlannedJob(config, ranks, apart, device="meta" if apart else "cpu")
-    return PlanReport(Plan.of(job, timed=not apart, progress=progress), device, per_node)
+    return PlanReport(Plan.of(job, timed=not apart, say=say), device, per_node)
 
 
 def reasons(old: PlanReport, new: PlanReport) -> list[str]:

@@ -73,7 +73,7 @@ def plan_job(own: Sequence[str], training: Sequence[str] | None) -> int:
         _show_like(Search(refusal.config, flags.nproc, device, per_node))
         raise
     _say(f"planning {flags.nproc} ranks on {flags.device}: each kind of stage is traced, which takes a while")
-    report = report_on(config, flags.nproc, device, per_node, progress=_say)
+    report = report_on(config, flags.nproc, device, per_node, say=_say)
     show(report)
     if not report.fits:
         _show_like(Search(config, flags.nproc, device, per_node))

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megazero.config.derive import FREE_MODEL_FIELDS, model_differences
+from megazero.config.derive import FREE_MODEL_FIELDS, Difference, model_differences
 from megazero.config.fields import names_with
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.roles import Role
@@ -340,9 +340,7 @@ def differences(theirs: ModelConfig, ours: ModelConfig, free: Set[str] = frozens
     return [f"`{field}` is {a}, not {b}" for field, a, b in unlike(theirs, ours, free)]
 
 
-def unlike(
-    theirs: ModelConfig, ours: ModelConfig, free: Set[str] = frozenset()
-) -> list[tuple[str, object, object]]:
+def unlike(theirs: ModelConfig, ours: ModelConfig, free: Set[str] = frozenset()) -> list[Difference]:
     """The fields with which two models compute something else from the same weights.
 
     Args:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megazero.checkpoint.part import Part, Source, misfits
 from megazero.checkpoint.upcycling import dense_model
-from megazero.config.derive import FREE_MODEL_FIELDS, model_differences
+from megazero.config.derive import FREE_MODEL_FIELDS, Difference, model_differences
 from megazero.config.fields import FIELD_BY_PATH, SECTIONS, names_with
 from megazero.config.rules.table import check
 from megazero.config.training_plan import TrainingPlan, training_plan_of
@@ -105,7 +105,7 @@ def check_model(
         raise CheckpointError(f"`{folder}` must hold this model, but has {', '.join(wrong)}")
 
 
-def unlike(saved: SavedModel, model: ModelConfig, free: Set[str]) -> list[tuple[str, object, object]]:
+def unlike(saved: SavedModel, model: ModelConfig, free: Set[str]) -> list[Difference]:
     """The settings in which a checkpoint's model differs: (field, its value, the value now)."""
     # Only fields that both versions of the code have; differences in other fields show in tensors' names.
     compared = [name for name in ModelConfig.model_fields if name in saved.sections["model"].keys() - free]
@@ -144,7 +144,7 @@ def _check_ends(now: TokenizerConfig, model: ModelConfig, saved: SavedModel, fol
         )
 
 
-def _differences(saved: SavedConfig, now: SavedConfig) -> list[tuple[str, object, object]]:
+def _differences(saved: SavedConfig, now: SavedConfig) -> list[Difference]:
     """(setting, saved value, value now) for every setting that differs and affects the training."""
     differences = []
     for section in sorted({*saved, *now}):

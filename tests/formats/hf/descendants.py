@@ -419,6 +419,7 @@ SAMPLES: Mapping[str, Sample] = {
         "Apertus",
         {
             **{**THEIRS, "tie_word_embeddings": True, "max_position_embeddings": 64},
+            "intermediate_size": 54,
             "rope_parameters": {
                 **{"rope_type": "llama3", "rope_theta": 900.0, "factor": 6.0, "low_freq_factor": 0.5},
                 **{"high_freq_factor": 2.0, "original_max_position_embeddings": 8},
@@ -429,6 +430,7 @@ SAMPLES: Mapping[str, Sample] = {
             NORMED,
             {
                 "activation": "xielu",
+                "ffn_hidden_size": 54,
                 "rotary_base": 900.0,
                 "use_rope_scaling": True,
                 "rope_scaling_factor": 6.0,
