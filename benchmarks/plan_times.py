@@ -31,6 +31,7 @@ from megazero.plan.job import PlannedJob
 from megazero.plan.measured import step_seconds
 from megazero.plan.plan import Plan
 from megazero.plan.prices import Prices
+from megazero.plan.times import StepTimes
 
 SHAPE = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 4096 --mock-data "
@@ -85,7 +86,8 @@ def plan(name: str, device: str, store: str, rank: int) -> float:
     """The seconds of a step of a layout, on paper; its kernels run here."""
     torch.set_num_threads(1)
     job = job_of(name)
-    return Plan.of(job, timed=True).times(Prices(Device.load(device), 2)).seconds
+    stages = Plan.of(job, timed=True).stages
+    return StepTimes.of(stages, Prices(Device.load(device), 2)).seconds
 
 
 def train(name: str, device: str, store: str, rank: int) -> float:

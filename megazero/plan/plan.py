@@ -8,9 +8,7 @@ from functools import cached_property
 
 from megazero.mpu.context import solo_context
 from megazero.plan.job import PlannedJob
-from megazero.plan.prices import Prices
 from megazero.plan.stage import StagePlan
-from megazero.plan.times import StepTimes
 from megazero.plan.trace import trace_rank
 from megazero.train.parts.chunks import assign_parts
 from megazero.train.parts.families import family_of
@@ -51,10 +49,6 @@ class Plan:
     def fullest(self) -> StagePlan:
         """The stage whose ranks need the most memory on the device."""
         return max(self.stages, key=lambda stage: stage.device_bytes)
-
-    def times(self, prices: Prices) -> StepTimes:
-        """Time a step on the device of `prices`."""
-        return StepTimes.of(self.stages, prices)
 
 
 def stages_alike(job: PlannedJob) -> list[list[int]]:

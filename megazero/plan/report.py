@@ -37,7 +37,7 @@ class PlanReport:
     @cached_property
     def times(self) -> StepTimes:
         """The times of the planned step."""
-        return self.plan.times(Prices(self.device, self.per_node))
+        return StepTimes.of(self.plan.stages, Prices(self.device, self.per_node))
 
     @cached_property
     def model(self) -> Model:

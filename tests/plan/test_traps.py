@@ -53,7 +53,7 @@ def plan(flags: str, ranks: int = 1, batch: int = 8) -> Plan:
 def test_a_training_takes_its_steps_as_long_as_they_take():
     """Half a step's micro-batches take half the time of the busiest stage, and the bubble stays."""
     planned = plan("--pipeline-model-parallel-size 2 --rampup-batch-size 4 4 20", 2)
-    times = planned.times(Prices())
+    times = StepTimes.of(planned.stages, Prices())
     saved = 5 * max(times.timeline.busy) * 4 / 8  # five of ten steps have 4 samples
     assert training_seconds(planned.job, times) == pytest.approx(10 * times.seconds - saved)
 
