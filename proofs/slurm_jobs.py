@@ -6,7 +6,7 @@ Needs root and Debian's packages slurmctld, slurmd, slurm-client and munge. Two 
 "GPU"; each script trains a tiny model by its own flags and layout, scaled down through variables and flags.
 What is tried:
 
-- each of the three scripts trains to its end;
+- each of the three scripts trains to its end, and so does a command line of one's own (pretrain.sbatch);
 - a job is preempted, with and without a grace: it saves, is queued again, goes on from there;
 - a job's time is over soon: SLURM's SIGUSR1 reaches the ranks, they save, the job queues itself again;
 - a job is cancelled: it saves, and stays cancelled;
@@ -42,6 +42,12 @@ TINY = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --device cpu --eval-iters 0 "
     "--lr-warmup-samples 8 --lr-decay-samples 4000 --log-interval 1 --num-workers 0 --split 1,0,0"
 )
+OWN = (
+    "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 "
+    "--data-path {data}/text_text_document --tokenizer-type GPT2BPETokenizer --vocab-file {data}/vocab.json "
+    "--merge-file {data}/merges.txt --save {folder} --load {folder} --metrics-jsonl {folder}/metrics.jsonl"
+)
+"""What the launchers of `scripts/` say, and pretrain.sbatch is told."""
 CONFIG = """
 ClusterName=proof
 SlurmctldHost={host}({address})
@@ -152,9 +158,15 @@ class Job:
         flags = TINY.split()
         if script == "530b":
             flags += ["--rampup-batch-size", "4", "4", "40"]
+        batch = f"pretrain_gpt_{script}.sbatch"
+        if script == "own":
+            batch = "pretrain.sbatch"
+            flags = ["pretrain_gpt.py", *flags, *OWN.format(data=data, folder=self.folder).split()]
+            flags += ["--train-samples", variables["TRAIN_SAMPLES"]]
+            variables = {"OMP_NUM_THREADS": "1"}
         self.id = slurm.submit(
             *("--gpus-per-node=1", f"--output={slurm.folder}/{name}.out", *options),
-            *(f"scripts/slurm/pretrain_gpt_{script}.sbatch", *flags),
+            *(f"scripts/slurm/{batch}", *flags),
             **variables,
         )
 
@@ -237,7 +249,7 @@ def preempt(slurm: Slurm, partition: str, whole: list[tuple[int, float]]) -> Non
 
 def scenarios(slurm: Slurm) -> None:
     """All that the module's docstring lists."""
-    counts = {"530b": 20, "1t": 20, "175b": ITERATIONS}
+    counts = {"530b": 20, "1t": 20, "own": 20, "175b": ITERATIONS}
     jobs = [Job(slurm, script, f"whole-{script}", iterations=count) for script, count in counts.items()]
     for job in jobs:
         state = job.await_state("COMPLETED", "FAILED")

@@ -178,7 +178,7 @@ def test_the_quickstart_has_help():
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "scripts/slurm").glob("*.sbatch")), ids=lambda path: path.stem
+    "path", sorted((ROOT / "scripts/slurm").glob("pretrain_*.sbatch")), ids=lambda path: path.stem
 )
 def test_a_batch_script_asks_for_the_nodes_of_its_job(path):
     """`proofs/slurm_jobs.py` runs them under a real SLURM."""
@@ -188,6 +188,36 @@ def test_a_batch_script_asks_for_the_nodes_of_its_job(path):
     assert f'train scripts/{path.stem}.sh "$@"' in batch
     for script in (path, path.with_name("job.sh")):
         assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
+
+
+def test_a_line_of_ones_own_goes_through_the_launcher_and_the_batch_script(tmp_path):
+    """`proofs/slurm_jobs.py` runs it under a real SLURM."""
+    said = tmp_path / "said"
+    srun = '#!/bin/sh\nwhile [ $# -gt 0 ] && [ "$1" != bash ]; do shift; done\nexec "$@"\n'
+    programs = {
+        "python": f'#!/bin/sh\nprintf "%s " "$@" >> {said}; echo >> {said}\n',
+        "scontrol": "#!/bin/sh\n[ $2 = node ] && echo NodeAddr=w-7 || echo w-7\n",
+        "srun": srun,
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "12", "SLURM_NNODES": "2", "SLURM_NODEID": "1"}
+    variables = {
+        "PATH": f"{tmp_path}:{PATH}",
+        "SLURM_JOB_NODELIST": "w-[7-8]",
+        "SLURM_GPUS_PER_NODE": "h100:4",
+    }
+    run = bash("slurm/pretrain.sbatch", "pretrain_bert.py", "--seed", "2 3", **job, **variables)
+    assert run.returncode == 0, run.stderr
+    check, launch = said.read_text().splitlines()
+    assert "--gpus-per-node 4 --nnodes 2 --node-rank 1 --master-addr w-7 --master-port 20012" in check
+    assert launch.endswith(
+        "--num-gpus 4 --master-addr w-7 --master-port 20012 --no-local-rank pretrain_bert.py --seed 2 3 "
+    )
+    refused = bash("pretrain.sh", "train.py", "--seed", "2")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "the first word must be pretrain_gpt.py or pretrain_bert.py, but is `train.py`" in refused.stderr
 
 
 def test_a_launcher_plans_when_it_is_told_to(tmp_path):
