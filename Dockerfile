@@ -16,8 +16,8 @@ ARG PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_CONSTRAINT
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates g++ git openssh-client python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
-ENV HOME=/home/megazero VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1
-RUN useradd --create-home --uid 1000 --non-unique --shell /bin/bash megazero \
+ENV HOME=/opt/megazero-home VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1
+RUN useradd --create-home --home-dir "$HOME" --uid 1000 --non-unique --shell /bin/bash megazero \
     && mkdir /work \
     && python3 -m venv "$VIRTUAL_ENV" \
     && chown -R megazero /work "$VIRTUAL_ENV"
