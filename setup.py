@@ -114,7 +114,7 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
-    packages=find_packages(include=["megazero", "megazero.*", "data_tools", "data_tools.*"]),
+    packages=find_packages(include=["megazero", "megazero.*"]),
     package_data={
         "megazero": [
             *("py.typed", "ops/_native.pyi"),

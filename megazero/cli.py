@@ -30,6 +30,7 @@ VERBS = (
     Verb("analyze-loss", "order training samples by their loss under a checkpoint"),
     Verb("checkpoint", "inspect, verify, compare, convert and prune checkpoints"),
     Verb("config", "resolve pretrain_gpt.py's flags; print the tree, or every reason to refuse it"),
+    Verb("data", "preprocess, train-tokenizer, inspect, merge, analyze: texts made into datasets"),
     Verb("env", "report on this machine, and on what is in the way of training on it"),
     Verb("fill-mask", "show what a model expects at the masked places of a text"),
     Verb("generate", "generate text from a checkpoint"),
