@@ -144,7 +144,7 @@ setup(
         "fast": ["gigatoken>=0.10", "isal>=1.5", "orjson>=3.9"],
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.5", "ruff>=0.8", "hypothesis>=6", "transformers>=4.45"),
-            *("mypy>=2.4", "types-PyYAML>=6"),
+            *("mypy>=2.4", "types-PyYAML>=6", "jsonschema>=4.18"),
         ],
         "docs": [
             "mkdocs>=1.6",
