@@ -128,6 +128,8 @@ setup(
         "torch>=2.10",
         "numpy>=1.26",
         "ninja>=1.11",
+        "filelock>=3.30",
+        "huggingface-hub>=0.24",
         "pydantic>=2.6",
         "pyyaml>=6",
         "tokenizers>=0.20",
