@@ -71,7 +71,7 @@ def _forms(raw: Schema, bounds: tuple[str, ...] = _BOUNDS, words: tuple[str, ...
         if item["type"] == "string":
             items = [*_forms(item, bounds, words), *([] if "enum" in item else [{"type": "number"}])]
             text = _any_case((*item["enum"], *words), several=True) if "enum" in item else items[0]
-        length = {key: raw[key] for key in ("minItems", "maxItems") if key in raw}
+        length: Schema = {key: raw[key] for key in ("minItems", "maxItems") if key in raw}
         only = [] if "prefixItems" in raw else items
         return [{"type": "array", "items": _one_of(items), **length}, text, *only]
     if raw["type"] in ("integer", "number"):
