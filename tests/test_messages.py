@@ -95,6 +95,7 @@ def allowed_by_room() -> dict[str, set[str] | frozenset[str] | None]:
         "megazero.formats.megatron": of("checkpoint.megatron", "checkpoint.convert"),
         "megazero.formats.pickles": of("checkpoint.megatron"),
         "megazero.commands": set(),
+        "megazero.commands.config": {"--schema", *TRAINING},
         "megazero.commands.launch": launch,
         "megazero.commands.training_words": TRAINING,
         "megazero.data.tokenizers": set(),
