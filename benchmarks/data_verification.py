@@ -30,13 +30,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data_tools import preprocess_data
-from data_tools.corpora import make_corpus
 from megazero.data.gpt_dataset import GPTDataset, GPTSettings
 from megazero.data.indexed.checksum import BLOCK
 from megazero.data.indexed.reader import open_indexed
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data.sources import changed_files
+from megazero.data_tools import preprocess_data
+from megazero.data_tools.corpora import sources as make_corpus
 
 MICRO_BATCH = 8
 

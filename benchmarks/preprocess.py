@@ -29,7 +29,7 @@ VOCAB_SIZE = 50257
 _WORD = re.compile(r"[A-Za-z]{4,}")
 _SLOW = """import sys
 sys.modules["gigatoken"] = None
-from data_tools.preprocess_data import main
+from megazero.data_tools.preprocess_data import main
 sys.exit(main())"""
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds a wheel as pip does for a user (in an isolated environment), installs it where the repository is not, and
-# trains ten steps with it. Uses the active environment's torch and other dependencies.
+# makes a dataset and trains ten steps with it. Uses the active environment's torch and other dependencies.
 #
 #   bash scripts/check_wheel.sh
 #
@@ -42,6 +42,8 @@ if home.parent != Path(os.environ["PYTHONPATH"]):
 for package in ("data", "ops"):
     importlib.import_module(f"megazero.{package}._native")
 assert (home / "py.typed").is_file()
+packages = {path.parent.name for path in home.parent.glob("*/__init__.py")}
+assert packages == {"megazero"}, f"the wheel must have one package, but has {packages}"
 print(f"wheel: {len(build.kernel_sources())} CUDA sources, and the compiled CPU modules")
 build.find_nvcc = lambda: None  # as in a container that has only the driver
 for capability in ((8, 0), (9, 0), (10, 0)):
@@ -58,6 +60,24 @@ assert deepspeed.__version__ == version("deepspeed"), version("deepspeed")
 print(f"wheel: `import deepspeed` finds {FusedAdam.__module__} as release {version('deepspeed')}")
 PYTHON
 "$python" -m megazero.deepspeed asks.py
+printf '{"text": "one two"}\n{"text": "three"}\n' > text.jsonl
+cat > spawned.py <<'PYTHON'
+import sys
+import threading
+import time
+
+from megazero.cli import main
+
+if __name__ == "__main__":  # beside a thread, workers are spawned
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    sys.exit(main(sys.argv[1:]))
+PYTHON
+preprocess=(data preprocess --input text.jsonl --workers 2 --append-eod --tokenizer-type ByteLevelTokenizer)
+"$python" -m megazero.cli "${preprocess[@]}" --output-prefix forked
+"$python" spawned.py "${preprocess[@]}" --output-prefix spawned
+cmp forked_text_document.bin spawned_text_document.bin
+"$python" -m megazero.cli data inspect forked_text_document --validate
+echo "wheel: made a dataset away from the repository, on forked and on spawned workers"
 "$python" -m megazero.cli pretrain --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 \
     --mock-data --vocab-size 256 --tokenizer-type NullTokenizer --lr 1e-3 --eval-iters 0 --train-iters 10 \
     --micro-batch-size 2 --global-batch-size 4 --log-interval 5 --save ckpt

@@ -30,7 +30,7 @@ def reference_pages() -> dict[str, str]:
     """The pages of the reference: path on the site -> Markdown."""
     whole = ROOT / "megazero"
     pages = {"reference/megazero.md": reference_page(whole, whole.glob("*.py"))}
-    for package in [*sorted(path.parent for path in whole.glob("*/__init__.py")), ROOT / "data_tools"]:
+    for package in sorted(path.parent for path in whole.glob("*/__init__.py")):
         pages[f"reference/{package.name}.md"] = reference_page(package, modules_below(package))
     return pages
 

@@ -358,7 +358,7 @@ def test_words_have_one_owner_and_retired_ones_stay_away():
 
 
 def test_constructors_are_small():
-    tree = ClassTree(sources("megazero", "data_tools"))
+    tree = ClassTree(sources("megazero"))
     listed = {**LARGE_CONSTRUCTORS, **FOREIGN_SIGNATURES}
     # A spec has a field for each fact of its part of a model, and functions make it by name.
     sizes = {n: size for n, size in constructor_sizes(tree).items() if not n.startswith("megazero.spec.")}
@@ -367,7 +367,7 @@ def test_constructors_are_small():
 
 
 def test_every_function_is_annotated():
-    assert unheld(annotation_violations, "megazero", "data_tools") == []
+    assert unheld(annotation_violations, "megazero") == []
 
 
 def test_docstrings_and_names_say_what_they_mean():
@@ -375,7 +375,7 @@ def test_docstrings_and_names_say_what_they_mean():
 
 
 def test_who_follows_a_protocol_says_so():
-    assert list(undeclared_followers(sources("megazero", "data_tools"))) == []
+    assert list(undeclared_followers(sources("megazero"))) == []
 
 
 def test_only_the_table_decides_by_a_family():

@@ -8,7 +8,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 
 import megazero.commands
@@ -44,14 +44,28 @@ def declared_in(module: str) -> set[str] | None:
     loaded = importlib.import_module(module)
     own = [f for f in vars(loaded).values() if inspect.isfunction(f) and f.__module__ == module]
     parsers = [
-        function()
-        for function in own
-        if function.__name__.endswith("parser") and not inspect.signature(function).parameters
+        function() for function in own if function.__name__.endswith("parser") and can_be_called(function)
     ]
     for add in (function for function in own if function.__name__ == "add_verb"):
         parsers.append(argparse.ArgumentParser())
         add(parsers[-1].add_subparsers())
     return {flag for parser in parsers for flag in flags_of(parser)} if parsers else None
+
+
+def can_be_called(function: Callable[..., object]) -> bool:
+    """Whether a function needs no argument."""
+    empty = inspect.Parameter.empty
+    return all(
+        parameter.default is not empty for parameter in inspect.signature(function).parameters.values()
+    )
+
+
+def spelled_in(folder: str) -> set[str]:
+    """The flags that stand alone in a string of a folder's files, as where they are declared."""
+    values = [
+        node.value for s in sources(folder) for node in ast.walk(s.tree) if isinstance(node, ast.Constant)
+    ]
+    return {value for value in values if isinstance(value, str) and FLAG.fullmatch(value)}
 
 
 @cache
@@ -81,10 +95,12 @@ def allowed_by_room() -> dict[str, set[str] | frozenset[str] | None]:
         "megazero.formats.megatron": of("checkpoint.megatron", "checkpoint.convert"),
         "megazero.formats.pickles": of("checkpoint.megatron"),
         "megazero.commands": set(),
+        "megazero.commands.config": {"--schema", *TRAINING},
         "megazero.commands.launch": launch,
         "megazero.commands.training_words": TRAINING,
         "megazero.data.tokenizers": set(),
-        "megazero.data_efficiency.map": declared_in("data_tools.analyze_dataset"),
+        "megazero.data_tools": spelled_in("megazero/data_tools"),
+        "megazero.data_efficiency.map": declared_in("megazero.data_tools.analyze_dataset"),
         "megazero.deepspeed": None,  # its users have scripts of their own
         "megazero.env": of("env"),
         "megazero.env.launch_check": TRAINING,

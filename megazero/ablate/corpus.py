@@ -20,8 +20,6 @@ from megazero.config.tree.data_sampling import CurriculumMetric
 from megazero.data_efficiency.metrics import NEED_COUNTS
 from megazero.errors import DataError
 
-_TOOLS = Path(__file__).resolve().parents[2] / "data_tools"
-
 
 @dataclass(frozen=True)
 class _Recipe:
@@ -34,7 +32,7 @@ class _Recipe:
         tokenizer: the file of the trained tokenizer.
         tokenize: flags that choose the tokenizer; its file follows them.
         prefix: path of the dataset, without ``.bin`` or ``.idx``.
-        encode: flag of preprocess_data.py that says how texts become sequences.
+        encode: flag of `megazero data preprocess` that says how texts become sequences.
     """
 
     tool: str
@@ -47,14 +45,14 @@ class _Recipe:
 
     @property
     def suffix(self) -> str:
-        """The end of the dataset's name, which preprocess_data.py adds."""
+        """The end of the dataset's name, which preprocessing adds."""
         return f"_text_{'sentence' if self.encode == '--split-sentences' else 'document'}"
 
 
 _RECIPES: Mapping[str, _Recipe] = MappingProxyType(
     {
         "gpt": _Recipe(
-            tool="corpora/make_corpus",
+            tool="corpus",
             text="corpus.jsonl",
             train=("--vocab-size", "8192"),
             tokenizer="tokenizer/tokenizer.json",
@@ -63,7 +61,7 @@ _RECIPES: Mapping[str, _Recipe] = MappingProxyType(
             encode="--append-eod",
         ),
         "bert": _Recipe(
-            tool="corpora/make_prose",
+            tool="corpus-prose",
             text="prose.jsonl",
             train=("--type", "wordpiece", "--vocab-size", "4096"),
             tokenizer="wordpiece/vocab.txt",
@@ -99,13 +97,11 @@ class Corpus:
         if not text.exists():
             _run(recipe.tool, "--output", text)
         if not _newer(self._tokenizer, text):
-            _run("train_tokenizer", "--input", text, "--output", self._tokenizer.parent, *recipe.train)
+            _run("train-tokenizer", "--input", text, "--output", self._tokenizer.parent, *recipe.train)
         if not (_newer(index, self._tokenizer) and self._prefix.with_suffix(".bin").exists()):
             prefix = str(self._prefix).removesuffix(recipe.suffix)
             encode = (recipe.encode, "--workers", os.cpu_count() or 1)
-            _run(
-                "preprocess_data", "--input", text, "--output-prefix", prefix, *self._tokenizer_flags, *encode
-            )
+            _run("preprocess", "--input", text, "--output-prefix", prefix, *self._tokenizer_flags, *encode)
 
     def indexed(self, metric: CurriculumMetric, config: Config) -> CurriculumMetric:
         """The metric with the paths of the index files that `analyze` makes for a configuration's samples."""
@@ -123,7 +119,7 @@ class Corpus:
         counts = ["total_vocab_freq"] if NEED_COUNTS & set(names) else []
         epochs = config.data.train_data_exact_num_epochs or 1
         _run(
-            "analyze_dataset",
+            "analyze",
             *("--metric", *counts, *names, "--output", self.analysis(config), *self.flags),
             *("--seq-length", config.model.seq_length, "--split", config.data.split),
             *("--seed", config.training.seed, "--train-data-exact-num-epochs", epochs),
@@ -169,9 +165,10 @@ def _newer(path: Path, source: Path) -> bool:
 
 
 def _run(tool: str, *arguments: object) -> None:
-    status = subprocess.run([sys.executable, _TOOLS / f"{tool}.py", *map(str, arguments)]).returncode
+    command = [sys.executable, "-m", "megazero.cli", "data", tool, *map(str, arguments)]
+    status = subprocess.run(command).returncode
     if status != 0:
         raise DataError(
-            f"`data_tools/{tool}.py` must make the corpus, but ended with status {status}; see what it says "
+            f"`megazero data {tool}` must make the corpus, but ended with status {status}; see what it says "
             "above, or name data of your own after `--`"
         )

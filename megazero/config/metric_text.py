@@ -18,7 +18,7 @@ from megazero.config.tree.data_sampling import CurriculumMetric
 from megazero.config.words import nearest
 from megazero.regular_file import why_unreadable
 
-_SCHEDULE = "schedule_config"
+SCHEDULE = "schedule_config"
 _SHOWN = 80  # characters of a value in a message
 
 
@@ -50,8 +50,8 @@ def metrics_of(given: Mapping[Any, object], at: str = "") -> tuple[tuple[Curricu
         faults: list[str] = []
         if not re.fullmatch(r"[\w.-]+", str(name)):
             faults.append(f"`{path}` must be named with letters, digits, `_`, `.` and `-` alone")
-        values = _values(settings, path, _READERS, faults)
-        schedule = values.pop(_SCHEDULE, {})
+        values = _values(settings, path, METRIC_READERS, faults)
+        schedule = values.pop(SCHEDULE, {})
         if "schedule_type" not in values and not faults:
             faults.append(f"`{path}.schedule_type` must be given, but is missing")
         problems += faults
@@ -65,9 +65,9 @@ def as_mapping(metrics: tuple[CurriculumMetric, ...]) -> dict[str, dict[str, obj
     mapping = {}
     for metric in metrics:
         plain = {key: list(v) if isinstance(v, tuple) else v for key, v in metric if v not in (None, (), "")}
-        schedule = {key: plain.pop(key) for key in _SCHEDULE_READERS if key in plain}
+        schedule = {key: plain.pop(key) for key in SCHEDULE_READERS if key in plain}
         del plain["name"]
-        mapping[metric.name] = {**plain, _SCHEDULE: schedule}
+        mapping[metric.name] = {**plain, SCHEDULE: schedule}
     return mapping
 
 
@@ -142,8 +142,8 @@ def _values(
     settings: dict[str, object] = {}
     for key, value in given.items():
         where = f"{path}.{key}"
-        if key == _SCHEDULE and key in readers:
-            settings[key] = _values({} if value is None else value, where, _SCHEDULE_READERS, faults)
+        if key == SCHEDULE and key in readers:
+            settings[key] = _values({} if value is None else value, where, SCHEDULE_READERS, faults)
         elif key not in readers:
             faults.append(_unknown(where, str(key), readers))
         elif value is not None:
@@ -155,10 +155,10 @@ def _values(
 
 
 def _unknown(where: str, key: str, readers: Mapping[str, object]) -> str:
-    if key in _SCHEDULE_READERS:
-        return f"unknown key `{where}`, which belongs in `{_SCHEDULE}`"
-    if key in _READERS:
-        return f"unknown key `{where}`, which belongs beside `{_SCHEDULE}`"
+    if key in SCHEDULE_READERS:
+        return f"unknown key `{where}`, which belongs in `{SCHEDULE}`"
+    if key in METRIC_READERS:
+        return f"unknown key `{where}`, which belongs beside `{SCHEDULE}`"
     close = nearest(key, readers)
     return f"unknown key `{where}`" + (f"; did you mean `{close}`?" if close else "")
 
@@ -212,7 +212,7 @@ def _each(read: Callable[[object], int]) -> Callable[[object], tuple[int, ...]]:
     return items
 
 
-_SCHEDULE_READERS: Mapping[str, Callable[[object], object]] = MappingProxyType(
+SCHEDULE_READERS: Mapping[str, Callable[[object], object]] = MappingProxyType(
     {
         "total_curriculum_step": _positive,
         "difficulty_step": _positive,
@@ -221,7 +221,7 @@ _SCHEDULE_READERS: Mapping[str, Callable[[object], object]] = MappingProxyType(
         "max_step": _each(_positive),
     }
 )
-_READERS: Mapping[str, Callable[[object], object]] = MappingProxyType(
+METRIC_READERS: Mapping[str, Callable[[object], object]] = MappingProxyType(
     {
         "index_to_sample_path": _text,
         "index_to_metric_path": _text,
@@ -233,6 +233,6 @@ _READERS: Mapping[str, Callable[[object], object]] = MappingProxyType(
             "schedule_type",
             {"custom": "is a schedule of one's own, which is not offered: give its values to fixed_discrete"},
         ),
-        _SCHEDULE: _text,  # has readers of its own
+        SCHEDULE: _text,  # has readers of its own
     }
 )

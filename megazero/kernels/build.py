@@ -16,7 +16,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,6 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 INSTALLED_TOOLKIT = Path("/usr/local/cuda")
 # Warn of spilled registers and of local memory.
 _NVCC_CHECKS = "-Xptxas -v,-warn-spills,-warn-lmem-usage"
-_LOCK_POLL_S = 0.2
 
 
 class BuildError(MegazeroError):
@@ -248,12 +246,7 @@ def build(recipe: LibraryRecipe, folder: Path | None = None) -> Path:
     if target.is_file():
         return target
     with open(target.with_suffix(".lock"), "w") as lock:
-        while True:
-            try:
-                try_lock(lock.fileno())
-                break
-            except BlockingIOError:
-                time.sleep(_LOCK_POLL_S)
+        try_lock(lock.fileno(), wait=True)
         if not target.is_file():
             _run_ninja(recipe, target)
     return target

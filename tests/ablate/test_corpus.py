@@ -13,18 +13,19 @@ from megazero.ablate.study import StudyOptions, read_study
 from megazero.ablate.trial import trials_of
 from megazero.errors import DataError
 from tests.ablate.samples import write_study
+from tests.commands.test_data import SCRIPTS
 from tests.source_tree import ROOT
 
 FILES = {
     "gpt": {
-        "corpora/make_corpus": ("corpus.jsonl",),
-        "train_tokenizer": ("tokenizer/tokenizer.json",),
-        "preprocess_data": ("stdlib_text_document.bin", "stdlib_text_document.idx"),
+        "corpus": ("corpus.jsonl",),
+        "train-tokenizer": ("tokenizer/tokenizer.json",),
+        "preprocess": ("stdlib_text_document.bin", "stdlib_text_document.idx"),
     },
     "bert": {
-        "corpora/make_prose": ("prose.jsonl",),
-        "train_tokenizer": ("wordpiece/vocab.txt",),
-        "preprocess_data": ("kjv_text_sentence.bin", "kjv_text_sentence.idx"),
+        "corpus-prose": ("prose.jsonl",),
+        "train-tokenizer": ("wordpiece/vocab.txt",),
+        "preprocess": ("kjv_text_sentence.bin", "kjv_text_sentence.idx"),
     },
 }
 families = pytest.mark.parametrize("family", FILES)
@@ -37,9 +38,7 @@ def tools(monkeypatch, tmp_path) -> list[list[str]]:
 
     def run(tool: str, *arguments: object) -> None:
         calls.append([tool, *map(str, arguments)])
-        family = (
-            "bert" if {"corpora/make_prose", "wordpiece", "--split-sentences"} & set(calls[-1]) else "gpt"
-        )
+        family = "bert" if {"corpus-prose", "wordpiece", "--split-sentences"} & set(calls[-1]) else "gpt"
         for name in FILES[family].get(tool, ()):
             path = tmp_path / name
             path.parent.mkdir(exist_ok=True)
@@ -55,18 +54,18 @@ def test_everything_is_made_once(tools, tmp_path, family):
     corpus, (text, *_) = Corpus(tmp_path, family), FILES[family]
     corpus.prepare()
     corpus.prepare()
-    assert [call[0] for call in tools] == [text, "train_tokenizer", "preprocess_data"]
+    assert [call[0] for call in tools] == [text, "train-tokenizer", "preprocess"]
     (name,) = FILES[family][text]
     os.utime(tmp_path / name, (99, 99))  # another corpus: all that is made from it is old
     corpus.prepare()
-    assert [call[0] for call in tools[3:]] == ["train_tokenizer", "preprocess_data"]
+    assert [call[0] for call in tools[3:]] == ["train-tokenizer", "preprocess"]
 
 
 def test_what_is_missing_is_made_again(tools, tmp_path):
     Corpus(tmp_path, "gpt").prepare()
     (tmp_path / "stdlib_text_document.bin").unlink()
     Corpus(tmp_path, "gpt").prepare()
-    assert [call[0] for call in tools[3:]] == ["preprocess_data"]
+    assert [call[0] for call in tools[3:]] == ["preprocess"]
 
 
 @families
@@ -74,7 +73,8 @@ def test_settings_are_those_of_the_quickstart(tools, tmp_path, family):
     """Each flag and value stands in the quickstart's script; files aside, and a study's larger vocabulary."""
     script = (ROOT / "scripts/quickstart.sh").read_text(encoding="utf-8")
     Corpus(tmp_path, family).prepare()
-    words = [word for call in tools for word in call if not word.startswith(str(tmp_path))]
+    words = [word for call in tools for word in call[1:] if not word.startswith(str(tmp_path))]
+    assert all(f"data_tools/{SCRIPTS[tool]}.py" in script for tool, *_ in tools)
     assert {word for word in words if word not in script} <= {str(os.cpu_count()), "8192"}
     assert tools[1][-2:] == ["--vocab-size", {"gpt": "8192", "bert": "4096"}[family]]
     assert {"gpt": "--append-eod", "bert": "--split-sentences"}[family] in tools[2]
@@ -82,8 +82,8 @@ def test_settings_are_those_of_the_quickstart(tools, tmp_path, family):
 
 
 def test_a_tool_that_fails_is_named(capfd):
-    with pytest.raises(DataError, match="`data_tools/corpora/make_corpus.py` must make the corpus"):
-        corpus._run("corpora/make_corpus", "--output", "x", "--nonsense")
+    with pytest.raises(DataError, match="`megazero data corpus` must make the corpus"):
+        corpus._run("corpus", "--output", "x", "--nonsense")
     assert "--nonsense" in capfd.readouterr().err
 
 
@@ -119,5 +119,5 @@ def test_a_curriculum_without_an_index_gets_that_of_its_seed(tools, tmp_path):
     name = "analysis/gpt-length-8-split-96-4-0-seed-{}-epochs-1/vocab_rarity/vocab_rarity_index_to_sample"
     assert found == [str(tmp_path / "corpus" / name.format(seed)) for seed in (1234, 1235)]
     for call, seed in zip(tools, ("1234", "1235"), strict=True):
-        assert call[:4] == ["analyze_dataset", "--metric", "total_vocab_freq", "vocab_rarity"]
+        assert call[:4] == ["analyze", "--metric", "total_vocab_freq", "vocab_rarity"]
         assert call[call.index("--seed") + 1] == seed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -11,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero import file_lock
 from megazero.data.files import OutputClaim, temporary_path
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data_efficiency.disk import whole_folder
@@ -101,7 +101,7 @@ def test_where_there_are_no_locks_nothing_is_refused_or_removed(tmp_path, monkey
     def refuse(*_):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(file_lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     left = tmp_path / ".d.tmp-1-0123abcd.bin"
     left.write_bytes(b"whose?")
     first, second = OutputClaim(tmp_path / "d"), OutputClaim(tmp_path / "d")
@@ -112,7 +112,7 @@ def test_where_there_are_no_locks_nothing_is_refused_or_removed(tmp_path, monkey
 
 def test_a_lock_that_its_owner_removed_meanwhile_is_taken_again(tmp_path, monkeypatch):
     """The file that was opened is locked, but has no name any more: others would lock another one."""
-    real, calls = file_lock.fcntl.flock, []
+    real, calls = fcntl.flock, []
 
     def flock(file, how):
         real(file, how)
@@ -120,10 +120,10 @@ def test_a_lock_that_its_owner_removed_meanwhile_is_taken_again(tmp_path, monkey
         if len(calls) == 1:
             (tmp_path / ".d.lock").unlink()
 
-    monkeypatch.setattr(file_lock.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     mine = OutputClaim(tmp_path / "d")
     assert len(calls) == 2
-    monkeypatch.setattr(file_lock.fcntl, "flock", real)
+    monkeypatch.setattr(fcntl, "flock", real)
     with pytest.raises(DataError, match="by one process at a time"):
         OutputClaim(tmp_path / "d")
     mine.release()

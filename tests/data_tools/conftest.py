@@ -30,7 +30,7 @@ def out(tmp_path) -> Path:
 @pytest.fixture(scope="session")
 def bpe(tmp_path_factory) -> list[str]:
     """Flags of a small GPT-2 style tokenizer."""
-    from data_tools.train_tokenizer import main
+    from megazero.data_tools.train_tokenizer import main
 
     folder = tmp_path_factory.mktemp("bpe")
     texts = [f"the quick brown fox number {i} jumps over naïve dogs " * 3 for i in range(200)]

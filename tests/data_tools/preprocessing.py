@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from data_tools.preprocessing import pipeline
 from megazero.data.indexed.reader import open_indexed
 from megazero.data.tokenizers.build import TokenizerSpec
+from megazero.data_tools.preprocessing import pipeline
 
 
 def fox_rows(count: int) -> list[dict]:

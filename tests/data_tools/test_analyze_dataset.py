@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_tools.analyze_dataset import main
 from megazero.config.resolve import parse_config
 from megazero.data.from_config import GPTBuilder, gpt_datasets
 from megazero.data.gpt_dataset import GPTSettings
@@ -19,6 +18,7 @@ from megazero.data_efficiency.analyzed import AnalyzedDataset, dataset_of
 from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.data_efficiency.metrics import Samples
 from megazero.data_efficiency.row_file import RowFile
+from megazero.data_tools.analyze_dataset import main
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]

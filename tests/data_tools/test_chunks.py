@@ -9,9 +9,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from data_tools.preprocessing import parsing
-from data_tools.preprocessing.chunks import JsonlChunk, cut
-from data_tools.preprocessing.parsing import parse, parse_carefully, split_lines
+from megazero.data_tools.preprocessing import parsing
+from megazero.data_tools.preprocessing.chunks import JsonlChunk, cut
+from megazero.data_tools.preprocessing.parsing import parse, parse_carefully, split_lines
 from megazero.errors import DataError
 from tests.tables import over_table
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from data_tools import cli
+from megazero.data_tools import cli
 from megazero.errors import ConfigError, DataError
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_tools.dataset_facts import LengthFacts, histogram, unigram_entropy
-from data_tools.inspect_dataset import main
 from megazero.data.indexed.checksum import BlockChecksum
 from megazero.data.indexed.reader import open_indexed
 from megazero.data.indexed.writer import IndexedDatasetWriter
+from megazero.data_tools.dataset_facts import LengthFacts, histogram, unigram_entropy
+from megazero.data_tools.inspect_dataset import main
 from tests.data.corpora import GOLDEN_BIN, write_bytes
 from tests.data.indexed.test_format import legacy_index
 

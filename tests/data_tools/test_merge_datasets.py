@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from data_tools.merge_datasets import main
 from megazero.data.indexed.reader import open_indexed
 from megazero.data.indexed.writer import IndexedDatasetWriter
+from megazero.data_tools.merge_datasets import main
 from tests.data_tools.conftest import visible
 
 

@@ -4,7 +4,7 @@ import gzip
 
 import pytest
 
-from data_tools.preprocessing.chunks import FileSegment, cut, divide, lines_before
+from megazero.data_tools.preprocessing.chunks import FileSegment, cut, divide, lines_before
 
 
 def test_parts_are_whole_lines_in_order_for_any_number_of_them(tmp_path):

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_tools.preprocessing import encode, pipeline, pool
-from data_tools.preprocessing.chunks import cut
-from data_tools.preprocessing.encode import ChunkEncoder, EncodeJob
-from data_tools.preprocessing.pipeline import PreprocessRun, Workers, preprocess
-from data_tools.preprocessing.pool import WorkerPool, can_fork
 from megazero.data.tokenizers.build import TokenizerSpec
 from megazero.data.tokenizers.fast import FastChoice
+from megazero.data_tools.preprocessing import encode, pipeline, pool
+from megazero.data_tools.preprocessing.chunks import cut
+from megazero.data_tools.preprocessing.encode import ChunkEncoder, EncodeJob
+from megazero.data_tools.preprocessing.pipeline import PreprocessRun, Workers, preprocess
+from megazero.data_tools.preprocessing.pool import WorkerPool, can_fork
 from megazero.errors import DataError
 from tests.data_tools.conftest import NULL, visible, write_jsonl
 
@@ -140,7 +140,7 @@ def test_a_signal_to_the_whole_group_ends_the_run_without_a_word_from_workers(tm
     code = (
         "import sys, threading, time\n"
         f"sys.path.insert(0, {str(SCRIPT.parents[1])!r})\n"
-        "from data_tools.preprocess_data import main\n"
+        "from megazero.data_tools.preprocess_data import main\n"
         "if __name__ == '__main__':\n"
         f"    for _ in range({threads}):\n"
         "        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"

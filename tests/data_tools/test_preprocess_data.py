@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_tools.preprocess_data import main
-from data_tools.preprocessing import encode
-from data_tools.preprocessing.pipeline import PreprocessRun, Workers, preprocess
 from megazero.data.indexed.reader import open_indexed
 from megazero.data.tokenizers.base import TokenBatch
 from megazero.data.tokenizers.fast import FastChoice
+from megazero.data_tools.preprocess_data import main
+from megazero.data_tools.preprocessing import encode
+from megazero.data_tools.preprocessing.pipeline import PreprocessRun, Workers, preprocess
 from tests.data_tools.conftest import BYTES, NULL, visible, write_jsonl
 from tests.data_tools.preprocessing import fox_rows, read_documents, spec_of
 
@@ -252,8 +252,8 @@ def test_memory_does_not_grow_with_the_input(tmp_path, out):
         prefix = str(out / str(copies))
         # VmHWM: unlike getrusage's figure it does not remember the process before exec.
         code = (
-            "from data_tools.preprocessing.encode import EncodeJob\n"
-            "from data_tools.preprocessing.pipeline import PreprocessRun, preprocess\n"
+            "from megazero.data_tools.preprocessing.encode import EncodeJob\n"
+            "from megazero.data_tools.preprocessing.pipeline import PreprocessRun, preprocess\n"
             "from megazero.data.tokenizers.build import TokenizerSpec\n"
             "job = EncodeJob(TokenizerSpec('ByteLevelTokenizer'), ('text',))\n"
             f"preprocess(PreprocessRun(({str(path)!r},), {prefix!r}, job, chunk_bytes=1 << 20))\n"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from data_tools.preprocess_data import main
-from data_tools.preprocessing import encode, pipeline
-from data_tools.preprocessing.pipeline import PreprocessRun, Workers, preprocess
+from megazero.data_tools.preprocess_data import main
+from megazero.data_tools.preprocessing import encode, pipeline
+from megazero.data_tools.preprocessing.pipeline import PreprocessRun, Workers, preprocess
 from tests.data_tools.conftest import BYTES, NULL, visible, write_jsonl
 from tests.data_tools.preprocessing import acting_after, read_documents, spec_of
 from tests.tables import over_table
@@ -58,7 +58,7 @@ def test_newlines_are_kept_at_the_end_of_sentences(tmp_path, out):
 
 
 def test_sentences_are_the_same_bytes_for_any_numbers_of_workers_and_partitions(tmp_path, out):
-    from data_tools.preprocessing.sentences import SentenceRules
+    from megazero.data_tools.preprocessing.sentences import SentenceRules
 
     rows = [{"text": f"Mr. {i} went. " * (i % 5) + f"End {i}"} for i in range(120)] + _SPLIT
     plain = write_jsonl(tmp_path / "a.jsonl", rows[:70])
@@ -153,7 +153,7 @@ def test_whole_documents_for_bert_are_remarked(tmp_path, out, capsys):
 
 
 def test_text_that_cannot_be_split_is_a_bad_line(tmp_path, out, capsys, monkeypatch):
-    from data_tools.preprocessing.sentences import SentenceSplitter
+    from megazero.data_tools.preprocessing.sentences import SentenceSplitter
 
     real = SentenceSplitter._ask
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from data_tools.preprocess_data import main
-from data_tools.preprocessing import pipeline
+from megazero.data_tools.preprocess_data import main
+from megazero.data_tools.preprocessing import pipeline
 from tests.data_tools.conftest import BYTES, NULL, visible, write_jsonl
 from tests.data_tools.preprocessing import acting_after, read_documents
 
@@ -71,8 +71,8 @@ def test_orphaned_workers_leave(tmp_path, threads):
     or, as the parent has threads, spawned."""
     code = (
         "import threading, time\n"
-        "from data_tools.preprocessing.encode import EncodeJob\n"
-        "from data_tools.preprocessing.pool import WorkerPool\n"
+        "from megazero.data_tools.preprocessing.encode import EncodeJob\n"
+        "from megazero.data_tools.preprocessing.pool import WorkerPool\n"
         "from megazero.data.tokenizers.build import TokenizerSpec\n"
         "if __name__ == '__main__':\n"
         f"    for _ in range({threads}):\n"

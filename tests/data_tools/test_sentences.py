@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data_tools.preprocessing.sentences import LANGUAGES, SentenceRules, SentenceSplitter
+from megazero.data_tools.preprocessing.sentences import LANGUAGES, SentenceRules, SentenceSplitter
 from megazero.errors import DataError
 from tests.tables import over_table
 
@@ -120,7 +120,7 @@ def test_library_that_fails_or_loses_text_is_found_out(monkeypatch):
 
 def test_splits_are_the_same_in_every_process():
     code = (
-        "from data_tools.preprocessing.sentences import *\n"
+        "from megazero.data_tools.preprocessing.sentences import *\n"
         "text = open('docs/data.md', encoding='utf-8').read()\n"
         "print(SentenceSplitter(SentenceRules('de'))(text) + SentenceSplitter(SentenceRules())(text))"
     )

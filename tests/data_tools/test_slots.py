@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from data_tools.preprocessing.slots import Parcel, SharedSlots
+from megazero.data_tools.preprocessing.slots import Parcel, SharedSlots
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the memory is shared by a fork")
 

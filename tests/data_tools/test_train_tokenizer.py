@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from data_tools import train_tokenizer
-from data_tools.train_tokenizer import TrainingProgress, main, texts
 from megazero.data import build_report
 from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
+from megazero.data_tools import train_tokenizer
+from megazero.data_tools.train_tokenizer import TrainingProgress, main, texts
 from megazero.errors import DataError
 from tests.data_tools.conftest import visible, write_jsonl
 

@@ -11,14 +11,14 @@ import time
 
 import pytest
 
-from data_tools.preprocess_data import main
-from data_tools.preprocessing import pipeline
-from data_tools.preprocessing.chunks import cut
-from data_tools.preprocessing.encode import ChunkEncoder, EncodeJob
-from data_tools.preprocessing.pool import WorkerPool
-from data_tools.preprocessing.watch import WorkerPatience, WorkerWatch
 from megazero.data.tokenizers.build import TokenizerSpec
 from megazero.data.workers import can_fork
+from megazero.data_tools.preprocess_data import main
+from megazero.data_tools.preprocessing import pipeline
+from megazero.data_tools.preprocessing.chunks import cut
+from megazero.data_tools.preprocessing.encode import ChunkEncoder, EncodeJob
+from megazero.data_tools.preprocessing.pool import WorkerPool
+from megazero.data_tools.preprocessing.watch import WorkerPatience, WorkerWatch
 from megazero.errors import DataError
 from tests.data_tools.conftest import NULL, visible, write_jsonl
 
@@ -132,7 +132,7 @@ def test_the_tool_ends_with_one_sentence(tmp_path, out, path, monkeypatch, capsy
             yield chunk
 
     monkeypatch.setattr(pipeline, "cut", stopping)
-    monkeypatch.setattr("data_tools.preprocessing.watch.WorkerPatience", lambda busy: QUICK)
+    monkeypatch.setattr("megazero.data_tools.preprocessing.watch.WorkerPatience", lambda busy: QUICK)
     flags = ["--workers", "2", "--partitions", partitions]
     assert main(["--input", path, "--output-prefix", str(out / "p"), *flags, *NULL]) == 1
     error = capsys.readouterr().err
@@ -156,7 +156,7 @@ def test_a_watch_is_stopped_while_another_thread_starts_it(monkeypatch):
     watch = WorkerWatch([], QUICK, lambda: False)
     starter = threading.Thread(target=watch.start)
     releaser = threading.Timer(0.1, made.set)
-    monkeypatch.setattr("data_tools.preprocessing.watch.threading.Thread", SlowToStart)
+    monkeypatch.setattr("megazero.data_tools.preprocessing.watch.threading.Thread", SlowToStart)
     starter.start()
     assert making.wait(10)
     releaser.start()

@@ -24,10 +24,10 @@ FOLDERS = ("examples_3d/", "scripts/", "data_tools/", "benchmarks/", "proofs/", 
 LANGUAGES = ("", "bash", "console", "sh")
 PROGRAMS = ("python", "torchrun", "megazero", "bash", "pretrain_gpt.py", "pretrain_bert.py", "finetune.py")
 STARTERS = ("torchrun", "torch.distributed.run")
-TRAINERS = ("pretrain_gpt.py", "pretrain_bert.py", "finetune.py", "pretrain", "config")
-TRAINERS_TOO = ("analyze-loss", "verify")
+TRAINERS = ("pretrain_gpt.py", "pretrain_bert.py", "finetune.py", "pretrain")
+TRAINERS_TOO = ("analyze-loss", "config", "verify")
 """Verbs with flags of their own that also take a training's."""
-WITH_VERBS = ("checkpoint", "kernels", "plan")
+WITH_VERBS = ("checkpoint", "data", "kernels", "plan")
 """Verbs with verbs of their own."""
 
 
@@ -115,7 +115,7 @@ def starter_flags() -> frozenset[str]:
 
 @cache
 def flags_in_sources(path: Path) -> frozenset[str]:
-    """The flags that a script, or what it imports from its own folder, spells out."""
+    """The flags that a script spells out, or what it imports from its folder or a package of that name."""
     text = path.read_text(encoding="utf-8")
     flags = set(FLAG.findall(text))
     if path.suffix == ".py":
@@ -123,7 +123,8 @@ def flags_in_sources(path: Path) -> frozenset[str]:
             parts = imported.target.split(".")
             for size in (len(parts), len(parts) - 1):
                 source = ROOT.joinpath(*parts[:size]).with_suffix(".py")
-                if parts[0] == path.relative_to(ROOT).parts[0] and source.is_file() and source != path:
+                ours = path.relative_to(ROOT).parts[0] in (parts[0], *parts[1:2])
+                if ours and source.is_file() and source != path:
                     flags |= flags_in_sources(source)
     elif "launch.sh" in text:
         flags |= trainer_flags()

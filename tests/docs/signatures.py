@@ -281,7 +281,7 @@ def shown(block: Block) -> Iterator[Signature]:
 @cache
 def project() -> Index:
     """The definitions of the project."""
-    return Index(sources("megazero", "data_tools"))
+    return Index(sources("megazero"))
 
 
 def import_violations(document: Document, index: Index) -> Iterator[str]:

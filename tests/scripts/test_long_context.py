@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from data_tools.train_tokenizer import main as train_tokenizer
+from megazero.data_tools.train_tokenizer import main as train_tokenizer
 from tests.source_tree import ROOT
 
 FOLDER = ROOT / "examples_3d/long_context"

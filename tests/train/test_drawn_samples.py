@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_tools.analyze_dataset import main as analyze
 from megazero.config.pacing import Root
 from megazero.config.resolve import parse_config
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data_efficiency.analyzed import AnalyzedDataset, facts_path
 from megazero.data_efficiency.metric_index import MetricIndex
+from megazero.data_tools.analyze_dataset import main as analyze
 from megazero.errors import DataError
 from megazero.mpu.launch import Launch
 from megazero.train.pretraining import pretrain

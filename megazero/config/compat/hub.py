@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from megazero.errors import DataError
@@ -33,22 +33,18 @@ def command(name: str) -> str:
 
 
 def cached(name: str) -> Path | None:
-    """The folder of the cache with this name's tokenizer.json; None if there is none."""
-    repository = _cache() / f"models--{name.replace('/', '--')}"
-    main = repository / "refs" / "main"
-    commits = [main.read_text(encoding="utf-8").strip()] if main.is_file() else []
-    folders = [repository / "snapshots" / commit for commit in commits]
-    folders += sorted(repository.glob("snapshots/*"))
-    return next((folder for folder in folders if (folder / _JSON).is_file()), None)
+    """The folder of the cache with this name's tokenizer.json; None if there is none.
 
+    Without the commit that the name stands for, the one of any other revision that was fetched will do.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.file_download import repo_folder_name
 
-def _cache() -> Path:
-    """The folder of the cache, by the variables that huggingface_hub reads."""
-    read = os.environ.get
-    if folder := read("HF_HUB_CACHE") or read("HUGGINGFACE_HUB_CACHE"):
-        return Path(folder)
-    home = read("HF_HOME") or str(Path(read("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    return Path(home).expanduser() / "hub"
+    with suppress(ValueError):  # the hub has no such names
+        if isinstance(path := try_to_load_from_cache(name, _JSON), str):
+            return Path(path).parent
+    fetched = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots")
+    return next((path.parent for path in sorted(fetched.glob(f"*/{_JSON}"))), None)
 
 
 def local(model: str | None) -> str | None:
@@ -64,10 +60,8 @@ def fetched(model: str | None) -> str | None:
     path = local(model)
     if path is None or not is_name(path):
         return path
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise _missing(path, "huggingface_hub is not installed") from None
+    from huggingface_hub import snapshot_download
+
     try:
         folder = Path(snapshot_download(path, allow_patterns=list(_FILES)))
     except Exception as error:  # of several libraries, and all mean that it is not to be had

@@ -224,7 +224,7 @@ class BERTDataset(SampleDataset):
         if least > 1 and int(np.diff(indexed.document_index).max()) <= 1:
             return DataError(
                 f"`documents` of {indexed.prefix} must be split into sentences, but each is one sequence; "
-                "train with `--bert-no-binary-head`, or preprocess the text with `preprocess_data.py "
+                "train with `--bert-no-binary-head`, or preprocess the text with `megazero data preprocess "
                 "--split-sentences`."
             )
         return DataError(

@@ -106,7 +106,7 @@ class Guard:
 
 def sums_command(prefix: str) -> str:
     """The command that writes the checksums of a dataset."""
-    return f"python data_tools/inspect_dataset.py {shlex.quote(prefix)} --write-sums"
+    return f"megazero data inspect {shlex.quote(prefix)} --write-sums"
 
 
 def _time(nanoseconds: int) -> str:

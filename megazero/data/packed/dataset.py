@@ -147,7 +147,7 @@ class PackedDataset(SampleDataset):
             raise DataError(
                 f"`data_path` must have one sequence per document to be packed, but "
                 f"{self.indexed.prefix} has {sequences} sequences in {documents} "
-                "documents; preprocess the text without `preprocess_data.py "
+                "documents; preprocess the text without `megazero data preprocess "
                 "--split-sentences`."
             )
         if not sizes.sum(dtype=np.int64):

@@ -121,7 +121,7 @@ def test_a_line_of_no_named_fork_is_read_as_the_fork_that_knows_most_of_it() -> 
         ("--mup", "leave it out, and set `--lr` and `--init-method-std`"),
         ("--fmoefy", "say experts with `--num-experts`"),
         ("--sequence-packing", "use `--pack best-fit`"),
-        ("--json-file f", "with `data_tools/preprocess_data.py`"),
+        ("--json-file f", "with `megazero data preprocess`"),
         ("--expert-choise-bucket 4 --capacity 1.0", "`--capacity 1.0` is not accepted: routers are trained"),
         ("--capacity 1.0", "unknown flag `--capacity`"),
     ],

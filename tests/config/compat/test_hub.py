@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,9 +16,7 @@ NAME = "some-owner/some.tokenizer"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for variable in ("HUGGINGFACE_HUB_CACHE", "HF_HUB_CACHE"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"
 
 
@@ -31,7 +27,7 @@ def put(cache: Path, commit: str, main: bool = True) -> Path:
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     if main:
         (repository / "refs").mkdir()
-        (repository / "refs" / "main").write_text(f"{commit}\n", encoding="utf-8")
+        (repository / "refs" / "main").write_text(commit, encoding="utf-8")
     return folder
 
 
@@ -44,11 +40,17 @@ def test_a_name_is_no_path(tmp_path: Path) -> None:
 
 def test_the_cache_s_main_commit_is_taken(cache: Path) -> None:
     assert hub.local(NAME) == NAME
-    put(cache, "aaa", main=False)
+    other = put(cache, "aaa", main=False)
+    assert hub.local(NAME) == str(other)
     folder = put(cache, "bbb")
     assert hub.local(NAME) == str(folder)
     assert hub.fetched(NAME) == str(folder)
     assert hub.notice(NAME) is None
+
+
+@pytest.mark.parametrize("name", ["a--b", "a..b", f"{'x' * 100}/y"])
+def test_a_name_that_the_hub_cannot_have_is_in_no_cache(cache: Path, name: str) -> None:
+    assert hub.local(name) == name
 
 
 def test_a_name_that_is_not_here_is_noticed_at_check_config(cache: Path) -> None:
@@ -59,20 +61,16 @@ def test_a_name_that_is_not_here_is_noticed_at_check_config(cache: Path) -> None
 
 
 def test_it_is_fetched_where_there_is_a_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = SimpleNamespace(snapshot_download=lambda name, allow_patterns: str(put(cache, "ccc")))
-    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, allow_patterns: str(put(cache, "ccc"))
+    )
     assert hub.fetched(NAME) == str(cache / "models--some-owner--some.tokenizer" / "snapshots" / "ccc")
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_otherwise_it_is_refused_with_the_command(
-    installed: bool, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_otherwise_it_is_refused_with_the_command(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(name: str, allow_patterns: list[str]) -> str:
         raise ConnectionError("no route")
 
-    fake = SimpleNamespace(snapshot_download=fails) if installed else None
-    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
-    why = "ConnectionError: no route" if installed else "huggingface_hub is not installed"
-    with pytest.raises(DataError, match=f"{why}.*run `hf download {NAME} tokenizer.json"):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fails)
+    with pytest.raises(DataError, match=f"ConnectionError: no route.*run `hf download {NAME} tokenizer.json"):
         hub.fetched(NAME)

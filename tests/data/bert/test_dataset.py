@@ -142,7 +142,7 @@ def test_a_dataset_without_sentence_boundaries_is_refused(tmp_path):
         BERTDataset(whole, range(21), 1000, SETTINGS)
     assert str(caught.value) == (
         f"`documents` of {tmp_path / 'whole'} must be split into sentences, but each is one sequence; "
-        "train with `--bert-no-binary-head`, or preprocess the text with `preprocess_data.py "
+        "train with `--bert-no-binary-head`, or preprocess the text with `megazero data preprocess "
         "--split-sentences`."
     )
     alone = BERTDataset(whole, range(21), 1000, replace(SETTINGS, binary_head=False))

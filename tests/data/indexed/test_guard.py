@@ -227,7 +227,7 @@ def test_missing_sums_are_told_with_the_command_that_writes_them(tmp_path):
     (note,) = built(prefix).notes
     assert note == (
         f"{prefix} has no checksums, so damage to its tokens would not be seen; write them with: "
-        f"python data_tools/inspect_dataset.py '{prefix}' --write-sums"
+        f"megazero data inspect '{prefix}' --write-sums"
     )
 
 

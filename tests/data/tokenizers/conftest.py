@@ -47,7 +47,7 @@ def bpe_dir(tmp_path_factory) -> Path:
     """vocab.json, merges.txt and tokenizer.json of a 350-token byte-level BPE with <|endoftext|>."""
     import json
 
-    from data_tools.train_tokenizer import main
+    from megazero.data_tools.train_tokenizer import main
 
     folder = tmp_path_factory.mktemp("bpe")
     rows = [json.dumps({"text": line}) + "\n" for line in LINES]

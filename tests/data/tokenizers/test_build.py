@@ -39,8 +39,11 @@ def test_file_of_another_kind_is_refused_by_naming_it(kind, tmp_path):
 
 
 def test_a_name_on_a_hub_is_told_how_to_fetch_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    def fails(name, allow_patterns):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fails)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(DataError, match=r"correct `tokenizer_model`"):
         build_tokenizer(TokenizerSpec("HFTokenizer", model=str(tmp_path / "tokenizer.json")))
     with pytest.raises(

@@ -85,7 +85,7 @@ def test_a_damaged_map_of_characters_is_an_error(tmp_path):
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("mode", ["stop", "skip"])
 def test_preprocessing_names_the_line(tmp_path, capsys, workers, mode):
-    from data_tools.preprocess_data import main
+    from megazero.data_tools.preprocess_data import main
 
     loaded(tmp_path, pre_tokenizer=split(BACKTRACKS))
     rows = [{"text": "hello"}] * 3 + [{"text": LONG}, {"text": "world"}]

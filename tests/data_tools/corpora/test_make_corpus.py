@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from data_tools.corpora import make_corpus
-from data_tools.corpora.make_corpus import documents, main
+from megazero.data_tools.corpora import sources as make_corpus
+from megazero.data_tools.corpora.sources import documents, main
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data_tools.corpora.make_lexnames import LEXNAMES, Synset, main, split_of, synsets
+from megazero.data_tools.corpora.lexnames import LEXNAMES, Synset, main, split_of, synsets
 from megazero.errors import DataError
 
 NOUNS = """\

@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from data_tools.corpora import make_prose
+from megazero.data_tools.corpora import prose as make_prose
 
 SOURCE = '''"""made by a tool"""
 from nowhere import Bible, Version

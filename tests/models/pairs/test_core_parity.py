@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from data_tools.wordpiece_training import train_wordpiece
 from megazero.config.training_plan import training_plan_of
 from megazero.data.indexed.reader import open_indexed
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data.t5.dataset import T5Dataset, T5Settings
 from megazero.data.t5.vocabulary import SpanVocabulary
 from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
+from megazero.data_tools.wordpiece_training import train_wordpiece
 from megazero.mpu.context import solo_context
 from megazero.train.step.engine import Engine
 from megazero.verify.record import collate_of, record_steps, verification_engine

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from data_tools.preprocessing.chunks import JsonlChunk
+from megazero.data_tools.preprocessing.chunks import JsonlChunk
 from megazero.errors import DataError
 
 # Integers as floats may have any number of digits; their values are not used.

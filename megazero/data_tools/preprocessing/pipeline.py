@@ -11,7 +11,9 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from data_tools.preprocessing.chunks import (
+from megazero.data.files import temporary_path
+from megazero.data.indexed.writer import IndexedDatasetWriter
+from megazero.data_tools.preprocessing.chunks import (
     CHUNK_BYTES,
     LONGEST_LINE,
     FileSegment,
@@ -20,12 +22,10 @@ from data_tools.preprocessing.chunks import (
     divide,
     lines_before,
 )
-from data_tools.preprocessing.encode import KEPT_PROBLEMS, EncodedChunk, EncodeJob, EncoderFacts
-from data_tools.preprocessing.pool import InlinePool, WorkerPool
-from data_tools.preprocessing.progress import KeyTotals, ProgressDisplay, RunTotals
-from data_tools.preprocessing.watch import PATIENCE, WorkerPatience
-from megazero.data.files import temporary_path
-from megazero.data.indexed.writer import IndexedDatasetWriter
+from megazero.data_tools.preprocessing.encode import KEPT_PROBLEMS, EncodedChunk, EncodeJob, EncoderFacts
+from megazero.data_tools.preprocessing.pool import InlinePool, WorkerPool
+from megazero.data_tools.preprocessing.progress import KeyTotals, ProgressDisplay, RunTotals
+from megazero.data_tools.preprocessing.watch import PATIENCE, WorkerPatience
 from megazero.errors import DataError
 
 

@@ -9,13 +9,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from data_tools.preprocessing.chunks import JsonlChunk
-from data_tools.preprocessing.parsing import Column, Parsed, Problem, parse, parse_carefully, split_lines
-from data_tools.preprocessing.sentences import SentenceRules, SentenceSplitter
 from megazero.data.indexed.format import dtype_for_vocab
 from megazero.data.tokenizers.base import TokenBatch, is_failure
 from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.data.tokenizers.fast import FastChoice, first_difference, try_fast
+from megazero.data_tools.preprocessing.chunks import JsonlChunk
+from megazero.data_tools.preprocessing.parsing import (
+    Column,
+    Parsed,
+    Problem,
+    parse,
+    parse_carefully,
+    split_lines,
+)
+from megazero.data_tools.preprocessing.sentences import SentenceRules, SentenceSplitter
 from megazero.errors import DataError
 
 KEPT_PROBLEMS = 10

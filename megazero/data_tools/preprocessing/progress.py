@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from data_tools.preprocessing.encode import EncodedChunk, EncodedColumn
+from megazero.data_tools.preprocessing.encode import EncodedChunk, EncodedColumn
 
 
 @dataclass

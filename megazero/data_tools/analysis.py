@@ -1,4 +1,4 @@
-"""The parts of `analyze_dataset.py`: the samples and the metrics that its flags choose, and its reports."""
+"""The parts of `megazero data analyze`: the samples and metrics that its flags choose, and its reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from data_tools import cli
 from megazero.data.bert.dataset import BERTSettings
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import SampleDataset
@@ -40,6 +39,7 @@ from megazero.data_efficiency.metrics import (
 )
 from megazero.data_efficiency.row_file import RowFile
 from megazero.data_efficiency.user_metric import UserMetric
+from megazero.data_tools import cli
 from megazero.errors import DataError
 
 _EVERY = 10.0  # seconds between lines where there is no terminal
@@ -47,7 +47,7 @@ _EVERY = 10.0  # seconds between lines where there is no terminal
 
 @dataclass(frozen=True)
 class TrainSplit:
-    """The training samples of a run with these flags of `analyze_dataset.py`; calling the split opens them.
+    """The training samples of a run with these flags of `analyze`; calling the split opens them.
 
     A split can be pickled. Raises DataError if the flags contradict each other.
     """

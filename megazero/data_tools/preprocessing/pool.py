@@ -20,11 +20,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from data_tools.preprocessing.chunks import CHUNK_BYTES, JsonlChunk
-from data_tools.preprocessing.encode import ChunkEncoder, EncodedChunk, EncodeJob, EncoderFacts
-from data_tools.preprocessing.slots import SharedSlots
-from data_tools.preprocessing.watch import PATIENCE, Watched, WorkerPatience, WorkerWatch
 from megazero.data.workers import can_fork, or_raise, result_or_error, signals_held, start_worker
+from megazero.data_tools.preprocessing.chunks import CHUNK_BYTES, JsonlChunk
+from megazero.data_tools.preprocessing.encode import ChunkEncoder, EncodedChunk, EncodeJob, EncoderFacts
+from megazero.data_tools.preprocessing.slots import SharedSlots
+from megazero.data_tools.preprocessing.watch import PATIENCE, Watched, WorkerPatience, WorkerWatch
 from megazero.errors import DataError
 
 # The most chunks that a worker has: _QUEUED to encode, one in work and one waiting, so that it never idles;

@@ -1,0 +1,65 @@
+"""Merge several indexed datasets into one.
+
+`megazero data merge --input DIR_OR_PREFIX ... --output-prefix p`: a directory stands for all
+its datasets, sorted by name. Documents keep their order; the datasets must have the same dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megazero.data_tools import cli
+from megazero.errors import DataError
+
+
+def input_prefixes(inputs: Sequence[str], output: str) -> list[str]:
+    """The prefixes of the datasets to merge, without the output's own in a directory.
+
+    Raises:
+        DataError: a directory has no dataset, a prefix is named twice, or the output is among the inputs.
+    """
+    prefixes: list[str] = []
+    for name in inputs:
+        if not Path(name).is_dir():
+            prefixes.append(name)
+            continue
+        inside = [str(path)[: -len(".idx")] for path in sorted(Path(name).glob("*.idx"))]
+        inside = [prefix for prefix in inside if Path(prefix).resolve() != Path(output).resolve()]
+        if not inside:
+            raise DataError(f"`--input` must name datasets, but the directory {name} holds no .idx file.")
+        prefixes += inside
+    twice = next((prefix for i, prefix in enumerate(prefixes) if prefix in prefixes[:i]), None)
+    if twice is not None:
+        raise DataError(f"`--input` must name each dataset once, but names {twice} twice.")
+    if any(Path(prefix).resolve() == Path(output).resolve() for prefix in prefixes):
+        raise DataError(f"`--output-prefix` must be a new dataset, but {output} is one of the inputs.")
+    return prefixes
+
+
+def merge_datasets(args: argparse.Namespace) -> None:
+    """Merge, and print what each input contributed."""
+    from megazero.data.indexed.reader import open_indexed
+    from megazero.data.indexed.writer import IndexedDatasetWriter
+
+    prefixes = input_prefixes(args.input, args.output_prefix)
+    with IndexedDatasetWriter(args.output_prefix, open_indexed(prefixes[0]).dtype) as writer:
+        for prefix in prefixes:
+            before = writer.documents, writer.tokens
+            writer.append_dataset(prefix)
+            documents, tokens = writer.documents - before[0], writer.tokens - before[1]
+            print(f"{prefix}: {documents:,} documents, {tokens:,} tokens")
+    print(f"{args.output_prefix}: {writer.documents:,} documents, {writer.tokens:,} tokens")
+
+
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Run the tool; returns 0 if the merged dataset is whole."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="PATH", help="directories or dataset prefixes"
+    )
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="path of the output without suffix"
+    )
+    return cli.run(merge_datasets, parser.parse_args(argv))
