@@ -3,12 +3,14 @@
 - A reference page for each package, from its docstrings: what is imported from it, then its modules.
 - A page for each file outside docs/ that a page links to, such as CONTRIBUTING.md, so that one link serves
   GitHub and the site.
-- `decisions/*.md` and `reference/*.md` in the navigation stand for all such pages.
+- `decisions/*.md` and `reference/*.md` in the navigation stand for all such pages that it does not name elsewhere.
+- What the search shows (`scripts/docs_search.py`).
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
@@ -19,10 +21,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
+from scripts.docs_search import flag_entries, searchable, with_flag_anchors
+
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
-LOOKED_UP = ("configuration.md", "foreign_flags.md")
-"""Pages that a search shows first."""
+FLAGS = "configuration.md"
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".json": "json", ".jsonl": "json"}
 
 
@@ -147,6 +150,15 @@ def outside_pages(files: Files) -> dict[str, str]:
     return pages
 
 
+def named_in(nav: object) -> Iterator[str]:
+    """The paths and patterns of the navigation."""
+    if isinstance(nav, str):
+        yield nav
+    elif isinstance(nav, (dict, list)):
+        for item in nav.values() if isinstance(nav, dict) else nav:
+            yield from named_in(item)
+
+
 def expanded(nav: object, paths: list[str]) -> object:
     """The navigation, with the paths that match in place of each pattern."""
     if isinstance(nav, dict):
@@ -164,13 +176,19 @@ def expanded(nav: object, paths: list[str]) -> object:
     return nav
 
 
+def is_source(path: str) -> bool:
+    """Whether a page of the site shows a file or folder that is no Markdown."""
+    return path.startswith("repository/") and not (ROOT / path.removeprefix("repository/")).is_file()
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that no file of docs/ holds, and complete the navigation."""
     for path, text in reference_pages().items():
         files.append(File.generated(config, path, content=text))
     for path, text in outside_pages(files).items():
         files.append(File.generated(config, path, content=text, inclusion=InclusionLevel.NOT_IN_NAV))
-    config.nav = expanded(config.nav, sorted(file.src_uri for file in files.documentation_pages()))
+    pages = {file.src_uri for file in files.documentation_pages()}
+    config.nav = expanded(config.nav, sorted(pages - set(named_in(config.nav))))
     return files
 
 
@@ -178,7 +196,24 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Lead links out of docs/ to the pages of those files, and set how the theme treats some pages."""
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]
-    if page.file.src_uri in LOOKED_UP:
-        page.meta["search"] = {"boost": 10}
+    if is_source(page.file.src_uri):
+        page.meta["search"] = {"exclude": True}
     written = page.file.generated_by is None
     return with_site_links(f"docs/{page.file.src_uri}", markdown) if written else markdown
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Give each flag of the configuration an anchor, and remember what the navigation calls the page."""
+    config.extra.setdefault("titles", {})[page.url] = page.title
+    return with_flag_anchors(html) if page.file.src_uri == FLAGS else html
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Put the search index in order; the theme has written it."""
+    site = Path(config.site_dir)
+    page = FLAGS.removesuffix(".md") + "/"
+    flags = flag_entries(page, (site / page / "index.html").read_text(encoding="utf-8"))
+    path = site / "search/search_index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    index["docs"] = searchable([*index["docs"], *flags], config.extra["titles"])
+    path.write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
