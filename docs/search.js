@@ -14,7 +14,7 @@ const telling = words => words.filter(word => !EMPTY.has(word))
 // A flag has all of its parts, the last one perhaps half typed; it is first where it is the title.
 function flag(typed) {
   const parts = telling(typed.split("-").filter(Boolean))
-  return parts.flatMap((part, place) => [`+${part}${place + 1 < parts.length ? "" : "*"}`, `title:${part}^60`])
+  return parts.flatMap((part, place) => [`+${part}${place + 1 < parts.length ? "" : "*"}`, `title:${part}^200`])
 }
 
 function rewritten(typed) {

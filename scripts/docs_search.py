@@ -46,6 +46,8 @@ WEIGHTS: tuple[tuple[str, float], ...] = (
 )
 """How much a find counts, by the first pattern that its place has; 1 for all others."""
 
+OVERVIEW = "Overview"
+"""What the navigation calls the first page of a folder, whose heading says more."""
 TABLE = re.compile(r"<table>(.*?)</table>", re.DOTALL)
 ROW = re.compile(r"<tr>\s*<td>(?P<flags>.*?)</td>(?P<rest>.*?)</tr>", re.DOTALL)
 FLAG = re.compile(r"<code>(--[\w-]+)</code>")
@@ -100,6 +102,8 @@ def brief(entry: Entry) -> Entry:
 def titled(entry: Entry, called: str) -> Entry:
     """The entry of a page under what the navigation calls it, which may be more telling than its heading."""
     heading = re.sub(r"<[^>]*>", "", entry["title"]).partition(":")[0]
+    if called == OVERVIEW:
+        return entry
     if heading.lower() in called.lower():
         return {**entry, "title": called}
     return {**entry, "title": f"{called} ({heading})"}

@@ -2,7 +2,7 @@
 
 - A reference page for each package, from its docstrings: what is imported from it, then its modules.
 - A page for each file outside docs/ that a page links to, such as CONTRIBUTING.md, so that one link serves
-  GitHub and the site.
+  GitHub and the site. A link to the folder of a package leads to its reference.
 - `decisions/*.md` and `reference/*.md` in the navigation stand for all such pages that it does not name elsewhere.
 - What the search shows (`scripts/docs_search.py`).
 """
@@ -90,6 +90,9 @@ def place_on_site(path: str) -> str:
     """Where a file of the repository is on the site, as the Markdown page that it is made from."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
+    folder, _, package = path.partition("/")
+    if folder == "megazero" and (ROOT / path / "__init__.py").is_file() and "/" not in package:
+        return f"reference/{package}.md"
     return f"repository/{path}" + ("" if path.endswith(".md") else ".md")
 
 
@@ -139,7 +142,7 @@ def outside_pages(files: Files) -> dict[str, str]:
     while queue:
         path = queue.pop()
         place = place_on_site(path)
-        if path.startswith("docs/") or place in pages or not (ROOT / path).exists():
+        if not place.startswith("repository/") or place in pages or not (ROOT / path).exists():
             continue
         pages[place] = page_of(path)
         if (ROOT / path).is_dir():
