@@ -8,6 +8,7 @@ configuration.md becomes an entry of its own, with its row as the place. `docs/s
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -58,7 +59,7 @@ def weight(location: str) -> float:
     """How much a find at `location` counts; a flag more, the fewer parts its name has."""
     _, is_flag, flag = location.partition("#--")
     if is_flag:
-        return 2.5 / len(re.findall(r"[^-]+", flag)) ** 0.5
+        return 2.5 / math.sqrt(len(re.findall(r"[^-]+", flag)))
     return next((factor for pattern, factor in WEIGHTS if fnmatchcase(location, pattern)), 1.0)
 
 

@@ -3,7 +3,8 @@
 - A reference page for each package, from its docstrings: what is imported from it, then its modules.
 - A page for each file outside docs/ that a page links to, such as CONTRIBUTING.md, so that one link serves
   GitHub and the site. A link to the folder of a package leads to its reference.
-- `decisions/*.md` and `reference/*.md` in the navigation stand for all such pages that it does not name elsewhere.
+- `decisions/*.md` and `reference/*.md` in the navigation stand for all such pages that no other line names.
+- A page for each notebook in docs/.
 - What the search shows (`scripts/docs_search.py`).
 """
 
@@ -21,11 +22,13 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
+from scripts.docs_notebook import notebook_page
 from scripts.docs_search import flag_entries, searchable, with_flag_anchors
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 FLAGS = "configuration.md"
+NOTEBOOK = ".ipynb"
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".json": "json", ".jsonl": "json"}
 
 
@@ -89,17 +92,23 @@ def linked(module: str, name: str) -> str:
 def place_on_site(path: str) -> str:
     """Where a file of the repository is on the site, as the Markdown page that it is made from."""
     if path.startswith("docs/"):
-        return path.removeprefix("docs/")
+        page = path.removeprefix("docs/")
+        return page.removesuffix(NOTEBOOK) + ".md" if page.endswith(NOTEBOOK) else page
     folder, _, package = path.partition("/")
     if folder == "megazero" and (ROOT / path / "__init__.py").is_file() and "/" not in package:
         return f"reference/{package}.md"
     return f"repository/{path}" + ("" if path.endswith(".md") else ".md")
 
 
+def is_elsewhere(target: str) -> bool:
+    """Whether a link leads out of the repository, or holds what it shows."""
+    return "://" in target or target.startswith(("mailto:", "data:"))
+
+
 def linked_paths(path: str, text: str) -> Iterator[str]:
     """The files of the repository that the Markdown file `path` links to."""
     for _, target, _ in LINK.findall(text):
-        if "://" not in target and not target.startswith("mailto:"):
+        if not is_elsewhere(target):
             yield normpath(str(PurePosixPath(path).parent / target))
 
 
@@ -109,7 +118,7 @@ def with_site_links(path: str, text: str) -> str:
 
     def changed(match: re.Match[str]) -> str:
         start, target, end = match.groups()
-        if "://" in target or target.startswith("mailto:"):
+        if is_elsewhere(target):
             return match[0]
         outside = normpath(str(PurePosixPath(path).parent / target))
         return f"{start}{relpath(place_on_site(outside), home)}{end}"
@@ -128,6 +137,15 @@ def page_of(path: str) -> str:
     if file.suffix == ".md":
         return with_site_links(path, text)
     return f"# {path}\n\n````{LANGUAGES.get(file.suffix, 'text')}\n{text.rstrip()}\n````\n"
+
+
+def notebook_pages() -> dict[str, str]:
+    """The pages of the notebooks in docs/: path on the site -> Markdown."""
+    pages = {}
+    for file in (ROOT / "docs").rglob(f"*{NOTEBOOK}"):
+        path = file.relative_to(ROOT).as_posix()
+        pages[place_on_site(path)] = with_site_links(path, notebook_page(file.read_text(encoding="utf-8")))
+    return pages
 
 
 def outside_pages(files: Files) -> dict[str, str]:
@@ -186,7 +204,7 @@ def is_source(path: str) -> bool:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that no file of docs/ holds, and complete the navigation."""
-    for path, text in reference_pages().items():
+    for path, text in {**reference_pages(), **notebook_pages()}.items():
         files.append(File.generated(config, path, content=text))
     for path, text in outside_pages(files).items():
         files.append(File.generated(config, path, content=text, inclusion=InclusionLevel.NOT_IN_NAV))
