@@ -16,11 +16,12 @@ from typing import TypedDict
 
 
 class Entry(TypedDict, total=False):
-    """A heading of a page as the search knows it: its place, its title, its text as HTML, its weight."""
+    """A heading of a page as the search knows it: its place, title, text as HTML, tags and weight."""
 
     location: str
     title: str
     text: str
+    tags: list[str]
     boost: float
 
 
@@ -59,7 +60,7 @@ def weight(location: str) -> float:
     """How much a find at `location` counts; a flag more, the fewer parts its name has."""
     _, is_flag, flag = location.partition("#--")
     if is_flag:
-        return 2.5 / math.sqrt(len(re.findall(r"[^-]+", flag)))
+        return 2.0 / math.pow(len(re.findall(r"[^-]+", flag)), 0.25)
     return next((factor for pattern, factor in WEIGHTS if fnmatchcase(location, pattern)), 1.0)
 
 
@@ -90,7 +91,7 @@ def flag_entries(page: str, html: str) -> Iterator[Entry]:
         for name in PLACED.findall(row["flags"]):
             cells = re.sub(r"</?t[dr][^>]*>", " ", f"{row['flags']} {row['rest']}")
             text = " ".join(PLACED.sub("<code>", cells).split())
-            yield {"location": f"{page}#{name}", "title": name, "text": f"<p>{text}</p>"}
+            yield {"location": f"{page}#{name}", "title": name, "text": f"<p>{text}</p>", "tags": ["flag"]}
 
 
 def brief(entry: Entry) -> Entry:

@@ -35,7 +35,7 @@ def test_flags_get_anchors_and_their_tables_are_left_out() -> None:
 def test_every_flag_is_an_entry_with_its_row() -> None:
     row = "<code>--zero-stage</code>, <code>--fsdp</code> = 3 what is sharded; <code>--fsdp</code> is all"
     assert [*flag_entries("configuration/", with_flag_anchors(TABLE))] == [
-        {"location": f"configuration/#{name}", "title": name, "text": f"<p>{row}</p>"}
+        {"location": f"configuration/#{name}", "title": name, "text": f"<p>{row}</p>", "tags": ["flag"]}
         for name in ("--zero-stage", "--fsdp")
     ]
 
@@ -65,8 +65,8 @@ def test_guides_come_before_pages_and_pages_before_the_reference() -> None:
     weights = [weight(place) for place in order]
     assert weights == sorted(weights, reverse=True)
     assert len({*weights}) == 4
-    assert weight("configuration/#--bf16") == 2.5
-    assert weight("configuration/#--grad-reduce-in-bf16") == 1.25
+    assert weight("configuration/#--bf16") == 2.0
+    assert weight(f"configuration/#-{16 * '-a'}") == 1.0
 
 
 def test_the_index_has_all_of_it() -> None:

@@ -47,8 +47,8 @@ def test_the_site_builds(site: Path) -> None:
 def test_the_index_has_no_sources_and_no_data(site: Path) -> None:
     index = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))
     pages = {entry["location"].partition("#")[0] for entry in index["docs"]}
-    assert {page for page in pages if page.startswith("repository/")} == {"repository/CONTRIBUTING/"}
-    assert {"guides/debug/", "configuration/", "reference/zero/"} < pages
+    assert [page for page in pages if "." in page] == []  # a page that shows a file has its ending
+    assert {"repository/CONTRIBUTING/", "guides/debug/", "configuration/", "reference/zero/"} < pages
 
 
 SHOWN_FIRST = {
@@ -70,14 +70,13 @@ SHOWN_FIRST = {
     "ring attention": "context_parallel/",
     "generate text": "inference/",
     "slurm": "launch/",
-    "add an optimizer": "tour/",
     "--zero-stage": "configuration/#--zero-stage",
     "--lr": "configuration/#--lr",
     "--bf16": "configuration/#--bf16",
     "--no-load-optim": "configuration/#--no-load-optim",
     "--micro-batch-size": "configuration/#--micro-batch-size",
     "--tensor-model-parallel-size": "configuration/#--tensor-model-parallel-size",
-    "--xielu": "foreign_flags/",
+    "--swin-backbone-type": "foreign_flags/",
     "stage3_prefetch_bucket_size": "deepspeed_json/",
     "ParamSpec": "guides/add_a_model/",
 }
