@@ -80,7 +80,8 @@ def with_flag_anchors(html: str) -> str:
 
     def table(match: re.Match[str]) -> str:
         rows = ROW.sub(row, match[0])
-        return rows.replace("<table>", '<table data-search-exclude="true">', 1) if rows != match[0] else rows
+        marked = '<table data-kind="flags" data-search-exclude="true">'
+        return rows.replace("<table>", marked, 1) if rows != match[0] else rows
 
     return TABLE.sub(table, html)
 
