@@ -1,4 +1,4 @@
-"""The table of features and the list of papers keep their form, and say what the tree has."""
+"""The table of features, the papers and the tour say what the tree has."""
 
 from __future__ import annotations
 
@@ -49,3 +49,19 @@ def test_every_paper_that_a_page_links_is_listed_with_its_authors() -> None:
             assert link in listed, f"{document.path} links to {link}"
         for text, link in CITED.findall(prose):
             assert re.sub(r"[()]", "", text) == listed[link], f"{document.path} says {text}"
+
+
+def test_the_tour_names_tests_that_exist() -> None:
+    tests = re.findall(r"`(tests/[^`]+)`", (ROOT / "docs/tour.md").read_text(encoding="utf-8"))
+    assert len(tests) > 15
+    assert [path for path in tests if not (ROOT / path).exists()] == []
+
+
+def test_every_room_of_the_core_is_drawn_and_visited() -> None:
+    page = (ROOT / "docs/house.md").read_text(encoding="utf-8")
+    core = page[page.index("## Core") : page.index("## Annexes")]
+    rooms = set(re.findall(r"^\| `(\w+)` \|", core, re.MULTILINE))
+    drawing = (ROOT / "docs/images/house.svg").read_text(encoding="utf-8")
+    assert rooms == set(re.findall(r'class="name"[^>]*>(\w+)<', drawing)) - {"annexes"}
+    tour = (ROOT / "docs/tour.md").read_text(encoding="utf-8")
+    assert {room for room in rooms if f"[reference](../megazero/{room})" not in tour} == set()
