@@ -21,14 +21,16 @@ function worker() {
 }
 
 async function main() {
-  const own = {}
-  vm.runInNewContext(fs.readFileSync(path.join(site, "search.js"), "utf8"), own)
+  const own = vm.createContext({})
+  const wording = fs.readFileSync(path.join(site, "search.js"), "utf8")
+  vm.runInContext(wording, own)
+  vm.runInContext(wording, own) // fails if it declares a name for all scripts of a page, where the theme may have it, too
   const ask = worker()
   const index = JSON.parse(fs.readFileSync(path.join(site, "search/search_index.json"), "utf8"))
   await ask({ type: SETUP, data: { ...index, options: { suggest: true } } })
   const places = {}
   for (const query of queries) {
-    const { data } = await ask({ type: QUERY, data: own.rewritten(query) })
+    const { data } = await ask({ type: QUERY, data: own.wordedQuery(query) })
     places[query] = data.items.slice(0, PAGES).map(page => page.reduce((best, part) => (part.score > best.score ? part : best)).location)
   }
   console.log(JSON.stringify(places))
