@@ -11,10 +11,13 @@
   const wanted = word => `${word}^6 ${word}`
   const telling = words => words.filter(word => !EMPTY.has(word))
 
-  // A flag has all of its parts, the last one perhaps half typed. Its own entry, tagged so, is first.
+  // A flag has all of its parts, the last one perhaps half typed. Its own entry is first: entries of flags are tagged with the
+  // first letters of their parts, and a letter that a page lacks is not shown as missing if a word of the page begins with it.
   function flag(typed) {
     const parts = telling(typed.split("-").filter(Boolean))
-    return [...parts.map((part, place) => `+${part}${place + 1 < parts.length ? "" : "*"}`), ...parts.map(part => `${part}^6`), "tags:flag^100"]
+    const letters = parts.map(part => part[0]).filter(letter => !EMPTY.has(letter)).slice(0, 1)
+    const whole = parts.map((part, place) => `+${part}${place + 1 < parts.length ? "" : "*"}`)
+    return [...whole, ...parts.map(part => `${part}^6`), ...letters.map(letter => `tags:${letter}^100`)]
   }
 
   // A key, such as train_batch_size, is one word where a page has it, and its parts elsewhere.

@@ -92,7 +92,8 @@ def flag_entries(page: str, html: str) -> Iterator[Entry]:
         for name in PLACED.findall(row["flags"]):
             cells = re.sub(r"</?t[dr][^>]*>", " ", f"{row['flags']} {row['rest']}")
             text = " ".join(PLACED.sub("<code>", cells).split())
-            yield {"location": f"{page}#{name}", "title": name, "text": f"<p>{text}</p>", "tags": ["flag"]}
+            tags = [part[0] for part in re.findall(r"[^-]+", name)]  # see docs/search.js
+            yield {"location": f"{page}#{name}", "title": name, "text": f"<p>{text}</p>", "tags": tags}
 
 
 def brief(entry: Entry) -> Entry:

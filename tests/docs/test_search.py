@@ -35,8 +35,8 @@ def test_flags_get_anchors_and_their_tables_are_left_out() -> None:
 def test_every_flag_is_an_entry_with_its_row() -> None:
     row = "<code>--zero-stage</code>, <code>--fsdp</code> = 3 what is sharded; <code>--fsdp</code> is all"
     assert [*flag_entries("configuration/", with_flag_anchors(TABLE))] == [
-        {"location": f"configuration/#{name}", "title": name, "text": f"<p>{row}</p>", "tags": ["flag"]}
-        for name in ("--zero-stage", "--fsdp")
+        {"location": f"configuration/#{name}", "title": name, "text": f"<p>{row}</p>", "tags": tags}
+        for name, tags in (("--zero-stage", ["z", "s"]), ("--fsdp", ["f"]))
     ]
 
 
