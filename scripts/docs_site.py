@@ -95,7 +95,7 @@ def place_on_site(path: str) -> str:
         page = path.removeprefix("docs/")
         return page.removesuffix(NOTEBOOK) + ".md" if page.endswith(NOTEBOOK) else page
     folder, _, package = path.partition("/")
-    if folder == "megazero" and (ROOT / path / "__init__.py").is_file() and "/" not in package:
+    if folder == "megazero" and package and (ROOT / path / "__init__.py").is_file() and "/" not in package:
         return f"reference/{package}.md"
     return f"repository/{path}" + ("" if path.endswith(".md") else ".md")
 

@@ -102,7 +102,7 @@ def test_guides_are_found_before_the_reference(site: Path) -> None:
 def test_a_fault_fails_the_build(tmp_path: Path, text: str, complaint: str) -> None:
     for name in NEEDED:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for path in [*ROOT.glob("*.md"), ROOT / "mkdocs.yml", ROOT / "constraints.txt"]:
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("*.py"), ROOT / "mkdocs.yml", ROOT / "constraints.txt"]:
         shutil.copy2(path, tmp_path)
     (tmp_path / "build").mkdir()
     if (ROOT / "build/docs-venv/pins").is_file():
