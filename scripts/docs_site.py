@@ -2,13 +2,16 @@
 
 - A reference page for each package, from its docstrings: what is imported from it, then its modules.
 - A page for each file outside docs/ that a page links to, such as CONTRIBUTING.md, so that one link serves
-  GitHub and the site.
-- `decisions/*.md` and `reference/*.md` in the navigation stand for all such pages.
+  GitHub and the site. A link to the folder of a package leads to its reference.
+- `decisions/*.md` and `reference/*.md` in the navigation stand for all such pages that no other line names.
+- A page for each notebook in docs/.
+- What the search shows (`scripts/docs_search.py`).
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
@@ -19,10 +22,13 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
+from scripts.docs_notebook import notebook_page
+from scripts.docs_search import flag_entries, searchable, with_flag_anchors
+
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
-LOOKED_UP = ("configuration.md", "foreign_flags.md")
-"""Pages that a search shows first."""
+FLAGS = "configuration.md"
+NOTEBOOK = ".ipynb"
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".json": "json", ".jsonl": "json"}
 
 
@@ -86,14 +92,23 @@ def linked(module: str, name: str) -> str:
 def place_on_site(path: str) -> str:
     """Where a file of the repository is on the site, as the Markdown page that it is made from."""
     if path.startswith("docs/"):
-        return path.removeprefix("docs/")
+        page = path.removeprefix("docs/")
+        return page.removesuffix(NOTEBOOK) + ".md" if page.endswith(NOTEBOOK) else page
+    folder, _, package = path.partition("/")
+    if folder == "megazero" and package and (ROOT / path / "__init__.py").is_file() and "/" not in package:
+        return f"reference/{package}.md"
     return f"repository/{path}" + ("" if path.endswith(".md") else ".md")
+
+
+def is_elsewhere(target: str) -> bool:
+    """Whether a link leads out of the repository, or holds what it shows."""
+    return "://" in target or target.startswith(("mailto:", "data:"))
 
 
 def linked_paths(path: str, text: str) -> Iterator[str]:
     """The files of the repository that the Markdown file `path` links to."""
     for _, target, _ in LINK.findall(text):
-        if "://" not in target and not target.startswith("mailto:"):
+        if not is_elsewhere(target):
             yield normpath(str(PurePosixPath(path).parent / target))
 
 
@@ -103,7 +118,7 @@ def with_site_links(path: str, text: str) -> str:
 
     def changed(match: re.Match[str]) -> str:
         start, target, end = match.groups()
-        if "://" in target or target.startswith("mailto:"):
+        if is_elsewhere(target):
             return match[0]
         outside = normpath(str(PurePosixPath(path).parent / target))
         return f"{start}{relpath(place_on_site(outside), home)}{end}"
@@ -124,6 +139,15 @@ def page_of(path: str) -> str:
     return f"# {path}\n\n````{LANGUAGES.get(file.suffix, 'text')}\n{text.rstrip()}\n````\n"
 
 
+def notebook_pages() -> dict[str, str]:
+    """The pages of the notebooks in docs/: path on the site -> Markdown."""
+    pages = {}
+    for file in (ROOT / "docs").rglob(f"*{NOTEBOOK}"):
+        path = file.relative_to(ROOT).as_posix()
+        pages[place_on_site(path)] = with_site_links(path, notebook_page(file.read_text(encoding="utf-8")))
+    return pages
+
+
 def outside_pages(files: Files) -> dict[str, str]:
     """The pages of all files outside docs/ that pages link to, directly or through one another."""
     queue = [
@@ -136,7 +160,7 @@ def outside_pages(files: Files) -> dict[str, str]:
     while queue:
         path = queue.pop()
         place = place_on_site(path)
-        if path.startswith("docs/") or place in pages or not (ROOT / path).exists():
+        if not place.startswith("repository/") or place in pages or not (ROOT / path).exists():
             continue
         pages[place] = page_of(path)
         if (ROOT / path).is_dir():
@@ -145,6 +169,15 @@ def outside_pages(files: Files) -> dict[str, str]:
         elif path.endswith(".md"):
             queue += linked_paths(path, (ROOT / path).read_text(encoding="utf-8"))
     return pages
+
+
+def named_in(nav: object) -> Iterator[str]:
+    """The paths and patterns of the navigation."""
+    if isinstance(nav, str):
+        yield nav
+    elif isinstance(nav, (dict, list)):
+        for item in nav.values() if isinstance(nav, dict) else nav:
+            yield from named_in(item)
 
 
 def expanded(nav: object, paths: list[str]) -> object:
@@ -164,13 +197,19 @@ def expanded(nav: object, paths: list[str]) -> object:
     return nav
 
 
+def is_source(path: str) -> bool:
+    """Whether a page of the site shows a file or folder that is no Markdown."""
+    return path.startswith("repository/") and not (ROOT / path.removeprefix("repository/")).is_file()
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that no file of docs/ holds, and complete the navigation."""
-    for path, text in reference_pages().items():
+    for path, text in {**reference_pages(), **notebook_pages()}.items():
         files.append(File.generated(config, path, content=text))
     for path, text in outside_pages(files).items():
         files.append(File.generated(config, path, content=text, inclusion=InclusionLevel.NOT_IN_NAV))
-    config.nav = expanded(config.nav, sorted(file.src_uri for file in files.documentation_pages()))
+    pages = {file.src_uri for file in files.documentation_pages()}
+    config.nav = expanded(config.nav, sorted(pages - set(named_in(config.nav))))
     return files
 
 
@@ -178,7 +217,24 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Lead links out of docs/ to the pages of those files, and set how the theme treats some pages."""
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]
-    if page.file.src_uri in LOOKED_UP:
-        page.meta["search"] = {"boost": 10}
+    if is_source(page.file.src_uri):
+        page.meta["search"] = {"exclude": True}
     written = page.file.generated_by is None
     return with_site_links(f"docs/{page.file.src_uri}", markdown) if written else markdown
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Give each flag of the configuration an anchor, and remember what the navigation calls the page."""
+    config.extra.setdefault("titles", {})[page.url] = page.title
+    return with_flag_anchors(html) if page.file.src_uri == FLAGS else html
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Put the search index in order; the theme has written it."""
+    site = Path(config.site_dir)
+    page = FLAGS.removesuffix(".md") + "/"
+    flags = flag_entries(page, (site / page / "index.html").read_text(encoding="utf-8"))
+    path = site / "search/search_index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    index["docs"] = searchable([*index["docs"], *flags], config.extra["titles"])
+    path.write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -28,13 +29,66 @@ def build(root: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_site_builds() -> None:
+@pytest.fixture(scope="module")
+def site() -> Path:
+    """The site of this repository."""
     done = build(ROOT)
     assert done.returncode == 0, done.stdout
-    site = ROOT / "build/site"
+    return ROOT / "build/site"
+
+
+def test_the_site_builds(site: Path) -> None:
     for page in ("guides/pretrain", "configuration", "reference/zero", "repository/CONTRIBUTING"):
         assert (site / page / "index.html").is_file()
     assert "ParamSpec" in (site / "reference/mpu/index.html").read_text(encoding="utf-8")
+    assert 'href="../reference/mpu/"' in (site / "tour/index.html").read_text(encoding="utf-8")
+
+
+def test_the_index_has_no_sources_and_no_data(site: Path) -> None:
+    index = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))
+    pages = {entry["location"].partition("#")[0] for entry in index["docs"]}
+    assert [page for page in pages if "." in page] == []  # a page that shows a file has its ending
+    assert {"repository/CONTRIBUTING/", "guides/debug/", "configuration/", "reference/zero/"} < pages
+
+
+SHOWN_FIRST = {
+    "out of memory": "guides/debug/",
+    "oom": "guides/debug/",
+    "it hangs": "guides/debug/",
+    "NaN": "guides/debug/",
+    "loss spike": "guides/debug/",
+    "resume": "guides/resume/",
+    "how do I resume a run": "guides/resume/",
+    "convert": "guides/convert/",
+    "hugging face": "guides/convert/",
+    "deepspeed": "guides/coming_from_deepspeed/",
+    "megatron": "guides/from_megatron/",
+    "fine-tune": "guides/fine_tune/",
+    "experts": "guides/experts/",
+    "long context": "guides/long_context/",
+    "multi node": "guides/scale_out/",
+    "ring attention": "context_parallel/",
+    "generate text": "inference/",
+    "slurm": "launch/",
+    "--zero-stage": "configuration/#--zero-stage",
+    "--lr": "configuration/#--lr",
+    "--bf16": "configuration/#--bf16",
+    "--no-load-optim": "configuration/#--no-load-optim",
+    "--micro-batch-size": "configuration/#--micro-batch-size",
+    "--tensor-model-parallel-size": "configuration/#--tensor-model-parallel-size",
+    "--swin-backbone-type": "foreign_flags/",
+    "stage3_prefetch_bucket_size": "deepspeed_json/",
+    "ParamSpec": "guides/add_a_model/",
+}
+"""Query -> how the place begins that is shown first."""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="the site's search runs in node")
+def test_guides_are_found_before_the_reference(site: Path) -> None:
+    command = ["node", str(ROOT / "tests/docs/search.js"), str(site), *SHOWN_FIRST]
+    places = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    first = {query: places[query][0] for query in SHOWN_FIRST}
+    assert {query: place for query, place in first.items() if not place.startswith(SHOWN_FIRST[query])} == {}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +102,7 @@ def test_the_site_builds() -> None:
 def test_a_fault_fails_the_build(tmp_path: Path, text: str, complaint: str) -> None:
     for name in NEEDED:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for path in [*ROOT.glob("*.md"), ROOT / "mkdocs.yml", ROOT / "constraints.txt"]:
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("*.py"), ROOT / "mkdocs.yml", ROOT / "constraints.txt"]:
         shutil.copy2(path, tmp_path)
     (tmp_path / "build").mkdir()
     if (ROOT / "build/docs-venv/pins").is_file():
