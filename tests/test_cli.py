@@ -23,6 +23,7 @@ def test_help_names_every_verb_and_exits_0(capsys):
         "config",
         "env",
         "fill-mask",
+        "finetune",
         "generate",
         "incidents",
         "kernels",
@@ -63,9 +64,9 @@ def test_version(capsys, flag):
 def test_an_unknown_verb_is_answered_with_the_nearest(capsys, word, answer):
     assert cli.main([word]) == 2
     assert capsys.readouterr().err == (
-        "error: the verb must be one of ablate, analyze-loss, checkpoint, config, env, fill-mask, generate, "
-        "incidents, kernels, launch, memory-report, merge-traces, moe-report, plan, pretrain, profile, run, "
-        f"tune, verify, version, but is `{word}`; {answer}\n"
+        "error: the verb must be one of ablate, analyze-loss, checkpoint, config, env, fill-mask, "
+        "finetune, generate, incidents, kernels, launch, memory-report, merge-traces, moe-report, plan, "
+        f"pretrain, profile, run, tune, verify, version, but is `{word}`; {answer}\n"
     )
 
 

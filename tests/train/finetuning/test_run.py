@@ -246,5 +246,7 @@ def test_another_batch_within_an_epoch_is_refused(files):
 
 def test_a_fine_tuning_is_no_pretraining(files):
     words = f"{MODEL} {FAMILIES['gpt']} --task SST-2 --train-data x".split()
-    with pytest.raises(ConfigError, match="must be left out of pretraining, but is SST-2; run finetune.py"):
+    with pytest.raises(
+        ConfigError, match="must be left out of pretraining, but is SST-2; run `megazero finetune`"
+    ):
         pretrain(parse_config(words, world_size=1).config, Launch())
