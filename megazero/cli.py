@@ -33,6 +33,7 @@ VERBS = (
     Verb("data", "preprocess, train-tokenizer, inspect, merge, analyze: texts made into datasets"),
     Verb("env", "report on this machine, and on what is in the way of training on it"),
     Verb("fill-mask", "show what a model expects at the masked places of a text"),
+    Verb("finetune", "fine-tune on labelled texts, as finetune.py does; under torchrun on several ranks"),
     Verb("generate", "generate text from a checkpoint"),
     Verb("incidents", "list what a run's guards found, and draw it over time"),
     Verb("kernels", "build the CUDA kernels, and show what they do and need"),

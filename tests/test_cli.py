@@ -24,6 +24,7 @@ def test_help_names_every_verb_and_exits_0(capsys):
         "data",
         "env",
         "fill-mask",
+        "finetune",
         "generate",
         "incidents",
         "kernels",
@@ -64,9 +65,10 @@ def test_version(capsys, flag):
 def test_an_unknown_verb_is_answered_with_the_nearest(capsys, word, answer):
     assert cli.main([word]) == 2
     assert capsys.readouterr().err == (
-        "error: the verb must be one of ablate, analyze-loss, checkpoint, config, data, env, fill-mask, "
-        "generate, incidents, kernels, launch, memory-report, merge-traces, moe-report, plan, pretrain, "
-        f"profile, run, tune, verify, version, but is `{word}`; {answer}\n"
+        "error: the verb must be one of ablate, analyze-loss, checkpoint, completion, config, data, env, "
+        "fill-mask, finetune, generate, incidents, kernels, launch, memory-report, merge-traces, "
+        "moe-report, plan, pretrain, profile, report, run, tune, verify, version, but is "
+        f"`{word}`; {answer}\n"
     )
 
 

@@ -77,6 +77,10 @@ def _described_by(saved: SavedModel, given: Mapping[str, object], *, anew: bool)
     model, extends = saved.settings, bool(given.get("checkpoint.extend_context"))
     free = FREE_MODEL_FIELDS | free_to_begin(saved, anew) | (ROTARY_FIELDS if extends else frozenset())
     begins = bool(given.get("checkpoint.moe_use_upcycling")) and not model.num_experts
+    length = given.get("model.seq_length")
+    if isinstance(length, int) and length < model.seq_length:
+        # Shorter sequences leave the table of positions as long as it is.
+        model = model.model_copy(update={"max_position_embeddings": model.positions})
     return Stated(
         str(saved.place),
         model,

@@ -39,7 +39,7 @@ def pretrain(config: Config, launch: Launch | None = None, disk: Disk | None = N
     """
     if config.finetune.task is not None:
         raise ConfigError(
-            f"`task` must be left out of pretraining, but is {config.finetune.task}; run finetune.py"
+            f"`task` must be left out of pretraining, but is {config.finetune.task}; run `megazero finetune`"
         )
     return in_job(config, launch, lambda joined: pretrain_on(config, joined, disk))
 

@@ -24,7 +24,7 @@ FOLDERS = ("examples_3d/", "scripts/", "data_tools/", "benchmarks/", "proofs/", 
 LANGUAGES = ("", "bash", "console", "sh")
 PROGRAMS = ("python", "torchrun", "megazero", "bash", "pretrain_gpt.py", "pretrain_bert.py", "finetune.py")
 STARTERS = ("torchrun", "torch.distributed.run")
-TRAINERS = ("pretrain_gpt.py", "pretrain_bert.py", "finetune.py", "pretrain")
+TRAINERS = ("pretrain_gpt.py", "pretrain_bert.py", "finetune.py", "pretrain", "finetune")
 TRAINERS_TOO = ("analyze-loss", "config", "verify")
 """Verbs with flags of their own that also take a training's."""
 WITH_VERBS = ("checkpoint", "data", "kernels", "plan")

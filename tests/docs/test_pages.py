@@ -157,6 +157,7 @@ def test_imports() -> None:
         ("CHECK=1 torchrun --nproc-per-node 2 pretrain_gpt.py --lr 1 | tee log", None),
         ("torchrun --ranks 2 pretrain_gpt.py --lr 1", "--ranks"),
         ("torchrun --nproc-per-node 2 -m megazero.cli pretrain --learning 1", "--learning"),
+        ("torchrun --nproc-per-node 2 -m megazero.cli finetune --task SST-2 --learn 1", "--learn"),
         ("python -m megazero.cli plan schedule --nproc 4 -- --config x.yaml", None),
         ("$ megazero plan schedule --nproc 4 -- --ranks 3", "--ranks"),
         ("megazero verify --processes --lr 1", None),

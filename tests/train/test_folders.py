@@ -105,6 +105,11 @@ def test_a_checkpoint_says_its_length_and_tokenizer_too(tmp_path: Path) -> None:
     assert resolved.config.tokenizer == TokenizerConfig(**tokenizer)
     assert any("as " in line and "--normalization RMSNorm" in line for line in resolved.warnings)
     assert resolve(f"--load {run} --seq-length 8 --hidden-dropout 0.3").config.model.seq_length == 8
+    # A run records its model whole, and a shorter sequence leaves the table of positions as it is.
+    whole = saved(tmp_path / "whole", resolved.config.model.model_dump(mode="json"))
+    for words, positions in (("", None), (" --seq-length 8", 16), (" --seq-length 16", None)):
+        assert resolve(f"--load {whole}{words}").config.model.max_position_embeddings == positions
+    assert "max-position-embeddings` must be what" in refusal(f"--load {whole} --seq-length 32")[0]
     assert refusal(f"--load {run} --normalization LayerNorm")[0].startswith("`--normalization` must be what")
     other = resolve(f"--load {run} --tokenizer-type NullTokenizer")
     assert other.config.tokenizer.vocab_file is None

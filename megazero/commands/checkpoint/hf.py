@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from functools import partial
 
+from megazero.commands.checkpoint.card import model_card
 from megazero.commands.outputs import output_folder
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import ConfigError, exit_status
@@ -52,6 +54,9 @@ def to_hf_parser() -> argparse.ArgumentParser:
     parser.add_argument("--merge-file", help="merges.txt for GPT2BPETokenizer")
     parser.add_argument("--tokenizer-model", help="file or folder for the other kinds")
     parser.add_argument("--no-tokenizer", action="store_true", help="write the model alone")
+    parser.add_argument(
+        "--license", help="the licence in the model card, such as apache-2.0; default: none is named"
+    )
     for approximation in APPROXIMATIONS:
         parser.add_argument(
             approximation.flag, dest=approximation.flag, action="store_true", help=approximation.help
@@ -147,6 +152,7 @@ def _to_hf(flags: argparse.Namespace) -> None:
         tokenizer=_tokenizer(flags),
         architecture=flags.architecture,
         approximations=asked,
+        card=partial(model_card, license=flags.license),
     )
     print(describe_export(exported, remark))
     for approximation in asked:

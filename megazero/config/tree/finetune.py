@@ -46,6 +46,10 @@ class FinetuneConfig(Section):
     sorted, or to evaluate those of the checkpoint"""
     epochs: NonNegativeInt = option(3, needs=())
     """passes over the training data; 0 only evaluates"""
+    best_metric: Literal["accuracy", "macro_f1", "loss"] = option(
+        "accuracy", needs=(here.task, here.valid_data)
+    )
+    """by which figure of the validation files the best epoch is chosen; of equal ones the first is kept"""
     pretrained_checkpoint: str | None = option(None)
     """folder of a run, or of one checkpoint, to take the weights from"""
     predictions: str | None = option(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -88,6 +88,7 @@ def convert_to_hf(
     tokenizer: TokenizerConfig | None = None,
     architecture: str | None = None,
     approximations: Iterable[Approximation] = (),
+    card: Callable[[CheckpointReader, Exported, bool], str] | None = None,
     disk: Disk | None = None,
 ) -> tuple[Exported, str | None]:
     """Write a checkpoint as a folder that transformers reads.
@@ -101,6 +102,8 @@ def convert_to_hf(
         architecture: the class in transformers; by default the one that the model was converted from, or the
             first one that can express it.
         approximations: changes of the model that are allowed.
+        card: makes the text of README.md, given the checkpoint, what is written, and whether a tokenizer is;
+            None writes no such file.
         disk: writes the files.
 
     Returns:
@@ -134,7 +137,11 @@ def convert_to_hf(
             dtype=dtype,
             max_shard_bytes=max_shard_bytes,
             extras=ModelFiles(
-                facts.tokens or files.tokens, files.files, facts.labels, architecture or facts.origin(model)
+                facts.tokens or files.tokens,
+                files.files,
+                facts.labels,
+                architecture or facts.origin(model),
+                None if card is None else lambda exported: card(reader, exported, files.remark is None),
             ),
             disk=disk,
         )

@@ -6,8 +6,8 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -36,6 +36,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 GENERATION = "generation_config.json"
+CARD = "README.md"
 _MOST_NAMED = 8
 
 
@@ -48,12 +49,14 @@ class ModelFiles:
         files: (name, content) of the tokenizer's files.
         labels: the names of a classifier's classes, or of the choices; empty if they have none.
         architecture: the class in transformers; None for the first one that can express the model.
+        card: makes the text of README.md, given the folder without its files; None for no such file.
     """
 
     tokens: TokenIds = NO_TOKENS
     files: tuple[tuple[str, bytes], ...] = ()
     labels: tuple[str, ...] = ()
     architecture: str | None = None
+    card: Callable[[Exported], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -180,14 +183,17 @@ def write_hf(
     small = {CONFIG: _json(config), **dict(extras.files)}
     if architecture.auto == GENERATING:
         small[GENERATION] = _json(extras.tokens.as_json())
+    parameters = sum(math.prod(tensor.their_shape) for tensor in tensors)
+    exported = Exported(out, architecture.name, architecture.auto, NAMES[dtype], len(tensors), parameters, ())
+    if extras.card is not None:
+        small[CARD] = extras.card(exported).encode()
     try:
         if os.path.lexists(out) and (not out.is_dir() or os.listdir(out)):
             raise CheckpointError(f"`{out}` must be new or an empty folder, but is neither; name another")
         files = appear(disk, out, lambda aside: tuple(export.write(disk, aside, small)))
     except OSError as error:
         raise CheckpointError(f"`{out}` must be written, but cannot be: {error}") from error
-    parameters = sum(math.prod(tensor.their_shape) for tensor in tensors)
-    return Exported(out, architecture.name, architecture.auto, NAMES[dtype], len(tensors), parameters, files)
+    return replace(exported, files=files)
 
 
 def check_source(source: Source, table: Table) -> None:

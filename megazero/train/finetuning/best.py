@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,24 +12,36 @@ from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import candidates, iteration_folder, remove_checkpoint, saved_iterations
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.saver import together
+from megazero.mpu.messages import broadcast_value
 from megazero.train.resume.keepers import keepers_of
 from megazero.train.resume.saved import Checkpoint
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.state import TrainState
 
 FOLDER = "best"
+_LESS_IS_BETTER = frozenset({"loss"})
 
 
 @dataclass(frozen=True)
 class BestScore:
-    """The accuracy of the model after an iteration."""
+    """How good the model after an iteration is, by the figure that `--best-metric` names."""
 
     iteration: int
-    accuracy: float
+    metric: str
+    value: float
+
+    def beats(self, other: BestScore | None) -> bool:
+        """Whether this is better; as good is not, and neither is a figure that is no number."""
+        if other is None:
+            return not math.isnan(self.value)
+        return self.value < other.value if self.metric in _LESS_IS_BETTER else self.value > other.value
+
+    def __str__(self) -> str:
+        return f"{self.metric.replace('_f1', ' F1')} {self.value:.4f}"
 
 
 class BestModel:
-    """Saves the model with the highest accuracy; of equal ones the first.
+    """Saves the best model by one figure; of equal ones the first.
 
     Args:
         iteration: the iteration at which the run begins; later models are ignored.
@@ -37,14 +51,15 @@ class BestModel:
     """
 
     def __init__(self, folder: Path, snapshots: Snapshots, iteration: int, disk: Disk | None = None):
+        self.metric: str = snapshots.config.finetune.best_metric
         self.folder = folder
         self.snapshots = snapshots
         self.engine = snapshots.engine
         self.context = context = snapshots.context
         self.disk = disk or Disk()
-        look = partial(_marked, folder) if context.rank == 0 else None
+        look = partial(_marked, folder, self.metric) if context.rank == 0 else None
         seen = together(context, look, f"look into {folder}")
-        self.score = BestScore(*seen) if seen and seen[0] <= iteration else None
+        self.score = BestScore(seen[0], self.metric, seen[1]) if seen and seen[0] <= iteration else None
 
     @classmethod
     def of(cls, run: Snapshots, iteration: int, disk: Disk | None = None) -> BestModel:
@@ -60,16 +75,23 @@ class BestModel:
         }
         return cls(folder, run.elsewhere(changes, disk), iteration, disk)
 
-    def offer(self, state: TrainState, accuracy: float) -> bool:
+    def offer(self, state: TrainState, figures: Mapping[str, float | None]) -> bool:
         """Save the engine's weights if they are the best so far, and return whether; every rank calls this.
+
+        Args:
+            figures: the figures of their evaluation, of which `metric` decides. All are saved, so that a run
+                that goes on may choose by another.
 
         Raises:
             CheckpointError: on every rank: they cannot be saved; the previous best stays.
         """
-        if self.score is not None and accuracy <= self.score.accuracy:
+        value = figures[self.metric]
+        score = BestScore(state.iteration, self.metric, math.nan if value is None else value)
+        # One rank decides, since a loss may be rounded differently on another.
+        if not broadcast_value(self.context.world, score.beats(self.score), self.context.device):
             return False
-        self.snapshots.save(state, {"accuracy": accuracy})
-        self.score = BestScore(state.iteration, accuracy)
+        self.snapshots.save(state, {**figures, "best_metric": self.metric})
+        self.score = score
 
         def clear() -> None:
             for iteration in saved_iterations(self.folder):
@@ -97,11 +119,11 @@ class BestModel:
         self.snapshots.saver.close()
 
 
-def _marked(folder: Path) -> tuple[int, float] | None:
-    """The iteration and accuracy of the model in a folder; None without one."""
+def _marked(folder: Path, metric: str) -> tuple[int, float] | None:
+    """The iteration of the model in a folder, and its figure; None without one."""
     folders = candidates(folder).folders
     if not folders:
         return None
     reader = CheckpointReader(folders[0])
-    accuracy = reader.facts.get("accuracy")
-    return None if accuracy is None else (reader.manifest.iteration, float(accuracy))
+    value = reader.facts.get(metric)
+    return None if value is None else (reader.manifest.iteration, float(value))

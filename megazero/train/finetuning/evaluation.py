@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ class TaskEvaluation:
         )
         self._tell_of(split, report, files)
         if split == "validation":
-            self._offer(state, report)
+            self._offer(state, report, answers.losses.main)
         return answers
 
     def _labelled(self, split: str) -> LabelledSplit:
@@ -176,9 +177,17 @@ class TaskEvaluation:
         for line in report.table():
             self.monitor.message(line)
 
-    def _offer(self, state: TrainState, report: TaskReport) -> None:
+    def _offer(self, state: TrainState, report: TaskReport, loss: float | None) -> None:
         best = self.best
         if best is None or report.accuracy is None or not state.iteration:
             return
-        if best.offer(state, report.accuracy):
-            self.monitor.message(f"saved the best model so far to {best.folder}")
+        if loss is not None and not math.isfinite(loss):
+            loss = None
+        if best.offer(state, {"accuracy": report.accuracy, "macro_f1": report.macro_f1, "loss": loss}):
+            self.monitor.message(f"saved the best model so far to {best.folder}: {best.score}")
+            if (label := report.only_answer) is not None:
+                otherwise = "" if best.metric == "macro_f1" else ", or choose by --best-metric macro_f1"
+                self.monitor.message(
+                    f"warning: the best model so far answers {label!r} to each of {report.count} samples, "
+                    f"whatever their text; train longer or at another rate{otherwise}"
+                )

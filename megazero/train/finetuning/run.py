@@ -115,14 +115,13 @@ class FineTuning(TrainingTask):
     def conclude(self, run: Run, state: TrainState) -> None:
         """Evaluate the test files with the best model, and write the predictions."""
         path, tests = run.resumed.config.finetune.predictions, "test" in self._feeds
+        score = None if self.best is None else self.best.score
+        if score is not None:
+            run.monitor.message(f"the best model is that of iteration {score.iteration}: {score}")
         if not tests and path is None:
             return
-        score = None if self.best is None else self.best.score
         if self.best is not None and score is not None and score.iteration != state.iteration:
             self.best.take()
-            run.monitor.message(
-                f"the best model is that of iteration {score.iteration}, with accuracy {score.accuracy:.4f}"
-            )
         answers = self._evaluate("test", state) if tests else self._evaluate.answers("validation")
         labelled = self.data.test if tests else self.data.valid
         if path is not None and labelled is not None:

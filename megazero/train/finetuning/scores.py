@@ -61,6 +61,13 @@ class TaskReport:
         return sum(occurring) / len(occurring) if occurring else None
 
     @property
+    def only_answer(self) -> str | None:
+        """The class that is the answer to all samples, though they have several; None if there is none."""
+        answered = self.confusion.any(0)
+        several = answered.sum() == 1 and self.confusion.any(1).sum() > 1
+        return self.labels[int(answered.argmax())] if several else None
+
+    @property
     def _occurrences(self) -> np.ndarray:
         """The number of labels plus answers of each class, int64 [classes]."""
         counts: np.ndarray = self.confusion.sum(0) + self.confusion.sum(1)

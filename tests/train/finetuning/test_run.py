@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megazero.checkpoint.folder import latest_iteration, saved_iterations
+from megazero.checkpoint.reader import CheckpointReader
 from megazero.config.resolve import parse_config
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
@@ -132,6 +133,36 @@ def test_the_best_epoch_is_kept_and_examined(files):
     assert set(told[0]["probabilities"]) == {"high", "low", "mid"}
 
 
+@pytest.mark.parametrize(
+    ("family", "metrics", "best"),
+    [
+        ("bert", ("loss", "loss"), 6),  # a run that forgot it at its resume would keep 12
+        ("bert", ("accuracy", "loss"), 3),  # the first of equal ones; by its loss, the later two are worse
+        ("gpt", ("macro_f1",), 12),  # accuracy would keep 6
+    ],
+)
+def test_the_best_epoch_is_that_of_the_chosen_figure_and_outlives_a_resume(
+    files, capsys, family, metrics, best
+):
+    for part, metric in enumerate(metrics, 1):
+        stop = ("--exit-interval", 7) if part < len(metrics) else ()
+        found = run(files, family, "pairs", "--epochs", 4, "--lr", 2e-2, "--save", files / "s", "--load",
+                    files / "s", "--save-interval", 100, "--best-metric", metric, *stop)  # fmt: skip
+    assert saved_iterations(files / "s" / "best") == [best]
+    evaluated = next(each for each in found if each["iteration"] == best)
+    facts = CheckpointReader(files / "s" / "best" / f"iter_{best:07d}").facts
+    figures = ("accuracy", "macro_f1", "task_loss")
+    assert [facts[key] for key in ("accuracy", "macro_f1", "loss")] == [evaluated[key] for key in figures]
+    assert facts["best_metric"] == metrics[0]
+    value = evaluated["task_loss" if metrics[-1] == "loss" else metrics[-1]]
+    words = {"loss": "loss", "macro_f1": "macro F1"}[metrics[-1]]
+    said = capsys.readouterr().out
+    assert f"the best model is that of iteration {best}: {words} {value:.4f}\n" in said
+    one_answer = "warning: the best model so far answers 'low' to each of 16 samples, whatever their text"
+    assert one_answer in said, "where accuracy is 0.5625, all answers are `low`"
+    assert ("or choose by --best-metric macro_f1" in said) == (family == "bert")
+
+
 def test_predictions_are_of_validation_samples_without_test_data_and_tsv_by_default(files):
     path, valid = files / "p.tsv", files / "more.tsv"
     words = ["--task", "classification", "--text-columns", "a", "--id-column", "name", "--epochs", "1"]
@@ -246,5 +277,7 @@ def test_another_batch_within_an_epoch_is_refused(files):
 
 def test_a_fine_tuning_is_no_pretraining(files):
     words = f"{MODEL} {FAMILIES['gpt']} --task SST-2 --train-data x".split()
-    with pytest.raises(ConfigError, match="must be left out of pretraining, but is SST-2; run finetune.py"):
+    with pytest.raises(
+        ConfigError, match="must be left out of pretraining, but is SST-2; run `megazero finetune`"
+    ):
         pretrain(parse_config(words, world_size=1).config, Launch())

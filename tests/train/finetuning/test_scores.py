@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
+from megazero.train.finetuning.best import BestScore
 from megazero.train.finetuning.scores import TaskReport, probabilities
+from tests.tables import over_table
 
 # labels a, a, a, b, c, unknown; answers a, a, b, b, a, c
 TRUTH = np.array([0, 0, 0, 1, 2, -1])
@@ -30,6 +34,38 @@ def test_a_class_that_never_occurs_does_not_count_in_the_mean():
 def test_without_labels_there_is_nothing_to_say():
     report = TaskReport.of(("a", "b"), np.array([-1, -1]), np.zeros((2, 2)))
     assert (report.count, report.accuracy, report.macro_f1) == (0, None, None)
+
+
+@over_table(
+    ("truth", "answers", "only"),
+    [
+        ([0, 0, 1], [0, 0, 0], "a"),
+        ([0, 0, 1], [2, 2, 2], "c"),
+        ([0, 0, 1], [0, 0, 1], None),
+        ([0, 0, 0], [0, 0, 0], None),  # there is one label alone: the answer is right
+        ([-1, -1, -1], [0, 0, 0], None),
+    ],
+)
+def test_a_model_that_knows_one_answer_is_found_out(truth, answers, only):
+    assert TaskReport.of(("a", "b", "c"), np.array(truth), np.eye(3)[answers]).only_answer == only
+
+
+@over_table(
+    ("metric", "value", "other", "better"),
+    [
+        ("accuracy", 0.6, 0.5, True),
+        ("accuracy", 0.5, 0.5, False),
+        ("macro_f1", 0.4, 0.5, False),
+        ("loss", 0.4, 0.5, True),
+        ("loss", 0.5, 0.5, False),
+        ("loss", math.nan, 0.5, False),
+        ("loss", math.nan, None, False),
+        ("loss", 9.0, None, True),
+    ],
+)
+def test_a_loss_is_better_where_it_is_lower_and_equals_keep_the_earlier(metric, value, other, better):
+    earlier = None if other is None else BestScore(3, metric, other)
+    assert BestScore(6, metric, value).beats(earlier) is better
 
 
 def test_of_equal_scores_the_first_wins():
