@@ -12,20 +12,21 @@ from megazero.config.tree.config import Config
 from megazero.train.observe.monitors.base import CompositeMonitor, Monitor
 from megazero.train.observe.monitors.console import ConsoleMonitor
 from megazero.train.observe.monitors.csv_file import CsvMonitor
+from megazero.train.observe.monitors.forecast import Forecast
 from megazero.train.observe.monitors.jsonl import JsonlMonitor
 from megazero.train.observe.monitors.tensorboard import TensorBoardMonitor
 from megazero.train.observe.monitors.weights_and_biases import WandbMonitor
 
 
 def build_monitors(
-    config: Config, is_writer_rank: bool, resumed: Progress, total_iterations: int | None = None
+    config: Config, is_writer_rank: bool, resumed: Progress, end: Progress
 ) -> CompositeMonitor:
     """Build the monitors of the `logging` section; none on ranks that do not write.
 
     Args:
         is_writer_rank: true on exactly one rank.
         resumed: the training's progress before this process.
-        total_iterations: length of the training, if known.
+        end: the progress at the end of the training.
 
     Raises:
         ConfigError: a destination cannot be written, or its package is missing.
@@ -33,8 +34,9 @@ def build_monitors(
     if not is_writer_rank:
         return CompositeMonitor()
     logging = config.logging
+    forecast = Forecast(end.tokens)
     members: list[Monitor] = [
-        ConsoleMonitor(logging.log_interval, total_iterations, resumed.iteration),
+        ConsoleMonitor(logging.log_interval, end.iteration, resumed.iteration, forecast=forecast),
     ]
     if logging.metrics_jsonl is not None:
         members.append(JsonlMonitor(logging.metrics_jsonl, resumed.iteration))
