@@ -12,6 +12,9 @@ from megazero.config.tree.roles import Role
 
 _NO_EVENTS = here.tensorboard_dir.because("there are no TensorBoard events")
 _NO_WANDB = here.wandb_project.because("nothing goes to Weights & Biases")
+_NO_MLFLOW = here.mlflow_experiment.because("nothing goes to MLflow")
+_NO_COMET = here.comet_project.because("nothing goes to Comet")
+_NO_TRACKIO = here.trackio_project.because("nothing goes to Trackio")
 
 Operation = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "barrier"
@@ -82,6 +85,30 @@ class LoggingConfig(Section):
     """Weights & Biases team"""
     wandb_group: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_WANDB)
     """Weights & Biases group of runs"""
+    mlflow_experiment: str | None = option(
+        None, roles=Role.LOCAL, package="mlflow", aliases=("--mlflow-experiment-name",)
+    )
+    """MLflow experiment; needs the mlflow package"""
+    mlflow_run_name: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_MLFLOW)
+    """MLflow run name"""
+    mlflow_tracking_uri: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_MLFLOW)
+    """MLflow server, folder or database; default: as MLFLOW_TRACKING_URI says"""
+    comet_project: str | None = option(
+        None, roles=Role.LOCAL, package="comet_ml", aliases=("--comet-project-name",)
+    )
+    """Comet project; needs the comet_ml package"""
+    comet_experiment_name: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_COMET)
+    """Comet experiment name"""
+    comet_workspace: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_COMET)
+    """Comet workspace"""
+    comet_offline_dir: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_COMET)
+    """folder for an archive that `comet upload` sends later; nothing is sent while the training runs"""
+    trackio_project: str | None = option(None, roles=Role.LOCAL, package="trackio")
+    """Trackio project; needs the trackio package"""
+    trackio_run_name: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_TRACKIO)
+    """Trackio run name"""
+    trackio_dir: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_TRACKIO)
+    """folder for Trackio's data; default: as TRACKIO_DIR says"""
 
     @property
     def breakdown_level(self) -> int:
