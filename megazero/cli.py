@@ -18,10 +18,14 @@ class Verb:
     name: str
     help: str
 
+    @property
+    def module(self) -> str:
+        """The name of its module."""
+        return f"megazero.commands.{self.name.replace('-', '_')}"
+
     def run(self, arguments: list[str]) -> int:
         """Run the verb; returns the exit status."""
-        module = import_module(f"megazero.commands.{self.name.replace('-', '_')}")
-        status: int = module.main(arguments)
+        status: int = import_module(self.module).main(arguments)
         return status
 
 
@@ -29,6 +33,7 @@ VERBS = (
     Verb("ablate", "train a folder of configurations and compare what they learned"),
     Verb("analyze-loss", "order training samples by their loss under a checkpoint"),
     Verb("checkpoint", "inspect, verify, compare, convert and prune checkpoints"),
+    Verb("completion", "print a script by which bash, zsh or fish completes verbs, flags and files"),
     Verb("config", "resolve pretrain_gpt.py's flags; print the tree, or every reason to refuse it"),
     Verb("env", "report on this machine, and on what is in the way of training on it"),
     Verb("fill-mask", "show what a model expects at the masked places of a text"),

@@ -334,7 +334,7 @@ def _problem(spec: FieldSpec, meaning: str, setting: Setting | None, complaint: 
     must = reason if reason.startswith("must") else f"must be {reason}"
     value = " ".join(map(str, setting.value)) if isinstance(setting.value, tuple) else setting.value
     where = f"`{spec.flag}`" if setting.source.startswith("--") else f"{setting.source}: `{spec.path}`"
-    return f"{where} {must}, but is `{value}`."
+    return f"{where} {must}, but is {'another text' if spec.secret else f'`{value}`'}."
 
 
 def _warnings(flags: Scan, deepspeed: DeepSpeedSettings) -> tuple[str, ...]:

@@ -17,22 +17,24 @@ from megazero.plan.prices import Prices
 from megazero.plan.stage import StagePlan
 from megazero.plan.times import StepTimes
 from megazero.plan.training import Model, training_seconds
-from megazero.plan.words import many, runs, shown, time_text
+from megazero.plan.words import many, money, runs, shown, time_text
 from megazero.train.parts.chunks import DTYPES
 
 _LARGE_BUBBLE, _TIGHT, _UNEVEN = 0.15, 0.95, 1.15
 _MOST_ROWS = 6
 _LEAST_SHOWN = 1e-4  # of the largest payload
+COSTS = ("cost_per_step", "cost_per_billion_tokens", "cost_of_training")
 COLUMNS = ("stage", "ranks", *KINDS, "sum", "of")
 
 
 @dataclass(frozen=True, eq=False)
 class PlanReport:
-    """A plan on a device, with `per_node` ranks on a node."""
+    """A plan on a device, with `per_node` ranks on a node; an hour of a device costs `price`, if known."""
 
     plan: Plan
     device: Device
     per_node: int
+    price: float | None = None
 
     @cached_property
     def times(self) -> StepTimes:
@@ -59,6 +61,13 @@ class PlanReport:
         """Model FLOPs utilization: the model's FLOPs as a share of the devices' peak over a step."""
         most = self.device.peak_flop_per_s(self.dtype) * self.plan.job.ranks * self.times.seconds
         return self.model.step_flops(self.plan.job) / most
+
+    def costs(self) -> dict[str, float]:
+        """The cost of a step, of 10^9 tokens like those of the planned step, and of the training."""
+        job, seconds = self.plan.job, self.times.seconds
+        second = (self.price or 0.0) * job.ranks / 3600
+        amounts = (seconds, 1e9 * seconds / job.step.positions, training_seconds(job, self.times))
+        return {name: second * amount for name, amount in zip(COSTS, amounts, strict=True)}
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table of memory: a row per distinct need; of many, the ends, the middle and the largest."""
@@ -141,6 +150,9 @@ class PlanReport:
             f"{steps:,} steps, {many(consumed)} tokens: {time_text(total)}, "
             f"{total * job.ranks / 3600:,.0f} device-hours",
         )
+        if self.price is not None:
+            step, tokens_cost, whole = map(money, self.costs().values())
+            yield "cost", f"{whole}; {step} a step, {tokens_cost} for 1B tokens"
         size, nodes = self.model.checkpoint_bytes, -(-job.ranks // self.per_node)
         written = size / (nodes * self.device.host.nvme_write_gb_per_s * 1e9)
         disks = "a node's own disks" if nodes == 1 else f"{nodes} nodes' own disks"
@@ -178,6 +190,7 @@ class PlanReport:
             "mfu": self.mfu,
             "tokens_per_second": job.step.positions / times.seconds,
             "training_seconds": training_seconds(job, times),
+            **({} if self.price is None else {"price_per_hour": self.price, **self.costs()}),
             "checkpoint_bytes": self.model.checkpoint_bytes,
             "warnings": list(self.warnings()),
             "stages": [

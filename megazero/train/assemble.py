@@ -27,8 +27,8 @@ from megazero.train.observe.evaluation import PeriodicEvaluation
 from megazero.train.observe.host import measure_matmul_rate
 from megazero.train.observe.meters import Meters
 from megazero.train.observe.metrics import watch
+from megazero.train.observe.monitors import build_monitors
 from megazero.train.observe.monitors.base import Monitor
-from megazero.train.observe.monitors.build import build_monitors
 from megazero.train.parts.attention import attention_remarks
 from megazero.train.parts.chunks import DTYPES
 from megazero.train.parts.families import TokenFlops

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from megazero.config.steps import BatchRamp, Progress, SequenceLengths, Steps
 from megazero.config.training_plan import Limits
-from megazero.train.news.forecast import Forecast
 from megazero.train.observe.monitors.console import ConsoleMonitor
+from megazero.train.observe.news.forecast import Forecast
 from tests.tables import over_table
 from tests.train.samples import step
 

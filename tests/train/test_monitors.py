@@ -19,13 +19,13 @@ from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.config.tree.training import BatchConfig
 from megazero.errors import ConfigError
 from megazero.loss import LossTerm
-from megazero.train.news.weights_and_biases import WandbMonitor
+from megazero.train.observe.monitors import build_monitors
 from megazero.train.observe.monitors.base import CompositeMonitor, Monitor
-from megazero.train.observe.monitors.build import build_monitors
 from megazero.train.observe.monitors.console import ConsoleMonitor
 from megazero.train.observe.monitors.csv_file import CsvMonitor
 from megazero.train.observe.monitors.jsonl import JsonlMonitor
 from megazero.train.observe.monitors.tensorboard import TensorBoardMonitor
+from megazero.train.observe.news.services import WandbMonitor
 from megazero.train.step.losses import Losses
 from tests.train.samples import evaluation, step
 

@@ -9,6 +9,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from megazero.config.condition import config, here
 from megazero.config.tree.option import Section, option
 from megazero.config.tree.roles import Role
+from megazero.config.tree.secret import SecretUrl
 
 _NO_EVENTS = here.tensorboard_dir.because("there are no TensorBoard events")
 _NO_WANDB = here.wandb_project.because("nothing goes to Weights & Biases")
@@ -109,6 +110,9 @@ class LoggingConfig(Section):
     """Trackio run name"""
     trackio_dir: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_TRACKIO)
     """folder for Trackio's data; default: as TRACKIO_DIR says"""
+    notify: SecretUrl = option(None, roles=Role.LOCAL, secret=True)
+    """URL to which incidents, a failure and the end are posted, as JSON that Slack, Discord and Mattermost
+    can show; it is printed and saved without its path"""
 
     @property
     def breakdown_level(self) -> int:

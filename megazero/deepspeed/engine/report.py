@@ -31,11 +31,11 @@ from megazero.deepspeed.reports.timer import (
 from megazero.loss import LossTerm
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.traffic import TrafficLog
-from megazero.train.news.trackers import trackers_of
 from megazero.train.observe.metrics import StepMetrics
 from megazero.train.observe.monitors.base import CompositeMonitor, Monitor
 from megazero.train.observe.monitors.csv_file import CsvMonitor
 from megazero.train.observe.monitors.tensorboard import TensorBoardMonitor
+from megazero.train.observe.news.services import trackers_of
 from megazero.train.step.losses import Losses
 from megazero.train.step.timers import Timers
 

@@ -9,9 +9,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as ProgressBar
 
 from megazero.config.steps import Progress
-from megazero.train.news.forecast import Forecast
 from megazero.train.observe.metrics import EvalMetrics, StepMetrics, line_of
 from megazero.train.observe.monitors.base import Monitor
+from megazero.train.observe.news.forecast import Forecast
 
 
 class ConsoleMonitor(Monitor):

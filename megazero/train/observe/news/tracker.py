@@ -18,7 +18,7 @@ class Tracker(Monitor):
     """Logs every iteration and evaluation with the tags of TensorBoard, and the whole configuration.
 
     A training that goes back to a checkpoint continues in a new run, because a run cannot drop values.
-    Whatever a service raises is an OSError here, so that a run goes on without it.
+    Whatever a service raises is an OSError here, and the training goes on without it.
 
     Attributes:
         setting: the field of the section `logging` that asks for it.
@@ -36,6 +36,7 @@ class Tracker(Monitor):
     def __init__(self, config: Config) -> None:
         self.logging, self.facts = config.logging, config.model_dump(mode="json")
         name = getattr(config.logging, self.setting)
+        self.prepare()
         try:
             self.service: Any = import_module(self.package)
             self.begin(again=False)
@@ -46,9 +47,12 @@ class Tracker(Monitor):
             ) from error
         except Exception as error:
             raise ConfigError(
-                f"`{self.setting}` must name one in which a run can start, but for {name} {self.package} says "
-                f"{error}; {self.remedy}, or leave the option out."
+                f"`{self.setting}` must name one in which a run can start, but for {name} {self.package} "
+                f"says: {error}; {self.remedy}, or leave the option out."
             ) from error
+
+    def prepare(self) -> None:
+        """Do what must come before the package is imported."""
 
     @abstractmethod
     def begin(self, *, again: bool) -> None:
