@@ -122,8 +122,8 @@ class Loop:
             self.monitor.message(f"stopping after iteration {state.iteration}: {verdict.reason}")
         else:
             self.evaluations.at_the_end(state)
-        why = f"before its end: {verdict.reason}" if early else "at its end"
-        self.webhook.tell("end", Incident("training over", state.iteration, f"it stopped {why}", "none"))
+        how = f"early: {verdict.reason}" if early else "it is complete"
+        self.webhook.tell("end", Incident("training ended", state.iteration, how, "none"))
         return state
 
     def _step(self, state: TrainState) -> StepContext:
