@@ -26,8 +26,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megazero completion",
         description="Print a script by which a shell completes the words of `megazero`. It needs shtab.",
-        epilog="Write it to a file once. bash reads it by `source FILE` in ~/.bashrc, zsh as `_megazero` on its "
-        "fpath, fish as ~/.config/fish/completions/megazero.fish.",
+        epilog="Write it to a file once. bash reads it by `source FILE` in ~/.bashrc, zsh as `_megazero` on "
+        "its fpath, fish as ~/.config/fish/completions/megazero.fish.",
     )
     parser.add_argument("shell", choices=SHELLS)
     return parser

@@ -221,7 +221,7 @@ def in_comet(folder: Path) -> Kept:
         lines = [json.loads(line) for line in zipfile.ZipFile(path).read("messages.json").splitlines()]
         metrics = [line["payload"]["metric"] for line in lines if line["type"] == "metric_msg"]
         run = [(m["step"], {m["metricName"]: float(m["metricValue"])}) for m in metrics]
-        kept.append(by_tag([(at, values) for at, values in run if at is not None]))  # of the training
+        kept.append({tag: values for tag, values in by_tag(run).items() if not tag.startswith("sys.")})
     return kept
 
 
@@ -229,9 +229,9 @@ def in_trackio(folder: Path) -> Kept:
     """What the database has, the first run first."""
     with sqlite3.connect(folder / "p.db") as base:
         rows = base.execute("SELECT run_id, step, metrics FROM metrics ORDER BY id").fetchall()
-        assert base.execute("SELECT count(*) FROM configs WHERE config LIKE '%hidden_size%'").fetchone() == (
-            2,
-        )
+        assert base.execute(
+            "SELECT count(*) FROM configs WHERE CAST(config AS TEXT) LIKE '%hidden_size%'"
+        ).fetchone() == (2,)
     runs = dict.fromkeys(run for run, _, _ in rows)
     return [by_tag([(at, json.loads(values)) for run, at, values in rows if run == this]) for this in runs]
 

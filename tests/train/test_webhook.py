@@ -132,8 +132,8 @@ def test_a_url_that_does_not_answer_is_said_once_and_without_its_secret(server, 
     sent(hook)
     assert len(server.posted) == 5, "three tries, and then one for each notice"
     assert capsys.readouterr().err == (
-        "warning: no notice reaches https://127.0.0.1/***, which `--notify` names: it answers with HTTP status "
-        "404\n"
+        "warning: no notice reaches https://127.0.0.1/***, which `--notify` names: it answers with HTTP "
+        "status 404\n"
     )
 
 
