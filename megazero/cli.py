@@ -18,14 +18,10 @@ class Verb:
     name: str
     help: str
 
-    @property
-    def module(self) -> str:
-        """The name of its module."""
-        return f"megazero.commands.{self.name.replace('-', '_')}"
-
     def run(self, arguments: list[str]) -> int:
         """Run the verb; returns the exit status."""
-        status: int = import_module(self.module).main(arguments)
+        module = import_module(f"megazero.commands.{self.name.replace('-', '_')}")
+        status: int = module.main(arguments)
         return status
 
 

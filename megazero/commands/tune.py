@@ -24,7 +24,7 @@ from megazero.plan.device import Device, known_devices
 from megazero.plan.kept import KeptPlans
 from megazero.plan.layout import Layout
 from megazero.plan.measured import measured_steps
-from megazero.plan.report import reasons
+from megazero.plan.report import costs, reasons
 from megazero.plan.tuning import Planned, Search, best, explore
 from megazero.plan.words import money, shown, time_text
 from megazero.train.folders import read_folder
@@ -183,8 +183,8 @@ def _show(search: Search, chosen: Sequence[Planned]) -> None:
     for line in reasons(before, after):
         print(f"  {line}")
     if search.price is not None:
-        costs = [money(report.costs()["cost_of_training"]) for report in (before, after)]
-        print("the training costs {} as given, and {} in the first".format(*costs))
+        given, first = (money(costs(report)["cost_of_training"]) for report in (before, after))
+        print(f"the training costs {given} as given, and {first} in the first")
 
 
 def _measure(search: Search, chosen: Sequence[Planned]) -> None:

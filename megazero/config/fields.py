@@ -60,7 +60,6 @@ class FieldSpec:
         package: the Python package that a run with this field needs.
         resolved: the property that has the value where the default follows from other fields.
         axis: the axis of the mesh whose size it is.
-        secret: whether its value may be shown in part alone (`secret.py`).
     """
 
     section: str
@@ -86,7 +85,6 @@ class FieldSpec:
     package: str | None = None
     resolved: str | None = None
     axis: str | None = None
-    secret: bool = False
 
     @property
     def path(self) -> str:

@@ -23,7 +23,6 @@ from megazero.train.parts.chunks import DTYPES
 _LARGE_BUBBLE, _TIGHT, _UNEVEN = 0.15, 0.95, 1.15
 _MOST_ROWS = 6
 _LEAST_SHOWN = 1e-4  # of the largest payload
-COSTS = ("cost_per_step", "cost_per_billion_tokens", "cost_of_training")
 COLUMNS = ("stage", "ranks", *KINDS, "sum", "of")
 
 
@@ -61,13 +60,6 @@ class PlanReport:
         """Model FLOPs utilization: the model's FLOPs as a share of the devices' peak over a step."""
         most = self.device.peak_flop_per_s(self.dtype) * self.plan.job.ranks * self.times.seconds
         return self.model.step_flops(self.plan.job) / most
-
-    def costs(self) -> dict[str, float]:
-        """The cost of a step, of 10^9 tokens like those of the planned step, and of the training."""
-        job, seconds = self.plan.job, self.times.seconds
-        second = (self.price or 0.0) * job.ranks / 3600
-        amounts = (seconds, 1e9 * seconds / job.step.positions, training_seconds(job, self.times))
-        return {name: second * amount for name, amount in zip(COSTS, amounts, strict=True)}
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table of memory: a row per distinct need; of many, the ends, the middle and the largest."""
@@ -151,7 +143,7 @@ class PlanReport:
             f"{total * job.ranks / 3600:,.0f} device-hours",
         )
         if self.price is not None:
-            step, tokens_cost, whole = map(money, self.costs().values())
+            step, tokens_cost, whole = map(money, costs(self).values())
             yield "cost", f"{whole}; {step} a step, {tokens_cost} for 1B tokens"
         size, nodes = self.model.checkpoint_bytes, -(-job.ranks // self.per_node)
         written = size / (nodes * self.device.host.nvme_write_gb_per_s * 1e9)
@@ -190,7 +182,7 @@ class PlanReport:
             "mfu": self.mfu,
             "tokens_per_second": job.step.positions / times.seconds,
             "training_seconds": training_seconds(job, times),
-            **({} if self.price is None else {"price_per_hour": self.price, **self.costs()}),
+            **({} if self.price is None else {"price_per_hour": self.price, **costs(self)}),
             "checkpoint_bytes": self.model.checkpoint_bytes,
             "warnings": list(self.warnings()),
             "stages": [
@@ -219,6 +211,17 @@ def report_on(config: Config, ranks: int, device: Device, per_node: int, say: Sa
     apart = device.memory.apart
     job = PlannedJob(config, ranks, apart, device="meta" if apart else "cpu")
     return PlanReport(Plan.of(job, timed=not apart, say=say), device, per_node)
+
+
+def costs(report: PlanReport) -> dict[str, float]:
+    """The cost of a step, of 10^9 tokens in such steps, and of the training, at the report's price."""
+    job, seconds = report.plan.job, report.times.seconds
+    second = (report.price or 0.0) * job.ranks / 3600
+    return {
+        "cost_per_step": second * seconds,
+        "cost_per_billion_tokens": second * 1e9 * seconds / job.step.positions,
+        "cost_of_training": second * training_seconds(job, report.times),
+    }
 
 
 def reasons(old: PlanReport, new: PlanReport) -> list[str]:

@@ -104,8 +104,8 @@ class Loop:
         """
         self._stands_at(state)
         verdict, end = CONTINUE, self.meters.plan.end.iteration
-        told = self.webhook.over_run(lambda: self.failures.reached, alone=self.alone)
-        with self.exits.signals, told:
+        notices = self.webhook.over_run(lambda: self.failures.reached, alone=self.alone)
+        with self.exits.signals, notices:
             while state.iteration < end and verdict.strength < Strength.STOP:
                 verdict, state = self._judged(self._step(state))
                 if verdict.strength is Strength.GO_BACK:

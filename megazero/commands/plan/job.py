@@ -34,7 +34,7 @@ _GIB = 2**30
 _LIKE = 3
 
 
-def build_job_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Build a parser of the flags for planning a whole training."""
     parser = argparse.ArgumentParser(
         prog="megazero plan",
@@ -70,7 +70,7 @@ def build_job_parser() -> argparse.ArgumentParser:
 
 def plan_job(own: Sequence[str], training: Sequence[str] | None) -> int:
     """Plan a training, print the report, and write files if a folder is given; returns the exit status."""
-    flags = build_job_parser().parse_args(own)
+    flags = build_parser().parse_args(own)
     words = training_words(flags.config, training)
     device = Device.load(flags.device)
     per_node = flags.gpus_per_node or device.inside_node.ranks

@@ -110,7 +110,7 @@ class LoggingConfig(Section):
     """Trackio run name"""
     trackio_dir: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_TRACKIO)
     """folder for Trackio's data; default: as TRACKIO_DIR says"""
-    notify: SecretUrl = option(None, roles=Role.LOCAL, secret=True)
+    notify: SecretUrl = option(None, roles=Role.LOCAL | Role.SECRET)
     """URL to which incidents, a failure and the end are posted, as JSON that Slack, Discord and Mattermost
     can show; it is printed and saved without its path"""
 
