@@ -43,7 +43,7 @@ class Webhook:
         self._url, self._folder = url, folder
         self._thread = ThreadPoolExecutor(1, "webhook")
         self._room = BoundedSemaphore(_MOST_WAITING)
-        self._pauses = _PAUSES
+        self._pauses: tuple[float, ...] = _PAUSES
 
     def tell(self, event: Event, incident: Incident) -> None:
         """Post a notice soon, in another thread. Raises nothing."""
