@@ -29,6 +29,7 @@ VERBS = (
     Verb("ablate", "train a folder of configurations and compare what they learned"),
     Verb("analyze-loss", "order training samples by their loss under a checkpoint"),
     Verb("checkpoint", "inspect, verify, compare, convert and prune checkpoints"),
+    Verb("completion", "print a script by which bash, zsh or fish completes verbs, flags and files"),
     Verb("config", "resolve a training's flags, and print the tree or why not; or a schema for editors"),
     Verb("data", "preprocess, train-tokenizer, inspect, merge, analyze: texts made into datasets"),
     Verb("env", "report on this machine, and on what is in the way of training on it"),

@@ -21,7 +21,7 @@ _COLUMNS = ("number", "time", "iteration", "kind", "action", "ranks", "what")
 _WIDEST = 90  # characters of a summary in the list
 
 
-def build_incidents_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Build a parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="megazero incidents",
@@ -42,7 +42,7 @@ def build_incidents_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command with its flags; returns the exit status."""
-    flags = build_incidents_parser().parse_args(argv)
+    flags = build_parser().parse_args(argv)
     return exit_status(lambda: _report(flags))
 
 

@@ -1,4 +1,4 @@
-"""Arguments that commands share: the flags of a training after `--`, and bounded integers."""
+"""Arguments that commands share: the flags of a training after `--`, bounded integers, and prices."""
 
 from __future__ import annotations
 
@@ -31,3 +31,14 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be a positive integer, but is {text}")
     return number
+
+
+def price(text: str) -> float:
+    """An argparse type: what an hour of a device costs, in any currency."""
+    try:
+        amount = float(text)
+    except ValueError:
+        amount = 0.0
+    if not 0 < amount < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, but is {text}")
+    return amount

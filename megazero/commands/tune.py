@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megazero.commands.outputs import output_folder
-from megazero.commands.training_words import positive, training_words
+from megazero.commands.training_words import positive, price, training_words
 from megazero.config.flags import scan
 from megazero.config.resolve import parse_config
 from megazero.config.shown import shown_config
@@ -24,9 +24,9 @@ from megazero.plan.device import Device, known_devices
 from megazero.plan.kept import KeptPlans
 from megazero.plan.layout import Layout
 from megazero.plan.measured import measured_steps
-from megazero.plan.report import reasons
+from megazero.plan.report import costs, reasons
 from megazero.plan.tuning import Planned, Search, best, explore
-from megazero.plan.words import shown, time_text
+from megazero.plan.words import money, shown, time_text
 from megazero.train.folders import read_folder
 
 DOES_NOT_FIT = 3
@@ -35,7 +35,7 @@ _PLANS = 120
 _MOST_ON_CPU = 64
 
 
-def build_tune_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Build a parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="megazero tune",
@@ -52,6 +52,12 @@ def build_tune_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--gpus-per-node", type=positive, help="ranks on each node (default: as the device's nodes have)"
+    )
+    parser.add_argument(
+        "--price-per-hour",
+        type=price,
+        metavar="X",
+        help="also say what the training costs at X a device-hour",
     )
     parser.add_argument(
         "--plans", type=positive, help=f"the most layouts that are planned (default: {_PLANS})"
@@ -73,7 +79,7 @@ def build_tune_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run the command with its flags, and those of a training after ``--``; returns the exit status."""
     own, training = split_training_flags(argv)
-    flags = build_tune_parser().parse_args(own)
+    flags = build_parser().parse_args(own)
     return exit_status(lambda: _tune(flags, training))
 
 
@@ -87,7 +93,7 @@ def _tune(flags: argparse.Namespace, training: Sequence[str] | None) -> int:
         print(f"without effect on a search on paper: autotuning.{', autotuning.'.join(bounds.ignored)}")
     config = parse_config(words, world_size=flags.gpus, reader=read_folder, only_look=True).config
     per_node = flags.gpus_per_node or device.inside_node.ranks
-    search = Search(config, flags.gpus, device, per_node, bounds.space)
+    search = Search(config, flags.gpus, device, per_node, bounds.space, flags.price_per_hour)
     output = flags.output or (None if bounds.folder is None else Path(bounds.folder))
     kept = None if output is None else _kept(output, search, anew=bounds.anew)
     plans = flags.plans or bounds.plans or _PLANS
@@ -147,6 +153,7 @@ def _plan(task: tuple[Search, Layout]) -> Planned | None:
 def _show(search: Search, chosen: Sequence[Planned]) -> None:
     from megazero.commands.show import print_table
 
+    second = None if search.price is None else search.price * search.ranks / 3600
     rows = [
         (
             str(number),
@@ -156,11 +163,13 @@ def _show(search: Search, chosen: Sequence[Planned]) -> None:
             f"{result.tokens_per_second:,.0f}",
             f"{result.mfu:.1%}",
             f"{result.bubble:.1%}",
+            *([] if second is None else [money(second * 1e9 / result.tokens_per_second)]),
         )
         for number, result in enumerate(chosen, 1)
     ]
     print()
-    print_table(("", "layout", "memory", "step", "tokens/s", "MFU", "bubble"), rows, left=2)
+    heads = ("", "layout", "memory", "step", "tokens/s", "MFU", "bubble")
+    print_table((*heads, *([] if second is None else ["1B tokens cost"])), rows, left=2)
     room = search.device.allocator_bytes
     if not chosen[0].fits:
         short = shown(chosen[0].device_bytes - room)
@@ -173,6 +182,9 @@ def _show(search: Search, chosen: Sequence[Planned]) -> None:
     print(f"the first is {gain:.2f} times as fast:")
     for line in reasons(before, after):
         print(f"  {line}")
+    if search.price is not None:
+        given, first = (money(costs(report)["cost_of_training"]) for report in (before, after))
+        print(f"the training costs {given} as given, and {first} in the first")
 
 
 def _measure(search: Search, chosen: Sequence[Planned]) -> None:

@@ -21,6 +21,8 @@ from megazero.config.flags import Setting
 from megazero.config.metric_text import as_mapping, repeated_key
 from megazero.config.numbers import Unreadable, plain_text
 from megazero.config.tree.config import Config
+from megazero.config.tree.roles import Role
+from megazero.config.tree.secret import hidden
 from megazero.config.words import Few, nearest
 from megazero.regular_file import why_unreadable
 
@@ -247,6 +249,8 @@ def _plain(spec: FieldSpec, value: Any) -> object:
     """A value as YAML writes it."""
     if spec.kind is Kind.METRICS:
         return as_mapping(value)
+    if Role.SECRET in spec.roles:
+        return hidden(value)
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -29,6 +29,7 @@ from megazero.config.shown import shown_config
 from megazero.config.stated import Reader, Stated
 from megazero.config.tree.config import Config
 from megazero.config.tree.option import Section
+from megazero.config.tree.roles import Role
 from megazero.errors import CheckpointError, ConfigError
 from megazero.version import VERSION
 
@@ -334,7 +335,7 @@ def _problem(spec: FieldSpec, meaning: str, setting: Setting | None, complaint: 
     must = reason if reason.startswith("must") else f"must be {reason}"
     value = " ".join(map(str, setting.value)) if isinstance(setting.value, tuple) else setting.value
     where = f"`{spec.flag}`" if setting.source.startswith("--") else f"{setting.source}: `{spec.path}`"
-    return f"{where} {must}, but is `{value}`."
+    return f"{where} {must}, but is {'another text' if Role.SECRET in spec.roles else f'`{value}`'}."
 
 
 def _warnings(flags: Scan, deepspeed: DeepSpeedSettings) -> tuple[str, ...]:

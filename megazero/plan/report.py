@@ -17,7 +17,7 @@ from megazero.plan.prices import Prices
 from megazero.plan.stage import StagePlan
 from megazero.plan.times import StepTimes
 from megazero.plan.training import Model, training_seconds
-from megazero.plan.words import many, runs, shown, time_text
+from megazero.plan.words import many, money, runs, shown, time_text
 from megazero.train.parts.chunks import DTYPES
 
 _LARGE_BUBBLE, _TIGHT, _UNEVEN = 0.15, 0.95, 1.15
@@ -28,11 +28,12 @@ COLUMNS = ("stage", "ranks", *KINDS, "sum", "of")
 
 @dataclass(frozen=True, eq=False)
 class PlanReport:
-    """A plan on a device, with `per_node` ranks on a node."""
+    """A plan on a device, with `per_node` ranks on a node; an hour of a device costs `price`, if known."""
 
     plan: Plan
     device: Device
     per_node: int
+    price: float | None = None
 
     @cached_property
     def times(self) -> StepTimes:
@@ -141,6 +142,9 @@ class PlanReport:
             f"{steps:,} steps, {many(consumed)} tokens: {time_text(total)}, "
             f"{total * job.ranks / 3600:,.0f} device-hours",
         )
+        if self.price is not None:
+            step, tokens_cost, whole = map(money, costs(self).values())
+            yield "cost", f"{whole}; {step} a step, {tokens_cost} for 1B tokens"
         size, nodes = self.model.checkpoint_bytes, -(-job.ranks // self.per_node)
         written = size / (nodes * self.device.host.nvme_write_gb_per_s * 1e9)
         disks = "a node's own disks" if nodes == 1 else f"{nodes} nodes' own disks"
@@ -178,6 +182,7 @@ class PlanReport:
             "mfu": self.mfu,
             "tokens_per_second": job.step.positions / times.seconds,
             "training_seconds": training_seconds(job, times),
+            **({} if self.price is None else {"price_per_hour": self.price, **costs(self)}),
             "checkpoint_bytes": self.model.checkpoint_bytes,
             "warnings": list(self.warnings()),
             "stages": [
@@ -206,6 +211,17 @@ def report_on(config: Config, ranks: int, device: Device, per_node: int, say: Sa
     apart = device.memory.apart
     job = PlannedJob(config, ranks, apart, device="meta" if apart else "cpu")
     return PlanReport(Plan.of(job, timed=not apart, say=say), device, per_node)
+
+
+def costs(report: PlanReport) -> dict[str, float]:
+    """The cost of a step, of 10^9 tokens in such steps, and of the training, at the report's price."""
+    job, seconds = report.plan.job, report.times.seconds
+    second = (report.price or 0.0) * job.ranks / 3600
+    return {
+        "cost_per_step": second * seconds,
+        "cost_per_billion_tokens": second * 1e9 * seconds / job.step.positions,
+        "cost_of_training": second * training_seconds(job, report.times),
+    }
 
 
 def reasons(old: PlanReport, new: PlanReport) -> list[str]:

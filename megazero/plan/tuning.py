@@ -101,6 +101,7 @@ class Search:
         device: the device of each rank.
         per_node: the number of ranks on a node.
         space: the bounds of the search.
+        price: what an hour of a device costs, if known.
     """
 
     base: Config
@@ -108,6 +109,7 @@ class Search:
     device: Device
     per_node: int
     space: Space = field(default_factory=Space)
+    price: float | None = None
 
     def config(self, layout: Layout | None) -> Config:
         """The configuration with a layout; None is the user's."""
@@ -119,7 +121,8 @@ class Search:
 
     def report(self, layout: Layout | None = None) -> PlanReport:
         """Plan a layout, or the user's, and return the report."""
-        return report_on(self.config(layout), self.ranks, self.device, self.per_node)
+        report = report_on(self.config(layout), self.ranks, self.device, self.per_node)
+        return replace(report, price=self.price)
 
     def candidates(self) -> Iterator[Layout]:
         """Yield every layout whose sizes divide, that uses all ranks, with tensor ranks inside a node."""

@@ -30,6 +30,11 @@ def time_text(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.2f} ms"
 
 
+def money(amount: float) -> str:
+    """An amount of any currency: ``48,200.00``, ``0.0031``."""
+    return f"{amount:,.2f}" if amount >= 1 else f"{amount:.2g}"
+
+
 def runs(numbers: Iterable[int]) -> str:
     """Ascending numbers, with runs of neighbours as two ends: ``0-3, 5``."""
     ends: list[list[int]] = []

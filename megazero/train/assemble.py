@@ -151,7 +151,7 @@ def assemble(
     task.check(resumed, feeds)
     dtype = DTYPES[config.precision.dtype]
     rate = measure_matmul_rate(dtype, context.device)
-    monitor = build_monitors(config, context.rank == 0, state.progress, plan.end.iteration)
+    monitor = build_monitors(config, context.rank == 0, state.progress, plan.end)
     flops = TokenFlops(config, vocabulary)
     students = ((number, getattr(c, "student", c)) for number, c in engine.executor.chunks.items())
     models = {number: model for number, model in students if isinstance(model, nn.Module)}

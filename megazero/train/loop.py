@@ -13,10 +13,11 @@ from megazero.train.guards.concerns import DataUnchanged, ExitRequests, SkippedR
 from megazero.train.guards.copies import EqualCopies
 from megazero.train.guards.spike_guard import SpikeGuard
 from megazero.train.observe.evaluation import PeriodicEvaluation
-from megazero.train.observe.incidents import FailureLog, IncidentLog
+from megazero.train.observe.incidents import FailureLog, Incident, IncidentLog
 from megazero.train.observe.meters import Meters, StepFacts
 from megazero.train.observe.metrics import StepMetrics
 from megazero.train.observe.monitors.base import Monitor
+from megazero.train.observe.news.webhook import Webhook
 from megazero.train.resume.load import restore_last
 from megazero.train.resume.saving import Saving
 from megazero.train.resume.snapshot import Snapshots
@@ -63,8 +64,11 @@ class Loop:
         if snapshots is not None:
             self.saving = Saving(snapshots, config.checkpoint.save_interval, monitor, meters.timers)
             folder, restore = Path(snapshots.saver.directory), partial(restore_last, snapshots)
-        log = IncidentLog(monitor, folder if context.rank == 0 else None)
-        self.failures = FailureLog(folder)
+        url, first, self.alone = config.logging.notify, context.rank == 0, context.world.size == 1
+        self.webhook = Webhook(url if first else None, folder)
+        tell = partial(self.webhook.tell, "incident")
+        log = IncidentLog(monitor, folder if first else None, tell)
+        self.failures = FailureLog(folder, partial(Webhook(url, folder).tell, "failure"))
         if context.watch is not None:
             context.watch.listener = self.failures.note
         self.guard = SpikeGuard(guards, engine, self.feed, log, restore)
@@ -100,7 +104,8 @@ class Loop:
         """
         self._stands_at(state)
         verdict, end = CONTINUE, self.meters.plan.end.iteration
-        with self.exits.signals:
+        notices = self.webhook.over_run(lambda: self.failures.reached, alone=self.alone)
+        with self.exits.signals, notices:
             while state.iteration < end and verdict.strength < Strength.STOP:
                 verdict, state = self._judged(self._step(state))
                 if verdict.strength is Strength.GO_BACK:
@@ -112,10 +117,13 @@ class Loop:
             self.monitor.trained()
             if self.saving is not None:
                 self.saving.save_last(state)  # a second signal does not interrupt this
-        if verdict.strength is Strength.STOP:
+        early = verdict.strength is Strength.STOP
+        if early:
             self.monitor.message(f"stopping after iteration {state.iteration}: {verdict.reason}")
         else:
             self.evaluations.at_the_end(state)
+        how = f"early: {verdict.reason}" if early else "it is complete"
+        self.webhook.tell("end", Incident("training ended", state.iteration, how, "none"))
         return state
 
     def _step(self, state: TrainState) -> StepContext:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from megazero.commands.plan import main
+from megazero.config.resolve import parse_config
+from megazero.plan.device import Device
+from megazero.plan.report import report_on
+from megazero.plan.words import money
+from tests.tables import over_table
 
 GPT = (
     "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --hidden-dropout 0 "
@@ -78,3 +84,37 @@ def test_a_batch_that_grows_takes_longer_for_as_many_tokens(tmp_path):
         assert main(["--nproc", "1024", "--output", str(tmp_path), "--", *flags, *ramp]) == 0
         days.append(json.loads((tmp_path / "plan.json").read_text())["training_seconds"])
     assert days[1] > 1.02 * days[0]
+
+
+def test_a_price_makes_costs_of_the_times():
+    config = parse_config(SMALL.split(), world_size=2).config
+    free = report_on(config, 2, Device.load("a100-80g"), 8)
+    plan = replace(free, price=1800.0).document()  # with two devices, a second costs 1
+    assert plan["price_per_hour"] == 1800
+    assert plan["cost_per_step"] == pytest.approx(plan["seconds_per_step"])
+    assert plan["cost_of_training"] == pytest.approx(plan["training_seconds"])
+    assert plan["cost_per_billion_tokens"] == pytest.approx(1e9 / plan["tokens_per_second"])
+    cost = dict(replace(free, price=1800.0).facts())["cost"]
+    figures = [plan[name] for name in ("cost_of_training", "cost_per_step", "cost_per_billion_tokens")]
+    assert cost == "{}; {} a step, {} for 1B tokens".format(*map(money, figures))
+    assert "cost" not in dict(free.facts())
+    assert free.document().keys() < plan.keys()
+
+
+@pytest.mark.slow
+def test_the_flag_is_the_price(tmp_path, capsys):
+    own = ["--nproc", "2", "--device", "a100-80g", "--price-per-hour", "2.5", "--output", str(tmp_path)]
+    assert main([*own, "--", *SMALL.split()]) == 0
+    assert "for 1B tokens" in capsys.readouterr().out
+    assert json.loads((tmp_path / "plan.json").read_text())["price_per_hour"] == 2.5
+
+
+@over_table("price", ["0", "-2", "much", "inf", "nan"])
+def test_a_price_is_a_number_above_0(price, capsys):
+    with pytest.raises(SystemExit):
+        main(["--nproc", "2", "--price-per-hour", price, "--", *SMALL.split()])
+    assert f"must be a number above 0, but is {price}" in capsys.readouterr().err
+
+
+def test_amounts_have_the_digits_that_matter():
+    assert [money(x) for x in (1234567.891, 1.0, 0.5, 0.00312)] == ["1,234,567.89", "1.00", "0.5", "0.0031"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import types
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,9 +145,37 @@ def test_a_mode_that_is_none_is_refused():
         get_model_profile(nn.Linear(1, 1), input_shape=(1, 1), mode="backward")
 
 
-def test_comet_is_refused():
-    with pytest.raises(ConfigError, match="`comet` must not be enabled"):
-        MonitorMaster(get_monitor_config({"comet": {"enabled": True, "project": "x"}}))
+def test_comet_gets_a_value_for_so_many_samples(monkeypatch):
+    class Comet(types.ModuleType):
+        """The package, and an experiment of it."""
+
+        def start(self, **asked):
+            self.asked, self.logged = asked, []
+            return self
+
+        def set_name(self, name):
+            self.name = name
+
+        def log_metric(self, tag, value, step):
+            self.logged.append((tag, value, step))
+
+    comet = Comet("comet_ml")
+    monkeypatch.setitem(sys.modules, "comet_ml", comet)
+    section = {
+        "enabled": True,
+        "project": "x",
+        "experiment_name": "n",
+        "samples_log_interval": 8,
+    }
+    monitor = MonitorMaster(get_monitor_config({"comet": section}))
+    assert monitor.enabled
+    for samples in (4, 8, 12, 16):
+        monitor.write_events([("loss", samples / 2, samples), ("lr", 0.1, samples)])
+    assert comet.logged == [("loss", 2.0, 4), ("lr", 0.1, 4), ("loss", 6.0, 12), ("lr", 0.1, 12)]
+    assert (comet.asked["project"], comet.asked["online"], comet.name) == ("x", None, "n")
+    monkeypatch.setitem(sys.modules, "comet_ml", None)
+    with pytest.raises(ConfigError, match="`comet` must not be enabled where .*; run `pip install comet_ml`"):
+        MonitorMaster(get_monitor_config({"comet": section}))
 
 
 def test_scalars_for_tensorboard(tmp_path):

@@ -25,7 +25,7 @@ from megazero.train.observe.monitors.console import ConsoleMonitor
 from megazero.train.observe.monitors.csv_file import CsvMonitor
 from megazero.train.observe.monitors.jsonl import JsonlMonitor
 from megazero.train.observe.monitors.tensorboard import TensorBoardMonitor
-from megazero.train.observe.monitors.weights_and_biases import WandbMonitor
+from megazero.train.observe.news.services import WandbMonitor
 from megazero.train.step.losses import Losses
 from tests.train.samples import evaluation, step
 
@@ -470,7 +470,7 @@ class TestWandb:
 
 class TestBuild:
     def kinds(self, is_writer_rank=True, **logging):
-        composite = build_monitors(config(**logging), is_writer_rank, BEGINNING, 10)
+        composite = build_monitors(config(**logging), is_writer_rank, BEGINNING, Progress(10, 80, 5120))
         composite.close()
         return [type(member).__name__ for member in composite.members]
 
@@ -500,7 +500,9 @@ class TestGoingBack:
         """Steps with losses 1.0, 2.0, ..., some again as 101.0, ...; an evaluation every second."""
         logging = {"metrics_jsonl": str(folder / "m.jsonl"), "csv_dir": str(folder / "csv")}
         asked = config(tensorboard_dir=str(folder / "tb"), wandb_project="p", **logging)
-        monitors = build_monitors(asked, True, Progress(resumed, 8 * resumed, 512 * resumed))
+        monitors = build_monitors(
+            asked, True, Progress(resumed, 8 * resumed, 512 * resumed), Progress(10, 80, 5120)
+        )
         for shift, numbers in ((0, iterations), (100, again)):
             if shift and back_to is not None:
                 monitors.rewound(Progress(back_to, 8 * back_to, 512 * back_to))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megazero.plan.plan import Plan
 
 
-def build_memory_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Build a parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="megazero memory-report",
@@ -50,7 +50,7 @@ def build_memory_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run the command with its flags, and those of a training after ``--``; returns the exit status."""
     own, training = split_training_flags(argv)
-    flags = build_memory_parser().parse_args(own)
+    flags = build_parser().parse_args(own)
     return exit_status(lambda: _report(flags, training))
 
 

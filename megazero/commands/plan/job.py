@@ -6,12 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megazero.commands.outputs import output_folder
-from megazero.commands.training_words import positive, training_words
+from megazero.commands.training_words import positive, price, training_words
 from megazero.config.resolve import BrokenRules, parse_config
 from megazero.errors import ConfigError
 from megazero.pictures import new_figure
@@ -33,7 +34,7 @@ _GIB = 2**30
 _LIKE = 3
 
 
-def build_job_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Build a parser of the flags for planning a whole training."""
     parser = argparse.ArgumentParser(
         prog="megazero plan",
@@ -54,6 +55,12 @@ def build_job_parser() -> argparse.ArgumentParser:
         "--gpus-per-node", type=positive, help="ranks on each node (default: as the device's nodes have)"
     )
     parser.add_argument(
+        "--price-per-hour",
+        type=price,
+        metavar="X",
+        help="also say what the training costs at X a device-hour",
+    )
+    parser.add_argument(
         "--output",
         type=output_folder,
         help="a folder for plan.json, timeline.svg, trace.json (for chrome://tracing) and memory.svg",
@@ -63,7 +70,7 @@ def build_job_parser() -> argparse.ArgumentParser:
 
 def plan_job(own: Sequence[str], training: Sequence[str] | None) -> int:
     """Plan a training, print the report, and write files if a folder is given; returns the exit status."""
-    flags = build_job_parser().parse_args(own)
+    flags = build_parser().parse_args(own)
     words = training_words(flags.config, training)
     device = Device.load(flags.device)
     per_node = flags.gpus_per_node or device.inside_node.ranks
@@ -74,6 +81,7 @@ def plan_job(own: Sequence[str], training: Sequence[str] | None) -> int:
         raise
     _say(f"planning {flags.nproc} ranks on {flags.device}: each kind of stage is traced, which takes a while")
     report = report_on(config, flags.nproc, device, per_node, say=_say)
+    report = replace(report, price=flags.price_per_hour)
     show(report)
     if not report.fits:
         _show_like(Search(config, flags.nproc, device, per_node))

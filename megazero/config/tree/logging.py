@@ -9,9 +9,13 @@ from pydantic import NonNegativeInt, PositiveInt
 from megazero.config.condition import config, here
 from megazero.config.tree.option import Section, option
 from megazero.config.tree.roles import Role
+from megazero.config.tree.secret import SecretUrl
 
 _NO_EVENTS = here.tensorboard_dir.because("there are no TensorBoard events")
 _NO_WANDB = here.wandb_project.because("nothing goes to Weights & Biases")
+_NO_MLFLOW = here.mlflow_experiment.because("nothing goes to MLflow")
+_NO_COMET = here.comet_project.because("nothing goes to Comet")
+_NO_TRACKIO = here.trackio_project.because("nothing goes to Trackio")
 
 Operation = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "barrier"
@@ -82,6 +86,33 @@ class LoggingConfig(Section):
     """Weights & Biases team"""
     wandb_group: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_WANDB)
     """Weights & Biases group of runs"""
+    mlflow_experiment: str | None = option(
+        None, roles=Role.LOCAL, package="mlflow", aliases=("--mlflow-experiment-name",)
+    )
+    """MLflow experiment; needs the mlflow package"""
+    mlflow_run_name: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_MLFLOW)
+    """MLflow run name"""
+    mlflow_tracking_uri: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_MLFLOW)
+    """MLflow server, folder or database; default: as MLFLOW_TRACKING_URI says"""
+    comet_project: str | None = option(
+        None, roles=Role.LOCAL, package="comet_ml", aliases=("--comet-project-name",)
+    )
+    """Comet project; needs the comet_ml package"""
+    comet_experiment_name: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_COMET)
+    """Comet experiment name"""
+    comet_workspace: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_COMET)
+    """Comet workspace"""
+    comet_offline_dir: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_COMET)
+    """folder for an archive that `comet upload` sends later; nothing is sent while the training runs"""
+    trackio_project: str | None = option(None, roles=Role.LOCAL, package="trackio")
+    """Trackio project; needs the trackio package"""
+    trackio_run_name: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_TRACKIO)
+    """Trackio run name"""
+    trackio_dir: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_TRACKIO)
+    """folder for Trackio's data; default: as TRACKIO_DIR says"""
+    notify: SecretUrl = option(None, roles=Role.LOCAL | Role.SECRET)
+    """URL to which incidents, a failure and the end are posted, as JSON that Slack, Discord and Mattermost
+    can show; it is printed and saved without its path"""
 
     @property
     def breakdown_level(self) -> int:

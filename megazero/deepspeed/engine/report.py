@@ -35,7 +35,7 @@ from megazero.train.observe.metrics import StepMetrics
 from megazero.train.observe.monitors.base import CompositeMonitor, Monitor
 from megazero.train.observe.monitors.csv_file import CsvMonitor
 from megazero.train.observe.monitors.tensorboard import TensorBoardMonitor
-from megazero.train.observe.monitors.weights_and_biases import WandbMonitor
+from megazero.train.observe.news.services import trackers_of
 from megazero.train.step.losses import Losses
 from megazero.train.step.timers import Timers
 
@@ -108,7 +108,7 @@ class Reporter:
         self._monitor = CompositeMonitor(_monitors(settings) if self._prints_here else ())
         self.tput_timer = ThroughputTimer(_Unwaited, settings.batch.train)
         logging = settings.logging
-        self._records = any((logging.tensorboard_dir, logging.csv_dir, logging.wandb_project))
+        self._records = any((logging.tensorboard_dir, logging.csv_dir, *trackers_of(logging)))
         self.monitor = EventMonitor(self._monitor, enabled=self._records)
         self._flops = 0
         self._profiled = False
@@ -269,9 +269,8 @@ def _monitors(settings: UserSettings) -> Iterator[Monitor]:
         yield TensorBoardMonitor(logging)
     if logging.csv_dir is not None:
         yield CsvMonitor(logging.csv_dir, with_timers=logging.wall_clock_breakdown)
-    if logging.wandb_project is not None:
-        sections = {"zero": settings.zero, "precision": settings.precision, "logging": logging}
-        yield WandbMonitor(Config.model_construct(set(sections), **sections))
+    sections = {"zero": settings.zero, "precision": settings.precision, "logging": logging}
+    yield from (kind(Config.model_construct(set(sections), **sections)) for kind in trackers_of(logging))
 
 
 def _metrics(

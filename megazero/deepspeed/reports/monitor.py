@@ -1,10 +1,11 @@
-"""`deepspeed.monitor`: a script's own values in TensorBoard, Weights & Biases and CSV files.
+"""`deepspeed.monitor`: a script's own values in TensorBoard, Comet, Weights & Biases and CSV files.
 
 Only the first rank writes. `get_monitor_config` reads the JSON's sections.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,10 +51,16 @@ class WandbConfig(MonitorSection):
 
 
 class CometConfig(MonitorSection):
-    """The section ``comet``, which must not be enabled."""
+    """The section ``comet``."""
 
-    model_config = ConfigDict(extra="allow")
     samples_log_interval: int = 100
+    project: str | None = None
+    workspace: str | None = None
+    api_key: str | None = None
+    experiment_name: str | None = None
+    experiment_key: str | None = None
+    online: bool | None = None
+    mode: str | None = None
 
 
 class DeepSpeedMonitorConfig(BaseModel):
@@ -171,19 +178,32 @@ class WandbMonitor(Monitor):
 
 
 class CometMonitor(Monitor):
-    """Refuses Comet, which is not supported.
+    """Writes to Comet what is at least `samples_log_interval` samples after a tag's last value.
+
+    Attributes:
+        experiment: Comet's experiment; None if this rank does not write.
 
     Raises:
-        ConfigError: the section is enabled.
+        ConfigError: the comet_ml package is missing.
     """
 
     def __init__(self, comet_config: CometConfig):
         super().__init__(comet_config)
-        if self.enabled:
-            raise ConfigError("`comet` must not be enabled, but is; use tensorboard, wandb or csv_monitor")
+        self.experiment: Any = None
+        self._last: dict[str, float] = {}
+        if self.writes:
+            with _package("comet", "comet_ml"):
+                import comet_ml
+            names = comet_config.model_dump(exclude={"enabled", "samples_log_interval", "experiment_name"})
+            self.experiment = comet_ml.start(**names)
+            if comet_config.experiment_name is not None:
+                self.experiment.set_name(comet_config.experiment_name)
 
     def write_events(self, event_list: Sequence[ScalarPoint]) -> None:
-        """Do nothing."""
+        for tag, value, x in event_list if self.experiment is not None else ():
+            if x - self._last.get(tag, -math.inf) >= self.samples_log_interval:
+                self._last[tag] = x
+                self.experiment.log_metric(tag, value, step=x)
 
 
 class MonitorMaster(Monitor):
@@ -193,7 +213,7 @@ class MonitorMaster(Monitor):
         monitor_config: the result of `get_monitor_config`.
 
     Raises:
-        ConfigError: Comet is enabled, or a package is missing.
+        ConfigError: a package is missing.
     """
 
     def __init__(self, monitor_config: DeepSpeedMonitorConfig):
@@ -204,17 +224,18 @@ class MonitorMaster(Monitor):
         self.csv_monitor = csvMonitor(monitor_config.csv_monitor)
 
     def write_events(self, event_list: Sequence[ScalarPoint]) -> None:
-        for monitor in (self.tb_monitor, self.wandb_monitor, self.csv_monitor):
+        for monitor in (self.tb_monitor, self.comet_monitor, self.wandb_monitor, self.csv_monitor):
             monitor.write_events(event_list)
 
 
 @contextmanager
-def _package(name: str) -> Iterator[None]:
+def _package(section: str, name: str = "") -> Iterator[None]:
     """Turn an ImportError of a monitor's package into a ConfigError."""
     try:
         yield
     except ImportError as error:
+        name = name or section
         raise ConfigError(
-            f"`{name}` must not be enabled where the {name} package is missing, but is; run `pip install "
+            f"`{section}` must not be enabled where the {name} package is missing, but is; run `pip install "
             f"{name}` or leave the section out"
         ) from error

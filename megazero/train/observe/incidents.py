@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -44,6 +44,9 @@ class Incident:
     details: Mapping[str, object] = field(default_factory=dict)
 
 
+Tell = Callable[[Incident], None]
+
+
 class IncidentLog:
     """Shows incidents, and writes them to files on one rank.
 
@@ -52,14 +55,17 @@ class IncidentLog:
     Args:
         monitor: shows a line for each incident.
         folder: the run's folder; None on ranks that write nothing.
+        tell: tells others of each incident.
     """
 
-    def __init__(self, monitor: Monitor, folder: Path | None):
+    def __init__(self, monitor: Monitor, folder: Path | None, tell: Tell = lambda incident: None):
         self.monitor = monitor
         self.folder = folder
+        self.tell = tell
 
     def add(self, incident: Incident) -> None:
         """Show and write an incident."""
+        self.tell(incident)
         where = ""
         if self.folder is not None:
             try:
@@ -77,13 +83,14 @@ class FailureLog:
 
     Args:
         folder: the run's folder; None if nothing is written.
+        tell: tells others of it.
 
     Attributes:
         reached: the latest iteration that has begun.
     """
 
-    def __init__(self, folder: Path | None):
-        self.log = IncidentLog(CompositeMonitor(), folder)
+    def __init__(self, folder: Path | None, tell: Tell = lambda incident: None):
+        self.log = IncidentLog(CompositeMonitor(), folder, tell)
         self.reached = 0
 
     def note(self, failure: JobFailure) -> None:

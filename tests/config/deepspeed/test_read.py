@@ -213,6 +213,11 @@ HONOURED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "wandb.project": ("p", {"wandb.enabled": True}, {"logging.wandb_project": "p"}),
     "wandb.group": ("g", {"wandb.enabled": True}, {"logging.wandb_group": "g"}),
     "wandb.team": ("t", {"wandb.enabled": True}, {"logging.wandb_entity": "t"}),
+    "comet.enabled": (True, {}, {"logging.comet_project": "general"}),
+    "comet.project": ("p", {"comet.enabled": True}, {"logging.comet_project": "p"}),
+    "comet.workspace": ("w", {"comet.enabled": True}, {"logging.comet_workspace": "w"}),
+    "comet.experiment_name": ("n", {"comet.enabled": True}, {"logging.comet_experiment_name": "n"}),
+    "comet.online": (False, {"comet.enabled": True}, {"logging.comet_offline_dir": "."}),
     "comms_logger.enabled": (True, {}, {"logging.comms_logger": True}),
     "comms_logger.verbose": (
         True,

@@ -104,6 +104,26 @@ class Wandb(JsonSection):
     team: Text = sets("logging.wandb_entity")
 
 
+def _place(online: bool, values: Values) -> object:
+    return NOTHING if online else "."
+
+
+class Comet(JsonSection):
+    """`comet`."""
+
+    at, heading, when = "comet", "Logging", "comet.enabled"
+
+    enabled: Bool = does(fields=("logging.comet_project",))
+    project: Text = sets("logging.comet_project", absent="general")
+    workspace: Text = sets("logging.comet_workspace")
+    experiment_name: Text = sets("logging.comet_experiment_name")
+    online: Bool = sets("logging.comet_offline_dir", convert=_place)
+    samples_log_interval: Integer = ignored("each step is logged", 100, when="")
+    mode: Text = ignored("the environment's COMET_START_MODE says it", when="")
+    experiment_key: Text = ignored("the environment's COMET_EXPERIMENT_KEY says it", when="")
+    api_key: Text = ignored("the environment's COMET_API_KEY says it", when="")
+
+
 def _operations(names: tuple[str, ...], values: Values) -> object:
     """Map torch's names to operations here: ``all_gather_into_tensor`` is an all_gather."""
     if values.get("comms_logger.prof_all", True):
@@ -177,7 +197,6 @@ class Features(JsonSection):
 
     heading = "Other features"
 
-    comet: Object = refused("use `tensorboard`, `wandb` or `csv_monitor`", DISABLED)
     compression_training: Object = does(
         convert=if_enabled,
         accepted="`init_compression` reads it",

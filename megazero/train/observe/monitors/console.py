@@ -11,18 +11,21 @@ from rich.progress import Progress as ProgressBar
 from megazero.config.steps import Progress
 from megazero.train.observe.metrics import EvalMetrics, StepMetrics, line_of
 from megazero.train.observe.monitors.base import Monitor
+from megazero.train.observe.news.forecast import Forecast
 
 
 class ConsoleMonitor(Monitor):
     """Prints a line every `log_interval` iterations and after the last one, in Megatron-LM's format.
 
     Losses are means over the updates of the interval, times and rates are over all its iterations, and other
-    values are those of the latest iteration. On a terminal, a progress bar follows every iteration.
+    values are those of the latest iteration. The forecast of the end comes last. On a terminal, a progress
+    bar follows every iteration.
 
     Args:
         log_interval: iterations per line.
         total_iterations: length of the training, for the bar; None if unknown.
         resume_iteration: number of iterations before this process.
+        forecast: forecasts the end of the training; None if that is unknown.
         console: where to print; standard output by default.
     """
 
@@ -32,6 +35,7 @@ class ConsoleMonitor(Monitor):
         total_iterations: int | None = None,
         resume_iteration: int = 0,
         *,
+        forecast: Forecast | None = None,
         console: Console | None = None,
     ) -> None:
         self._console = console or Console()
@@ -40,9 +44,12 @@ class ConsoleMonitor(Monitor):
         self._interval: list[StepMetrics] = []
         self._bar: ProgressBar | None = None
         self._resumed_at = resume_iteration
+        self._forecast = forecast
 
     def step(self, metrics: StepMetrics) -> None:
         self._interval.append(metrics)
+        if self._forecast is not None:
+            self._forecast.step(metrics)
         if metrics["skipped"]:
             self._print(_skipped_line(metrics))
         if metrics["iteration"] % self._log_interval == 0 or metrics["iteration"] == self._total:
@@ -75,7 +82,10 @@ class ConsoleMonitor(Monitor):
             self._bar.stop()
 
     def _print_interval(self) -> None:
-        self._print(f" [{datetime.now():%Y-%m-%d %H:%M:%S}] {interval_line(self._interval, self._total)}")
+        line = interval_line(self._interval, self._total)
+        if self._forecast is not None and (forecast := self._forecast.text()) is not None:
+            line += f" {forecast} |"
+        self._print(f" [{datetime.now():%Y-%m-%d %H:%M:%S}] {line}")
         self._interval = []
 
     def _print(self, text: str) -> None:
