@@ -1,4 +1,4 @@
-"""argparse types of output paths: paths that cannot be written are refused before any work is done."""
+"""Flags and argparse types of what commands write: a path that cannot be written is refused at the start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,33 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from megazero.pictures import SUFFIXES
+from megazero.pictures.style import LIGHT, SUFFIXES, THEMES, Theme
+
+
+def add_picture_flags(parser: argparse.ArgumentParser, purpose: str = "also draw it") -> None:
+    """Add `--output FILE`, a picture, and `--theme` to a command's flags.
+
+    Args:
+        purpose: what the picture is for, as the beginning of the flag's help.
+    """
+    parser.add_argument(
+        "--output",
+        type=output_picture,
+        metavar="FILE",
+        help=f"{purpose} into this file (.png, .svg or .pdf); needs matplotlib",
+    )
+    add_theme(parser)
+
+
+def add_theme(parser: argparse.ArgumentParser) -> None:
+    """Add `--theme`, the paper of a command's pictures, whose value is a `Theme`."""
+    parser.add_argument(
+        "--theme",
+        type=_theme,
+        default=LIGHT,
+        metavar="|".join(THEMES),
+        help="paper of pictures (default: light)",
+    )
 
 
 def output_file(text: str) -> Path:
@@ -44,3 +70,9 @@ def output_folder(text: str) -> Path:
 def _check_writable(path: Path) -> None:
     if not os.access(path, os.W_OK):
         raise argparse.ArgumentTypeError(f"must be writable, but {path} may not be written; name another")
+
+
+def _theme(text: str) -> Theme:
+    if text not in THEMES:
+        raise argparse.ArgumentTypeError(f"must be {' or '.join(THEMES)}, but is {text}")
+    return THEMES[text]

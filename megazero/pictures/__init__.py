@@ -1,1 +1,1 @@
-"""pictures: the one style of all pictures, light and dark, and their files. matplotlib draws; it is optional."""
+"""pictures: the one style of all pictures, light and dark, and their files. matplotlib, optional, draws."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from megazero.errors import ConfigError
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 SUFFIXES = (".png", ".svg", ".pdf")
 WIDTH = 9.0
 """The width of a picture in inches: that of a page, at 100 dots per inch."""
+_TITLE, _SMALL = 11, 8.5  # sizes of letters in points
+_LINE = 1.35 / 72  # inches of a line for each point of its letters
+_LETTER = 0.56 / 72  # inches of a letter, on average, for each point of its size; bold ones are wider
+_EDGE = 0.1  # inches between the title and the edge of the paper
 
 
 @dataclass(frozen=True)
@@ -27,15 +32,17 @@ class Theme:
         paper: the background.
         ink: text and axes.
         muted: text and lines that matter less.
+        faint: lines that are there for comparison alone.
         grid: lines of the grid, and empty areas.
-        series: the colors of series, in order; people with any color vision can tell them apart
-            (after Okabe and Ito, "Color Universal Design", 2008).
+        series: the colors of series, in order, for lines, dots and areas. They stand out from the paper, and
+            people who see no red or no green tell them apart by their lightness.
     """
 
     name: str
     paper: str
     ink: str
     muted: str
+    faint: str
     grid: str
     series: tuple[str, ...]
 
@@ -45,16 +52,18 @@ LIGHT = Theme(
     paper="#ffffff",
     ink="#1c2026",
     muted="#646c76",
+    faint="#b4bac2",
     grid="#e3e6ea",
-    series=("#0072b2", "#e08e00", "#009e73", "#cc4c00", "#b65c93", "#4ba3d9", "#7a7f87"),
+    series=("#0060b0", "#d67f00", "#007d5e", "#a93200", "#d066a8", "#2b96d4", "#3d2a66"),
 )
 DARK = Theme(
     "dark",
     paper="#16191f",
     ink="#e8eaed",
     muted="#9aa2ad",
+    faint="#565e69",
     grid="#2d323a",
-    series=("#4ba3d9", "#f0a830", "#2cc497", "#f2804a", "#dc94bd", "#8cc8f0", "#a7adb6"),
+    series=("#4f9fee", "#f2b53c", "#19a37a", "#e0582e", "#f0a8d2", "#b9e6fb", "#8560a0"),
 )
 THEMES = {theme.name: theme for theme in (LIGHT, DARK)}
 
@@ -75,12 +84,13 @@ def styled(theme: Theme = LIGHT) -> Iterator[None]:
         ) from error
     colors = {
         **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), theme.paper),
-        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor"), theme.ink),
+        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "hatch.color"), theme.ink),
         **dict.fromkeys(("xtick.color", "ytick.color", "axes.edgecolor"), theme.muted),
         "grid.color": theme.grid,
         "axes.prop_cycle": cycler(color=theme.series),
     }
     shapes = {
+        "font.family": ["DejaVu Sans", "sans-serif"],
         "font.size": 9,
         "axes.titlesize": 9.5,
         "axes.titlelocation": "left",
@@ -91,9 +101,11 @@ def styled(theme: Theme = LIGHT) -> Iterator[None]:
         "axes.spines.right": False,
         "axes.formatter.useoffset": False,
         "axes.formatter.limits": (-4, 5),
+        "grid.linewidth": 0.7,
+        "image.cmap": "cividis",
         "lines.linewidth": 1.4,
         "legend.frameon": False,
-        "legend.fontsize": 8.5,
+        "legend.fontsize": _SMALL,
         "svg.fonttype": "none",  # text stays text
         "svg.hashsalt": "megazero",  # the same picture gives the same bytes
         "savefig.dpi": 150,
@@ -105,26 +117,109 @@ def styled(theme: Theme = LIGHT) -> Iterator[None]:
 def new_figure(title: str, subtitle: str = "", *, height: float = 5.0, width: float = WIDTH) -> Figure:
     """Make an empty figure with a title on the left, and what it is of (run, layout, device) below it.
 
-    It is called within `styled`.
+    It is called within `styled`. Lines that are longer than the figure is wide are folded.
 
     Args:
         height: in inches, as is `width`.
     """
+    from matplotlib import rcParams
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    lines = f"{title}\n{subtitle}" if subtitle else title
-    figure.suptitle(lines, x=0.01, ha="left", fontsize=11)
+    x, top = _EDGE / width, 1 - 0.8 * _EDGE / height
+    heading = _folded(title, width, _TITLE * 1.1)
+    figure.suptitle(heading, x=x, y=top, ha="left", va="top", fontsize=_TITLE, fontweight="bold")
+    top -= (heading.count("\n") + 1) * _TITLE * _LINE / height
+    if subtitle:
+        below = _folded(subtitle, width, _SMALL)
+        muted = rcParams["xtick.color"]
+        figure.text(x, top, below, ha="left", va="top", fontsize=_SMALL, color=muted, gid="subtitle")
+        top -= (below.count("\n") + 1) * _SMALL * _LINE / height
+    for text in (figure._suptitle, *figure.texts):
+        text.set_in_layout(False)
+    figure.get_layout_engine().set(rect=(0, 0, 1, top - 0.5 * _EDGE / height))
     return figure
 
 
-def count_axis(axes: Axes, which: str = "x") -> None:
-    """Label an axis of counts (steps, tokens, FLOPs) as 250k, 1.5M or 3G, whole numbers where they are small."""
-    from matplotlib.ticker import EngFormatter, MaxNLocator
+def _folded(text: str, width: float, points: float) -> str:
+    letters = max(1, int((width - 2 * _EDGE) / (points * _LETTER)))
+    return "\n".join(line for part in text.splitlines() for line in wrap(part, letters))
+
+
+def count_axis(axes: Axes, which: str = "x", unit: str = "") -> None:
+    """Label an axis of counts (steps, tokens, FLOPs, bytes) as 250k, 1.5M or 3G.
+
+    Ticks are at whole numbers, or at powers of ten where the axis is logarithmic.
+
+    Args:
+        unit: what is counted, if the ticks shall say it: 1.5 MB for ``B``.
+    """
+    from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
     axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    axis.set_major_formatter(EngFormatter(sep=""))
+    if axis.get_scale() == "linear":
+        axis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_formatter(EngFormatter(unit, sep=" " if unit else ""))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def name_level(axes: Axes, height: float, name: str) -> None:
+    """Draw a dashed line across the axes at a height (a limit, a goal), and its name at its right end."""
+    from matplotlib import rcParams
+    from matplotlib.patheffects import withStroke
+
+    muted = rcParams["xtick.color"]
+    axes.axhline(height, color=muted, linestyle=(0, (5, 3)), linewidth=1, label=f"_{name}")
+    axes.annotate(
+        name,
+        (1, height),
+        (-2, 3),
+        xycoords=axes.get_yaxis_transform(),
+        textcoords="offset points",
+        ha="right",
+        fontsize=_SMALL,
+        color=muted,
+        path_effects=[withStroke(linewidth=3, foreground=rcParams["axes.facecolor"])],
+    )
+
+
+def name_ends(axes: Axes, names: Sequence[tuple[float, str, str]]) -> None:
+    """Write names beside the right edge of the axes, where their lines end but never over each other.
+
+    It is called when the limits of the axes and the figure's size are what they will be.
+
+    Args:
+        names: (height where the line ends, name, color) of each line.
+    """
+    figure = axes.figure
+    size = figure.get_size_inches()[1] * axes.get_subplotspec().get_position(figure).height * 0.8
+    step = _SMALL * _LINE / size
+    to_share = axes.transData + axes.transAxes.inverted()
+    wanted = sorted((float(to_share.transform((1, height))[1]), name, color) for height, name, color in names)
+    for place, (_, name, color) in zip(spread([y for y, *_ in wanted], step), wanted, strict=True):
+        axes.annotate(
+            name,
+            (1, place),
+            (4, 0),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            va="center",
+            fontsize=_SMALL,
+            color=color,
+            annotation_clip=False,
+        )
+
+
+def spread(places: Sequence[float], step: float) -> list[float]:
+    """Move ascending places as little as need be until neighbors are at least `step` apart."""
+    groups: list[tuple[float, int]] = []  # middle and members of places that touch
+    for place in places:
+        middle, members = place, 1
+        while groups and middle - groups[-1][0] < step * (members + groups[-1][1]) / 2:
+            before, more = groups.pop()
+            middle, members = (middle * members + before * more) / (members + more), members + more
+        groups.append((middle, members))
+    return [mid + step * (i - (number - 1) / 2) for mid, number in groups for i in range(number)]
 
 
 def save(figure: Figure, path: str | Path) -> None:
