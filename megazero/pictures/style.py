@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,45 +181,6 @@ def name_level(axes: Axes, height: float, name: str) -> None:
         color=muted,
         path_effects=[withStroke(linewidth=3, foreground=rcParams["axes.facecolor"])],
     )
-
-
-def name_ends(axes: Axes, names: Sequence[tuple[float, str, str]]) -> None:
-    """Write names beside the right edge of the axes, where their lines end but never over each other.
-
-    It is called when the limits of the axes and the figure's size are what they will be.
-
-    Args:
-        names: (height where the line ends, name, color) of each line.
-    """
-    figure = axes.figure
-    size = figure.get_size_inches()[1] * axes.get_subplotspec().get_position(figure).height * 0.8
-    step = _SMALL * _LINE / size
-    to_share = axes.transData + axes.transAxes.inverted()
-    wanted = sorted((float(to_share.transform((1, height))[1]), name, color) for height, name, color in names)
-    for place, (_, name, color) in zip(spread([y for y, *_ in wanted], step), wanted, strict=True):
-        axes.annotate(
-            name,
-            (1, place),
-            (4, 0),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            va="center",
-            fontsize=_SMALL,
-            color=color,
-            annotation_clip=False,
-        )
-
-
-def spread(places: Sequence[float], step: float) -> list[float]:
-    """Move ascending places as little as need be until neighbors are at least `step` apart."""
-    groups: list[tuple[float, int]] = []  # middle and members of places that touch
-    for place in places:
-        middle, members = place, 1
-        while groups and middle - groups[-1][0] < step * (members + groups[-1][1]) / 2:
-            before, more = groups.pop()
-            middle, members = (middle * members + before * more) / (members + more), members + more
-        groups.append((middle, members))
-    return [mid + step * (i - (number - 1) / 2) for mid, number in groups for i in range(number)]
 
 
 def save(figure: Figure, path: str | Path) -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib")
 
 from megazero.errors import ConfigError
 from megazero.pictures import style
-from megazero.pictures.style import DARK, LIGHT, Theme, count_axis, new_figure, spread, styled
+from megazero.pictures.style import DARK, LIGHT, Theme, count_axis, new_figure, styled
 from tests.pictures.checks import EYES, complaints, contrast, distance, ink
 
 THEMES = pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
@@ -36,9 +36,8 @@ def test_contrast_and_distance_have_their_known_values() -> None:
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
     assert distance("#000000", "#ffffff", "all colors") == pytest.approx(100, abs=0.1)
-    assert (
-        distance("#bb0000", "#566400", "deuteranopia") < 6 < 20 < distance("#bb0000", "#566400", "all colors")
-    )
+    red, olive = "#bb0000", "#566400"
+    assert distance(red, olive, "deuteranopia") < 6 < 20 < distance(red, olive, "all colors")
 
 
 def plot(theme: Theme, title: str = "A run") -> style.Figure:
@@ -48,7 +47,7 @@ def plot(theme: Theme, title: str = "A run") -> style.Figure:
     axes.set(xlabel="tokens", ylabel="loss (nats per token)")
     count_axis(axes)
     style.name_level(axes, 2.5, "goal")
-    style.name_ends(axes, [(1.0, "loss", theme.series[0]), (1.02, "others", theme.muted)])
+    axes.legend()
     return figure
 
 
@@ -99,12 +98,6 @@ def test_counts_are_whole_and_short(scale: str, high: float, shown: list[str]) -
         count_axis(axes)
         ticks = [place for place in axes.get_xticks() if axes.get_xlim()[0] <= place <= high]
         assert axes.xaxis.get_major_formatter().format_ticks(ticks) == shown
-
-
-def test_places_that_touch_are_spread() -> None:
-    assert spread([0.0, 5.0], 1.0) == [0.0, 5.0]
-    assert spread([2.0, 2.0, 2.0], 1.0) == [1.0, 2.0, 3.0]
-    assert spread([0.0, 0.2, 1.0], 1.0) == pytest.approx([-0.6, 0.4, 1.4])
 
 
 def test_the_same_picture_gives_the_same_bytes(tmp_path: Path) -> None:
