@@ -10,7 +10,9 @@ from pathlib import Path
 from megazero.pictures.style import LIGHT, SUFFIXES, THEMES, Theme
 
 
-def add_picture_flags(parser: argparse.ArgumentParser, purpose: str = "also draw it") -> None:
+def add_picture_flags(
+    parser: argparse.ArgumentParser, purpose: str = "also draw it", *, required: bool = False
+) -> None:
     """Add `--output FILE`, a picture, and `--theme` to a command's flags.
 
     Args:
@@ -19,6 +21,7 @@ def add_picture_flags(parser: argparse.ArgumentParser, purpose: str = "also draw
     parser.add_argument(
         "--output",
         type=output_picture,
+        required=required,
         metavar="FILE",
         help=f"{purpose} into this file (.png, .svg or .pdf); needs matplotlib",
     )

@@ -124,20 +124,18 @@ def new_figure(title: str, subtitle: str = "", *, height: float = 5.0, width: fl
     """
     from matplotlib import rcParams
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    heading, below = _folded(title, width, _TITLE * 1.1), _folded(subtitle, width, _SMALL)
     x, top = _EDGE / width, 1 - 0.8 * _EDGE / height
-    heading = _folded(title, width, _TITLE * 1.1)
-    figure.suptitle(heading, x=x, y=top, ha="left", va="top", fontsize=_TITLE, fontweight="bold")
-    top -= (heading.count("\n") + 1) * _TITLE * _LINE / height
-    if subtitle:
-        below = _folded(subtitle, width, _SMALL)
-        muted = rcParams["xtick.color"]
-        figure.text(x, top, below, ha="left", va="top", fontsize=_SMALL, color=muted, gid="subtitle")
-        top -= (below.count("\n") + 1) * _SMALL * _LINE / height
-    for text in (figure._suptitle, *figure.texts):
+    middle = top - len(heading.splitlines()) * _TITLE * _LINE / height
+    bottom = middle - len(below.splitlines()) * _SMALL * _LINE / height - 0.5 * _EDGE / height
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(rect=(0, 0, 1, bottom)))
+    texts = [figure.suptitle(heading, x=x, y=top, ha="left", va="top", fontsize=_TITLE, fontweight="bold")]
+    muted = rcParams["xtick.color"]
+    texts += [figure.text(x, middle, below, va="top", fontsize=_SMALL, color=muted, gid="subtitle")]
+    for text in texts:
         text.set_in_layout(False)
-    figure.get_layout_engine().set(rect=(0, 0, 1, top - 0.5 * _EDGE / height))
     return figure
 
 
@@ -158,7 +156,7 @@ def count_axis(axes: Axes, which: str = "x", unit: str = "") -> None:
 
     axis = axes.xaxis if which == "x" else axes.yaxis
     if axis.get_scale() == "linear":
-        axis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 2.5, 5, 10]))
+        axis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(EngFormatter(unit, sep=" " if unit else ""))
     axis.set_minor_formatter(NullFormatter())
 
