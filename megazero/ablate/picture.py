@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _COSTS = (("tokens", "tokens"), ("flops", "training FLOPs"), ("seconds", "time of training steps (s)"))
 _START = 0.1  # share of the training whose losses would flatten all others
-_CURVES, _ROW, _HEAD = 2.9, 0.21, 1.1  # inches: of the curves, of a member's row, and around the rows
+_CURVES, _ROW, _AROUND = 2.9, 0.21, 0.8  # inches: of the curves, of a file's row, and around the rows
 _OTHERS = "others"
 
 
@@ -44,8 +44,8 @@ def figure_of(findings: Sequence[Findings], baseline: str, study: str, theme: Th
     ranked = sorted(findings, key=lambda f: (lengths.index(f.length), isnan(f.end.loss), f.end.loss))
     files = list({finding.file: None for finding in ranked})
     roles = _roles(files, baseline.partition("@")[0], theme)
-    title, rows = f"{study}: final loss of {len(files)} configurations", _HEAD / 2 + _ROW * len(files)
-    figure = new_figure(title, _about(findings), height=rows + _CURVES + _HEAD / 2)
+    title, rows = f"{study}: final loss of {len(files)} configurations", _AROUND + _ROW * len(files)
+    figure = new_figure(title, _about(findings), height=rows + _CURVES + _AROUND / 2)
     grid = figure.add_gridspec(2, 1, height_ratios=(rows, _CURVES))
     panels = grid[0].subgridspec(1, len(lengths)).subplots(sharex=True, sharey=True, squeeze=False)[0]
     curves = grid[1].subgridspec(1, len(_COSTS)).subplots(sharey=True)

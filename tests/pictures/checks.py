@@ -126,10 +126,8 @@ def _label_of_all(axis: Axis) -> str:
     across = axis.axis_name == "x"
     shared = axis.axes.get_shared_x_axes() if across else axis.axes.get_shared_y_axes()
     beside = (axes.get_xlabel() if across else axes.get_ylabel() for axes in shared.get_siblings(axis.axes))
-    figure = axis.figure
-    return str(
-        (figure.get_supxlabel() if across else figure.get_supylabel()) or next(filter(None, beside), "")
-    )
+    whole = axis.figure.get_supxlabel() if across else axis.figure.get_supylabel()
+    return whole or next(filter(None, beside), "")
 
 
 def _tick_labels(axis: Axis) -> list[Text]:
