@@ -41,14 +41,15 @@ def figure_of(findings: Sequence[Findings], baseline: str, study: str, theme: Th
     lengths = list({finding.length: None for finding in findings})
     goal = next((finding for finding in findings if finding.name == baseline), None)
     lengths.sort(key=lambda length: length != (goal or findings[0]).length)
-    ranked = sorted(findings, key=lambda f: (lengths.index(f.length), isnan(f.end.loss), f.end.loss))
+    ends = {finding.name: finding.curve[-1].loss for finding in findings}
+    ranked = sorted(findings, key=lambda f: (lengths.index(f.length), isnan(ends[f.name]), ends[f.name]))
     files = list({finding.file: None for finding in ranked})
     roles = _roles(files, baseline.partition("@")[0], theme)
     title, rows = f"{study}: final loss of {len(files)} configurations", _AROUND + _ROW * len(files)
     figure = new_figure(title, _about(findings), height=rows + _CURVES + _AROUND / 2)
     grid = figure.add_gridspec(2, 1, height_ratios=(rows, _CURVES))
     panels = grid[0].subgridspec(1, len(lengths)).subplots(sharex=True, sharey=True, squeeze=False)[0]
-    curves = grid[1].subgridspec(1, len(_COSTS)).subplots(sharey=True)
+    curves = grid[1].subgridspec(1, len(_COSTS)).subplots(sharey=True, squeeze=False)[0]
     for axes, length in zip(panels, lengths, strict=True):
         _draw_ends(axes, [finding for finding in ranked if finding.length == length], files, roles)
         axes.set_title(f"{length} × the whole training" if length else "whole training")
@@ -62,8 +63,8 @@ def figure_of(findings: Sequence[Findings], baseline: str, study: str, theme: Th
         count_axis(axes)
     for mark in (*(axes.axvline for axes in panels), *(axes.axhline for axes in curves)):
         if goal is not None:
-            label = f"{baseline} ends at {goal.end.loss:.3f}"
-            mark(goal.end.loss, color=theme.ink, linestyle="--", linewidth=1, zorder=1.8, label=label)
+            label = f"{baseline} ends at {ends[baseline]:.3f}"
+            mark(ends[baseline], color=theme.ink, linestyle="--", linewidth=1, zorder=1.8, label=label)
     curves[0].set_ylabel("validation loss (nats per token)")
     curves[0].set_ylim(top=_highest(shown))
     handles = {label: handle for handle, label in zip(*curves[0].get_legend_handles_labels(), strict=True)}
@@ -100,7 +101,7 @@ def _draw_ends(
     for finding in findings:
         row, color = files.index(finding.file), roles[finding.file][0]
         axes.hlines(row, *finding.band()[-1], color=color, linewidth=3, alpha=0.45)
-        axes.plot(finding.end.loss, row, "o", color=color, markersize=6, label=f"_{finding.file}")
+        axes.plot(finding.curve[-1].loss, row, "o", color=color, markersize=6, label=f"_{finding.file}")
     axes.set_yticks(range(len(files)), files)
     axes.set_ylim(len(files) - 0.5, -0.5)
 
@@ -110,12 +111,13 @@ def _draw_curve(axes: Axes, finding: Findings, cost: str, color: str, name: str)
     alpha, order = (0.5, 1.9) if name == _OTHERS else (1, 2)
     axes.plot(spent, losses, "o-", color=color, markersize=2.5, label=name, alpha=alpha, zorder=order)
     if len(finding.runs) > 1 and name != _OTHERS:
-        axes.fill_between(spent, *zip(*finding.band(), strict=True), color=color, alpha=0.15, linewidth=0)
+        low, high = zip(*finding.band(), strict=True)
+        axes.fill_between(spent, low, high, color=color, alpha=0.15, linewidth=0)
 
 
 def _highest(findings: Sequence[Findings]) -> float | None:
     """The top of the loss axis, which cuts off the high losses of the start; None for no limit."""
-    longest = max(finding.end.tokens for finding in findings)
+    longest = max(finding.curve[-1].tokens for finding in findings)
     later = [
         high
         for finding in findings
@@ -123,6 +125,5 @@ def _highest(findings: Sequence[Findings]) -> float | None:
         if milestone.tokens > _START * longest and high == high
     ]
     lowest = min((milestone.loss for finding in findings for milestone in finding.curve), default=0.0)
-    if not later or not max(later) > lowest:
-        return None
-    return max(later) + 0.05 * (max(later) - lowest)
+    top = max(later, default=lowest)
+    return top + 0.05 * (top - lowest) if top > lowest else None

@@ -89,11 +89,6 @@ class Findings:
         return self.name.partition("@")[2]
 
     @property
-    def end(self) -> EvaluationPoint:
-        """The mean of the evaluations at the end."""
-        return self.curve[-1]
-
-    @property
     def losses(self) -> list[float]:
         """The loss of each run at its end."""
         return [run.end.loss for run in self.runs]

@@ -17,13 +17,7 @@ if TYPE_CHECKING:
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
 _BARS = 60
 _POINTS = 2000
-_LABELS = MappingProxyType(
-    {
-        "seqlen": "length (tokens)",
-        "vocab_rarity": "rarity, summed over tokens (nats)",
-        "total_vocab_freq": "occurrences in all samples (tokens)",
-    }
-)
+_LABELS = MappingProxyType({"seqlen": "length (tokens)", "vocab_rarity": "rarity, summed over tokens (nats)"})
 
 
 def percentiles(index: MetricIndex, shares: tuple[int, ...] = PERCENTILES) -> list[int]:

@@ -32,7 +32,7 @@ class Theme:
         paper: the background.
         ink: text and axes.
         muted: text and lines that matter less.
-        faint: lines that are there for comparison alone.
+        faint: what is there for comparison alone.
         grid: lines of the grid, and empty areas.
         series: the colors of series, in order, for lines, dots and areas. They stand out from the paper, and
             people who see no red or no green tell them apart by their lightness.
@@ -77,7 +77,7 @@ def styled(theme: Theme = LIGHT) -> Iterator[None]:
     """
     try:
         from cycler import cycler
-        from matplotlib import rc_context
+        from matplotlib import RcParams, rc_context
     except ImportError as error:
         raise ConfigError(
             "matplotlib must be installed to draw a picture, but is not; run `pip install matplotlib`"
@@ -110,7 +110,7 @@ def styled(theme: Theme = LIGHT) -> Iterator[None]:
         "svg.hashsalt": "megazero",  # the same picture gives the same bytes
         "savefig.dpi": 150,
     }
-    with rc_context({**colors, **shapes}):
+    with rc_context(RcParams({**colors, **shapes})):
         yield
 
 
@@ -145,12 +145,9 @@ def _folded(text: str, width: float, points: float) -> str:
 
 
 def count_axis(axes: Axes, which: str = "x", unit: str = "") -> None:
-    """Label an axis of counts (steps, tokens, FLOPs, bytes) as 250k, 1.5M or 3G.
+    """Label an axis of counts (steps, tokens, FLOPs) as 250k, 1.5M or 3G, or 3 GB with ``B`` as the unit.
 
     Ticks are at whole numbers, or at powers of ten where the axis is logarithmic.
-
-    Args:
-        unit: what is counted, if the ticks shall say it: 1.5 MB for ``B``.
     """
     from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
@@ -166,19 +163,11 @@ def name_level(axes: Axes, height: float, name: str) -> None:
     from matplotlib import rcParams
     from matplotlib.patheffects import withStroke
 
-    muted = rcParams["xtick.color"]
+    muted, across = rcParams["xtick.color"], axes.get_yaxis_transform()
     axes.axhline(height, color=muted, linestyle=(0, (5, 3)), linewidth=1, label=f"_{name}")
-    axes.annotate(
-        name,
-        (1, height),
-        (-2, 3),
-        xycoords=axes.get_yaxis_transform(),
-        textcoords="offset points",
-        ha="right",
-        fontsize=_SMALL,
-        color=muted,
-        path_effects=[withStroke(linewidth=3, foreground=rcParams["axes.facecolor"])],
-    )
+    text = axes.annotate(name, (1, height), (-2, 3), xycoords=across, textcoords="offset points", ha="right")
+    halo = [withStroke(linewidth=3, foreground=rcParams["axes.facecolor"])]
+    text.set(fontsize=_SMALL, color=muted, path_effects=halo)
 
 
 def save(figure: Figure, path: str | Path) -> None:
