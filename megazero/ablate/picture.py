@@ -83,7 +83,7 @@ def _roles(files: Sequence[str], baseline: str, theme: Theme) -> dict[str, tuple
 
 
 def _about(findings: Sequence[Findings]) -> str:
-    """What was trained, and what dots and bars are."""
+    """Say what was trained, and what dots and bars are."""
     runs = [run for finding in findings for run in finding.runs]
     sizes = sorted(run.size.parameters for run in runs)
     size = " to ".join(dict.fromkeys((si(sizes[0]), si(sizes[-1]))))
