@@ -1,8 +1,8 @@
 """Draws the loss of a training run.
 
-`python scripts/plot_loss.py METRICS.jsonl --output loss.png [--unigram-entropy X] [--theme dark]`: each step's
-loss, its mean over the steps around, the evaluations, and the loss of the best model that ignores context.
-Needs matplotlib.
+`python scripts/plot_loss.py METRICS.jsonl --output loss.png [--unigram-entropy X] [--theme dark]`: each
+step's loss, its mean over the steps around, the evaluations, and the loss of the best model that ignores
+context. Needs matplotlib.
 """
 
 from __future__ import annotations

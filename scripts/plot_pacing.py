@@ -1,7 +1,7 @@
 """Draw the schedules of docs/curriculum.md: the length of each step, and the tokens that they consume.
 
-`python scripts/plot_pacing.py --output docs/images/pacing.png [--theme dark]`. The example trains 1,000 steps of up to
-1,024 tokens. Needs matplotlib.
+`python scripts/plot_pacing.py --output docs/images/pacing.png [--theme dark]`. The example trains 1,000
+steps of up to 1,024 tokens. Needs matplotlib.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Draw a study again from the lines that `megazero ablate` left.
 
-`python scripts/plot_study.py results.jsonl --baseline dense --output results.png [--theme dark]`. Needs matplotlib.
+`python scripts/plot_study.py results.jsonl --baseline dense --output results.png [--theme dark]`. Needs
+matplotlib.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megazero.errors import ConfigError
@@ -65,7 +66,7 @@ DARK = Theme(
     grid="#2d323a",
     series=("#4f9fee", "#f2b53c", "#19a37a", "#e0582e", "#f0a8d2", "#b9e6fb", "#8560a0"),
 )
-THEMES = {theme.name: theme for theme in (LIGHT, DARK)}
+THEMES = MappingProxyType({theme.name: theme for theme in (LIGHT, DARK)})
 
 
 @contextmanager
