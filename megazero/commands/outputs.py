@@ -1,4 +1,4 @@
-"""argparse types of output paths: paths that cannot be written are refused before any work is done."""
+"""Flags and argparse types of what commands write: a path that cannot be written is refused at the start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,22 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from megazero.pictures import SUFFIXES
+from megazero.pictures.style import LIGHT, SUFFIXES, THEMES, Theme
+
+
+def add_picture_flags(
+    parser: argparse.ArgumentParser, purpose: str = "also draw it", *, required: bool = False
+) -> None:
+    """Add `--output FILE`, a picture for a purpose, and `--theme` to a command's flags."""
+    text = f"{purpose} into this file (.png, .svg or .pdf); needs matplotlib"
+    parser.add_argument("--output", type=output_picture, required=required, metavar="FILE", help=text)
+    add_theme(parser)
+
+
+def add_theme(parser: argparse.ArgumentParser) -> None:
+    """Add `--theme`, the paper of a command's pictures, whose value is a `Theme`."""
+    text = f"paper of pictures: {' or '.join(THEMES)} (default: {LIGHT.name})"
+    parser.add_argument("--theme", type=_theme, default=LIGHT, metavar="NAME", help=text)
 
 
 def output_file(text: str) -> Path:
@@ -44,3 +59,9 @@ def output_folder(text: str) -> Path:
 def _check_writable(path: Path) -> None:
     if not os.access(path, os.W_OK):
         raise argparse.ArgumentTypeError(f"must be writable, but {path} may not be written; name another")
+
+
+def _theme(text: str) -> Theme:
+    if text not in THEMES:
+        raise argparse.ArgumentTypeError(f"must be {' or '.join(THEMES)}, but is {text}")
+    return THEMES[text]

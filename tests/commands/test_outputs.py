@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from megazero.commands import outputs
-from megazero.commands.outputs import output_file, output_folder, output_picture
+from megazero.commands.outputs import add_picture_flags, output_file, output_folder, output_picture
 from megazero.commands.plan.job import plan_job
+from megazero.pictures.style import DARK, LIGHT
 
 
 def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +42,14 @@ def test_a_plan_is_not_made_for_an_output_that_cannot_be_written(
     with pytest.raises(SystemExit):
         plan_job(["--nproc", "2", "--output", str(tmp_path / "file")], ["--nonsense"])
     assert "must be a folder" in capsys.readouterr().err
+
+
+def test_a_picture_has_a_file_and_a_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_picture_flags(parser)
+    assert vars(parser.parse_args([])) == {"output": None, "theme": LIGHT}
+    flags = parser.parse_args(["--output", str(tmp_path / "a.svg"), "--theme", "dark"])
+    assert vars(flags) == {"output": tmp_path / "a.svg", "theme": DARK}
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--theme", "blue"])
+    assert "argument --theme: must be light or dark, but is blue" in capsys.readouterr().err

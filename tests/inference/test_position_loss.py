@@ -16,11 +16,13 @@ from megazero.checkpoint.reader import CheckpointReader
 from megazero.config.resolve import parse_config
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import DataError
+from megazero.inference import position_loss
 from megazero.inference.position_loss import PositionLoss, intervals, measure_position_loss, table
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.launch import Launch
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.pictures import style
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import build_vocabulary
 from megazero.train.pretraining import pretrain
@@ -128,6 +130,21 @@ def test_from_the_command_line(trained, tmp_path, capsys):
     assert first["sums"] == second["sums"]
     pytest.importorskip("matplotlib")
     assert (tmp_path / "loss_by_position.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_losses_are_drawn_so_that_they_can_be_read(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from tests.pictures.checks import complaints
+
+    def looked_at(figure, path):
+        assert complaints(figure, style.DARK) == []
+        style.save(figure, path)
+
+    monkeypatch.setattr(position_loss, "save", looked_at)
+    counted = np.full(2048, 10.0)
+    losses = [PositionLoss(name, counted * (3 + 2 / np.arange(1, 2049)), counted) for name in ("a", "b")]
+    position_loss.draw(losses, tmp_path / "a.svg", style.DARK)
+    assert (tmp_path / "a.svg").stat().st_size > 1000
 
 
 @over_table(

@@ -1,0 +1,17 @@
+"""Where a run keeps what it says of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+METRICS = "metrics.jsonl"
+"""The file of metrics in a run's folder, if `--metrics-jsonl` does not name another."""
+
+
+def find_metrics(folder: Path) -> Path | None:
+    """The file of metrics of a run: its folder's `metrics.jsonl`, or the only file of metrics in it."""
+    usual = folder / METRICS
+    if usual.is_file():
+        return usual
+    others = [path for path in folder.glob("*.jsonl") if not path.name.endswith((".eval.jsonl", ".run.jsonl"))]
+    return others[0] if len(others) == 1 else None
