@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megazero.account.memory import KINDS
+from megazero.account.profilers.comms_table import size_text
 from megazero.account.profilers.timeline import MemoryHistory
 from megazero.pictures.style import Theme, name_level, new_figure
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 _SERIES = MappingProxyType(dict(zip((*KINDS, "other"), (0, 5, 2, 1, 4, 3, 6), strict=True)))
 _SHADES = MappingProxyType({"forward": "faint", "backward": "muted", "update": "ink"})
-_POINTS = 1500  # drawn over the picture's width
+_POINTS = 800  # drawn over the picture's width
 _FARTHEST = 4  # a room that is so many times the peak is named, but not drawn to scale
 _HEADROOM = 1.25  # above the peak or the room, for a line's name
 
@@ -65,7 +66,7 @@ def name_room(panels: Sequence[Axes], most: int, room: int | None, scale: Scale)
     if room is None:
         panels[0].set_ylim(0, 1.12 * most / scale.nbytes)
         return
-    name = f"room for the allocator: {room / scale.nbytes:,.1f} {scale.size}"
+    name = f"room of the device: {size_text(room)}"
     near = room <= _FARTHEST * most
     panels[0].set_ylim(0, _HEADROOM * (max(most, room) if near else most) / scale.nbytes)
     for panel in panels:
@@ -93,13 +94,20 @@ def timeline_figure(
     figure = new_figure(title, subtitle, height=4.6)
     panel, below = figure.subplots(2, 1, sharex=True, height_ratios=(12, 1))
     most = sum(held.alive[held.peak()].values())
-    scale = Scale.of(max(held.times[-1], *(end for _, end, _ in held.actions), 0.0), most)
+    scale = Scale.of(held.ends, most)
     draw_held(panel, held, scale, theme)
     name_room([panel], most, room, scale)
     _draw_actions(below, held, scale, theme)
     below.set_xlabel(f"time since the step began ({scale.time})")
     shades = [Patch(color=getattr(theme, shade), label=word) for word, shade in _SHADES.items()]
-    figure.legend(handles=kind_patches(held.kinds, theme), loc="outside upper left", ncols=len(held.kinds))
+    panel.set_xlim(0, held.ends / scale.seconds)
+    panel.legend(
+        handles=kind_patches(held.kinds, theme),
+        loc="lower left",
+        bbox_to_anchor=(0, 1.07),
+        borderaxespad=0,
+        ncols=len(held.kinds),
+    )
     figure.legend(handles=shades, loc="outside lower center", ncols=len(shades))
     return figure
 

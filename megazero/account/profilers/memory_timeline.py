@@ -216,10 +216,10 @@ class MemoryTimeline(Profiler):
 
     def _draw(self, timeline: MemoryHistory, path: Path) -> None:
         device, room = self.context.device, None
-        where = f"rank {self.context.rank} of {self.context.grid.world_size} ({self.context.grid.words()})"
+        where = f"{self.context.grid.world_size:,} ranks: {self.context.grid.words()}; on {device.type}"
         if device.type == "cuda":
             room = torch.cuda.get_device_properties(device).total_memory
-            where += f" on {torch.cuda.get_device_name(device)}"
+            where += f", {torch.cuda.get_device_name(device)}"
         title = f"Memory of rank {self.context.rank} in iteration {self.step}"
         with styled():
             figure = timeline_figure(timeline, title, where, LIGHT, room)

@@ -33,6 +33,11 @@ class MemoryHistory:
         names = {kind for alive in self.alive for kind, size in alive.items() if size}
         return [*(kind for kind in KINDS if kind in names), *sorted(names.difference(KINDS))]
 
+    @property
+    def ends(self) -> float:
+        """The end of the last point or action, in seconds."""
+        return max(*self.times[-1:], *(end for _, end, _ in self.actions), 0.0)
+
     def peak(self) -> int:
         """The index of the point with the most bytes."""
         return max(range(len(self.alive)), key=lambda at: sum(self.alive[at].values()))

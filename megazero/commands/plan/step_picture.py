@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from megazero.commands.plan.timeline import NAMES
+from megazero.pictures.labels import write_on
 from megazero.pictures.style import LIGHT, WIDTH, Theme, new_figure, save, styled
 from megazero.pipeline.actions import Op
 from megazero.pipeline.simulate import Timeline
@@ -137,6 +138,12 @@ class DrawnStep:
                 begin = max(self.timeline.makespan, row.begin)
                 yield Box("update", 1.0, begin, row.end, stage - 0.43, stage + 0.43)
 
+    def explained(self) -> str:
+        """The subtitle, and what numbers and faint colors mean if there are any."""
+        notes = ["numbers are micro-batches"] if self.numbered else []
+        notes += ["fainter: an earlier chunk of the stage"] if self.timeline.schedule.chunks_per_stage > 1 else []
+        return "; ".join((self.subtitle, *notes))
+
     def left_out(self) -> str:
         """Say which times no row shows; empty if there are none."""
         for before, after in zip(self.windows, self.windows[1:], strict=False):
@@ -185,7 +192,7 @@ def step_figure(step: DrawnStep, theme: Theme) -> Figure:
     if note:
         heights.insert(middle, 0.2)
     height = sum(heights) + _BETWEEN * len(rows) + 1.3
-    figure = new_figure(step.title, step.subtitle, height=height)
+    figure = new_figure(step.title, step.explained(), height=height)
     panels = list(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
     if note:
         gap = panels.pop(middle)
@@ -220,18 +227,8 @@ def _draw_boxes(panel: Axes, boxes: list[Box], scale: float, theme: Theme) -> No
         begin, end = box.begin * scale, box.end * scale
         corners.append([(begin, box.top), (end, box.top), (end, box.bottom), (begin, box.bottom)])
         if box.number is not None:
-            color = colors[box.kind, box.strength]
-            dark = sum(weight * part for weight, part in zip((0.3, 0.59, 0.11), color, strict=True)) < 0.5
-            panel.text(
-                (begin + end) / 2,
-                (box.top + box.bottom) / 2,
-                str(box.number),
-                ha="center",
-                va="center_baseline",
-                fontsize=_NUMBER,
-                color="white" if dark else "black",
-                bbox={"facecolor": color, "edgecolor": "none", "pad": 0},
-            )
+            middle = ((begin + end) / 2, (box.top + box.bottom) / 2)
+            write_on(panel, middle, str(box.number), colors[box.kind, box.strength], _NUMBER)
     faces = [colors[box.kind, box.strength] for box in boxes]
     panel.add_collection(PolyCollection(corners, facecolors=faces, edgecolors=theme.paper, linewidths=0.4))
 
@@ -255,8 +252,4 @@ def _draw_legend(figure: Figure, step: DrawnStep, kinds: set[str], theme: Theme)
     names = {op.value: name for op, name in NAMES.items()} | {"update": "update"}
     handles = [Patch(color=color_of(kind, 1.0, theme), label=names[kind]) for kind in SERIES if kind in kinds]
     handles.append(Patch(color=theme.grid, label="idle"))
-    notes = ["number: micro-batch"] if step.numbered else []
-    if step.timeline.schedule.chunks_per_stage > 1:
-        notes.append("fainter: earlier chunk of the stage")
-    handles += [Patch(facecolor="none", edgecolor="none", label=note) for note in notes]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), columnspacing=1.4)
