@@ -101,9 +101,10 @@ class PlanReport:
         job = self.plan.job
         shape = PipelineShape.of(job.config)
         kind = f", {shape.kind}" if shape.stages > 1 else ""
+        layout = job.grid.words(shape.chunks_per_stage)
         return (
             f"{many(self.model.parameters)} parameters on {job.ranks:,} x {self.device.name}: "
-            f"{job.grid.words(shape.chunks_per_stage)}, ZeRO {job.config.zero.stage}{kind}; {job.micro_batches} micro-batches of "
+            f"{layout}, ZeRO {job.config.zero.stage}{kind}; {job.micro_batches} micro-batches of "
             f"{job.config.batch.micro_batch_size * job.step.rows} x {job.step.sequence_length:,} tokens"
         )
 

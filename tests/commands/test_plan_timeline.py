@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from megazero.commands.plan.timeline import COLOURS, chrome_trace, draw, figure_of, render_text
 from megazero.errors import ConfigError
 from megazero.pipeline.lower import lower
-from megazero.commands.plan.timeline import COLOURS, chrome_trace, draw, figure_of, render_text
 from megazero.pipeline.schedules import interleaved, one_f_one_b, zb_h1, zb_v
 from megazero.pipeline.simulate import Costs, simulate
 

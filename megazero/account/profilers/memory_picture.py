@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -15,13 +14,11 @@ from megazero.pictures.style import Theme, name_level, new_figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
 _SERIES = MappingProxyType(dict(zip((*KINDS, "other"), (0, 5, 2, 1, 4, 3, 6), strict=True)))
 _SHADES = MappingProxyType({"forward": "faint", "backward": "muted", "update": "ink"})
 _POINTS = 800  # drawn over the picture's width
 _FARTHEST = 4  # a room that is so many times the peak is named, but not drawn to scale
-_HEADROOM = 1.25  # above the peak or the room, for a line's name
 
 
 def kind_color(kind: str, theme: Theme) -> str:
@@ -29,96 +26,61 @@ def kind_color(kind: str, theme: Theme) -> str:
     return theme.series[_SERIES.get(kind, _SERIES["other"])]
 
 
-@dataclass(frozen=True)
-class Scale:
-    """The units of a picture's axes, and the sizes of these units in seconds and bytes."""
-
-    time: str
-    seconds: float
-    size: str
-    nbytes: int
-
-    @classmethod
-    def of(cls, seconds: float, nbytes: int) -> Scale:
-        """The scale of a picture of so many seconds and bytes."""
-        time, unit = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3)
-        return cls(time, unit, *(("GiB", 2**30) if nbytes >= 2**30 else ("MiB", 2**20)))
-
-
-def draw_held(panel: Axes, held: MemoryHistory, scale: Scale, theme: Theme, name: str = "") -> None:
-    """Draw a stacked area of the kinds over a step, and mark the peak, whose moment is in the title."""
-    at = held.envelope(_POINTS)
-    times = [held.times[i] / scale.seconds for i in at]
-    layers = [[held.alive[i].get(kind, 0) / scale.nbytes for i in at] for kind in held.kinds]
-    colors = [kind_color(kind, theme) for kind in held.kinds]
-    panel.stackplot(times, layers, labels=held.kinds, colors=colors, step="post", linewidth=0)
-    when = held.times[held.peak()]
-    most = sum(held.alive[held.peak()].values()) / scale.nbytes
-    panel.scatter([when / scale.seconds], [1.04 * most], marker="v", s=28, color=theme.ink, zorder=3)
-    panel.set_title(name)
-    moment = f"{when / scale.seconds:,.4g} {scale.time}, {held.doing(when)}"
-    panel.set_title(f"▼ {most:,.1f} {scale.size} at {moment}", loc="right", fontsize=8.5)
-    panel.set_ylabel(f"memory ({scale.size})")
-
-
-def name_room(panels: Sequence[Axes], most: int, room: int | None, scale: Scale) -> None:
-    """Scale panels of memory to the peak `most` and, if a device has `room` bytes, draw or name them."""
-    if room is None:
-        panels[0].set_ylim(0, 1.12 * most / scale.nbytes)
-        return
-    name = f"room of the device: {size_text(room)}"
-    near = room <= _FARTHEST * most
-    panels[0].set_ylim(0, _HEADROOM * (max(most, room) if near else most) / scale.nbytes)
-    for panel in panels:
-        if near:
-            name_level(panel, room / scale.nbytes, name)
-        else:
-            panel.annotate(
-                f"↑ {name}", (1, 1), (-2, -2), "axes fraction", "offset points", ha="right", va="top", fontsize=8.5
-            )
-
-
-def kind_patches(kinds: Iterable[str], theme: Theme) -> list[Patch]:
-    """The patches of a legend of kinds."""
+def kind_legend(figure: Figure, kinds: Iterable[str], theme: Theme, more: Sequence[str] = ()) -> None:
+    """Add a legend of kinds in their order, and of `more` words of the shades of actions."""
     from matplotlib.patches import Patch
 
-    return [Patch(color=kind_color(kind, theme), label=kind) for kind in kinds]
+    present = sorted(set(kinds), key=list(_SERIES).index)
+    handles = [Patch(color=kind_color(kind, theme), label=kind) for kind in present]
+    handles += [Patch(color=getattr(theme, _SHADES[word]), label=word) for word in more]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), columnspacing=1.2)
+
+
+def draw_memory(
+    panels: Sequence[Axes], histories: Sequence[MemoryHistory], room: int | None, theme: Theme
+) -> float:
+    """Draw stacked areas of kinds over a step, one history a panel, and the room of a device if it is known.
+
+    The peak has a mark, and its size and moment stand above. Returns the seconds of the axis's unit of time.
+    """
+    most = max(sum(held.alive[held.peak()].values()) for held in histories)
+    unit, scale = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
+    time, second = ("s", 1.0) if max(held.ends for held in histories) >= 1 else ("ms", 1e-3)
+    near = room is not None and room <= _FARTHEST * most
+    for panel, held in zip(panels, histories, strict=True):
+        at, when = held.envelope(_POINTS), held.times[held.peak()]
+        layers = [[held.alive[i].get(kind, 0) / scale for i in at] for kind in held.kinds]
+        colors = [kind_color(kind, theme) for kind in held.kinds]
+        times = [held.times[i] / second for i in at]
+        panel.stackplot(times, layers, labels=held.kinds, colors=colors, step="post", linewidth=0)
+        peak = sum(held.alive[held.peak()].values()) / scale
+        panel.scatter([when / second], [1.04 * peak], marker="v", s=28, color=theme.ink, zorder=3)
+        words = f"▼ {peak:,.1f} {unit} at {when / second:,.4g} {time}, {held.doing(when)}"
+        words += f"; room of the device: {size_text(room)} ↑" if room is not None and not near else ""
+        panel.set_title(words, loc="right", fontsize=8.5)
+        panel.set(xlim=(0, held.ends / second), ylim=(0, 1.12 * most / scale), ylabel=f"memory ({unit})")
+        if room is not None and near:
+            panel.set_ylim(0, 1.25 * max(most, room) / scale)
+            name_level(panel, room / scale, f"room of the device: {size_text(room)}")
+    panels[-1].set_xlabel(f"time since the step began ({time})")
+    return second
 
 
 def timeline_figure(
     held: MemoryHistory, title: str, subtitle: str, theme: Theme, room: int | None = None
 ) -> Figure:
     """Draw the memory of a step with the executor's actions below; it is called within `styled`."""
-    from matplotlib.patches import Patch
-
     figure = new_figure(title, subtitle, height=4.6)
     panel, below = figure.subplots(2, 1, sharex=True, height_ratios=(12, 1))
-    most = sum(held.alive[held.peak()].values())
-    scale = Scale.of(held.ends, most)
-    draw_held(panel, held, scale, theme)
-    name_room([panel], most, room, scale)
-    _draw_actions(below, held, scale, theme)
-    below.set_xlabel(f"time since the step began ({scale.time})")
-    shades = [Patch(color=getattr(theme, shade), label=word) for word, shade in _SHADES.items()]
-    panel.set_xlim(0, held.ends / scale.seconds)
-    panel.legend(
-        handles=kind_patches(held.kinds, theme),
-        loc="lower left",
-        bbox_to_anchor=(0, 1.07),
-        borderaxespad=0,
-        ncols=len(held.kinds),
-    )
-    figure.legend(handles=shades, loc="outside lower center", ncols=len(shades))
-    return figure
-
-
-def _draw_actions(panel: Axes, held: MemoryHistory, scale: Scale, theme: Theme) -> None:
+    second = draw_memory([panel], [held], room, theme)
+    below.set_xlabel(panel.get_xlabel())
+    panel.set_xlabel("")
     for begin, end, name in held.actions:
-        word = name.partition(" ")[0]
-        color = getattr(theme, _SHADES.get(word, "muted"))
-        box = (begin / scale.seconds, (end - begin) / scale.seconds)
-        panel.broken_barh([box], (0, 1), color=color, edgecolor=theme.paper, linewidth=0.4)
-    panel.set_ylim(0, 1)
-    panel.set_yticks([])
-    panel.grid(visible=False)
-    panel.spines[:].set_visible(False)
+        color = getattr(theme, _SHADES.get(name.partition(" ")[0], "muted"))
+        box = (begin / second, (end - begin) / second)
+        below.broken_barh([box], (0, 1), color=color, edgecolor=theme.paper, linewidth=0.4)
+    below.set_yticks([])
+    below.grid(visible=False)
+    below.spines[:].set_visible(False)
+    kind_legend(figure, held.kinds, theme, tuple(_SHADES))
+    return figure

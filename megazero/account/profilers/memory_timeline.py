@@ -213,7 +213,6 @@ class MemoryTimeline(Profiler):
             + ("" if path is None else f"; wrote {path}")
         )
 
-
     def _draw(self, timeline: MemoryHistory, path: Path) -> None:
         device, room = self.context.device, None
         where = f"{self.context.grid.world_size:,} ranks: {self.context.grid.words()}; on {device.type}"

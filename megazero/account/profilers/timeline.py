@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from megazero.account.memory import KINDS
 
+
 @dataclass
 class MemoryHistory:
     """The bytes that are alive over a step.

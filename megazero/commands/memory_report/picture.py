@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megazero.account.memory import KINDS
-from megazero.account.profilers.memory_picture import kind_color, kind_patches
+from megazero.account.profilers.memory_picture import kind_color, kind_legend
 from megazero.commands.memory_report.table import PLACES, RankMemory
 from megazero.pictures.labels import write_on
 from megazero.pictures.style import Theme, new_figure
@@ -34,33 +34,36 @@ def memory_figure(memories: Sequence[RankMemory], subtitle: str, theme: Theme) -
     longest = max(memory.total(place) for memory in memories for place in places)
     unit = shown(longest).split()[1]
     scale = 1024.0 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
+    apart = math.ceil(_READABLE / bar)
+    named = range(0, len(memories), apart)
+    names = [f"rank{'s' * (len(memories[row].ranks) > 1)} {memories[row].name}" for row in named]
     for place, panel in zip(places, panels, strict=True):
-        _draw_place(panel, memories, place, longest, theme, written=bar >= _READABLE, scale=scale)
-        apart = math.ceil(_READABLE / bar)
-        names = [f"rank{'s' * (len(memory.ranks) > 1)} {memory.name}" for memory in memories[::apart]]
-        panel.set_yticks(range(0, len(memories), apart), names, fontsize=8)
+        sizes = {kind: [memory.places.get(place, {}).get(kind, 0) for memory in memories] for kind in KINDS}
+        _draw_bars(panel, sizes, longest if apart == 1 else None, scale, theme)
+        panel.set_xlim(0, 1.13 * longest / scale)
+        panel.set_ylim(len(memories) - 0.4, -0.6)
+        panel.set_yticks(named, names, fontsize=8)
+        panel.grid(visible=False, axis="y")
         panel.set_title(_TITLES[place])
     panels[-1].set_xlabel(f"memory ({unit})")
-    present = [k for k in KINDS if any(k in kinds for memory in memories for kinds in memory.places.values())]
-    figure.legend(handles=kind_patches(present, theme), loc="outside lower center", ncols=len(present))
+    present = [kind for memory in memories for kinds in memory.places.values() for kind in kinds]
+    kind_legend(figure, present, theme)
     return figure
 
 
-def _draw_place(
-    panel: Axes, memories: Sequence[RankMemory], place: str, longest: int, theme: Theme, *, written: bool, scale: float
+def _draw_bars(
+    panel: Axes, sizes: Mapping[str, Sequence[int]], longest: int | None, scale: float, theme: Theme
 ) -> None:
-    """Draw the bars of a place; their sizes are `written` on and beside them where there is room."""
-    for row, memory in enumerate(memories):
-        left = 0
-        for kind in KINDS:
-            size, color = memory.places.get(place, {}).get(kind, 0), kind_color(kind, theme)
-            panel.barh(row, size / scale, left=left / scale, height=0.72, color=color)
-            if written and size > _LABELLED * longest:
-                middle = (left + size / 2) / scale
-                write_on(panel, (middle, row), shown(size), color, 8)
-            left += size
-        if written:
-            panel.text((left + 0.01 * longest) / scale, row, shown(left), va="center", fontsize=8)
-    panel.set_ylim(len(memories) - 0.4, -0.6)
-    panel.set_xlim(0, 1.13 * longest / scale)
-    panel.grid(visible=False, axis="y")
+    """Draw stacked bars, with sizes where there is room beside the `longest`, or nowhere if it is None."""
+    left = [0] * len(next(iter(sizes.values())))
+    for kind, parts in sizes.items():
+        color, starts = kind_color(kind, theme), [start / scale for start in left]
+        if any(parts):
+            panel.barh(range(len(parts)), [part / scale for part in parts], 0.72, starts, color=color)
+        for row, part in enumerate(parts):
+            if longest is not None and part > _LABELLED * longest:
+                write_on(panel, (left[row] + part / 2) / scale, row, shown(part), color, 8)
+            left[row] += part
+    for row, total in enumerate(left):
+        if longest is not None:
+            panel.text((total + 0.01 * longest) / scale, row, shown(total), va="center", fontsize=8)

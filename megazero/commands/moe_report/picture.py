@@ -38,6 +38,8 @@ def figure_of(
         threshold: the share below which an expert is marked as dead.
         run: the run's name.
     """
+    from matplotlib.patheffects import withStroke
+
     panels = 2 if len(records) > 1 else 1
     widest = max(len(load.tokens) for load in shown.layers)
     rows = max(len(shown.layers), widest if panels == 2 else 0)
@@ -45,17 +47,18 @@ def figure_of(
     facts = f"{len(shown.layers)} layers with {widest} experts; "
     facts += f"× gets less than {threshold:g} of an even share" if dead else "no expert is dead"
     height = max(3.0, 1.7 + _ROW * min(rows, _MOST_ROWS))
-    figure = new_figure(f"Load of the experts of {run}", facts, height=height)
+    figure = new_figure(f"Load of experts in run {run}", facts, height=height)
     axes = figure.subplots(1, panels, squeeze=False)[0]
     mesh = _draw_layers(axes[0], shown, theme)
     places = {load.layer: row for row, load in enumerate(shown.layers)}
     crosses = [(expert.expert, places[expert.layer]) for expert in dead]
     if crosses:
-        axes[0].scatter(*zip(*crosses, strict=True), marker="x", color=theme.ink, s=24)
+        halo = [withStroke(linewidth=3.5, foreground=theme.paper)]
+        axes[0].scatter(*zip(*crosses, strict=True), marker="x", color=theme.ink, s=22, path_effects=halo)
     if panels == 2:
         _draw_history(axes[1], records, layer, theme)
     ticks = range(-_FURTHEST, _FURTHEST + 1)
-    bar = figure.colorbar(mesh, ax=axes[-1], ticks=list(ticks), label="tokens of an expert (even share = 1)")
+    bar = figure.colorbar(mesh, ax=axes[-1], ticks=list(ticks), label="share of tokens (even = 1)")
     bar.ax.set_yticklabels([str(2**tick) if tick >= 0 else f"1/{2**-tick}" for tick in ticks])
     return figure
 

@@ -14,6 +14,7 @@ from megazero.config.resolve import parse_config
 from megazero.config.words import split_training_flags
 from megazero.errors import ConfigError, exit_status
 from megazero.mpu.communicators import CommunicatorPlan, second_communicators
+from megazero.pictures.style import save, styled
 from megazero.pipeline.lower import add_transfers
 from megazero.pipeline.schedules import KINDS, build_schedule
 from megazero.pipeline.simulate import Costs, Timeline, simulate
@@ -110,10 +111,12 @@ def _plan_schedule(flags: argparse.Namespace, training: Sequence[str] | None) ->
     timeline = simulate(add_transfers(schedule), costs)
     print(report(timeline))
     if flags.output is not None:
-        from megazero.commands.plan.step_picture import draw_step, drawn_schedule
+        from megazero.commands.plan.pictures import drawn_schedule, step_figure
 
-        whose = f"a training on {flags.nproc} ranks" if training is not None else ""
-        draw_step(drawn_schedule(timeline, flags.forward, whose), flags.output, flags.theme)
+        whose = [] if training is None else [f"of a training on {flags.nproc:,} ranks"]
+        with styled(flags.theme):
+            step = drawn_schedule(timeline, flags.forward, *whose)
+            save(step_figure(step, flags.theme), flags.output)
     try:
         if flags.trace is not None:
             flags.trace.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")

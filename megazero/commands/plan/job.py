@@ -32,7 +32,8 @@ def build_job_parser() -> argparse.ArgumentParser:
         prog="megazero plan",
         description="Plan a training on paper: whether it fits, what moves, how long a step takes. Nothing "
         "is launched: a rank of each kind of pipeline stage runs on tensors without content.",
-        usage="megazero plan [CONFIG] --nproc N [--device D] [--gpus-per-node G] [--output DIR] [--theme light|dark] [-- FLAGS]",
+        usage="megazero plan [CONFIG] --nproc N [--device D] [--gpus-per-node G] [--output DIR "
+        "[--theme light|dark]] [-- FLAGS]",
         epilog=f"The exit status is 0 if it fits, and {DOES_NOT_FIT} if it does not. `megazero plan schedule "
         "--help` and `megazero plan communicators --help` say more of these parts of a plan.",
     )
@@ -109,13 +110,12 @@ def show(report: PlanReport) -> None:
 
 
 def write(report: PlanReport, folder: Path, theme: Theme) -> None:
-    """Write a report's files into a folder, which is made if it does not exist; pictures are on a theme's paper.
+    """Write a report's files into a folder, which is made if it does not exist; pictures have a theme.
 
     Raises:
         ConfigError: matplotlib is not installed, or a file cannot be written.
     """
-    from megazero.commands.plan.memory_picture import memory_figure
-    from megazero.commands.plan.step_picture import drawn_plan, step_figure
+    from megazero.commands.plan.pictures import drawn_plan, memory_figure, step_figure
 
     trace = json.dumps(chrome_trace(report.times.timeline))
     writers: dict[str, Callable[[Path], object]] = {
