@@ -1,16 +1,12 @@
-"""Timelines as text, trace and picture."""
+"""Timelines as text and trace."""
 
 from __future__ import annotations
 
 import json
-import sys
 
-import pytest
-
-from megazero.commands.plan.timeline import COLOURS, chrome_trace, draw, figure_of, render_text
-from megazero.errors import ConfigError
+from megazero.commands.plan.timeline import chrome_trace, render_text
 from megazero.pipeline.lower import lower
-from megazero.pipeline.schedules import interleaved, one_f_one_b, zb_h1, zb_v
+from megazero.pipeline.schedules import one_f_one_b, zb_h1, zb_v
 from megazero.pipeline.simulate import Costs, simulate
 
 
@@ -68,49 +64,3 @@ def test_trace_of_collectives_is_a_thread_beside_the_stage():
         ("G0.0", 1, 0, 2e6),
         ("S0.0", 1, 3e6, 3e6),
     ]
-
-
-@pytest.mark.parametrize("schedule", [one_f_one_b(3, 4), interleaved(2, 4, 3), zb_h1(2, 3), zb_v(2, 3)])
-def test_picture_has_a_numbered_box_per_action(schedule):
-    pytest.importorskip("matplotlib")
-    timeline = simulate(schedule)
-    axes = figure_of(timeline).axes[0]
-    boxes = sorted((round(p.get_y() + p.get_height() / 2), p.get_x(), p.get_width()) for p in axes.patches)
-    spans = [(stage, s.start, s.end - s.start) for stage, row in enumerate(timeline.spans) for s in row]
-    assert boxes == [pytest.approx(span) for span in sorted(spans)]
-    assert axes.get_xlim() == (0.0, timeline.makespan)
-    assert axes.get_ylim() == (schedule.stages - 0.5, -0.5)  # whole rows, the first stage on top
-    numbers = [text.get_text() for text in axes.texts]
-    assert numbers == [str(s.action.microbatch) for row in timeline.spans for s in row]
-    legend = axes.figure.legends[0].get_texts()
-    ops = {s.action.op for row in timeline.spans for s in row}
-    assert len(legend) == len(ops) * schedule.chunks_per_stage
-    assert len({p.get_facecolor() for p in axes.patches}) == len(legend)
-
-
-def test_picture_of_many_actions_has_no_numbers():
-    pytest.importorskip("matplotlib")
-    assert list(figure_of(simulate(one_f_one_b(1, 300))).axes[0].texts) == []
-
-
-def test_colours_tell_operations_apart():
-    assert len(set(COLOURS.values())) == len(COLOURS)
-
-
-@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("PDF", b"%PDF")])
-def test_picture_is_written_in_the_format_of_its_suffix(tmp_path, suffix, start):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"timeline.{suffix}"
-    draw(simulate(one_f_one_b(2, 2)), path)
-    assert path.read_bytes().startswith(start)
-
-
-def test_other_suffixes_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"end in one of .png, .svg, .pdf, but is timeline.gif"):
-        draw(simulate(one_f_one_b(2, 2)), tmp_path / "timeline.gif")
-
-
-def test_a_missing_matplotlib_is_told(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match="matplotlib must be installed .*`pip install matplotlib`"):
-        draw(simulate(one_f_one_b(2, 2)), tmp_path / "timeline.png")

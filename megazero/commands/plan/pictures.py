@@ -144,7 +144,7 @@ def _draw_row(
     colors: list[ColorType] = []
 
     def draw(
-        begin: float, end: float, top: float, bottom: float, color: ColorType, number: int | None
+        begin: float, end: float, top: float, bottom: float, color: ColorType, number: int | None = None
     ) -> None:
         begin, end = max(begin, row[0]) * step.scale, min(end, row[1]) * step.scale
         corners.append([(begin, top), (end, top), (end, bottom), (begin, bottom)])
