@@ -41,6 +41,7 @@ from megazero.data_efficiency.metrics import (
 from megazero.data_efficiency.row_file import RowFile
 from megazero.data_efficiency.user_metric import UserMetric
 from megazero.errors import DataError
+from megazero.pictures.style import THEMES
 
 _EVERY = 10.0  # seconds between lines where there is no terminal
 
@@ -240,7 +241,7 @@ def metered(what: str, total: int) -> Iterator[Meter]:
             meter._bar.stop()
 
 
-def report(folder: MetricFolder, suffix: str | None) -> None:
+def report(folder: MetricFolder, suffix: str | None, theme: str) -> None:
     """Print a summary of a metric's values; with a suffix, also draw them into a file of that format."""
     prefix = folder.results / folder.name
     picture = None if suffix is None else Path(f"{prefix}_histogram.{suffix}")
@@ -248,7 +249,7 @@ def report(folder: MetricFolder, suffix: str | None) -> None:
         values = np.array(RowFile(f"{prefix}_metric_value").elements)
         print(f"{folder.name}: {values.size:,} numbers that add up to {sum(values.tolist()):,}")
         if picture is not None:
-            draw_sum(values, folder.name, picture)
+            draw_sum(values, folder.name, picture, THEMES[theme])
     else:
         index = MetricIndex.open(f"{prefix}_index_to_sample", f"{prefix}_index_to_metric")
         low, *middle, high = (f"{value:,}" for value in percentiles(index))
@@ -259,6 +260,6 @@ def report(folder: MetricFolder, suffix: str | None) -> None:
         print(f'  "index_to_sample_path": "{prefix}_index_to_sample"')
         print(f'  "index_to_metric_path": "{prefix}_index_to_metric"')
         if picture is not None:
-            draw_values(index, folder.name, picture)
+            draw_values(index, folder.name, picture, THEMES[theme])
     if picture is not None:
         print(f"  {picture}")

@@ -54,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="measure samples, or make the index files of what was measured (default: both)",
     )
     add("--histogram", nargs="?", const="png", choices=("png", "svg", "pdf"), help="draw each metric too")
+    add("--theme", choices=("light", "dark"), default="light", help="paper of the pictures (light)")
     _add_data_flags(parser)
     cli.add_tokenizer_flags(parser, required=False)
     group = parser.add_argument_group("who does what")
@@ -155,12 +156,12 @@ def _reduce(
             print(
                 f"{folder.name} was analyzed before; delete {folder.results} to do it again", file=sys.stderr
             )
-            report(folder, args.histogram)
+            report(folder, args.histogram, args.theme)
             continue
         with metered(f"reduce {folder.name}", reduce_steps(folder)) as meter:
             for done in reduce_metric(folder, facts, args.analyzing_num_threads_reduce):
                 meter.show(done)
-        report(folder, args.histogram)
+        report(folder, args.histogram, args.theme)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

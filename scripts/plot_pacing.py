@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megazero.commands.outputs import add_picture_flags
 from megazero.config.pacing import Discrete, Pacing, Root, pieces
 from megazero.config.steps import BatchRamp, SequenceLengths, Steps
-from megazero.errors import MegazeroError
-from megazero.pictures import check_suffix, new_figure
+from megazero.errors import exit_status
+from megazero.pictures.style import LIGHT, Theme, new_figure, save, styled
 
 STEPS, FIRST, LAST, RAMP = 1000, 64, 1024, 700
 
@@ -33,44 +35,42 @@ def steps_of(pacing: Pacing, reshaped: bool) -> Steps:
     return Steps(BatchRamp.constant(1), 1, lengths)
 
 
-def draw(output: Path) -> None:
+def draw(output: Path, theme: Theme = LIGHT) -> None:
     """Draw both panels into a file."""
-    figure = new_figure(10.0, 3.8)
-    left, right = figure.subplots(1, 2)
-    counts = range(1, STEPS + 1)
-    for name, pacing in SCHEDULES:
-        (line,) = left.plot(counts, [pacing.at(n) for n in counts], label=name, drawstyle="steps-post")
-        for reshaped, style in ((False, "-"), (True, ":")):
-            steps = steps_of(pacing, reshaped)
-            shares = [steps.before(n).tokens / (STEPS * LAST) for n in counts]
-            right.plot(counts, shares, style, color=line.get_color())
-    left.set_ylabel("length [tokens]")
-    left.set_title("Length of each step", fontsize=10)
-    left.legend(frameon=False, fontsize=9)
-    right.plot(counts, [n / STEPS for n in counts], color="0.7", linewidth=1)
-    right.set_ylabel("tokens consumed, as a share")
-    right.set_title("Truncated (lines) and reshaped (dots); grey: no curriculum", fontsize=10)
-    for axes in (left, right):
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(output, dpi=110)
+    with styled(theme):
+        title = f"Sequences that grow, in a training of {STEPS:,} steps of up to {LAST:,} tokens"
+        below = "A truncated sequence loses what is too long; a reshaped one becomes several short ones."
+        figure = new_figure(title, below, height=4.2)
+        lengths, shares = figure.subplots(1, 2)
+        counts = range(1, STEPS + 1)
+        for (name, pacing), color in zip(SCHEDULES, theme.series, strict=False):
+            values = [pacing.at(step) for step in counts]
+            lengths.plot(counts, values, label=name, color=color, drawstyle="steps-post")
+            for reshaped, style in ((False, "-"), (True, ":")):
+                steps = steps_of(pacing, reshaped)
+                consumed = [100 * steps.before(step).tokens / (STEPS * LAST) for step in counts]
+                shares.plot(counts, consumed, style, color=color, label=f"_{name}")
+        shares.plot(
+            counts,
+            [100 * step / STEPS for step in counts],
+            color=theme.muted,
+            linewidth=1,
+            label="no curriculum",
+        )
+        for style, word in (("-", "truncated"), (":", "reshaped")):
+            shares.plot([], [], style, color=theme.ink, label=word)
+        lengths.set(title="Length of each step", xlabel="step", ylabel="length (tokens)")
+        shares.set(title="Tokens consumed", xlabel="step", ylabel="share of all tokens (%)")
+        figure.legend(loc="outside lower center", ncols=4)
+        save(figure, output)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, required=True, help="the picture (.png, .svg or .pdf)")
-    output = parser.parse_args().output
-    try:
-        check_suffix(output)
-        draw(output)
-    except MegazeroError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    parser = argparse.ArgumentParser(prog="plot_pacing.py", description=__doc__.split("\n")[0])
+    add_picture_flags(parser, "draw it", required=True)
+    flags = parser.parse_args(argv)
+    return exit_status(lambda: draw(flags.output, flags.theme))
 
 
 if __name__ == "__main__":

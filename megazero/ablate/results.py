@@ -84,6 +84,11 @@ class Findings:
         return self.name.partition("@")[0]
 
     @property
+    def length(self) -> str:
+        """The share of the file's length that was trained; empty for all of it."""
+        return self.name.partition("@")[2]
+
+    @property
     def losses(self) -> list[float]:
         """The loss of each run at its end."""
         return [run.end.loss for run in self.runs]

@@ -13,7 +13,7 @@ from megazero.ablate.progress import ProgressTable
 from megazero.ablate.runs import Command, Failure, run_all, training_command
 from megazero.ablate.study import Member, StudyOptions, chosen, read_study, with_teachers
 from megazero.ablate.trial import Trial, trials_of
-from megazero.commands.outputs import output_folder
+from megazero.commands.outputs import add_theme, output_folder
 from megazero.config.words import split_training_flags
 from megazero.errors import ConfigError, MegazeroError, exit_status
 
@@ -65,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=output_folder,
         help="where everything is written (default: out/ablate/ and the folder's name)",
     )
+    add_theme(parser)
     return parser
 
 
@@ -110,7 +111,7 @@ def _ablate(flags: argparse.Namespace, passed: tuple[str, ...], command: Command
         with ProgressTable(chosen_trials) as board:
             return run_all(chosen_trials, board, command)
     finally:
-        _report(members, trials, baseline, out)
+        _report(members, trials, baseline, out, flags)
 
 
 def _analyze(trials: Sequence[Trial]) -> None:
@@ -139,7 +140,9 @@ def _check(flags: argparse.Namespace) -> None:
         raise ConfigError(violations)
 
 
-def _report(members: Sequence[Member], trials: Sequence[Trial], baseline: Member, out: Path) -> None:
+def _report(
+    members: Sequence[Member], trials: Sequence[Trial], baseline: Member, out: Path, flags: argparse.Namespace
+) -> None:
     """Write the results of all finished runs, and print the table."""
     from megazero.ablate.picture import draw
     from megazero.ablate.results import grouped, result_of, write_lines
@@ -160,7 +163,7 @@ def _report(members: Sequence[Member], trials: Sequence[Trial], baseline: Member
     print(f"\n{table}")
     written = ["results.jsonl", "results.md"]
     try:
-        draw(findings, baseline.name, out / "results.png")
+        draw(findings, baseline.name, out / "results.png", str(flags.folder), flags.theme)
         written.append("results.png")
     except MegazeroError as error:
         print(f"no picture: {error}", file=sys.stderr)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megazero.commands.outputs import output_folder
+from megazero.commands.outputs import add_theme, output_folder
 from megazero.config.resolve import resolve_or_exit
 from megazero.config.tree.config import Config
 from megazero.errors import ConfigError, exit_status
@@ -55,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="with --by-position: an earlier loss_by_position.json to show beside it; may be repeated",
     )
+    add_theme(parser)
     return parser
 
 
@@ -116,4 +117,4 @@ def _measure_positions(config: Config, context: ParallelContext, flags: argparse
         path.with_suffix(".txt").write_text(table(measured) + "\n", encoding="utf-8")
         print(table(measured))
         if find_spec("matplotlib") is not None:
-            draw(measured, path.with_suffix(".png"))
+            draw(measured, path.with_suffix(".png"), flags.theme)

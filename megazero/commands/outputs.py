@@ -10,30 +10,19 @@ from pathlib import Path
 from megazero.pictures.style import LIGHT, SUFFIXES, THEMES, Theme
 
 
-def add_picture_flags(parser: argparse.ArgumentParser, purpose: str = "also draw it") -> None:
-    """Add `--output FILE`, a picture, and `--theme` to a command's flags.
-
-    Args:
-        purpose: what the picture is for, as the beginning of the flag's help.
-    """
-    parser.add_argument(
-        "--output",
-        type=output_picture,
-        metavar="FILE",
-        help=f"{purpose} into this file (.png, .svg or .pdf); needs matplotlib",
-    )
+def add_picture_flags(
+    parser: argparse.ArgumentParser, purpose: str = "also draw it", *, required: bool = False
+) -> None:
+    """Add `--output FILE`, a picture for a purpose, and `--theme` to a command's flags."""
+    text = f"{purpose} into this file (.png, .svg or .pdf); needs matplotlib"
+    parser.add_argument("--output", type=output_picture, required=required, metavar="FILE", help=text)
     add_theme(parser)
 
 
 def add_theme(parser: argparse.ArgumentParser) -> None:
     """Add `--theme`, the paper of a command's pictures, whose value is a `Theme`."""
-    parser.add_argument(
-        "--theme",
-        type=_theme,
-        default=LIGHT,
-        metavar="|".join(THEMES),
-        help="paper of pictures (default: light)",
-    )
+    text = f"paper of pictures: {' or '.join(THEMES)} (default: {LIGHT.name})"
+    parser.add_argument("--theme", type=_theme, default=LIGHT, metavar="NAME", help=text)
 
 
 def output_file(text: str) -> Path:

@@ -24,7 +24,7 @@ from megazero.inference.sample_loss import LossMeter, step_shape, trained_chunks
 from megazero.models.batch import Batch, TextCollate
 from megazero.models.sample_losses import PositionLosses
 from megazero.mpu.context import ParallelContext
-from megazero.pictures import new_figure
+from megazero.pictures.style import LIGHT, Theme, new_figure, save, styled
 from megazero.pipeline.executor import Evaluator
 from megazero.train.parts.chunks import programs_of
 from megazero.train.parts.families import family_of
@@ -151,19 +151,24 @@ def intervals(length: int) -> Iterator[tuple[int, int]]:
         begin = end
 
 
-def draw(measured: Sequence[PositionLoss], path: Path) -> None:
+def draw(measured: Sequence[PositionLoss], path: Path, theme: Theme = LIGHT) -> None:
     """Draw the mean loss against the position, on a logarithmic axis, into a file.
 
-    Raises ConfigError if matplotlib is not installed.
+    Raises ConfigError if matplotlib is not installed, or the file cannot be written.
     """
-    figure = new_figure(7.0, 4.0)
-    axes = figure.subplots()
-    for loss in measured:
-        edges = np.unique(np.geomspace(1, len(loss.sums), _POINTS).astype(np.int64))
-        points = [loss.mean(begin, end) for begin, end in pairwise(edges.tolist())]
-        axes.plot(edges[:-1], points, label=loss.name)
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="position (tokens before it)", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
+    with styled(theme):
+        tokens = min(int(loss.counted.sum()) for loss in measured)
+        about = (
+            f"{', '.join(loss.name for loss in measured)}: mean over {tokens:,} tokens of the validation data"
+        )
+        figure = new_figure("Loss by position", about, height=4.0)
+        axes = figure.subplots()
+        for loss in measured:
+            edges = np.unique(np.geomspace(1, len(loss.sums), _POINTS).astype(np.int64))
+            points = [loss.mean(begin, end) for begin, end in pairwise(edges.tolist())]
+            axes.plot(edges[:-1], points, label=loss.name)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set(xlabel="position (tokens before it)", ylabel="loss (nats per token)")
+        axes.legend()
+        save(figure, path)

@@ -32,7 +32,7 @@ class Theme:
         paper: the background.
         ink: text and axes.
         muted: text and lines that matter less.
-        faint: lines that are there for comparison alone.
+        faint: what is there for comparison alone.
         grid: lines of the grid, and empty areas.
         series: the colors of series, in order, for lines, dots and areas. They stand out from the paper, and
             people who see no red or no green tell them apart by their lightness.
@@ -77,7 +77,7 @@ def styled(theme: Theme = LIGHT) -> Iterator[None]:
     """
     try:
         from cycler import cycler
-        from matplotlib import rc_context
+        from matplotlib import RcParams, rc_context
     except ImportError as error:
         raise ConfigError(
             "matplotlib must be installed to draw a picture, but is not; run `pip install matplotlib`"
@@ -110,7 +110,7 @@ def styled(theme: Theme = LIGHT) -> Iterator[None]:
         "svg.hashsalt": "megazero",  # the same picture gives the same bytes
         "savefig.dpi": 150,
     }
-    with rc_context({**colors, **shapes}):
+    with rc_context(RcParams({**colors, **shapes})):
         yield
 
 
@@ -124,20 +124,18 @@ def new_figure(title: str, subtitle: str = "", *, height: float = 5.0, width: fl
     """
     from matplotlib import rcParams
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    heading, below = _folded(title, width, _TITLE * 1.1), _folded(subtitle, width, _SMALL)
     x, top = _EDGE / width, 1 - 0.8 * _EDGE / height
-    heading = _folded(title, width, _TITLE * 1.1)
-    figure.suptitle(heading, x=x, y=top, ha="left", va="top", fontsize=_TITLE, fontweight="bold")
-    top -= (heading.count("\n") + 1) * _TITLE * _LINE / height
-    if subtitle:
-        below = _folded(subtitle, width, _SMALL)
-        muted = rcParams["xtick.color"]
-        figure.text(x, top, below, ha="left", va="top", fontsize=_SMALL, color=muted, gid="subtitle")
-        top -= (below.count("\n") + 1) * _SMALL * _LINE / height
-    for text in (figure._suptitle, *figure.texts):
+    middle = top - len(heading.splitlines()) * _TITLE * _LINE / height
+    bottom = middle - len(below.splitlines()) * _SMALL * _LINE / height - 0.5 * _EDGE / height
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(rect=(0, 0, 1, bottom)))
+    texts = [figure.suptitle(heading, x=x, y=top, ha="left", va="top", fontsize=_TITLE, fontweight="bold")]
+    muted = rcParams["xtick.color"]
+    texts += [figure.text(x, middle, below, va="top", fontsize=_SMALL, color=muted, gid="subtitle")]
+    for text in texts:
         text.set_in_layout(False)
-    figure.get_layout_engine().set(rect=(0, 0, 1, top - 0.5 * _EDGE / height))
     return figure
 
 
@@ -147,18 +145,15 @@ def _folded(text: str, width: float, points: float) -> str:
 
 
 def count_axis(axes: Axes, which: str = "x", unit: str = "") -> None:
-    """Label an axis of counts (steps, tokens, FLOPs, bytes) as 250k, 1.5M or 3G.
+    """Label an axis of counts (steps, tokens, FLOPs) as 250k, 1.5M or 3G, or 3 GB with ``B`` as the unit.
 
     Ticks are at whole numbers, or at powers of ten where the axis is logarithmic.
-
-    Args:
-        unit: what is counted, if the ticks shall say it: 1.5 MB for ``B``.
     """
     from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
     axis = axes.xaxis if which == "x" else axes.yaxis
     if axis.get_scale() == "linear":
-        axis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 2.5, 5, 10]))
+        axis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(EngFormatter(unit, sep=" " if unit else ""))
     axis.set_minor_formatter(NullFormatter())
 
@@ -168,19 +163,11 @@ def name_level(axes: Axes, height: float, name: str) -> None:
     from matplotlib import rcParams
     from matplotlib.patheffects import withStroke
 
-    muted = rcParams["xtick.color"]
+    muted, across = rcParams["xtick.color"], axes.get_yaxis_transform()
     axes.axhline(height, color=muted, linestyle=(0, (5, 3)), linewidth=1, label=f"_{name}")
-    axes.annotate(
-        name,
-        (1, height),
-        (-2, 3),
-        xycoords=axes.get_yaxis_transform(),
-        textcoords="offset points",
-        ha="right",
-        fontsize=_SMALL,
-        color=muted,
-        path_effects=[withStroke(linewidth=3, foreground=rcParams["axes.facecolor"])],
-    )
+    text = axes.annotate(name, (1, height), (-2, 3), xycoords=across, textcoords="offset points", ha="right")
+    halo = [withStroke(linewidth=3, foreground=rcParams["axes.facecolor"])]
+    text.set(fontsize=_SMALL, color=muted, path_effects=halo)
 
 
 def save(figure: Figure, path: str | Path) -> None:

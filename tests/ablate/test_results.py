@@ -24,6 +24,7 @@ from megazero.ablate.study import StudyOptions, read_study
 from megazero.ablate.table import duration, markdown, si
 from megazero.ablate.trial import trials_of
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
+from megazero.pictures import style
 from tests.ablate.samples import quick_trainer, write_study
 from tests.tables import over_table
 
@@ -193,37 +194,66 @@ def test_a_line_per_run_reads_back(tmp_path):
     assert second["curve"] == [{"iteration": 100, "tokens": 1e5, "flops": 2e11, "seconds": 10.0, "loss": 6.0}]
 
 
-def test_the_picture_has_a_line_per_member_and_a_band_per_several_seeds(tmp_path):
-    pytest.importorskip("matplotlib")
-    findings = grouped(
-        [
-            outcome("dense", [9.0, 7.0, 6.0]),
-            *(outcome("wide", [8.0, 6.5, 5.5], seed=s, cost=2) for s in (1, 2)),
-        ]
+def study(*names: str, seeds: int = 2) -> tuple[Findings, ...]:
+    """Members of which each ends with a loss that is 0.5 higher than that of the one before."""
+    return grouped(
+        outcome(name, [9.0 + n / 2, 7.0 + n / 2, 6.0 + n / 2 + seed / 10], seed=seed)
+        for n, name in enumerate(names)
+        for seed in range(seeds)
     )
-    figure = figure_of(findings, "dense")
-    _, flops, _ = figure.axes
-    assert [axes.get_xlabel() for axes in figure.axes] == ["tokens", "training FLOPs", "seconds of training"]
-    drawn = [line for line in flops.lines if line.get_label() == "wide"]
-    assert [list(line.get_xdata()) for line in drawn] == [[4e11, 8e11, 1.2e12]]
-    assert list(drawn[0].get_ydata()) == [8.0, 6.5, 5.5]
-    assert [len(axes.lines) for axes in figure.axes] == [3, 3, 3]  # two members and the baseline's end
-    assert [len(axes.collections) for axes in figure.axes] == [1, 1, 1]
-    draw(findings, "dense", tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_file_has_a_colour_and_a_length_a_style():
+@pytest.mark.parametrize(
+    ("names", "theme"),
+    [
+        (("dense", "wide", "thin", "deep"), style.LIGHT),
+        (tuple(f"{name}{at}" for at in ("", "@0.67", "@0.5") for name in ("dense", "wide")), style.DARK),
+    ],
+)
+def test_a_study_is_drawn_so_that_it_can_be_read(names, theme, tmp_path):
     pytest.importorskip("matplotlib")
-    names = ("a", "a@0.5", "b", "b@0.5")
-    figure = figure_of([Findings((outcome(name, (3.0, 2.0)),)) for name in names], "a")
-    drawn = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}
-    looks = [drawn[name] for name in names]
-    assert [style for _, style in looks] == ["-", "--", "-", "--"]
-    assert looks[0][0] == looks[1][0] != looks[2][0] == looks[3][0]
+    from tests.pictures.checks import complaints, ink
+
+    with style.styled(theme):
+        figure = figure_of(study(*names), "dense", "A study", theme)
+        assert complaints(figure, theme) == []
+    draw(study(*names), "dense", tmp_path / "a.png", "A study", theme)
+    assert 0.02 < ink(tmp_path / "a.png", theme.paper) < 0.3
+
+
+def test_a_study_has_a_dot_per_member_and_curves_of_the_few_that_matter():
+    pytest.importorskip("matplotlib")
+    with style.styled():
+        figure = figure_of(study("dense", "wide", "thin", "deep"), "wide", "A study", style.LIGHT)
+    ends, tokens, flops, _ = figure.axes
+    assert [label.get_text() for label in ends.get_yticklabels()] == ["dense", "wide", "thin", "deep"]
+    dots = {line.get_label(): list(line.get_xdata()) for line in ends.lines}
+    assert dots["_dense"] == [pytest.approx(6.05)]
+    assert dots["wide ends at 6.550"] == [pytest.approx(6.55)] * 2
+    bars = [segments.tolist() for bar in ends.collections for segments in bar.get_segments()]
+    assert bars[0] == [[6.0, 0.0], [pytest.approx(6.1), 0.0]]
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["wide (baseline)", "dense (best)", "deep (worst)", "others", "wide ends at 6.550"]
+    assert [list(line.get_xdata()) for line in flops.lines[:1]] == [[2e11, 4e11, 6e11]]
+    assert len(tokens.collections) == 3  # bands; the rest has none
+
+
+def test_a_study_of_several_lengths_has_a_panel_for_each_and_curves_of_the_whole():
+    pytest.importorskip("matplotlib")
+    with style.styled():
+        figure = figure_of(study("a@0.5", "b@0.5", "a", "b"), "a", "A study", style.LIGHT)
+    titles = ["whole training", "0.5 × the whole training"]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [*titles, "", "", ""]
+    assert [line.get_label() for line in figure.axes[2].lines] == [
+        "a (baseline, best)",
+        "b (worst)",
+        "a ends at 7.050",
+    ]
 
 
 def test_a_picture_of_one_evaluation_or_of_none_that_counted():
     pytest.importorskip("matplotlib")
-    for losses in ([5.0], [math.nan], [5.0, 5.0]):
-        assert len(figure_of((Findings((outcome("a", losses),)),), "a").axes) == 3
+    with style.styled():
+        for losses in ([5.0], [math.nan], [5.0, 5.0]):
+            figure = figure_of((Findings((outcome("a", losses),)),), "a", "A study", style.LIGHT)
+            assert len(figure.axes) == 4

@@ -23,7 +23,7 @@ def quick(monkeypatch):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Pictures take as long as the rest of a test."""
-    monkeypatch.setattr(picture, "draw", lambda findings, baseline, path: path.write_bytes(b""))
+    monkeypatch.setattr(picture, "draw", lambda findings, baseline, path, study, theme: path.write_bytes(b""))
 
 
 def test_a_study_leaves_lines_a_table_and_a_picture(tmp_path, capsys):

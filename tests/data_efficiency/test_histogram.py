@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
+from megazero.data_efficiency import histogram
 from megazero.data_efficiency.histogram import bars, check_drawing, draw_sum, draw_values, percentiles
 from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.errors import ConfigError
+from megazero.pictures import style
 from tests.tables import over_table
 
 
@@ -40,15 +44,22 @@ def test_every_sample_is_in_a_bar(high):
     assert samples[-1] >= 1
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_pictures(tmp_path, suffix):
+@pytest.mark.parametrize(("suffix", "theme"), [("png", style.LIGHT), ("svg", style.DARK)])
+def test_a_distribution_is_drawn_so_that_it_can_be_read(tmp_path, monkeypatch, suffix, theme):
     pytest.importorskip("matplotlib")
-    draw_values(index_of([3, 3, 5]), "m", tmp_path / f"a.{suffix}")
-    draw_sum(np.array([0, 5, 100]), "m", tmp_path / f"b.{suffix}")
+    from tests.pictures.checks import complaints
+
+    def looked_at(figure, path):
+        assert complaints(figure, theme) == []
+        style.save(figure, path)
+
+    monkeypatch.setattr(histogram, "save", looked_at)
+    draw_values(index_of([3, 3, 5, 2_000_000]), "seqlen", tmp_path / f"a.{suffix}", theme)
+    draw_sum(np.array([0, 5, 100]), "m", tmp_path / f"b.{suffix}", theme)
     assert all((tmp_path / f"{name}.{suffix}").stat().st_size > 1000 for name in "ab")
 
 
 def test_without_matplotlib_the_error_comes_first(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
         check_drawing()

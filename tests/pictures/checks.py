@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -12,15 +13,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.category import StrCategoryFormatter
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
-from matplotlib.ticker import FixedFormatter, NullFormatter
 
 from megazero.pictures.style import Theme
 
+_NUMBER = re.compile("[-\N{MINUS SIGN}]?[0-9]")
 LEAST_CONTRAST = 3.0
 """Contrast of a mark with its paper (WCAG 2.1, success criterion 1.4.11)."""
 COUNTED = (
@@ -113,17 +113,21 @@ def _of_axis(axis: Axis) -> Iterator[str]:
     shown = [label.get_text() for label in _tick_labels(axis)]
     if axis.get_offset_text().get_text():
         yield f"has the offset {axis.get_offset_text().get_text()}"
-    named = isinstance(axis.get_major_formatter(), FixedFormatter | StrCategoryFormatter | NullFormatter)
+    numbers = any(_NUMBER.match(label) for label in shown)
     label = axis.label.get_text() or _label_of_all(axis)
-    if shown and not named and not ("(" in label or any(word in label for word in COUNTED)):
+    if numbers and not ("(" in label or any(word in label for word in COUNTED)):
         yield f"says no unit: {label!r}"
     if len(shown) != len(set(shown)):
         yield f"has the same label twice: {shown}"
 
 
 def _label_of_all(axis: Axis) -> str:
-    figure = axis.figure
-    return str(figure.get_supxlabel() if axis.axis_name == "x" else figure.get_supylabel())
+    """The label of the figure, or of one of the axes that share this axis."""
+    across = axis.axis_name == "x"
+    shared = axis.axes.get_shared_x_axes() if across else axis.axes.get_shared_y_axes()
+    beside = (axes.get_xlabel() if across else axes.get_ylabel() for axes in shared.get_siblings(axis.axes))
+    whole = axis.figure.get_supxlabel() if across else axis.figure.get_supylabel()
+    return whole or next(filter(None, beside), "")
 
 
 def _tick_labels(axis: Axis) -> list[Text]:

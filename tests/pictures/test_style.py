@@ -51,8 +51,7 @@ def plot(theme: Theme, title: str = "A run") -> style.Figure:
     return figure
 
 
-@THEMES
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
+@pytest.mark.parametrize(("theme", "suffix"), [(LIGHT, ".png"), (DARK, ".svg")])
 def test_a_picture_has_nothing_to_complain_about(theme: Theme, suffix: str, tmp_path: Path) -> None:
     with styled(theme):
         figure = plot(theme, "What a long name this run has " * 6)
