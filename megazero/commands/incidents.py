@@ -123,14 +123,12 @@ def incidents_figure(
 ) -> Figure:
     """Draw loss, gradient norm and incidents over the iterations; it is called within `styled`.
 
-    Args:
-        incidents: the incidents that `read_incidents` read.
-        steps: (iteration, loss, gradient norm) of each step; one of the two has to have something to draw.
-        run: the run's name.
+    There are incidents as `read_incidents` reads them, or (iteration, loss, gradient norm) of steps, or both.
     """
     kinds = list(dict.fromkeys(str(facts["kind"]) for facts in incidents))
     heights = [2.0, 2.0] * bool(steps) + [0.35 + 0.3 * len(kinds)] * bool(kinds)
-    facts = f"{len(incidents)} incidents: {', '.join(kinds)}" if kinds else "no incidents"
+    several = "s" * (len(incidents) != 1)
+    facts = f"{len(incidents) or 'no'} incident{several}{': ' if kinds else ''}{', '.join(kinds)}"
     facts += "" if steps else "; no metrics of the run were at hand"
     figure = new_figure(f"Incidents of run {run}", facts, height=1.5 + sum(heights))
     panels = list(figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])

@@ -95,8 +95,8 @@ def test_the_collectives_and_the_update_are_drawn():
 
 @over_table("theme", [LIGHT, DARK])
 def test_nobody_complains(theme, tmp_path):
-    program = lower(zb_v(2, 4), gather=False, reduce_every_microbatch=True)
-    for number, timeline in enumerate((simulate(program, Costs(reduce=0.3)), simulate(gpipe(3, 12)))):
+    program = lower(zb_v(2, 3), gather=False, reduce_every_microbatch=True)
+    for number, timeline in enumerate((simulate(program, Costs(reduce=0.3)), simulate(gpipe(2, 4)))):
         figure = drawn(timeline, theme)
         with styled(theme):
             rows = len(figure.axes) - 1  # the last row names the unit of all

@@ -29,14 +29,10 @@ def idlest_layer(record: LoadRecord) -> int:
 def figure_of(
     records: Sequence[LoadRecord], shown: LoadRecord, layer: int, threshold: float, run: str, theme: Theme
 ) -> Figure:
-    """Draw loads; it is called within `styled`.
+    """Draw the loads of a run; it is called within `styled`.
 
-    Args:
-        records: all records, for the second panel, which is left out if there is only one.
-        shown: the record of the first panel.
-        layer: the layer of the second panel.
-        threshold: the share below which an expert is marked as dead.
-        run: the run's name.
+    The first panel is of the record `shown`, where experts below the threshold are marked as dead; the second
+    is of one layer in all records, if there are several.
     """
     from matplotlib.patheffects import withStroke
 

@@ -66,9 +66,9 @@ class DrawnStep:
         return _DIGIT * len(str(self.timeline.schedule.microbatches - 1)) + 3
 
     def usual(self, op: Op) -> float:
-        """The time that three of four actions of a kind take at least; 0 if there are none."""
+        """The time that three of four actions of a kind take at least, of those that take any; or 0."""
         spans = (span for spans in self.timeline.spans for span in spans if span.action.op is op)
-        times = sorted(span.end - span.start for span in spans)
+        times = sorted(span.end - span.start for span in spans if span.end > span.start)
         return times[len(times) // 4] if times else 0.0
 
     @cached_property
@@ -81,7 +81,7 @@ class DrawnStep:
             if count <= most:
                 return [(row * self.end / count, (row + 1) * self.end / count) for row in range(count)]
         length, last = self.end * points / _LEAST, most // 2
-        begins = [*(row * length for row in range(most - last))]
+        begins = [row * length for row in range(most - last)]
         begins += [self.end - row * length for row in range(last, 0, -1)]
         return [(begin, begin + length) for begin in begins]
 
