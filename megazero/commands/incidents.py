@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megazero.commands.metrics_file import read_metrics
-from megazero.commands.outputs import output_picture
+from megazero.commands.metrics_file import read_metrics, run_name
+from megazero.commands.outputs import add_picture_flags
 from megazero.errors import ConfigError, exit_status
-from megazero.pictures import check_suffix, new_figure
+from megazero.pictures.style import Theme, count_axis, new_figure, save, styled
+from megazero.report.run_folder import find_metrics
 from megazero.train.observe.incidents import page, read_incidents
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _COLUMNS = ("number", "time", "iteration", "kind", "action", "ranks", "what")
 _WIDEST = 90  # characters of a summary in the list
+_WIDE = 50  # values that lie further apart are drawn on a logarithmic axis
+_MARKS = MappingProxyType(
+    {
+        "none": ("o", 6),
+        "skipped": ("s", 1),
+        "rolled back": ("<", 4),
+        "repaired": ("P", 2),
+        "went on": ("D", 5),
+        "stopped": ("X", 3),
+    }
+)
+"""The shape of each action, and its color's place in a theme's series."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -32,11 +48,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--show", type=int, metavar="N", help="print the page of incident N")
     parser.add_argument("--json", action="store_true", help="print them as JSON, one per line")
     parser.add_argument(
-        "--metrics", type=Path, help="a file of --metrics-jsonl, whose loss and norm are drawn with them"
+        "--metrics",
+        type=Path,
+        help="a file of --metrics-jsonl, whose loss and norm are drawn with them (default: that in DIR)",
     )
-    parser.add_argument(
-        "--output", type=output_picture, help="draw them over time into this file (.png, .svg or .pdf)"
-    )
+    add_picture_flags(parser, "draw them over time, with loss and norm,")
     return parser
 
 
@@ -64,11 +80,15 @@ def _report(flags: argparse.Namespace) -> None:
     else:
         print_table(_COLUMNS, [_row(number, facts) for number, facts in enumerate(incidents)], left=7)
     if flags.output is not None:
-        steps = [] if flags.metrics is None else read_steps(flags.metrics)
-        try:
-            draw_incidents(incidents, steps, flags.output)
-        except OSError as error:
-            raise ConfigError(f"`--output` must be a file that can be written, but: {error}") from error
+        metrics = flags.metrics or find_metrics(flags.folder)
+        steps = [] if metrics is None else read_steps(metrics)
+        if not incidents and not steps:
+            raise ConfigError(
+                "`--metrics` must be a file with steps if there are no incidents to draw, but "
+                f"{flags.folder} holds none; name one"
+            )
+        with styled(flags.theme):
+            save(incidents_figure(incidents, steps, run_name(flags.folder), flags.theme), flags.output)
         print(f"drawn into {flags.output}")
 
 
@@ -98,44 +118,53 @@ def _step(record: Mapping[str, Any]) -> tuple[int, float, float] | None:
     return int(record["iteration"]), float(losses[-1]), float(record["grad_norm"])
 
 
-def draw_incidents(
-    incidents: Sequence[Mapping[str, Any]], steps: Sequence[tuple[int, float, float]], path: Path
-) -> None:
-    """Draw loss, gradient norm and incidents over the iterations. Needs matplotlib.
+def incidents_figure(
+    incidents: Sequence[Mapping[str, Any]], steps: Sequence[tuple[int, float, float]], run: str, theme: Theme
+) -> Figure:
+    """Draw loss, gradient norm and incidents over the iterations; it is called within `styled`.
 
-    Args:
-        incidents: the incidents that `read_incidents` read.
-        steps: (iteration, loss, gradient norm) of each step; empty to draw the incidents alone.
-        path: the file, in the format of its suffix.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the suffix is unknown.
+    There are incidents as `read_incidents` reads them, or (iteration, loss, gradient norm) of steps, or both.
     """
-    check_suffix(path)
-    figure = new_figure(10, 6)
-    kinds = list(dict.fromkeys(facts["kind"] for facts in incidents))
-    loss, norm, events = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1 + 0.3 * len(kinds)))
-    iterations = [iteration for iteration, _, _ in steps]
-    loss.plot(iterations, [value for _, value, _ in steps], linewidth=1)
-    loss.set_ylabel("loss (nats)")
-    norm.plot(iterations, [value for _, _, value in steps], linewidth=1, color="tab:green")
-    norm.set_ylabel("gradient norm")
+    kinds = list(dict.fromkeys(str(facts["kind"]) for facts in incidents))
+    heights = [2.0, 2.0] * bool(steps) + [0.35 + 0.3 * len(kinds)] * bool(kinds)
+    several = "s" * (len(incidents) != 1)
+    facts = f"{len(incidents) or 'no'} incident{several}{': ' if kinds else ''}{', '.join(kinds)}"
+    facts += "" if steps else "; no metrics of the run were at hand"
+    figure = new_figure(f"Incidents of run {run}", facts, height=1.5 + sum(heights))
+    panels = list(figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
     if steps:
-        norm.set_yscale("log")
-    _draw_events(events, incidents, kinds)
-    for facts in incidents:
-        for panel in (loss, norm):
-            panel.axvline(facts["iteration"], color="tab:red", linewidth=0.6, alpha=0.6)
-    figure.savefig(path, dpi=120)
+        iterations, losses, norms = zip(*steps, strict=True)
+        for panel, name, values in (
+            (panels[0], "loss (nats)", losses),
+            (panels[1], "gradient norm (L2)", norms),
+        ):
+            panel.plot(iterations, values, label=name)
+            panel.set_ylabel(name)
+            positive = [value for value in values if 0 < value < math.inf]
+            if positive and max(positive) > _WIDE * min(positive):
+                panel.set_yscale("log")
+    if kinds:
+        _draw_events(panels, incidents, kinds, theme)
+    panels[-1].set_xlabel("iteration")
+    count_axis(panels[-1])
+    return figure
 
 
-def _draw_events(panel: Axes, incidents: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> None:
-    panel.set_yticks(range(len(kinds)), kinds)
-    panel.set_ylim(-0.6, max(0.6, len(kinds) - 0.4))
-    panel.set_xlabel("iteration")
-    for action in dict.fromkeys(facts["action"] for facts in incidents):
-        these = [facts for facts in incidents if facts["action"] == action]
-        places = [kinds.index(facts["kind"]) for facts in these]
-        panel.scatter([facts["iteration"] for facts in these], places, label=action, s=28, zorder=3)
-    if incidents:
-        panel.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), title="action", frameon=False)
+def _draw_events(
+    panels: Sequence[Axes], incidents: Sequence[Mapping[str, Any]], kinds: Sequence[str], theme: Theme
+) -> None:
+    """Mark incidents by kind in the last panel, and their iterations in all."""
+    events = panels[-1]
+    events.set_yticks(range(len(kinds)), kinds)
+    events.set_ylim(len(kinds) - 0.4, -0.6)
+    for action in dict.fromkeys(str(facts["action"]) for facts in incidents):
+        shape, place = _MARKS.get(action, _MARKS["none"])
+        color, these = theme.series[place], [facts for facts in incidents if facts["action"] == action]
+        at, places = [facts["iteration"] for facts in these], [kinds.index(facts["kind"]) for facts in these]
+        name = "nothing" if action == "none" else action
+        events.scatter(at, places, label=name, marker=shape, color=color, s=40, zorder=3)
+        for panel in panels:
+            ends = panel.get_xaxis_transform()
+            panel.vlines(at, 0, 1, color=color, linewidth=0.9, transform=ends, zorder=1)
+    marks = events.get_legend_handles_labels()
+    events.figure.legend(*marks, loc="outside lower center", ncols=len(marks[0]), title="what the run did")

@@ -100,11 +100,9 @@ class PlanReport:
     def headline(self) -> str:
         """Describe the job in one line."""
         job = self.plan.job
-        grid, shape = job.grid, PipelineShape.of(job.config)
-        sizes = {"T": grid.tp, "P": grid.pp, "V": shape.chunks_per_stage, "C": grid.cp, "D": grid.dp}
-        sizes["E"] = grid.ep
-        layout = " x ".join(f"{letter}{size}" for letter, size in sizes.items() if size > 1) or "one rank"
+        shape = PipelineShape.of(job.config)
         kind = f", {shape.kind}" if shape.stages > 1 else ""
+        layout = job.grid.words(shape.chunks_per_stage)
         return (
             f"{many(self.model.parameters)} parameters on {job.ranks:,} x {self.device.name}: "
             f"{layout}, ZeRO {job.config.zero.stage}{kind}; {job.micro_batches} micro-batches of "

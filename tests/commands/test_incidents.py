@@ -6,9 +6,11 @@ import json
 
 import pytest
 
-from megazero.commands.incidents import main, read_steps
+from megazero.commands.incidents import incidents_figure, main, read_steps
 from megazero.errors import ConfigError
-from megazero.train.observe.incidents import Incident, IncidentLog
+from megazero.pictures.style import DARK, LIGHT, styled
+from megazero.report.run_folder import find_metrics
+from megazero.train.observe.incidents import Incident, IncidentLog, read_incidents
 from megazero.train.observe.monitors.base import CompositeMonitor
 
 
@@ -67,6 +69,51 @@ def test_they_are_drawn(run, metrics, tmp_path, with_metrics, capsys):
     assert main([str(run), "--output", str(path), *more]) == 0
     assert path.stat().st_size > 5000
     assert f"drawn into {path}" in capsys.readouterr().out
+
+
+def figure_of(run, theme=LIGHT, folder=None):
+    pytest.importorskip("matplotlib")
+    from tests.pictures.checks import complaints
+
+    metrics = find_metrics(run)
+    with styled(theme):
+        figure = incidents_figure(
+            read_incidents(folder or run), read_steps(metrics) if metrics else [], "mine", theme
+        )
+        assert complaints(figure, theme) == []
+    return figure
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK])
+def test_the_metrics_in_the_folder_are_drawn_with_them(run, metrics, theme):
+    metrics.rename(run / "metrics.jsonl")
+    figure = figure_of(run, theme)
+    assert [axes.get_ylabel() for axes in figure.axes] == ["loss (nats)", "gradient norm (L2)", ""]
+    assert [label.get_text() for label in figure.axes[2].get_yticklabels()] == ["spike", "fault"]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["rolled back", "went on"]
+    lines, marks = figure.axes[0].collections, figure.axes[2].collections
+    assert [line.get_segments()[0][0][0] for line in lines] == [42, 50]
+    dots = [mark for mark in marks if mark.get_label() in ("rolled back", "went on")]
+    assert [dot.get_offsets().tolist() for dot in dots] == [[[42, 0]], [[50, 1]]]
+    assert len({dot.get_facecolor().tobytes() for dot in dots}) == 2
+    assert len({dot.get_paths()[0].vertices.tobytes() for dot in dots}) == 2
+
+
+def test_no_panel_is_empty(run, metrics, tmp_path):
+    assert len(figure_of(run).axes) == 1  # no metrics: the events alone
+    quiet = tmp_path / "quiet"
+    quiet.mkdir()
+    metrics.rename(quiet / "metrics.jsonl")
+    figure = figure_of(quiet)
+    assert len(figure.axes) == 2
+    assert "no incidents" in [text.get_text() for text in figure.texts]
+
+
+def test_neither_incidents_nor_metrics_are_no_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert main([str(tmp_path), "--output", str(tmp_path / "a.png")]) == 2
+    assert "`--metrics` must be a file with steps if there are no incidents" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from megazero.config.resolve import parse_config
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.pictures.style import DARK, styled
 from megazero.plan.words import shown
 from megazero.train.pretraining import pretrain_on
 from megazero.zero.store.store import GRADIENT, WEIGHT
@@ -231,11 +232,15 @@ def test_words_for_sizes_and_for_nothing():
 
 def test_the_picture_has_a_panel_per_place_and_a_bar_per_rank():
     pytest.importorskip("matplotlib")
-    figure = memory_figure([RankMemory((0,), A), RankMemory((1, 2), B)])
+    from tests.pictures.checks import complaints
+
+    with styled(DARK):
+        figure = memory_figure([RankMemory((0,), A), RankMemory((1, 2), B)], "of mine", DARK)
+        assert complaints(figure, DARK) == []
     device, disk = figure.axes
     assert [panel.get_title(loc="left") for panel in (device, disk)] == ["device", "disk"]
     assert [label.get_text() for label in device.get_yticklabels()] == ["rank 0", "ranks 1-2"]
-    assert disk.get_xlabel() == "GiB"
+    assert disk.get_xlabel() == "memory (GiB)"
     ends = {round(bar.get_x() + bar.get_width(), 6) for bar in disk.patches if bar.get_width()}
     assert ends == {3.0}
     (legend,) = figure.legends

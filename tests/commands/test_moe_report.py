@@ -16,6 +16,7 @@ from megazero.commands.moe_report import main
 from megazero.commands.moe_report.balance import bars, verdict
 from megazero.commands.moe_report.loads import LayerLoad, LoadRecord, read_loads, summed
 from megazero.commands.moe_report.picture import figure_of, idlest_layer
+from megazero.pictures.style import DARK, LIGHT, styled
 from megazero.plan.words import runs
 from tests.tables import over_table
 
@@ -103,21 +104,32 @@ def test_dead_experts_are_listed_by_layer():
 
 def test_the_picture_has_layers_and_a_layer_over_time():
     pytest.importorskip("matplotlib")
+    from tests.pictures.checks import complaints
+
     records = [LoadRecord(10, (LayerLoad(1, (1.0, 1.0)), LayerLoad(3, EVEN)))]
     later = LoadRecord(20, (LayerLoad(1, (1.0, 7.0)), LayerLoad(3, (*TILTED[:3], 0.0))))
     assert idlest_layer(later) == 3
-    figure = figure_of([*records, later], later, 3, 0.1)
+    with styled(DARK):
+        figure = figure_of([*records, later], later, 3, 0.1, "mine", DARK)
+        assert complaints(figure, DARK) == []
     layers, history, _ = figure.axes
-    (grid,) = layers.collections
+    grid, crosses = layers.collections
     expected = [-2.0, math.log2(7 / 4), math.nan, math.nan]
     assert grid.get_array()[0].filled(math.nan).tolist() == pytest.approx(expected, nan_ok=True)
     assert [tick.get_text() for tick in layers.get_yticklabels()] == ["1", "3"]
-    assert sorted(zip(*layers.lines[0].get_data(), strict=True)) == [(1, 1), (3, 1)]
+    assert sorted(map(tuple, crosses.get_offsets())) == [(1, 1), (3, 1)]
+    ticks = zip(layers.get_xticks(), layers.get_xticklabels(), strict=True)
+    assert [label.get_text() for at, label in ticks if 0 <= at <= 3] == ["0", "1", "2", "3"]
+    assert figure.get_suptitle() == "Load of experts in run mine"
+    assert figure.axes[2].get_ylabel() == "share of tokens (even = 1)"
     (over_time,) = history.collections
     assert over_time.get_array()[:, 0].tolist() == [0.0] * 4
     assert over_time.get_array()[3, 1] == -3  # no token at all: the end of the colours
-    assert history.get_title() == "layer 3 over time"
-    assert len(figure_of(records, records[0], 1, 0.1).axes) == 2  # one panel and its colours
+    assert history.get_title(loc="left") == "layer 3 over time"
+    with styled():
+        assert (
+            len(figure_of(records, records[0], 1, 0.1, "mine", LIGHT).axes) == 2
+        )  # one panel and its colors
 
 
 def test_the_picture_is_written(tmp_path):

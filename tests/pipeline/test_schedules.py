@@ -7,11 +7,11 @@ from itertools import product
 
 import pytest
 
+from megazero.commands.plan.timeline import render_text
 from megazero.config.derive import fills_groups
 from megazero.errors import ConfigError
 from megazero.pipeline.actions import Op
 from megazero.pipeline.lower import lower
-from megazero.pipeline.render import render_text
 from megazero.pipeline.schedules import (
     KINDS,
     build_schedule,

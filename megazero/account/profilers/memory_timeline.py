@@ -19,9 +19,10 @@ import torch
 from megazero.account.memory import PeakOfOutputs
 from megazero.account.profiler import ProfiledRun, Profiler
 from megazero.account.profilers.files import Folder
-from megazero.account.profilers.timeline import MemoryHistory, timeline_figure
+from megazero.account.profilers.memory_picture import timeline_figure
+from megazero.account.profilers.timeline import MemoryHistory
 from megazero.mpu.context import ParallelContext
-from megazero.pictures import new_figure
+from megazero.pictures.style import LIGHT, styled
 from megazero.pipeline.actions import Action
 
 _PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
@@ -131,7 +132,8 @@ class MemoryTimeline(Profiler):
 
     def __init__(self, step: int, folder: Folder, context: ParallelContext):
         if folder.writes:
-            new_figure(1, 1)  # raises now, and not during the training, if matplotlib is missing
+            with styled():
+                pass  # raises now, and not during the training, if matplotlib is missing
         self.step = step
         self.folder = folder
         self.context = context
@@ -200,9 +202,7 @@ class MemoryTimeline(Profiler):
         rank, name = self.context.rank, f"memory_step{self.step}_rank{self.context.rank}"
         events = json.dumps({"traceEvents": timeline.events(rank)}).encode()
         self.folder.write(f"{name}.json.gz", gzip.compress(events))
-        title = f"memory of rank {rank} in iteration {self.step}"
-        figure = timeline_figure(timeline, title)
-        path = self.folder.make(f"{name}.svg", lambda path: figure.savefig(path, dpi=120, format="svg"))
+        path = self.folder.make(f"{name}.svg", lambda path: self._draw(timeline, path))
         at = timeline.peak()
         alive = timeline.alive[at]
         parts = ", ".join(f"{kind} {alive[kind] / 2**20:.1f}" for kind in timeline.kinds if alive[kind])
@@ -212,6 +212,17 @@ class MemoryTimeline(Profiler):
             f"{1e3 * when:.1f} ms after its beginning, in {timeline.doing(when)}: {parts} MiB"
             + ("" if path is None else f"; wrote {path}")
         )
+
+    def _draw(self, timeline: MemoryHistory, path: Path) -> None:
+        device, room = self.context.device, None
+        where = f"{self.context.grid.world_size:,} ranks: {self.context.grid.words()}; on {device.type}"
+        if device.type == "cuda":
+            room = torch.cuda.get_device_properties(device).total_memory
+            where += f", {torch.cuda.get_device_name(device)}"
+        title = f"Memory of rank {self.context.rank} in iteration {self.step}"
+        with styled():
+            figure = timeline_figure(timeline, title, where, LIGHT, room)
+            figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 class AllocatorHistory(Profiler):

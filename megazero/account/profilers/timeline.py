@@ -1,27 +1,12 @@
-"""The bytes that are alive over a step, by kind, and a picture of them."""
+"""The bytes that are alive over a step, by kind."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from megazero.account.memory import KINDS
-from megazero.pictures import new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-# Okabe and Ito's palette, whose colours people with any colour vision can distinguish.
-COLOURS = MappingProxyType(
-    dict(zip(KINDS, ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#999999", "#D55E00"), strict=True))
-)
-"""The colour of each kind of memory in pictures."""
-
-_ACTIONS = MappingProxyType({"forward": "#56B4E9", "backward": "#E69F00", "update": "#009E73"})
-_POINTS = 1500  # drawn over the picture's width
 
 
 @dataclass
@@ -49,14 +34,29 @@ class MemoryHistory:
         names = {kind for alive in self.alive for kind, size in alive.items() if size}
         return [*(kind for kind in KINDS if kind in names), *sorted(names.difference(KINDS))]
 
+    @property
+    def ends(self) -> float:
+        """The end of the last point or action, in seconds."""
+        return max(*self.times[-1:], *(end for _, end, _ in self.actions), 0.0)
+
     def peak(self) -> int:
         """The index of the point with the most bytes."""
         return max(range(len(self.alive)), key=lambda at: sum(self.alive[at].values()))
 
+    def envelope(self, count: int) -> list[int]:
+        """The indices of at most `count` + 2 points: the fullest of each stretch, and both ends."""
+        points = len(self.times)
+        if points <= count:
+            return list(range(points))
+        edges = [points * i // count for i in range(count + 1)]
+        totals = [sum(alive.values()) for alive in self.alive]
+        most = [max(range(a, b), key=totals.__getitem__) for a, b in itertools.pairwise(edges)]
+        return sorted({0, *most, points - 1})
+
     def doing(self, seconds: float) -> str:
-        """The name of the action at a time."""
+        """The name of the action at a time; where one ends as another begins, that of the latter."""
         names = [name for begin, end, name in self.actions if begin <= seconds <= end]
-        return names[0] if names else "between actions"
+        return names[-1] if names else "between actions"
 
     def events(self, rank: int) -> list[dict[str, object]]:
         """The timeline as events of a Chrome trace: counters by kind, and a range for each action."""
@@ -77,52 +77,3 @@ class MemoryHistory:
         ]
         named = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"memory of rank {rank}"}}
         return [named, *counters, *ranges]
-
-
-def timeline_figure(timeline: MemoryHistory, title: str) -> Figure:
-    """Draw a stacked area of the kinds over a step, with the executor's actions below."""
-    figure = new_figure(10, 5)
-    panel, below = figure.subplots(2, 1, sharex=True, height_ratios=(12, 1))
-    at = _thinned(timeline)
-    times = [1e3 * timeline.times[i] for i in at]
-    largest = max(sum(timeline.alive[i].values()) for i in at)
-    scale, unit = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
-    kinds = timeline.kinds
-    layers = [[timeline.alive[i].get(kind, 0) / scale for i in at] for kind in kinds]
-    colours = [COLOURS.get(kind, "#CC79A7") for kind in kinds]
-    panel.stackplot(times, layers, labels=kinds, colors=colours, step="post", linewidth=0)
-    peak = timeline.peak()
-    when, most = 1e3 * timeline.times[peak], sum(timeline.alive[peak].values()) / scale
-    panel.annotate(
-        f"{most:.1f} {unit}, {timeline.doing(timeline.times[peak])}",
-        (when, most),
-        xytext=(0, 6),
-        textcoords="offset points",
-        ha="center" if 0.2 < when / (times[-1] or 1) < 0.8 else "left" if when < times[-1] / 2 else "right",
-        fontsize=8,
-    )
-    panel.plot([when], [most], "v", color="black", markersize=5)
-    panel.set_ylim(0, 1.12 * most)
-    panel.set_ylabel(unit)
-    panel.set_title(title, loc="left", fontsize=10, fontweight="bold")
-    panel.spines[["top", "right"]].set_visible(False)
-    for begin, end, name in timeline.actions:
-        colour = next((c for word, c in _ACTIONS.items() if name.startswith(word)), "#999999")
-        below.axvspan(1e3 * begin, 1e3 * end, color=colour, linewidth=0)
-        panel.axvline(1e3 * end, color="white", linewidth=0.4, alpha=0.6)
-    below.set_yticks([])
-    below.set_xlabel("ms since the step began; below: forward blue, backward orange, update green")
-    below.spines[["top", "right", "left"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=len(kinds), frameon=False)
-    return figure
-
-
-def _thinned(timeline: MemoryHistory) -> list[int]:
-    """Downsample to `_POINTS` points: the maximum of each interval, and both ends."""
-    count = len(timeline.times)
-    if count <= _POINTS:
-        return list(range(count))
-    edges = [count * i // _POINTS for i in range(_POINTS + 1)]
-    totals = [sum(alive.values()) for alive in timeline.alive]
-    most = [max(range(a, b), key=totals.__getitem__) for a, b in itertools.pairwise(edges)]
-    return sorted({0, *most, count - 1})

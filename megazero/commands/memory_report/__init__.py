@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megazero.commands.memory_report.picture import draw_memory
+from megazero.commands.memory_report.picture import memory_figure
 from megazero.commands.memory_report.table import (
     COLUMNS,
     RankMemory,
@@ -16,13 +16,16 @@ from megazero.commands.memory_report.table import (
     rows,
     verdict,
 )
-from megazero.commands.outputs import output_picture
+from megazero.commands.metrics_file import run_name
+from megazero.commands.outputs import add_picture_flags
 from megazero.commands.training_words import positive
 from megazero.config.resolve import parse_config
 from megazero.config.steps import Progress
 from megazero.config.tree.config import Config
 from megazero.config.words import split_training_flags
 from megazero.errors import ConfigError, exit_status
+from megazero.pictures.style import save, styled
+from megazero.plan.layout import Layout
 from megazero.plan.words import shown
 from megazero.train.folders import read_folder
 
@@ -41,9 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("metrics", metavar="METRICS", nargs="?", type=Path, help="a file of --metrics-jsonl")
     parser.add_argument("--nproc", type=positive, help="ranks of the training whose flags follow after `--`")
-    parser.add_argument(
-        "--output", type=output_picture, help="also draw it into this file (.png, .svg or .pdf)"
-    )
+    add_picture_flags(parser)
     return parser
 
 
@@ -61,19 +62,19 @@ def _report(flags: argparse.Namespace, training: Sequence[str] | None) -> None:
     peak = None
     if training is None:
         memories = merge_alike(read_memory(flags.metrics))
+        whose = f"measured in the run {run_name(flags.metrics)}"
     else:
         config = parse_config(training, world_size=flags.nproc, reader=read_folder, only_look=True).config
         plan = first_step(config, flags.nproc)
         memories, peak = merge_alike(planned_memory(plan)), peak_in_words(plan)
+        whose = f"planned for {flags.nproc:,} ranks: {Layout.of(config)}"
     print_table(COLUMNS, rows(memories), left=2)
     print(verdict(memories))
     if peak is not None:
         print(peak)
     if flags.output is not None:
-        try:
-            draw_memory(memories, flags.output)
-        except OSError as error:
-            raise ConfigError(f"`--output` must be a file that can be written, but: {error}") from error
+        with styled(flags.theme):
+            save(memory_figure(memories, whose, flags.theme), flags.output)
 
 
 def first_step(config: Config, ranks: int) -> Plan:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import math
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megazero.account.memory import KINDS
-from megazero.account.profilers.timeline import COLOURS
+from megazero.account.profilers.memory_picture import kind_color, kind_legend
 from megazero.commands.memory_report.table import PLACES, RankMemory
-from megazero.pictures import check_suffix, new_figure
+from megazero.pictures.labels import write_on
+from megazero.pictures.style import Theme, new_figure
 from megazero.plan.words import shown
 
 if TYPE_CHECKING:
@@ -18,53 +19,51 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _TITLES = MappingProxyType({"device": "device", "cpu": "host", "nvme": "disk"})
-_LABELLED = 0.06  # of the longest bar; shorter parts have no room for a number
+_LABELLED = 0.08  # of the longest bar; shorter parts have no room for a number
+_BAR, _TALLEST = 0.34, 10.0  # inches of a bar, and of all bars
+_READABLE = 0.16  # inches of a bar beside which letters have room
 
 
-def draw_memory(memories: Sequence[RankMemory], path: Path) -> None:
-    """Draw the memory of ranks into a file, in the format of its suffix. Needs matplotlib.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the suffix is not one of `pictures.SUFFIXES`.
-    """
-    check_suffix(path)
-    memory_figure(memories).savefig(path, dpi=120)
-
-
-def memory_figure(memories: Sequence[RankMemory]) -> Figure:
-    """The picture that `draw_memory` writes: a panel per place with all ranks, over the same axis."""
+def memory_figure(memories: Sequence[RankMemory], subtitle: str, theme: Theme) -> Figure:
+    """Draw a panel per place with all ranks, over the same axis; it is called within `styled`."""
     places = [place for place in PLACES if any(memory.places.get(place) for memory in memories)]
-    height = 1.6 + len(places) * (0.55 + 0.36 * len(memories))
-    figure = new_figure(10, min(40.0, height))
+    bar = min(_BAR, _TALLEST / (len(places) * len(memories)))
+    height = 1.5 + len(places) * (0.5 + bar * len(memories))
+    figure = new_figure("Memory of each rank", subtitle, height=height)
     panels = figure.subplots(len(places), 1, squeeze=False, sharex=True)[:, 0]
     longest = max(memory.total(place) for memory in memories for place in places)
     unit = shown(longest).split()[1]
     scale = 1024.0 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
+    apart = math.ceil(_READABLE / bar)
+    named = range(0, len(memories), apart)
+    names = [f"rank{'s' * (len(memories[row].ranks) > 1)} {memories[row].name}" for row in named]
     for place, panel in zip(places, panels, strict=True):
-        _draw_place(panel, memories, place, longest, scale)
-        panel.set_title(_TITLES[place], loc="left", fontsize=10, fontweight="bold")
-    panels[-1].set_xlabel(unit)
-    present = [k for k in KINDS if any(k in kinds for memory in memories for kinds in memory.places.values())]
-    boxes = [panels[0].barh([0], [0], color=COLOURS[kind]) for kind in present]
-    figure.legend(boxes, present, loc="outside upper center", ncols=len(present), frameon=False)
+        sizes = {kind: [memory.places.get(place, {}).get(kind, 0) for memory in memories] for kind in KINDS}
+        _draw_bars(panel, sizes, longest if apart == 1 else None, scale, theme)
+        panel.set_xlim(0, 1.13 * longest / scale)
+        panel.set_ylim(len(memories) - 0.4, -0.6)
+        panel.set_yticks(named, names, fontsize=8)
+        panel.grid(visible=False, axis="y")
+        panel.set_title(_TITLES[place])
+    panels[-1].set_xlabel(f"memory ({unit})")
+    present = [kind for memory in memories for kinds in memory.places.values() for kind in kinds]
+    kind_legend(figure, present, theme)
     return figure
 
 
-def _draw_place(panel: Axes, memories: Sequence[RankMemory], place: str, longest: int, scale: float) -> None:
-    for row, memory in enumerate(memories):
-        left = 0
-        for kind in KINDS:
-            size = memory.places.get(place, {}).get(kind, 0)
-            panel.barh(row, size / scale, left=left / scale, height=0.7, color=COLOURS[kind])
-            if size > _LABELLED * longest:
-                middle = (left + size / 2) / scale
-                panel.text(middle, row, shown(size), ha="center", va="center", fontsize=8, color="white")
-            left += size
-        panel.text((left + 0.01 * longest) / scale, row, shown(left), va="center", fontsize=8)
-    names = [f"rank{'s' * (len(memory.ranks) > 1)} {memory.name}" for memory in memories]
-    panel.set_yticks(range(len(memories)), names, fontsize=8)
-    panel.set_ylim(len(memories) - 0.4, -0.6)
-    panel.set_xlim(0, 1.12 * longest / scale)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(axis="x", alpha=0.3)
-    panel.set_axisbelow(True)
+def _draw_bars(
+    panel: Axes, sizes: Mapping[str, Sequence[int]], longest: int | None, scale: float, theme: Theme
+) -> None:
+    """Draw stacked bars, with sizes where there is room beside the `longest`, or nowhere if it is None."""
+    left = [0] * len(next(iter(sizes.values())))
+    for kind, parts in sizes.items():
+        color, starts = kind_color(kind, theme), [start / scale for start in left]
+        if any(parts):
+            panel.barh(range(len(parts)), [part / scale for part in parts], 0.72, starts, color=color)
+        for row, part in enumerate(parts):
+            if longest is not None and part > _LABELLED * longest:
+                write_on(panel, (left[row] + part / 2) / scale, row, shown(part), color, 8)
+            left[row] += part
+    for row, total in enumerate(left):
+        if longest is not None:
+            panel.text((total + 0.01 * longest) / scale, row, shown(total), va="center", fontsize=8)

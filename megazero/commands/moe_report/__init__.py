@@ -6,11 +6,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megazero.commands.metrics_file import run_name
 from megazero.commands.moe_report.balance import COLUMNS, rows, verdict
 from megazero.commands.moe_report.loads import LoadRecord, read_loads, summed
-from megazero.commands.moe_report.picture import draw, idlest_layer
-from megazero.commands.outputs import output_picture
+from megazero.commands.moe_report.picture import figure_of, idlest_layer
+from megazero.commands.outputs import add_picture_flags
 from megazero.errors import ConfigError, exit_status
+from megazero.pictures.style import save, styled
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -23,9 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "where", metavar="WHERE", type=Path, help="a file of --metrics-jsonl, a checkpoint, or a run's folder"
     )
-    parser.add_argument(
-        "--output", type=output_picture, help="also draw it into this file (.png, .svg or .pdf)"
-    )
+    add_picture_flags(parser)
     parser.add_argument(
         "--threshold",
         type=float,
@@ -63,10 +63,9 @@ def _report(flags: argparse.Namespace) -> None:
     print_table(COLUMNS, rows(shown, flags.threshold), left=2)
     print(verdict(shown, flags.threshold))
     if flags.output is not None:
-        try:
-            draw(records, shown, layer, flags.threshold, flags.output)
-        except OSError as error:
-            raise ConfigError(f"`--output` must be a file that can be written, but: {error}") from error
+        with styled(flags.theme):
+            run = run_name(flags.where)
+            save(figure_of(records, shown, layer, flags.threshold, run, flags.theme), flags.output)
 
 
 def _check(flags: argparse.Namespace) -> None:

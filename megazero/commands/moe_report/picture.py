@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from megazero.commands.moe_report.balance import dead_experts
 from megazero.commands.moe_report.loads import LayerLoad, LoadRecord
-from megazero.pictures import check_suffix, new_figure
+from megazero.pictures.style import Theme, count_axis, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.collections import QuadMesh
+    from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
-_FURTHEST = 3  # colours end at 1/8 and 8 times an even share
-_INCHES_PER_ROW = 0.3
+_FURTHEST = 3  # colors end at 1/8 and 8 times an even share
+_ROW, _MOST_ROWS = 0.3, 40  # inches of a row, and rows that are not made flatter
 
 
 def idlest_layer(record: LoadRecord) -> int:
@@ -25,70 +26,78 @@ def idlest_layer(record: LoadRecord) -> int:
     return min(record.layers, key=lambda load: min(load.shares)).layer
 
 
-def draw(records: Sequence[LoadRecord], shown: LoadRecord, layer: int, threshold: float, path: Path) -> None:
-    """Draw the loads into a file, in the format of its suffix. Needs matplotlib.
+def figure_of(
+    records: Sequence[LoadRecord], shown: LoadRecord, layer: int, threshold: float, run: str, theme: Theme
+) -> Figure:
+    """Draw the loads of a run; it is called within `styled`.
 
-    Args:
-        records: all records, for the second panel, which is left out if there is only one.
-        shown: the record of the first panel.
-        layer: the layer of the second panel.
-        threshold: the share below which an expert is marked as dead.
-        path: the file.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the suffix is not one of `pictures.SUFFIXES`.
+    The first panel is of the record `shown`, where experts below the threshold are marked as dead; the second
+    is of one layer in all records, if there are several.
     """
-    check_suffix(path)
-    figure_of(records, shown, layer, threshold).savefig(path, dpi=120)
+    from matplotlib.patheffects import withStroke
 
-
-def figure_of(records: Sequence[LoadRecord], shown: LoadRecord, layer: int, threshold: float) -> Figure:
-    """The picture that `draw` writes; its arguments and errors are those of `draw`."""
-    widest = max(len(load.tokens) for load in shown.layers)
-    rows = max(len(shown.layers), widest if len(records) > 1 else 0)
     panels = 2 if len(records) > 1 else 1
-    width, height = (
-        2 + panels * min(12.0, max(5.0, 0.35 * widest)),
-        max(3.0, 1.6 + _INCHES_PER_ROW * min(rows, 40)),
-    )
-    figure = new_figure(width, height)
+    widest = max(len(load.tokens) for load in shown.layers)
+    rows = max(len(shown.layers), widest if panels == 2 else 0)
+    dead = dead_experts(shown, threshold)
+    facts = f"{len(shown.layers)} layers with {widest} experts; "
+    facts += f"× gets less than {threshold:g} of an even share" if dead else "no expert is dead"
+    height = max(3.0, 1.7 + _ROW * min(rows, _MOST_ROWS))
+    figure = new_figure(f"Load of experts in run {run}", facts, height=height)
     axes = figure.subplots(1, panels, squeeze=False)[0]
-    mesh = _draw_layers(axes[0], shown, threshold)
+    mesh = _draw_layers(axes[0], shown, theme)
+    places = {load.layer: row for row, load in enumerate(shown.layers)}
+    crosses = [(expert.expert, places[expert.layer]) for expert in dead]
+    if crosses:
+        halo = [withStroke(linewidth=3.5, foreground=theme.paper)]
+        axes[0].scatter(*zip(*crosses, strict=True), marker="x", color=theme.ink, s=22, path_effects=halo)
     if panels == 2:
-        _draw_history(axes[1], records, layer)
+        _draw_history(axes[1], records, layer, theme)
     ticks = range(-_FURTHEST, _FURTHEST + 1)
-    bar = figure.colorbar(mesh, ax=axes[-1], ticks=list(ticks), label="share of the tokens, 1 is even")
+    bar = figure.colorbar(mesh, ax=axes[-1], ticks=list(ticks), label="share of tokens (even = 1)")
     bar.ax.set_yticklabels([str(2**tick) if tick >= 0 else f"1/{2**-tick}" for tick in ticks])
     return figure
 
 
-def _draw_layers(axes: Axes, record: LoadRecord, threshold: float) -> QuadMesh:
+def _draw_layers(axes: Axes, record: LoadRecord, theme: Theme) -> QuadMesh:
     widest = max(len(load.tokens) for load in record.layers)
-    grid = [[*_colours(load), *[math.nan] * (widest - len(load.tokens))] for load in record.layers]
-    mesh = _heat_map(axes, list(range(widest)), grid)
-    rows = {load.layer: row for row, load in enumerate(record.layers)}
-    dead = dead_experts(record, threshold)
-    axes.plot([expert.expert for expert in dead], [rows[expert.layer] for expert in dead], "x", color="black")
-    axes.set_yticks(range(len(record.layers)), [str(load.layer) for load in record.layers])
+    grid = [[*_levels(load), *[math.nan] * (widest - len(load.tokens))] for load in record.layers]
+    mesh = _heat_map(axes, [at - 0.5 for at in range(widest + 1)], grid, theme)
+    apart = math.ceil(len(record.layers) / _MOST_ROWS)
+    named = range(0, len(record.layers), apart)
+    axes.set_yticks(named, [str(record.layers[row].layer) for row in named])
     axes.invert_yaxis()
-    axes.set(xlabel="expert", ylabel="layer", title=f"iteration {record.iteration} (× gets next to nothing)")
+    axes.set(xlabel="expert", ylabel="layer", title=f"iteration {record.iteration}")
+    count_axis(axes)
     return mesh
 
 
-def _draw_history(axes: Axes, records: Sequence[LoadRecord], layer: int) -> None:
+def _draw_history(axes: Axes, records: Sequence[LoadRecord], layer: int, theme: Theme) -> None:
     loads = [next(load for load in record.layers if load.layer == layer) for record in records]
-    over_time = list(zip(*map(_colours, loads), strict=True))
-    _heat_map(axes, [record.iteration for record in records], over_time)
+    at = [record.iteration for record in records]
+    middles = [(one + other) / 2 for one, other in pairwise(at)]
+    edges = [2 * at[0] - middles[0], *middles, 2 * at[-1] - middles[-1]]
+    _heat_map(axes, edges, list(zip(*map(_levels, loads), strict=True)), theme)
     axes.set(xlabel="iteration", ylabel="expert", title=f"layer {layer} over time")
+    count_axis(axes)
+    count_axis(axes, "y")
 
 
-def _heat_map(axes: Axes, columns: Sequence[int], grid: Sequence[Sequence[float]]) -> QuadMesh:
-    axes.set_facecolor("#dddddd")  # where a layer has fewer experts
-    return axes.pcolormesh(
-        columns, range(len(grid)), grid, cmap="RdBu_r", shading="nearest", vmin=-_FURTHEST, vmax=_FURTHEST
-    )
+def _heat_map(axes: Axes, edges: Sequence[float], grid: Sequence[Sequence[float]], theme: Theme) -> QuadMesh:
+    """Draw rows of levels; a level that is not a number stays empty, where a layer has fewer experts."""
+    axes.set_facecolor(theme.grid)
+    axes.grid(visible=False)
+    rows = [row - 0.5 for row in range(len(grid) + 1)]
+    return axes.pcolormesh(edges, rows, grid, cmap=_colors(theme), vmin=-_FURTHEST, vmax=_FURTHEST)
 
 
-def _colours(load: LayerLoad) -> list[float]:
-    """log2 of each share, limited to the range of the colours."""
+def _colors(theme: Theme) -> Colormap:
+    """From too few tokens over the paper's color to too many."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("share", (theme.series[0], theme.paper, theme.series[3]))
+
+
+def _levels(load: LayerLoad) -> list[float]:
+    """log2 of each share, limited to the range of the colors."""
     return [max(-_FURTHEST, math.log2(share)) if share > 0 else -_FURTHEST for share in load.shares]

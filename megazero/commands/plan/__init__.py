@@ -6,15 +6,16 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from megazero.commands.outputs import output_file, output_picture
+from megazero.commands.outputs import add_picture_flags, output_file
+from megazero.commands.plan.timeline import chrome_trace, render_text
 from megazero.commands.training_words import positive
 from megazero.config.derive import replicas_per_node
 from megazero.config.resolve import parse_config
 from megazero.config.words import split_training_flags
 from megazero.errors import ConfigError, exit_status
 from megazero.mpu.communicators import CommunicatorPlan, second_communicators
+from megazero.pictures.style import save, styled
 from megazero.pipeline.lower import add_transfers
-from megazero.pipeline.render import chrome_trace, draw, render_text
 from megazero.pipeline.schedules import KINDS, build_schedule
 from megazero.pipeline.simulate import Costs, Timeline, simulate
 from megazero.train.folders import read_folder
@@ -55,9 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     schedule.add_argument("--input", type=float, default=1.0, help="time of a stage's I (default 1)")
     schedule.add_argument("--weight", type=float, default=1.0, help="time of a stage's W (default 1)")
     schedule.add_argument("--transfer", type=float, default=0.0, help="time of a message (default 0)")
-    schedule.add_argument(
-        "--output", type=output_picture, help="also draw it into this file (.png, .svg or .pdf)"
-    )
+    add_picture_flags(schedule)
     schedule.add_argument(
         "--trace", type=output_file, help="also write it for chrome://tracing into this file (.json)"
     )
@@ -111,13 +110,18 @@ def _plan_schedule(flags: argparse.Namespace, training: Sequence[str] | None) ->
         print(f"{pipeline.report()}\n")
     timeline = simulate(add_transfers(schedule), costs)
     print(report(timeline))
+    if flags.output is not None:
+        from megazero.commands.plan.pictures import drawn_schedule, step_figure
+
+        whose = [] if training is None else [f"of a training on {flags.nproc:,} ranks"]
+        with styled(flags.theme):
+            step = drawn_schedule(timeline, flags.forward, *whose)
+            save(step_figure(step, flags.theme), flags.output)
     try:
-        if flags.output is not None:
-            draw(timeline, flags.output)
         if flags.trace is not None:
             flags.trace.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"`--output` and `--trace` must be writable files, but: {error}") from error
+        raise ConfigError(f"`--trace` must be a file that can be written, but: {error}") from error
 
 
 def _check_sizes(flags: argparse.Namespace, configured: bool) -> None:

@@ -9,28 +9,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megazero.commands.outputs import output_folder
+from megazero.commands.outputs import add_theme, output_folder
+from megazero.commands.plan.timeline import chrome_trace
 from megazero.commands.training_words import positive, price, training_words
 from megazero.config.resolve import BrokenRules, parse_config
 from megazero.errors import ConfigError
-from megazero.pictures import new_figure
-from megazero.pipeline.render import chrome_trace, draw
-from megazero.pipeline.simulate import Timeline
+from megazero.pictures.style import Theme, save, styled
 from megazero.plan.device import Device, known_devices
 from megazero.plan.layout import Layout
 from megazero.plan.report import COLUMNS, PlanReport, report_on
-from megazero.plan.stage import UPDATE, StagePlan
 from megazero.plan.tuning import Search
 from megazero.plan.words import shown, time_text
 from megazero.train.folders import read_folder
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 DOES_NOT_FIT = 3
-_GIB = 2**30
 _LIKE = 3
 
 
@@ -40,7 +33,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="megazero plan",
         description="Plan a training on paper: whether it fits, what moves, how long a step takes. Nothing "
         "is launched: a rank of each kind of pipeline stage runs on tensors without content.",
-        usage="megazero plan [CONFIG] --nproc N [--device D] [--gpus-per-node G] [--output DIR] [-- FLAGS]",
+        usage="megazero plan [CONFIG] --nproc N [--device D] [--gpus-per-node G] [--output DIR "
+        "[--theme light|dark]] [-- FLAGS]",
         epilog=f"The exit status is 0 if it fits, and {DOES_NOT_FIT} if it does not. `megazero plan schedule "
         "--help` and `megazero plan communicators --help` say more of these parts of a plan.",
     )
@@ -65,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=output_folder,
         help="a folder for plan.json, timeline.svg, trace.json (for chrome://tracing) and memory.svg",
     )
+    add_theme(parser)
     return parser
 
 
@@ -86,7 +81,7 @@ def plan_job(own: Sequence[str], training: Sequence[str] | None) -> int:
     if not report.fits:
         _show_like(Search(config, flags.nproc, device, per_node))
     if flags.output is not None:
-        write(report, flags.output)
+        write(report, flags.output, flags.theme)
     return 0 if report.fits else DOES_NOT_FIT
 
 
@@ -122,57 +117,26 @@ def show(report: PlanReport) -> None:
         print(f"warning: {warning}")
 
 
-def write(report: PlanReport, folder: Path) -> None:
-    """Write a report's files into a folder, which is made if it does not exist.
+def write(report: PlanReport, folder: Path, theme: Theme) -> None:
+    """Write a report's files into a folder, which is made if it does not exist; pictures have a theme.
 
     Raises:
         ConfigError: matplotlib is not installed, or a file cannot be written.
     """
-    timeline, stages = report.times.timeline, report.plan.stages
-    chosen = {stage.stage: stage for stage in (stages[0], stages[len(stages) // 2], stages[-1])}
+    from megazero.commands.plan.pictures import drawn_plan, memory_figure, step_figure
+
+    trace = json.dumps(chrome_trace(report.times.timeline))
     writers: dict[str, Callable[[Path], object]] = {
         "plan.json": lambda path: path.write_text(f"{json.dumps(report.document(), indent=1)}\n"),
-        "trace.json": lambda path: path.write_text(json.dumps(chrome_trace(timeline))),
-        "timeline.svg": lambda path: draw(timeline, path),
-        "memory.svg": lambda path: memory_figure(
-            list(chosen.values()), timeline, report.device.allocator_bytes
-        ).savefig(path, dpi=120),
+        "trace.json": lambda path: path.write_text(trace),
+        "timeline.svg": lambda path: save(step_figure(drawn_plan(report), theme), path),
+        "memory.svg": lambda path: save(memory_figure(report, theme), path),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, writer in writers.items():
-            writer(folder / name)
+        with styled(theme):
+            for name, writer in writers.items():
+                writer(folder / name)
     except OSError as error:
         raise ConfigError(f"`--output` must be a folder that can be written to, but: {error}") from error
     print(f"written: {', '.join(str(folder / name) for name in writers)}")
-
-
-def memory_figure(stages: Sequence[StagePlan], timeline: Timeline, room: int) -> Figure:
-    """Draw the bytes on the devices of `stages` over a step, and a line at `room`, the bytes available."""
-    figure = new_figure(11, 4.5)
-    axes = figure.add_subplot()
-    for stage in stages:
-        times, sizes = _curve(stage, timeline)
-        (line,) = axes.plot(times, [size / _GIB for size in sizes], lw=1.2, label=f"stage {stage.stage}")
-        axes.axhline(stage.resting / _GIB, color=line.get_color(), lw=0.8, ls=":")
-    axes.axhline(room / _GIB, color="black", lw=1, ls="--", label="room for the allocator")
-    axes.set_xlim(0, timeline.makespan)
-    axes.set_ylim(0)
-    axes.set_xlabel("seconds; dotted: what is held between steps")
-    axes.set_ylabel("GiB on the device")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside upper center", ncols=len(stages) + 1, frameon=False)
-    return figure
-
-
-def _curve(stage: StagePlan, timeline: Timeline) -> tuple[list[float], list[int]]:
-    """Points of a step in seconds, and the bytes on the device at each."""
-    spans = {str(span.action): span for span in timeline.spans[stage.stage]}
-    times, sizes = [0.0], [stage.resting]
-    for name, most, left in stage.timeline:
-        if name in spans or name == UPDATE:
-            start, end = spans[name][1:] if name in spans else (timeline.makespan, timeline.makespan)
-            times += [start, (start + end) / 2, end]
-            sizes += [sizes[-1], stage.resting + most, stage.resting + left]
-    return times, sizes

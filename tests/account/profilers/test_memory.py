@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megazero.account.profilers.memory_timeline import OutputTimeline, kind_of_frame, timeline_of_history
-from megazero.account.profilers.timeline import MemoryHistory, timeline_figure
+from megazero.account.profilers.timeline import MemoryHistory
 from megazero.errors import ConfigError
+from megazero.pictures.style import DARK, styled
 from tests.account.profilers.runs import train
 from tests.tables import over_table
 
@@ -112,24 +113,34 @@ def test_the_history_of_cudas_allocator() -> None:
 
 
 def test_the_picture_has_a_layer_for_each_kind_and_names_the_peak() -> None:
+    pytest.importorskip("matplotlib")
+    from megazero.account.profilers.memory_picture import timeline_figure
+    from tests.pictures.checks import complaints
+
     timeline = MemoryHistory(
         actions=[(0.0, 0.5, "forward of micro-batch 0"), (0.5, 1.0, "backward of micro-batch 0")]
     )
     for at in range(4000):
         held = {"weights": 1 << 20, "activations": (2000 - abs(2000 - at)) << 10, "buffers": 0}
         timeline.add(at / 4000, held)
-    figure = timeline_figure(timeline, "memory of rank 0")
+    with styled(DARK):
+        figure = timeline_figure(timeline, "memory of rank 0", "2 ranks: P2", DARK)
+        assert complaints(figure, DARK) == []
     panel, below = figure.axes
-    assert [layer.get_label() for layer in panel.collections] == ["weights", "activations"]
-    assert [text.get_text() for text in panel.texts] == ["3.0 MiB, forward of micro-batch 0"]
-    assert len(below.patches) == 2
+    assert [layer.get_label() for layer in panel.collections[:-1]] == ["weights", "activations"]
+    assert panel.get_title(loc="right") == "▼ 3.0 MiB at 0.5 s, backward of micro-batch 0"
+    assert panel.collections[-1].get_offsets().tolist() == [[0.5, pytest.approx(1.04 * 2.953, rel=1e-3)]]
+    assert panel.get_ylim()[1] > 1.04 * 2.953  # the peak is not cut off
+    assert len(below.collections) == 2
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["weights", "activations", "forward", "backward", "update"]
 
 
 def test_without_matplotlib_it_is_refused_before_the_training(tmp_path, monkeypatch) -> None:
-    def absent(width: float, height: float) -> None:
+    def absent() -> None:
         raise ConfigError("matplotlib must be installed to draw a picture, but is not")
 
-    monkeypatch.setattr("megazero.account.profilers.memory_timeline.new_figure", absent)
+    monkeypatch.setattr("megazero.account.profilers.memory_timeline.styled", absent)
     with pytest.raises(ConfigError, match="matplotlib"):
         train("--memory-timeline-step 3", tmp_path)
 
