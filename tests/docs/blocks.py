@@ -105,7 +105,8 @@ def make_checkout(folder: Path) -> Path:
 
 def environment(checkout: Path) -> dict[str, str]:
     """The variables of a reader who has activated an environment, and has no network."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "SETUP_"))}
+    own = ("PYTEST_", "SETUP_", "PYTHONDONTWRITEBYTECODE")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     programs = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
     return kept | {
         "PATH": programs,

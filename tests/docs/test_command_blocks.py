@@ -38,6 +38,11 @@ GUIDES = (
         "a cluster",
         "printf 'one slots=8\\ntwo slots=8\\n' > hosts; megazero launch -H hosts --dry-run",
     ),
+    Otherwise(
+        "megazero env --check",
+        "it ends with status 1 where the machine has problems, such as other work",
+        "megazero env --check || test $? = 1",
+    ),
     Otherwise("SRC OUT", "a checkpoint of Megatron's own"),
     Otherwise(
         "examples_3d/long_context/run.sh",
