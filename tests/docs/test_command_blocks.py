@@ -47,8 +47,8 @@ GUIDES = (
     Otherwise("SRC OUT", "a checkpoint of Megatron's own"),
     Otherwise(
         "examples_3d/long_context/run.sh",
-        "minutes",
-        "examples_3d/long_context/run.sh --short-steps 20 --long-steps 4",
+        "minutes; its warmups take 50 and 10 steps",
+        "examples_3d/long_context/run.sh --short-steps 60 --long-steps 12",
     ),
     Otherwise(
         "megazero ablate examples_3d/moe --seeds 3",
