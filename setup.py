@@ -103,7 +103,7 @@ class CarrySources(build_py):
 setup(
     name="megazero",
     version="0.1.0",
-    description="3D-parallel pretraining of GPT and BERT, the same numbers on any layout",
+    description="3D-parallel pretraining of GPT, BERT and T5, the same numbers on any layout",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proofs.fault_matrix.cases import FaultCase, all_cases
+from tests.docs.pages import says
 
 CASES = all_cases()
 QUICK = [case for case in CASES if case.quick]
@@ -12,6 +13,7 @@ QUICK = [case for case in CASES if case.quick]
 
 def test_the_matrix_is_as_large_as_it_says() -> None:
     assert len(CASES) >= 60
+    assert says("docs/features.md", f"`proofs/fault_matrix`: {len(CASES)} faults")
     assert sum(case.quick for case in CASES) >= 20
     assert len({case.name for case in CASES}) == len(CASES)
 

@@ -65,6 +65,11 @@ class Document:
         return self.text.count("\n", 0, position) + 1
 
 
+def says(path: str, words: str) -> bool:
+    """Whether a page, by its place in the repository, has these words, wherever its lines end."""
+    return words in " ".join((ROOT / path).read_text(encoding="utf-8").split())
+
+
 def _blank(match: re.Match[str]) -> str:
     return re.sub(r"[^\n]", " ", match[0])
 

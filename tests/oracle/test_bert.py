@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megazero.data.indexed.writer import IndexedDatasetWriter
+from tests.docs.pages import says
 from tests.oracle import product
 from tests.oracle.bert import train_bert
 from tests.oracle.cases import BERT_FACTORS, BERT_STEPS, RANKS, all_pairs, bert_flags_of, covering, pairs_of
@@ -58,3 +59,4 @@ def test_product_trains_a_bert_as_the_oracle(case, data, tmp_path):
 def test_every_pair_of_settings_meets():
     assert set().union(*map(pairs_of, CASES)) == all_pairs(BERT_FACTORS)
     assert len(CASES) >= 12
+    assert says("docs/features.md", f"{len(CASES)} of BERT")

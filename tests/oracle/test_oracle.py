@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from megazero.config.fields import FIELDS
+from tests.docs.pages import says
 from tests.oracle import product
 from tests.oracle.agreement import check_spread, check_steps, check_tensors
 from tests.oracle.cases import (
@@ -95,3 +96,4 @@ def test_every_pair_of_settings_meets(factors, cases):
     met = set().union(*map(pairs_of, cases))
     assert met == all_pairs(factors)
     assert factors is HALF_FACTORS or len(cases) >= 60
+    assert factors is HALF_FACTORS or says("docs/features.md", f"trains {len(cases)} configurations of GPT")

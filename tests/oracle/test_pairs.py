@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.docs.pages import says
 from tests.oracle import product
 from tests.oracle.cases import PAIR_FACTORS, PAIR_STEPS, RANKS, all_pairs, covering, pair_flags_of, pairs_of
 from tests.oracle.pairs import train_pairs
@@ -43,3 +44,4 @@ def test_product_trains_a_t5_as_the_oracle(case, data, tmp_path):  # noqa: F811
 def test_every_pair_of_settings_meets():
     assert set().union(*map(pairs_of, CASES)) == all_pairs(PAIR_FACTORS)
     assert len(CASES) >= 12
+    assert says("docs/features.md", f"{len(CASES)} of T5")

@@ -18,6 +18,7 @@ from megazero.plan.job import PlannedJob
 from megazero.plan.plan import Plan
 from megazero.train.step.timers import Timers
 from megazero.verify.record import verification_engine
+from tests.docs.pages import says
 from tests.layouts.layout import Layout
 from tests.layouts.selection import (
     allowed,
@@ -77,6 +78,11 @@ def selection() -> tuple[list[Layout], list[Layout]]:
         few += drawn[:count]
         more += drawn[count:whole]
     return few, more
+
+
+def test_the_page_says_how_many() -> None:
+    layouts = sum(whole for _, _, whole in KINDS) + len(UNEVEN)
+    assert says("docs/plan.md", f"trains {layouts} layouts of up to four ranks")
 
 
 def few_micro_batches(layout: Layout) -> Config:

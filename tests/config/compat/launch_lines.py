@@ -60,20 +60,20 @@ comes from, `accepted` or `refused`, and the number of the reading. The lines ar
 _PROGRAMS: Mapping[str, str] = MappingProxyType(
     {
         "analyze_data.py": "analysis of data by another program",
-        "examples/inference/gpt/gpt_dynamic_inference.py": "text generation",
+        "examples/inference/gpt/gpt_dynamic_inference.py": "text generation by another program",
         "examples/mimo/train.py": "vision",
         "examples/multimodal/train.py": "vision",
-        "finetune_gpt.py": "tasks",
+        "finetune_gpt.py": "scoring tasks",
         "finetune_llama.py": "fine-tuning on conversations",
-        "gpt_dynamic_inference.py": "text generation",
-        "gpt_static_inference.py": "text generation",
+        "gpt_dynamic_inference.py": "text generation by another program",
+        "gpt_static_inference.py": "text generation by another program",
         "pretrain_ict.py": "retrieval",
         "pretrain_retro.py": "retrieval",
         "tasks/eval_harness/evaluate.py": "evaluation by another program",
-        "tasks/main.py": "tasks",
-        "tools/generate_samples_gpt.py": "text generation",
-        "tools/run_hybrid_text_generation_server.py": "text generation",
-        "tools/run_text_generation_server.py": "text generation",
+        "tasks/main.py": "scoring tasks",
+        "tools/generate_samples_gpt.py": "text generation by another program",
+        "tools/run_hybrid_text_generation_server.py": "text generation by another program",
+        "tools/run_text_generation_server.py": "text generation by another program",
         "train_rl.py": "reinforcement learning",
     }
 )
@@ -86,9 +86,7 @@ _RULES: Mapping[str, str] = MappingProxyType(
 )
 _JSON_SECTIONS: Mapping[str, str] = MappingProxyType(
     {
-        "compression_training": "compression",
-        "zero_optimization.offload_optimizer": "offload",
-        "zero_optimization.offload_param": "offload",
+        "compression_training": "compression of what is pretrained",
     }
 )
 _CHOICES: Mapping[tuple[str, str], str] = MappingProxyType(
@@ -97,9 +95,9 @@ _CHOICES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("--dataloader-type", "external"): "data variants",
         ("--tokenizer-type", "SFTTokenizer"): "fine-tuning on conversations",
         ("--recompute-modules", "mhc"): "model variants",
-        ("--hybrid-layer-pattern", "G-*-/-"): "multi-token prediction",
-        ("--hybrid-layer-pattern", "M-M-MCM-MHM-MDM-MCM-MHM-MDM-"): "linear and sparse attention",
-        ("--hybrid-layer-pattern", "*-*E*E*E/*E"): "multi-token prediction",
+        ("--hybrid-layer-pattern", "G-*-/-"): "variants of multi-token prediction",
+        ("--hybrid-layer-pattern", "M-M-MCM-MHM-MDM-MCM-MHM-MDM-"): "linear and learned sparse attention",
+        ("--hybrid-layer-pattern", "*-*E*E*E/*E"): "variants of multi-token prediction",
     }
 )
 """Refusals that are not of foreign flags: the feature that they ask for."""

@@ -94,7 +94,7 @@ def test_what_is_absent_is_named() -> None:
         ("--moe-dispatch-fwd-dtype mxfp8", "rows are sent to experts in the model's type"),
         ("--fp4-format e2m1", "fp4, weights kept in fp8 and recipes of other projects are not offered"),
         ("--mamba-training-ssm-states-dtype bf16", "the states of state-space layers are always fp32"),
-        ("--heterogeneous-block-specs", "are given by `--heterogeneous-layers-config-path FILE` alone"),
+        ("--heterogeneous-block-specs", "are given by `--heterogeneous-layers-config-path` or `--heterog"),
         ("--mtp-detach-heads", "further tokens are predicted by a layer each, on the last stage"),
         ("--perform-rl-step", "reinforcement learning is not offered"),
         ("--multiple-validation-sets", "there is one validation set"),

@@ -270,7 +270,7 @@ class Features(JsonSection):
     )
     nebula: Object = refused("checkpoints are files; leave the section out", DISABLED)
     datastates_ckpt: Object = refused("checkpoints are files; leave the section out")
-    msamp: Object = refused("fp8 is not offered here; leave the section out", DISABLED)
+    msamp: Object = refused("MS-AMP is not used; leave the section out", DISABLED)
     graph_harvesting: Bool = ignored("kernels are launched one by one")
     inference: Object = ignored("`init_inference` and `tp_model_init` are given theirs")
     timers: Object = ignored("timers are set by `wall_clock_breakdown`")
