@@ -6,6 +6,7 @@ from pathlib import Path
 
 METRICS = "metrics.jsonl"
 """The file of metrics in a run's folder, if `--metrics-jsonl` does not name another."""
+_KINDS = ("eval", "run", "samples")
 
 
 def find_metrics(folder: Path) -> Path | None:
@@ -13,5 +14,11 @@ def find_metrics(folder: Path) -> Path | None:
     usual = folder / METRICS
     if usual.is_file():
         return usual
-    others = [path for path in folder.glob("*.jsonl") if not path.name.endswith((".eval.jsonl", ".run.jsonl"))]
+    aside = tuple(f".{kind}.jsonl" for kind in _KINDS)
+    others = [path for path in folder.glob("*.jsonl") if not path.name.endswith(aside)]
     return others[0] if len(others) == 1 else None
+
+
+def beside(metrics: Path, kind: str) -> Path:
+    """The file beside one of metrics with its evaluations (`eval`), starts (`run`) or texts (`samples`)."""
+    return metrics.with_name(f"{metrics.name.removesuffix('.jsonl')}.{kind}.jsonl")

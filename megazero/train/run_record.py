@@ -1,0 +1,193 @@
+"""What a run writes of itself beside its metrics, for `megazero report`: its starts, its messages, its end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from megazero.config.fields import FIELDS
+from megazero.config.rules.rule import value_at
+from megazero.config.steps import Progress
+from megazero.config.tree.config import Config
+from megazero.errors import ConfigError
+from megazero.layers.inputs import NOTHING_SKIPPED
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.grid import AXES
+from megazero.mpu.group import Group
+from megazero.mpu.messages import fold_values
+from megazero.report.run_folder import METRICS, beside
+from megazero.train.observe.meters import Meters
+from megazero.train.observe.metrics import StepMetrics
+from megazero.train.observe.monitors.base import Monitor
+from megazero.train.observe.monitors.jsonl import JsonlMonitor, to_json
+from megazero.train.resume.snapshot import git_revision
+from megazero.version import VERSION
+
+_SECRET = re.compile(r"secret|passw|api_?key|credential|webhook|notify|(^|_)(access_|auth_)?token$", re.I)
+_URL = re.compile(r"\b([a-z][a-z0-9+.-]*://)(?:[^/@\s]*@)?([^/\s?#]+)[^\s,'\"]*", re.I)
+HIDDEN = "(not recorded)"
+
+
+class RunRecord(Monitor):
+    """Appends a record of this start to `X.run.jsonl`, then one of each message, rewind and of the end.
+
+    Args:
+        path: the file.
+        start: the facts of the start.
+        progress: where it starts.
+        end: the iteration at which the training is finished.
+    """
+
+    def __init__(self, path: Path, start: Mapping[str, object], progress: Progress, end: int):
+        self._path, self._at, self._end = path, progress.iteration, end
+        self._append("start", iteration=self._at, **start)
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._at = metrics["iteration"]
+
+    def message(self, text: str) -> None:
+        self._append("message", iteration=self._at, text=text)
+
+    def rewound(self, progress: Progress) -> None:
+        self._append("rewound", iteration=progress.iteration, before=self._at)
+        self._at = progress.iteration
+
+    def close(self) -> None:
+        error = sys.exc_info()[1]  # a run is closed while its error is on its way
+        state = "failed" if error is not None else "finished" if self._at >= self._end else "stopped"
+        reason = None if error is None else f"{type(error).__name__}: {error}"
+        self._append("end", iteration=self._at, state=state, reason=reason)
+
+    def _append(self, event: str, **facts: object) -> None:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        line = json.dumps(to_json({"event": event, "time": moment, **facts}), allow_nan=False)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+
+def begin_record(meters: Meters, world: Group, progress: Progress) -> list[Monitor]:
+    """Make the monitors that keep a run in its folder; every rank calls this, and the first one has them.
+
+    Metrics go to `metrics.jsonl` in the run's folder if `--metrics-jsonl` does not name a file.
+    """
+    config, context = meters.config, meters.engine.context
+    given, folder = config.logging.metrics_jsonl, config.checkpoint.save
+    if given is None and (folder is None or config.training.skip_train):
+        return []
+    here = {"hosts": {socket.gethostname(): 1}, "parameters": _parameters(meters)}
+    whole = fold_values(world, here, _both, context.device)
+    if context.rank != 0:
+        return []
+    path = Path(given) if given is not None else Path(folder or "") / METRICS
+    members: list[Monitor] = [] if given is not None else [_kept(path, progress.iteration)]
+    facts = {**whole, **_start_facts(meters)}
+    return [*members, RunRecord(beside(path, "run"), facts, progress, meters.plan.end.iteration)]
+
+
+def _kept(path: Path, iteration: int) -> JsonlMonitor:
+    """The monitor of a run's own metrics; a damaged file is set aside, as it must not end a resume."""
+    try:
+        return JsonlMonitor(path, iteration)
+    except ConfigError as error:
+        aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
+        os.replace(path, aside)
+        print(f"warning: metrics begin anew, {aside} has the earlier ones: {error}", file=sys.stderr)
+        return JsonlMonitor(path, iteration)
+
+
+def _both(some: Mapping[str, object], others: Mapping[str, object]) -> dict[str, object]:
+    """Add up what two ranks say of themselves: numbers, or numbers by name."""
+    result = dict(some)
+    for name, value in others.items():
+        before = result.get(name, {} if isinstance(value, dict) else 0)
+        if isinstance(value, dict) and isinstance(before, dict):
+            result[name] = _both(before, value)
+        else:
+            assert isinstance(value, int) and isinstance(before, int), "ranks send numbers"
+            result[name] = before + value
+    return result
+
+
+def _parameters(meters: Meters) -> int:
+    """This rank's part of the number of parameters: each element counts on one rank, tied ones once."""
+    context = meters.engine.context
+    buckets = meters.engine.optimizer.store.buckets
+    specs = {spec.name: spec for bucket in buckets for spec in bucket.layout.specs}
+    return sum(
+        math.prod(spec.present(context.place))
+        for spec in specs.values()
+        if spec.counts_on(context.place) and context.groups[spec.replicas].rank == 0
+    )
+
+
+def _start_facts(meters: Meters) -> dict[str, object]:
+    config, context, end = meters.config, meters.engine.context, meters.plan.end
+    tree = config.model_dump(mode="json")
+    return {
+        "command": _without_secrets(shlex.join(sys.orig_argv)),
+        "world_size": context.world_size,
+        "layout": _layout(config, context),
+        "device": _device_name(context.device),
+        "versions": {
+            "megazero": VERSION,
+            "git": git_revision(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "CUDA": torch.version.cuda,
+        },
+        "settings": {
+            spec.path: _shown(spec.name, value_at(config, spec.path))
+            for spec in FIELDS
+            if value_at(config, spec.path) != spec.default
+        },
+        "config": {
+            section: {name: _shown(name, value) for name, value in fields.items()}
+            for section, fields in tree.items()
+        },
+        "flops_per_token": meters.flops_per_token(config.model.seq_length, NOTHING_SKIPPED),
+        "matmul_rate": meters.matmul_rate,
+        "end": {"iteration": end.iteration, "samples": end.samples, "tokens": end.tokens},
+    }
+
+
+def _layout(config: Config, context: ParallelContext) -> dict[str, int]:
+    sizes = {axis: context.grid[axis] for axis in AXES}
+    return {**sizes, "zero_stage": config.zero.stage}
+
+
+def _shown(name: str, value: object) -> object:
+    """A setting as it is recorded: no secret, and of an address nothing but its host."""
+    if value is not None and _SECRET.search(name):
+        return HIDDEN
+    text = json.dumps(to_json(value), default=str)
+    return json.loads(_URL.sub(r"\1\2/...", text))
+
+
+def _without_secrets(command: str) -> str:
+    hidden = re.sub(
+        r"(--(\S+?))([= ])(\S+)",
+        lambda match: f"{match[1]}{match[3]}{HIDDEN}" if _SECRET.search(match[2].replace("-", "_")) else match[0],
+        command,
+    )
+    return _URL.sub(r"\1\2/...", hidden)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return match[1] if match else platform.machine() or device.type
