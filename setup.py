@@ -120,7 +120,7 @@ setup(
             *("py.typed", "ops/_native.pyi"),
             *("config/tables/*.txt", "config/tables/dialects/*.txt", "config/tables/*.csv"),
             *("deepspeed/names/*.csv", "deepspeed/path/deepspeed/*.py", "deepspeed/path/*.dist-info/*"),
-            "plan/devices/*.json",
+            *("plan/devices/*.json", "report/assets/*"),
         ]
     },
     python_requires=">=3.10",

@@ -137,7 +137,7 @@ py::tuple gather(const py::array& tokens, const Array<std::int32_t>& lengths, co
   return py::make_tuple(out_tokens, out_labels, range.lowest, range.highest);
 }
 
-// Returns (name -> column, numbers of the lines that were not understood).
+// Returns (name -> column, numbers of the lines that were not understood, number of lines).
 py::tuple json_columns(const Array<std::uint8_t>& text, std::int64_t base) {
   megazero::data::JsonColumns lines;
   const std::string_view view(reinterpret_cast<const char*>(text.data()), static_cast<std::size_t>(text.size()));
@@ -149,7 +149,7 @@ py::tuple json_columns(const Array<std::uint8_t>& text, std::int64_t base) {
   for (const auto& column : lines.columns()) {
     columns[py::str(column.name)] = py::array(static_cast<py::ssize_t>(column.values.size()), column.values.data());
   }
-  return py::make_tuple(std::move(columns), lines.refused());
+  return py::make_tuple(std::move(columns), lines.refused(), lines.lines());
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ class JsonColumns {
   void read(std::string_view text, std::int64_t base) {
     const char* at = text.data();
     const char* const end = at + text.size();
-    for (std::int64_t number = 0; at < end; ++number) {
+    for (; at < end; ++lines_) {
       const auto* stop = static_cast<const char*>(std::memchr(at, '\n', static_cast<std::size_t>(end - at)));
       if (stop == nullptr) stop = end;
       at_ = at;
@@ -33,7 +33,7 @@ class JsonColumns {
       if (object(kRoot, 0) && (blanks(), at_ == stop_)) {
         ++rows_;
       } else {
-        refused_.push_back(number);
+        refused_.push_back(lines_);
         for (auto& column : columns_) {
           if (column.values.size() > rows_) column.values.resize(rows_);
         }
@@ -49,6 +49,7 @@ class JsonColumns {
   };
   const std::vector<Column>& columns() const { return columns_; }
   const std::vector<std::int64_t>& refused() const { return refused_; }
+  std::int64_t lines() const { return lines_; }
 
  private:
   static constexpr double kMissing = std::numeric_limits<double>::quiet_NaN();
@@ -95,6 +96,22 @@ class JsonColumns {
     return true;
   }
 
+  // The key that is read next, if it is the one that came at this place in an earlier line; else -1.
+  int expected(int parent) {
+    blanks();
+    const int guess = keys_[static_cast<std::size_t>(previous_)].next;
+    if (guess < 0) return -1;
+    const Key& key = keys_[static_cast<std::size_t>(guess)];
+    const std::size_t size = key.text.size();
+    if (key.parent != parent || static_cast<std::size_t>(stop_ - at_) < size + 2 || at_[0] != '"' ||
+        at_[size + 1] != '"' || std::memcmp(at_ + 1, key.text.data(), size) != 0) {
+      return -1;
+    }
+    at_ += size + 2;
+    previous_ = guess;
+    return guess;
+  }
+
   int key_of(int parent, std::string_view text) {
     const int guess = keys_[static_cast<std::size_t>(previous_)].next;
     int found = guess;
@@ -136,9 +153,14 @@ class JsonColumns {
     if (depth > kDeepest || !take('{')) return false;
     if (take('}')) return true;
     do {
-      std::string_view key;
-      bool plain = true;
-      if (!text(key, plain) || !plain || !take(':') || !value(key_of(parent, key), depth)) return false;
+      int key = expected(parent);
+      if (key < 0) {
+        std::string_view word;
+        bool plain = true;
+        if (!text(word, plain) || !plain) return false;
+        key = key_of(parent, word);
+      }
+      if (!take(':') || !value(key, depth)) return false;
     } while (take(','));
     return take('}');
   }
@@ -244,6 +266,7 @@ class JsonColumns {
   double line_ = 0.0;
   int previous_ = kRoot;
   std::size_t rows_ = 0;
+  std::int64_t lines_ = 0;
   std::vector<Key> keys_{{-1, "", ""}};
   std::unordered_map<std::string, int> numbers_;
   std::vector<Column> columns_;

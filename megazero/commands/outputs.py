@@ -7,7 +7,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from megazero.pictures import SUFFIXES
+from megazero.pictures.style import SUFFIXES
 
 
 def output_file(text: str) -> Path:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,25 @@ from megazero.errors import DataError
 from megazero.regular_file import open_regular, why_unreadable
 
 Columns = dict[str, "np.ndarray[Any, np.dtype[np.float64]]"]
-CHUNK = 2**25
-"""Bytes that are read at a time."""
+Read = tuple[Columns, list[int], int]
+"""Columns, numbers of the lines that are no JSON objects, and the number of all lines."""
+CHUNK = 2**23
+"""About how many bytes are read at a time."""
 _ELEMENTS = 4  # of an array within an object
 _WORDS = {"Infinity": np.inf, "-Infinity": -np.inf}
 _SHOWN = 20  # damaged lines that are named
 
 
-def columns_reference(text: bytes, base: int) -> tuple[Columns, list[int]]:
-    """The columns of whole lines, and the numbers of those that are no JSON objects.
+def columns_reference(text: bytes, base: int) -> Read:
+    """Read the columns of whole lines.
 
     A name within an object is joined by a dot, and what a line lacks is NaN. An array directly in a line's
     object is not read: its column, named ``@`` and the key, has the place of the line.
     """
     rows: list[dict[str, float]] = []
     refused = []
-    for number, line in enumerate(text.removesuffix(b"\n").split(b"\n")):
+    lines = text.removesuffix(b"\n").split(b"\n")
+    for number, line in enumerate(lines):
         try:
             record = _loads(line)
             rows.append(dict(_flat(record, base)))
@@ -40,7 +44,7 @@ def columns_reference(text: bytes, base: int) -> tuple[Columns, list[int]]:
             refused.append(number)
         base += len(line) + 1
     names = dict.fromkeys(name for row in rows for name in row)
-    return {name: np.array([row.get(name, np.nan) for row in rows]) for name in names}, refused
+    return {name: np.array([row.get(name, np.nan) for row in rows]) for name in names}, refused, len(lines)
 
 
 def _flat(record: Mapping[str, object], base: int, above: str = "") -> Iterator[tuple[str, float]]:
@@ -66,7 +70,7 @@ def _loads(line: bytes) -> Any:
     return orjson.loads(line)
 
 
-def _fast() -> Callable[[bytes, int], tuple[Columns, list[int]]]:
+def _fast() -> Callable[[bytes, int], Read]:
     compiled = getattr(NATIVE, "json_columns", None)
     if compiled is None:
         return columns_reference
@@ -104,9 +108,10 @@ class Lines:
                 if identity != self._identity or stat.st_size < self._read:
                     self.columns, self.damage, self._identity = {}, [], identity
                     self._read = self._lines = self._damaged = 0
-                before, began = self._lines, self._read
+                before, ends = self._read, _ends(file.fileno(), self._read, stat.st_size)
                 with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-                    self._add(list(pool.map(_parsed, _chunks(file.fileno(), self._read))))
+                    spans = zip([before, *ends], ends, strict=False)
+                    self._add(list(pool.map(partial(_parsed, file.fileno()), spans)))
                 rest = os.pread(file.fileno(), 200, self._read)
         except OSError as error:
             raise DataError(
@@ -115,7 +120,7 @@ class Lines:
             ) from error
         cut = f"{self.path}, line {self._lines + 1} has no end: it is being written, or a crash cut it short"
         self.damage = [line for line in self.damage if " has no end: " not in line] + [cut] * bool(rest)
-        return began != self._read or before != self._lines
+        return before != self._read
 
     def record(self, place: float) -> dict[str, Any]:
         """The object of the line at a place, as a column named ``@...`` has it; empty if it is damaged."""
@@ -159,28 +164,31 @@ class _Chunk:
     damage: list[tuple[int, str]]
 
 
-def _chunks(descriptor: int, at: int) -> Iterator[tuple[bytes, int]]:
-    """Whole lines of a file from a place on, with the place of each piece."""
-    size = CHUNK
-    while data := os.pread(descriptor, size, at):
-        whole = data.rfind(b"\n") + 1
-        if whole:
-            yield data[:whole], at
-            at, size = at + whole, CHUNK
-        elif len(data) < size:
-            return
-        else:
-            size *= 2  # a line that is longer than a piece
+def _ends(descriptor: int, at: int, size: int) -> list[int]:
+    """The places in a file, from one on, at which pieces of whole lines end."""
+    ends = []
+    while at < size:
+        probe = at = min(at + CHUNK, size)
+        while (newline := (data := os.pread(descriptor, 2**16, probe)).find(b"\n")) < 0 and data:
+            probe += len(data)
+        if newline >= 0 and at < size:
+            at = probe + newline + 1
+        else:  # the rest of the file, up to its last line end
+            at = size
+            while at > (ends[-1] if ends else 0) and os.pread(descriptor, 1, at - 1) != b"\n":
+                at -= 1
+            size = at
+        ends.append(at)
+    return ends
 
 
-def _parsed(piece: tuple[bytes, int]) -> _Chunk:
-    text, base = piece
-    columns, refused = _fast()(text, base)
+def _parsed(descriptor: int, span: tuple[int, int]) -> _Chunk:
+    text = os.pread(descriptor, span[1] - span[0], span[0])
+    columns, refused, count = _fast()(text, span[0])
     damage = []
     if refused:
         lines = text.split(b"\n")
         damage = [(number, _why(lines[number])) for number in refused]
-    count = text.count(b"\n")
     iterations = columns.get("iteration", np.full(count - len(refused), np.nan))
     lacking = np.flatnonzero(~np.isfinite(iterations))
     if lacking.size:

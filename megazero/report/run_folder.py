@@ -6,7 +6,8 @@ from pathlib import Path
 
 METRICS = "metrics.jsonl"
 """The file of metrics in a run's folder, if `--metrics-jsonl` does not name another."""
-_KINDS = ("eval", "run", "samples")
+SAMPLES = "samples.jsonl"
+"""The file of texts in a run's folder that its checkpoints generated."""
 
 
 def find_metrics(folder: Path) -> Path | None:
@@ -14,11 +15,11 @@ def find_metrics(folder: Path) -> Path | None:
     usual = folder / METRICS
     if usual.is_file():
         return usual
-    aside = tuple(f".{kind}.jsonl" for kind in _KINDS)
+    aside = (".eval.jsonl", ".run.jsonl", SAMPLES)
     others = [path for path in folder.glob("*.jsonl") if not path.name.endswith(aside)]
     return others[0] if len(others) == 1 else None
 
 
 def beside(metrics: Path, kind: str) -> Path:
-    """The file beside one of metrics with its evaluations (`eval`), starts (`run`) or texts (`samples`)."""
+    """The file beside one of metrics with its evaluations (`eval`) or its starts (`run`)."""
     return metrics.with_name(f"{metrics.name.removesuffix('.jsonl')}.{kind}.jsonl")

@@ -1,0 +1,241 @@
+"""One run as the page shows it: its series reduced to what a chart can show, and what else its folder has."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megazero.errors import DataError
+from megazero.regular_file import read_regular, why_unreadable
+from megazero.report.columns import Columns, Lines
+from megazero.report.run_folder import SAMPLES, beside, find_metrics
+
+Json = dict[str, Any]
+BINS = 1000
+"""Bins of a reduced series, each with its lowest, highest and mean value: some 2,000 points that are drawn."""
+_CELLS = 60_000  # of experts' shares that a page keeps
+_AXES = {"iteration": "steps", "consumed_tokens": "tokens"}
+_MEANWHILE = 120.0  # seconds without a step after which a run that says nothing no longer runs
+_TREND = 50  # bins that a forecast of the loss needs
+
+
+@dataclass
+class Source:
+    """Where a run's page comes from.
+
+    Attributes:
+        name: the run's name.
+        lines: its metrics.
+        plan: a plan to set beside what was measured.
+    """
+
+    name: str
+    lines: Lines
+    plan: Path | None = None
+
+    @classmethod
+    def of(cls, run: Path, plan: Path | None = None) -> Source:
+        """The source of a run's folder or of its file of metrics.
+
+        Raises:
+            DataError: there are no metrics.
+        """
+        metrics = find_metrics(run) if run.is_dir() else run
+        if metrics is None:
+            raise DataError(
+                f"`RUN` must be a folder with a run's metrics, but {run} has none; name the file that "
+                "`--metrics-jsonl` wrote"
+            )
+        named = metrics.resolve()
+        name = named.parent.name if named.stem == "metrics" else named.stem
+        return cls(run.resolve().name if run.is_dir() else name, Lines(metrics), plan)
+
+    def read(self, bins: int = BINS) -> Json:
+        """Read what is new; return the run as JSON.
+
+        Raises:
+            DataError: the metrics cannot be read, or no line of them has an iteration.
+        """
+        self.lines.update()
+        columns, path = self.lines.columns, self.lines.path
+        if not columns and self.lines.damage and "has no end" not in self.lines.damage[0]:
+            raise DataError(f"`RUN` must be a file of metrics, but {self.lines.damage[0]}; check the path")
+        evaluations, damage = _records(beside(path, "eval"))
+        events, more = _records(beside(path, "run"))
+        starts = [event for event in events if event.get("event") == "start"]
+        config = starts[-1].get("config", {}) if starts else {}
+        saved = config.get("checkpoint", {}).get("save")
+        folder = Path(saved) if saved and Path(saved).is_dir() else path.parent
+        samples, others = _records(folder / SAMPLES)
+        incidents, faulty = _objects(sorted((folder / "incidents").glob("*.json")))
+        planned, unread = _objects([self.plan or folder / "plan.json"], needed=self.plan is not None)
+        steps = _steps(columns, bins)
+        return {
+            "name": self.name,
+            "path": str(path),
+            "folder": str(folder),
+            "damage": [*self.lines.damage, *damage, *more, *others, *faulty, *unread],
+            "state": _state(columns, events, path),
+            "starts": [{key: value for key, value in start.items() if key != "config"} for start in starts],
+            "marks": [event for event in events if event.get("event") == "rewound"],
+            "log": [event for event in events if event.get("event") in ("message", "end")][-60:],
+            "config": {f"{s}.{key}": value for s, part in config.items() for key, value in part.items()},
+            "evaluations": evaluations,
+            "samples": samples[-50:],
+            "incidents": incidents,
+            "plan": planned[0] if planned else None,
+            "steps": steps,
+            "experts": _experts(self.lines),
+            "memory": _memory(self.lines),
+            "forecast": _forecast(steps, (starts[-1].get("end") or {}) if starts else {}),
+        }
+
+
+def _records(path: Path) -> tuple[list[Json], list[str]]:
+    """The objects of a file of JSON lines, if there is one, and what is wrong with it."""
+    records, damage = [], []
+    try:
+        lines = read_regular(path).split(b"\n") if path.exists() else []
+    except OSError as error:
+        return [], [f"{path}: {why_unreadable(error)}"]
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line) if line.strip() else None
+        except (ValueError, RecursionError) as error:
+            damage.append(f"{path}, line {number} is not JSON: {error}; it is left out")
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+        elif line.strip():
+            damage.append(f"{path}, line {number} is not an object; it is left out")
+    return records, damage
+
+
+def _objects(paths: list[Path], *, needed: bool = True) -> tuple[list[Json], list[str]]:
+    """The object of each file, and which files have none; one that is not `needed` may be missing."""
+    objects, damage = [], []
+    for path in paths:
+        try:
+            value = json.loads(read_regular(path))
+            if not isinstance(value, dict):
+                raise ValueError("it is not an object")
+            objects.append(value)
+        except (OSError, ValueError, RecursionError) as error:
+            if needed or path.exists():
+                why = why_unreadable(error) if isinstance(error, OSError) else error
+                damage.append(f"{path} is left out: {why}")
+    return objects, damage
+
+
+def reduced(column: np.ndarray[Any, Any], starts: np.ndarray[Any, Any]) -> Json:
+    """The lowest, highest and mean finite value of each bin, which begin at these rows; None where none is."""
+    finite = np.isfinite(column)
+    some = np.where(finite, column, 0.0)
+    counts = np.add.reduceat(finite, starts, dtype=np.int64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.add.reduceat(some, starts) / counts
+    low = np.minimum.reduceat(np.where(finite, column, np.inf), starts)
+    high = np.maximum.reduceat(np.where(finite, column, -np.inf), starts)
+    return {"mean": _numbers(mean), "low": _numbers(low), "high": _numbers(high)}
+
+
+def _numbers(values: np.ndarray[Any, Any]) -> list[float | None]:
+    listed: list[float | None] = values.tolist()
+    for place in np.flatnonzero(~np.isfinite(values)).tolist():
+        listed[place] = None
+    return listed
+
+
+def _steps(columns: Columns, bins: int) -> Json:
+    """The series over steps, tokens and hours of training; reduced if there are more steps than points."""
+    count = len(columns.get("iteration", ()))
+    if not count:
+        return {"count": 0, "x": {}, "series": {}, "skipped": []}
+    starts = np.linspace(0, count, bins, endpoint=False).astype(int) if count > 2 * bins else None
+    last = np.arange(count) if starts is None else np.append(starts[1:], count) - 1
+    x = {short: _numbers(columns[name][last]) for name, short in _AXES.items() if name in columns}
+    seconds = np.nan_to_num(columns.get("seconds", np.zeros(count)))
+    x["hours"] = _numbers(np.cumsum(seconds)[last] / 3600)
+    series: Json = {}
+    for name, column in columns.items():
+        if name.startswith("@") or name in (*_AXES, "consumed_samples", "skipped"):
+            continue
+        series[name] = {"mean": _numbers(column)} if starts is None else reduced(column, starts)
+    skipped = columns["iteration"][columns.get("skipped", np.zeros(count)) == 1.0]
+    return {"count": count, "x": x, "series": series, "skipped": skipped[-500:].tolist()}
+
+
+def _state(columns: Columns, events: list[Json], path: Path) -> Json:
+    """What a run does, and since when; with the time to its end at the pace of its latest steps."""
+    began = max((i for i, event in enumerate(events) if event.get("event") == "start"), default=-1)
+    end = next((event for event in events[began:] if event.get("event") == "end"), None) if events else None
+    start, changed = (events[began] if began >= 0 else {}), path.stat().st_mtime
+    seconds = columns.get("seconds", np.zeros(0))[-100:]
+    pace = float(np.median(seconds)) if seconds.size else None
+    at = int(columns["iteration"][-1]) if columns else 0
+    if events and (noted := _moment(events[-1].get("time"))):
+        changed = max(changed, noted)
+    if end is not None:
+        return {"word": end.get("state"), "when": _moment(end.get("time")), "why": end.get("reason"), "at": at}
+    alive = time.time() - changed < max(_MEANWHILE, 20 * (pace or 0.0))
+    state: Json = {"word": "running" if alive else "silent", "when": changed, "at": at}
+    total = (start.get("end") or {}).get("iteration")
+    if alive and total and pace:
+        state["eta"] = pace * max(0, total - at)
+    return state
+
+
+def _moment(text: object) -> float | None:
+    try:
+        return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return None
+
+
+def _experts(lines: Lines) -> Json | None:
+    """Each expert's share of tokens, as a multiple of an even one, in some of the records with the last."""
+    places = lines.columns.get("@tokens_per_expert")
+    if places is None:
+        return None
+    rows = np.flatnonzero(np.isfinite(places))
+    layers = lines.record(places[rows[-1]]).get("tokens_per_expert") or []
+    cells = sum(len(layer["tokens"]) for layer in layers)
+    kept = min(len(rows), 120, max(2, _CELLS // max(1, cells)))
+    chosen = rows[np.linspace(0, len(rows) - 1, kept).astype(int)]
+    records = [lines.record(places[row]).get("tokens_per_expert") or [] for row in chosen]
+    shares = [
+        [[round(n * len(layer["tokens"]) / max(1, sum(layer["tokens"])), 3) for n in layer["tokens"]] for layer in r]
+        for r in records
+    ]
+    steps = lines.columns["iteration"][chosen].tolist()
+    return {"steps": steps, "layers": [layer["layer"] for layer in layers], "shares": shares}
+
+
+def _memory(lines: Lines) -> list[Json]:
+    places = lines.columns.get("@memory", np.zeros(0))
+    rows = np.flatnonzero(np.isfinite(places))
+    ranks: list[Json] = lines.record(places[rows[-1]]).get("memory") or [] if rows.size else []
+    return ranks
+
+
+def _forecast(steps: Json, end: Json) -> Json | None:
+    """The loss at the end if it goes on as over the latest half: a line over the logarithm of the steps."""
+    name = next((n for n in ("total_loss", "lm_loss", "loss") if n in steps["series"]), None)
+    if name is None or not end.get("iteration") or steps["x"]["steps"][-1] >= end["iteration"]:
+        return None
+    pairs = zip(steps["x"]["steps"], steps["series"][name]["mean"], strict=True)
+    known = np.array([(x, y) for x, y in pairs if y is not None])
+    known = known[len(known) // 2 :]
+    if len(known) < _TREND:
+        return None
+    at = np.log(known[:, 0])
+    slope, level = np.polyfit(at, known[:, 1], 1)
+    spread = float(np.std(known[:, 1] - (slope * at + level)))
+    value = float(slope * np.log(end["iteration"]) + level)
+    return {"name": name, "value": value, "spread": spread, "step": end["iteration"]}
