@@ -26,6 +26,7 @@ class JsonColumns {
     for (; at < end; ++lines_) {
       const auto* stop = static_cast<const char*>(std::memchr(at, '\n', static_cast<std::size_t>(end - at)));
       if (stop == nullptr) stop = end;
+      if (lines_ == 0) expected_rows_ = text.size() / static_cast<std::size_t>(stop - at + 1) * 5 / 4;
       at_ = at;
       stop_ = stop;
       line_ = static_cast<double>(base + (at - text.data()));
@@ -134,6 +135,7 @@ class JsonColumns {
     if (column < 0) {
       column = static_cast<int>(columns_.size());
       columns_.push_back({name, {}});
+      columns_.back().values.reserve(expected_rows_);
     }
     auto& values = columns_[static_cast<std::size_t>(column)].values;
     if (values.size() > rows_) {
@@ -266,6 +268,7 @@ class JsonColumns {
   double line_ = 0.0;
   int previous_ = kRoot;
   std::size_t rows_ = 0;
+  std::size_t expected_rows_ = 0;
   std::int64_t lines_ = 0;
   std::vector<Key> keys_{{-1, "", ""}};
   std::unordered_map<std::string, int> numbers_;

@@ -42,10 +42,12 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PROMPT",
-        help="first let the newest checkpoint of the first run continue this text; may be given several times",
+        help="let the newest checkpoint of the first run continue this text; may be given several times",
     )
     parser.add_argument(
-        "--watch", action="store_true", help="serve the page on 127.0.0.1 while the runs go on, and keep it fresh"
+        "--watch",
+        action="store_true",
+        help="serve the page on 127.0.0.1 while the runs go on, and keep it fresh",
     )
     parser.add_argument("--port", type=int, default=0, help="port of --watch (default: any that is free)")
     return parser
@@ -96,4 +98,6 @@ def _sample(source: Source, prompts: Sequence[str]) -> None:
     words = [word for prompt in prompts for word in ("--prompt", prompt)]
     sizes = ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
     if generate.main(["--load", folder, "--save-samples", *sizes, *words]):
-        raise ConfigError(f"`--sample` must have a checkpoint that can continue texts, but {folder} has none; leave it out")
+        raise ConfigError(
+            f"`--sample` must have a checkpoint that can continue texts, but {folder} has none; leave it out"
+        )

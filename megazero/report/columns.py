@@ -70,11 +70,10 @@ def _loads(line: bytes) -> Any:
     return orjson.loads(line)
 
 
-def _fast() -> Callable[[bytes, int], Read]:
-    compiled = getattr(NATIVE, "json_columns", None)
-    if compiled is None:
-        return columns_reference
-    return lambda text, base: compiled(np.frombuffer(text, np.uint8), base)
+def compiled() -> Callable[[bytes, int], Read] | None:
+    """The compiled twin of `columns_reference`, which is some 30 times as fast; None if it is not built."""
+    read = getattr(NATIVE, "json_columns", None)
+    return None if read is None else lambda text, base: read(np.frombuffer(text, np.uint8), base)
 
 
 @dataclass
@@ -83,7 +82,7 @@ class Lines:
 
     Attributes:
         path: the file.
-        columns: name -> its value in each line that has an iteration, in their order; NaN where there is none.
+        columns: name -> its value in each line that has an iteration; NaN where it has none.
         damage: what is wrong with the file, one sentence for each damaged line.
     """
 
@@ -115,8 +114,8 @@ class Lines:
                 rest = os.pread(file.fileno(), 200, self._read)
         except OSError as error:
             raise DataError(
-                f"`RUN` must be a run's folder or a file of metrics, but {self.path}: {why_unreadable(error)}; "
-                "check the path"
+                f"`RUN` must be a run's folder or a file of metrics, but {self.path}: "
+                f"{why_unreadable(error)}; check the path"
             ) from error
         cut = f"{self.path}, line {self._lines + 1} has no end: it is being written, or a crash cut it short"
         self.damage = [line for line in self.damage if " has no end: " not in line] + [cut] * bool(rest)
@@ -184,7 +183,7 @@ def _ends(descriptor: int, at: int, size: int) -> list[int]:
 
 def _parsed(descriptor: int, span: tuple[int, int]) -> _Chunk:
     text = os.pread(descriptor, span[1] - span[0], span[0])
-    columns, refused, count = _fast()(text, span[0])
+    columns, refused, count = (compiled() or columns_reference)(text, span[0])
     damage = []
     if refused:
         lines = text.split(b"\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,9 +19,16 @@ from megazero.report.run_folder import SAMPLES, beside, find_metrics
 
 Json = dict[str, Any]
 BINS = 1000
-"""Bins of a reduced series, each with its lowest, highest and mean value: some 2,000 points that are drawn."""
+"""Bins of a reduced series, each with its lowest, highest and mean value: 2,000 points, and a line."""
 _CELLS = 60_000  # of experts' shares that a page keeps
 _AXES = {"iteration": "steps", "consumed_tokens": "tokens"}
+_OF_WORK = (
+    "seconds",
+    "tokens_per_second",
+    "tflops",
+    "matmul_share",
+    "grad_norm",
+)  # not known of a step that was passed over
 _MEANWHILE = 120.0  # seconds without a step after which a run that says nothing no longer runs
 _TREND = 50  # bins that a forecast of the loss needs
 
@@ -66,30 +74,30 @@ class Source:
         columns, path = self.lines.columns, self.lines.path
         if not columns and self.lines.damage and "has no end" not in self.lines.damage[0]:
             raise DataError(f"`RUN` must be a file of metrics, but {self.lines.damage[0]}; check the path")
-        evaluations, damage = _records(beside(path, "eval"))
-        events, more = _records(beside(path, "run"))
+        damage = list(self.lines.damage)
+        events = _lines(beside(path, "run"), damage)
         starts = [event for event in events if event.get("event") == "start"]
         config = starts[-1].get("config", {}) if starts else {}
         saved = config.get("checkpoint", {}).get("save")
         folder = Path(saved) if saved and Path(saved).is_dir() else path.parent
-        samples, others = _records(folder / SAMPLES)
-        incidents, faulty = _objects(sorted((folder / "incidents").glob("*.json")))
-        planned, unread = _objects([self.plan or folder / "plan.json"], needed=self.plan is not None)
+        files = [*sorted((folder / "incidents").glob("*.json")), self.plan or folder / "plan.json"]
+        texts = [(str(file), text) for file in files if (text := _bytes(file, damage))]
+        objects = _objects(texts, damage)
         steps = _steps(columns, bins)
         return {
             "name": self.name,
             "path": str(path),
             "folder": str(folder),
-            "damage": [*self.lines.damage, *damage, *more, *others, *faulty, *unread],
+            "damage": damage,
             "state": _state(columns, events, path),
             "starts": [{key: value for key, value in start.items() if key != "config"} for start in starts],
             "marks": [event for event in events if event.get("event") == "rewound"],
             "log": [event for event in events if event.get("event") in ("message", "end")][-60:],
             "config": {f"{s}.{key}": value for s, part in config.items() for key, value in part.items()},
-            "evaluations": evaluations,
-            "samples": samples[-50:],
-            "incidents": incidents,
-            "plan": planned[0] if planned else None,
+            "evaluations": _lines(beside(path, "eval"), damage),
+            "samples": _lines(folder / SAMPLES, damage)[-50:],
+            "incidents": [facts for facts in objects if "kind" in facts],
+            "plan": next((facts for facts in objects if "seconds_per_step" in facts), None),
             "steps": steps,
             "experts": _experts(self.lines),
             "memory": _memory(self.lines),
@@ -97,51 +105,47 @@ class Source:
         }
 
 
-def _records(path: Path) -> tuple[list[Json], list[str]]:
-    """The objects of a file of JSON lines, if there is one, and what is wrong with it."""
-    records, damage = [], []
+def _lines(path: Path, damage: list[str]) -> list[Json]:
+    """The objects of a file of JSON lines, if there is one; `damage` receives what is wrong with it."""
+    lines = _bytes(path, damage).split(b"\n")
+    return _objects(((f"{path}, line {i}", line) for i, line in enumerate(lines, 1) if line.strip()), damage)
+
+
+def _bytes(path: Path, damage: list[str]) -> bytes:
     try:
-        lines = read_regular(path).split(b"\n") if path.exists() else []
+        return read_regular(path)
+    except FileNotFoundError:
+        return b""
     except OSError as error:
-        return [], [f"{path}: {why_unreadable(error)}"]
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line) if line.strip() else None
-        except (ValueError, RecursionError) as error:
-            damage.append(f"{path}, line {number} is not JSON: {error}; it is left out")
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-        elif line.strip():
-            damage.append(f"{path}, line {number} is not an object; it is left out")
-    return records, damage
+        damage.append(f"{path} is left out: {why_unreadable(error)}")
+        return b""
 
 
-def _objects(paths: list[Path], *, needed: bool = True) -> tuple[list[Json], list[str]]:
-    """The object of each file, and which files have none; one that is not `needed` may be missing."""
-    objects, damage = [], []
-    for path in paths:
+def _objects(texts: Iterable[tuple[str, bytes]], damage: list[str]) -> list[Json]:
+    objects: list[Json] = []
+    for where, text in texts:
         try:
-            value = json.loads(read_regular(path))
+            value = json.loads(text)
             if not isinstance(value, dict):
-                raise ValueError("it is not an object")
+                raise ValueError("it is no object")
             objects.append(value)
-        except (OSError, ValueError, RecursionError) as error:
-            if needed or path.exists():
-                why = why_unreadable(error) if isinstance(error, OSError) else error
-                damage.append(f"{path} is left out: {why}")
-    return objects, damage
+        except (ValueError, RecursionError) as error:
+            damage.append(f"{where} is left out: {error}")
+    return objects
 
 
 def reduced(column: np.ndarray[Any, Any], starts: np.ndarray[Any, Any]) -> Json:
-    """The lowest, highest and mean finite value of each bin, which begin at these rows; None where none is."""
+    """The mean, lowest and highest finite value of the bins that begin at these rows; None where none is."""
     finite = np.isfinite(column)
-    some = np.where(finite, column, 0.0)
-    counts = np.add.reduceat(finite, starts, dtype=np.int64)
-    with np.errstate(invalid="ignore", divide="ignore"):
+    if finite.all():
+        counts: Any = np.diff(np.append(starts, len(column)))
+        some = lowest = highest = column
+    else:
+        counts = np.add.reduceat(finite, starts, dtype=np.int64)
+        some, lowest, highest = (np.where(finite, column, other) for other in (0.0, np.inf, -np.inf))
+    with np.errstate(invalid="ignore"):
         mean = np.add.reduceat(some, starts) / counts
-    low = np.minimum.reduceat(np.where(finite, column, np.inf), starts)
-    high = np.maximum.reduceat(np.where(finite, column, -np.inf), starts)
+    low, high = np.minimum.reduceat(lowest, starts), np.maximum.reduceat(highest, starts)
     return {"mean": _numbers(mean), "low": _numbers(low), "high": _numbers(high)}
 
 
@@ -163,7 +167,10 @@ def _steps(columns: Columns, bins: int) -> Json:
     seconds = np.nan_to_num(columns.get("seconds", np.zeros(count)))
     x["hours"] = _numbers(np.cumsum(seconds)[last] / 3600)
     series: Json = {}
+    worked = np.isfinite(columns.get("phase_seconds.forward-backward", np.zeros(count)))
     for name, column in columns.items():
+        if name in _OF_WORK:  # of a step that was passed over nothing can be said
+            column = np.where(worked, column, np.nan)
         if name.startswith("@") or name in (*_AXES, "consumed_samples", "skipped"):
             continue
         series[name] = {"mean": _numbers(column)} if starts is None else reduced(column, starts)
@@ -182,7 +189,12 @@ def _state(columns: Columns, events: list[Json], path: Path) -> Json:
     if events and (noted := _moment(events[-1].get("time"))):
         changed = max(changed, noted)
     if end is not None:
-        return {"word": end.get("state"), "when": _moment(end.get("time")), "why": end.get("reason"), "at": at}
+        return {
+            "word": end.get("state"),
+            "when": _moment(end.get("time")),
+            "why": end.get("reason"),
+            "at": at,
+        }
     alive = time.time() - changed < max(_MEANWHILE, 20 * (pace or 0.0))
     state: Json = {"word": "running" if alive else "silent", "when": changed, "at": at}
     total = (start.get("end") or {}).get("iteration")
@@ -208,13 +220,16 @@ def _experts(lines: Lines) -> Json | None:
     cells = sum(len(layer["tokens"]) for layer in layers)
     kept = min(len(rows), 120, max(2, _CELLS // max(1, cells)))
     chosen = rows[np.linspace(0, len(rows) - 1, kept).astype(int)]
-    records = [lines.record(places[row]).get("tokens_per_expert") or [] for row in chosen]
     shares = [
-        [[round(n * len(layer["tokens"]) / max(1, sum(layer["tokens"])), 3) for n in layer["tokens"]] for layer in r]
-        for r in records
+        [_shares(layer["tokens"]) for layer in lines.record(places[row])["tokens_per_expert"]]
+        for row in chosen
     ]
     steps = lines.columns["iteration"][chosen].tolist()
     return {"steps": steps, "layers": [layer["layer"] for layer in layers], "shares": shares}
+
+
+def _shares(tokens: list[int]) -> list[float]:
+    return [round(count * len(tokens) / max(1, sum(tokens)), 3) for count in tokens]
 
 
 def _memory(lines: Lines) -> list[Json]:

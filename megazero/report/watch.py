@@ -78,7 +78,7 @@ def open_server(watched: Watched, port: int) -> ThreadingHTTPServer:
 class _Handler(BaseHTTPRequestHandler):
     """Answers for the page and for its data, if both the token and the Host header are right.
 
-    A page of another origin does not know the token; one whose name was pointed at 127.0.0.1 has another Host.
+    A page of another origin does not know the token; one whose name was pointed here has another Host.
     """
 
     def __init__(self, watched: Watched, *arguments: object):

@@ -1,4 +1,4 @@
-"""What a run writes of itself beside its metrics, for `megazero report`: its starts, its messages, its end."""
+"""What a run writes of itself beside its metrics, for `megazero report`: starts, messages, and its end."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import shlex
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,14 +20,13 @@ import torch
 from megazero.config.fields import FIELDS
 from megazero.config.rules.rule import value_at
 from megazero.config.steps import Progress
-from megazero.config.tree.config import Config
 from megazero.errors import ConfigError
 from megazero.layers.inputs import NOTHING_SKIPPED
-from megazero.mpu.context import ParallelContext
 from megazero.mpu.grid import AXES
 from megazero.mpu.group import Group
 from megazero.mpu.messages import fold_values
 from megazero.report.run_folder import METRICS, beside
+from megazero.train.observe.host import nominal_matmul_rate
 from megazero.train.observe.meters import Meters
 from megazero.train.observe.metrics import StepMetrics
 from megazero.train.observe.monitors.base import Monitor
@@ -85,13 +85,15 @@ def begin_record(meters: Meters, world: Group, progress: Progress) -> list[Monit
     given, folder = config.logging.metrics_jsonl, config.checkpoint.save
     if given is None and (folder is None or config.training.skip_train):
         return []
-    here = {"hosts": {socket.gethostname(): 1}, "parameters": _parameters(meters)}
-    whole = fold_values(world, here, _both, context.device)
+    own = [[socket.gethostname()], _parameters(meters)]
+    hosts, parameters = (
+        fold_values(world, own, lambda a, b: [a[0] + b[0], a[1] + b[1]], context.device) or own
+    )
     if context.rank != 0:
         return []
     path = Path(given) if given is not None else Path(folder or "") / METRICS
     members: list[Monitor] = [] if given is not None else [_kept(path, progress.iteration)]
-    facts = {**whole, **_start_facts(meters)}
+    facts = {"hosts": Counter(hosts), "parameters": parameters, **_start_facts(meters)}
     return [*members, RunRecord(beside(path, "run"), facts, progress, meters.plan.end.iteration)]
 
 
@@ -104,19 +106,6 @@ def _kept(path: Path, iteration: int) -> JsonlMonitor:
         os.replace(path, aside)
         print(f"warning: metrics begin anew, {aside} has the earlier ones: {error}", file=sys.stderr)
         return JsonlMonitor(path, iteration)
-
-
-def _both(some: Mapping[str, object], others: Mapping[str, object]) -> dict[str, object]:
-    """Add up what two ranks say of themselves: numbers, or numbers by name."""
-    result = dict(some)
-    for name, value in others.items():
-        before = result.get(name, {} if isinstance(value, dict) else 0)
-        if isinstance(value, dict) and isinstance(before, dict):
-            result[name] = _both(before, value)
-        else:
-            assert isinstance(value, int) and isinstance(before, int), "ranks send numbers"
-            result[name] = before + value
-    return result
 
 
 def _parameters(meters: Meters) -> int:
@@ -135,9 +124,9 @@ def _start_facts(meters: Meters) -> dict[str, object]:
     config, context, end = meters.config, meters.engine.context, meters.plan.end
     tree = config.model_dump(mode="json")
     return {
-        "command": _without_secrets(shlex.join(sys.orig_argv)),
+        "command": _command(),
         "world_size": context.world_size,
-        "layout": _layout(config, context),
+        "layout": {axis: context.grid[axis] for axis in AXES} | {"zero_stage": config.zero.stage},
         "device": _device_name(context.device),
         "versions": {
             "megazero": VERSION,
@@ -157,30 +146,26 @@ def _start_facts(meters: Meters) -> dict[str, object]:
         },
         "flops_per_token": meters.flops_per_token(config.model.seq_length, NOTHING_SKIPPED),
         "matmul_rate": meters.matmul_rate,
+        "nominal_rate": nominal_matmul_rate(_device_name(context.device)),
         "end": {"iteration": end.iteration, "samples": end.samples, "tokens": end.tokens},
     }
 
 
-def _layout(config: Config, context: ParallelContext) -> dict[str, int]:
-    sizes = {axis: context.grid[axis] for axis in AXES}
-    return {**sizes, "zero_stage": config.zero.stage}
-
-
 def _shown(name: str, value: object) -> object:
     """A setting as it is recorded: no secret, and of an address nothing but its host."""
-    if value is not None and _SECRET.search(name):
-        return HIDDEN
-    text = json.dumps(to_json(value), default=str)
-    return json.loads(_URL.sub(r"\1\2/...", text))
+    hidden = value is not None and _SECRET.search(name)
+    return HIDDEN if hidden else json.loads(_URL.sub(r"\1\2/...", json.dumps(to_json(value), default=str)))
 
 
-def _without_secrets(command: str) -> str:
-    hidden = re.sub(
-        r"(--(\S+?))([= ])(\S+)",
-        lambda match: f"{match[1]}{match[3]}{HIDDEN}" if _SECRET.search(match[2].replace("-", "_")) else match[0],
-        command,
-    )
-    return _URL.sub(r"\1\2/...", hidden)
+def _command() -> str:
+    """This process's command line, without secrets."""
+    words, flag = [], ""
+    for word in sys.orig_argv:
+        name, _, value = word.partition("=")
+        hidden = _SECRET.search((name if value else flag).replace("-", "_"))
+        words.append(word if not hidden else f"{name}={HIDDEN}" if value else HIDDEN)
+        flag = word if word.startswith("--") else ""
+    return _URL.sub(r"\1\2/...", shlex.join(words))
 
 
 def _device_name(device: torch.device) -> str:

@@ -12,7 +12,7 @@ function h(tag, attributes = {}, ...children) {
     if (name.startsWith("on")) element[name] = value;
     else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat().filter(child => child !== null && child !== undefined));
+  element.append(...children.flat(Infinity).filter(child => child !== null && child !== undefined));
   return element;
 }
 const colors = () => themes.themes[view.theme];
@@ -89,8 +89,11 @@ function chart(title, names, option = {}) {
       const color = many ? colorOf(n) : colorOf(r), dash = r >= colors().series.length && !many ? [6, 3] : null;
       const tell = [page.runs.length > 1 ? run.name : null, many || page.runs.length < 2 ? text : null].filter(Boolean).join(" ");
       if (data) {
-        const mean = fit(data.mean), columns = [xs, mean], at = series.length;
-        series.push({ stroke: view.smooth || data.low ? color + (view.smooth ? "55" : "") : color, width: 1.4, dash, points: { show: mean.filter(x => x !== null).length < 60, size: 4 } });
+        const all = fit(data.mean), known = all.filter(x => x !== null).length, at = series.length;
+        // A series with values at some steps alone is a line from each to the next.
+        const kept = known < all.length / 2 && !data.low ? all.flatMap((x, i) => x === null ? [] : [i]) : null;
+        const mean = kept ? kept.map(i => all[i]) : all, columns = [kept ? kept.map(i => xs[i]) : xs, mean];
+        series.push({ stroke: view.smooth || data.low ? color + (view.smooth ? "55" : "") : color, width: 1.4, dash, points: { show: known < 60, size: 4 } });
         lines.push({ at, tell, color, low: data.low ? at + 1 : null });
         if (data.low) {
           columns.push(fit(data.low), fit(data.high));
@@ -119,13 +122,14 @@ function chart(title, names, option = {}) {
   const logButton = option.log ? h("button", { "aria-pressed": String(!!view.log[title]), onclick: () => { view.log[title] = !view.log[title]; render(); } }, "log") : null;
   const card = h("div", { class: "card" + (option.wide ? " wide" : ""), "data-chart": title },
     h("div", { style: "display:flex;justify-content:space-between" }, h("h3", {}, title + (option.unit ? `, ${option.unit}` : "")), logButton),
+    option.wide ? h("div", { class: "muted" }, "Rings are evaluations, dashed marks resumes and ways back, whole ones incidents.") : null,
     many ? h("div", { class: "muted" }, names.map(([, text], n) => [h("span", { class: "dot", style: `background:${colorOf(n)}` }), text + "  "])) : null, box, tip);
   const marks = option.marks ? page.runs.flatMap((run, r) => view.hidden.has(r) ? [] : marksOf(run)) : [];
   const axis = { stroke: colors().muted, grid: { stroke: colors().grid, width: 1 }, ticks: { stroke: colors().grid, width: 1 }, font: "11px system-ui", values: (_, ticks) => ticks.map(t => t === null ? "" : number(t)) };
   charts.push({ box, make: () => new uPlot({
     width: box.clientWidth, height: option.wide ? 320 : 210, series, bands,
     scales: { x: { time: false }, y: { distr: view.log[title] ? 3 : 1 } },
-    axes: [{ ...axis, space: 70 }, { ...axis, size: 56 }],
+    axes: [{ ...axis, space: 70, size: 28 }, { ...axis, size: 56 }],
     cursor: { sync: { key: "runs", scales: ["x", null] }, drag: { x: true, y: false }, points: { size: 6 } },
     hooks: {
       setScale: [(u, key) => { if (key === "x") zoomed(u); }],
@@ -176,7 +180,7 @@ function chartCards() {
     ...terms.map((n, i) => take(label(n), [n], { wide: i === 0, log: true, points: true, marks: true })),
     take("learning rate", ["learning_rate"]), take("gradient norm", ["grad_norm"], { log: true, marks: true }),
     take("throughput", ["tokens_per_second"], { unit: "tokens/s" }), take("TFLOP/s of a rank", ["tflops"]),
-    take("share of the matmul rate (as MFU, of the measured rate)", ["matmul_share"], { unit: "%", scale: 100 }), take("step", ["seconds"], { unit: "s", log: true }),
+    take("share of the measured matmul rate", ["matmul_share"], { unit: "%", scale: 100 }), take("step", ["seconds"], { unit: "s", log: true }),
     ...several("phases of a step", "phase_seconds.", { unit: "s", log: true }),
     ...several("ranks: own time of a step", "rank_seconds.own.", { unit: "s" }), ...several("ranks: waited in a step", "rank_seconds.waited.", { unit: "s" }),
   ];
@@ -198,7 +202,7 @@ function overview(run, r) {
       fact("time left", state.eta !== undefined ? `${duration(state.eta)}, until ${clock(Date.now() / 1000 + state.eta)}` : null),
       fact(loss ? label(loss) : "", loss ? number(lastOf(series(loss))) : null), fact("validation", evaluated && loss ? number(evaluated[loss]) : null),
       fact("forecast of the " + label(run.forecast?.name ?? ""), run.forecast ? `${number(run.forecast.value)} ± ${number(run.forecast.spread)} at step ${number(run.forecast.step)}, if it goes on as over its latest half` : null),
-      fact("throughput", speed ? `${number(speed)} tokens/s` : null), fact("of a rank", flops ? `${number(flops)} TFLOP/s, ${number(100 * share)}% of its matmul rate` : null),
+      fact("throughput", speed ? `${number(speed)} tokens/s` : null), fact("of a rank", flops ? `${number(flops)} TFLOP/s, ${number(100 * share)}% of its matmul rate` + (start?.nominal_rate ? `, MFU ${number(100e12 * flops / start.nominal_rate)}%` : "") : null),
       fact("layout", start ? `${start.world_size} ranks: ${layoutOf(start)}` : null), fact("device", start?.device), fact("hosts", start ? Object.entries(start.hosts).map(([n, k]) => `${n} (${k})`).join(", ") : null),
       fact("parameters", start ? number(start.parameters) : null), fact("training", lastOf(steps.x.hours ?? []) ? duration(3600 * lastOf(steps.x.hours)) : null),
       fact("incidents", String(run.incidents.length)), fact("skipped steps", steps.skipped.length ? String(steps.skipped.length) : null), fact("starts", run.starts.length ? String(run.starts.length) : null)),
