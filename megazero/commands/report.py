@@ -97,7 +97,7 @@ def _sample(source: Source, prompts: Sequence[str]) -> None:
     folder = source.read()["folder"]
     words = [word for prompt in prompts for word in ("--prompt", prompt)]
     sizes = ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
-    if generate.main(["--load", folder, "--save-samples", *sizes, *words]):
+    if generate.main(["--load", folder, "--save-samples", "--max-new-tokens", "32", *sizes, *words]):
         raise ConfigError(
             f"`--sample` must have a checkpoint that can continue texts, but {folder} has none; leave it out"
         )

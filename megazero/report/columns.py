@@ -164,20 +164,15 @@ class _Chunk:
 
 
 def _ends(descriptor: int, at: int, size: int) -> list[int]:
-    """The places in a file, from one on, at which pieces of whole lines end."""
+    """The places in a file, after one, at which pieces of whole lines end."""
+    while size > at and os.pread(descriptor, 1, size - 1) != b"\n":  # a last line without an end
+        size -= 1
     ends = []
     while at < size:
-        probe = at = min(at + CHUNK, size)
-        while (newline := (data := os.pread(descriptor, 2**16, probe)).find(b"\n")) < 0 and data:
-            probe += len(data)
-        if newline >= 0 and at < size:
-            at = probe + newline + 1
-        else:  # the rest of the file, up to its last line end
-            at = size
-            while at > (ends[-1] if ends else 0) and os.pread(descriptor, 1, at - 1) != b"\n":
-                at -= 1
-            size = at
-        ends.append(at)
+        at = min(at + CHUNK, size)
+        while at < size and (newline := os.pread(descriptor, 2**16, at - 1).find(b"\n")) != 0:
+            at = at + newline if newline > 0 else at + 2**16 - 1
+        ends.append(min(at, size))
     return ends
 
 

@@ -50,6 +50,7 @@ class Loaded:
         remarks: remarks about checkpoints that were skipped.
         collate: turns a dataset's arrays into micro-batches, without dropout.
         sharers: ranks with the same chunks, which share the key-value cache; None for no other ranks.
+        iteration: that of the checkpoint.
     """
 
     context: ParallelContext
@@ -59,6 +60,7 @@ class Loaded:
     remarks: tuple[str, ...]
     collate: Collate[MicroBatch]
     sharers: Group | None = None
+    iteration: int = 0
 
 
 def load_for_inference(
@@ -100,6 +102,7 @@ def load_for_inference(
             tuple(remarks),
             collate,
             context.groups["cp"],
+            checkpoint.manifest.iteration,
         )
     raise DamagedCheckpointError(
         f"`load` must hold a whole checkpoint, but {directory} has none: " + "; ".join(remarks)
