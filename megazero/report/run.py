@@ -196,7 +196,7 @@ def _state(columns: Columns, events: list[Json], path: Path) -> Json:
             "at": at,
         }
     alive = time.time() - changed < max(_MEANWHILE, 20 * (pace or 0.0))
-    state: Json = {"word": "running" if alive else "silent", "when": changed, "at": at}
+    state: Json = {"word": "running" if alive else "silent" if start else "idle", "when": changed, "at": at}
     total = (start.get("end") or {}).get("iteration")
     if alive and total and pace:
         state["eta"] = pace * max(0, total - at)

@@ -119,7 +119,8 @@ END = {"event": "end", "time": "2030-01-02T04:00:00Z", "iteration": 100, "state"
     ("events", "old", "word"),
     [
         ([], False, "running"),
-        ([], True, "silent"),
+        ([], True, "idle"),
+        ([start()], True, "silent"),
         ([start()], False, "running"),
         ([start(), END], True, "finished"),
         ([start(), {**END, "state": "failed", "reason": "NumericsError: x"}], True, "failed"),

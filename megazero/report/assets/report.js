@@ -128,9 +128,9 @@ function chart(title, names, option = {}) {
   const axis = { stroke: colors().muted, grid: { stroke: colors().grid, width: 1 }, ticks: { stroke: colors().grid, width: 1 }, font: "11px system-ui", values: (_, ticks) => ticks.map(t => t === null ? "" : number(t)) };
   charts.push({ box, make: () => new uPlot({
     width: box.clientWidth, height: option.wide ? 320 : 210, series, bands,
-    scales: { x: { time: false }, y: { distr: view.log[title] ? 3 : 1 } },
+    scales: { x: { time: false }, y: view.log[title] ? { distr: 3, range: (_, low, high) => [low / 1.03, high * 1.03] } : {} },
     axes: [{ ...axis, space: 70, size: 28 }, { ...axis, size: 56 }],
-    cursor: { sync: { key: "runs", scales: ["x", null] }, drag: { x: true, y: false }, points: { size: 6 } },
+    cursor: { y: false, sync: { key: "runs", scales: ["x", null] }, drag: { x: true, y: false }, points: { size: 6 } },
     hooks: {
       setScale: [(u, key) => { if (key === "x") zoomed(u); }],
       setCursor: [u => tell(u, tip, lines, marks)],
@@ -153,13 +153,13 @@ function zoomed(u) {
 function tell(u, tip, lines, marks) {
   const { left, top, idx } = u.cursor;
   tip.hidden = left < 0 || idx === null;
-  if (tip.hidden || !u.root.matches(":hover") && u.cursor.event) { tip.hidden = true; return; }
-  const value = (s, i) => { for (let d = 0; d < 40; d++) for (const j of [i - d, i + d]) if (typeof u.data[s][j] === "number") return u.data[s][j]; return null; };
+  if (tip.hidden) return;
+  const value = (s, i) => { for (let d = 0; d < 40; d++) for (const j of [i - d, i + d]) if (u.data[s][j] !== undefined) return u.data[s][j]; return null; };
   const rows = lines.map(line => {
     const now = value(line.at, idx), low = line.low ? value(line.low, idx) : null, high = line.low ? value(line.low + 1, idx) : null;
     return h("div", {}, h("span", { class: "dot", style: `background:${line.color}` }), `${line.tell} ${number(now)}` + (low !== null && low !== high ? ` (${number(low)} to ${number(high)})` : ""));
   });
-  const near = marks.filter(mark => Math.abs(u.valToPos(mark.x, "x") - left) < 7).map(mark => h("div", { style: `color:${mark.color}` }, mark.text));
+  const near = marks.filter(mark => u.root.matches(":hover") && Math.abs(u.valToPos(mark.x, "x") - left) < 7).map(mark => h("div", { style: `color:${mark.color}` }, mark.text));
   tip.replaceChildren(h("div", { class: "muted" }, `${number(u.data[0][idx])} ${view.axis}`), ...rows, ...near);
   const right = left > u.over.clientWidth / 2, x = u.over.offsetLeft + left;
   tip.style.left = right ? "" : `${x + 28}px`;
@@ -190,7 +190,7 @@ function chartCards() {
 
 function overview(run, r) {
   const { state, steps } = run, start = run.starts.at(-1), total = start?.end?.iteration, series = name => steps.series[name]?.mean ?? [];
-  const words = { silent: "no sign of life", running: "running", finished: "finished", stopped: "stopped", failed: "failed" };
+  const words = { silent: "no sign of life", idle: "not running", running: "running", finished: "finished", stopped: "stopped", failed: "failed" };
   const speed = median(series("tokens_per_second").slice(-200)), share = median(series("matmul_share").slice(-200)), flops = median(series("tflops").slice(-200));
   const loss = ["lm_loss", "total_loss", "loss"].find(n => steps.series[n]), evaluated = run.evaluations.filter(e => e.split === "validation").at(-1);
   const fact = (name, value) => value ? h("div", {}, h("dt", {}, name), h("dd", {}, value)) : null;
