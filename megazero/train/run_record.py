@@ -34,7 +34,7 @@ from megazero.train.observe.monitors.jsonl import JsonlMonitor, to_json
 from megazero.train.resume.snapshot import git_revision
 from megazero.version import VERSION
 
-_SECRET = re.compile(r"secret|passw|api_?key|credential|webhook|notify|(^|_)(access_|auth_)?token$", re.I)
+_SECRET = re.compile(r"secret|passw|api_?key|credential|webhook|(^|_)(access_|auth_)?token$", re.I)
 _URL = re.compile(r"\b([a-z][a-z0-9+.-]*://)(?:[^/@\s]*@)?([^/\s?#]+)[^\s,'\"]*", re.I)
 HIDDEN = "(not recorded)"
 
@@ -50,7 +50,8 @@ class RunRecord(Monitor):
     """
 
     def __init__(self, path: Path, start: Mapping[str, object], progress: Progress, end: int):
-        self._path, self._at, self._end = path, progress.iteration, end
+        self._at, self._end = progress.iteration, end
+        self._file = path.open("a", encoding="utf-8")  # kept open: another job may take the folder
         self._append("start", iteration=self._at, **start)
 
     def step(self, metrics: StepMetrics) -> None:
@@ -68,12 +69,13 @@ class RunRecord(Monitor):
         state = "failed" if error is not None else "finished" if self._at >= self._end else "stopped"
         reason = None if error is None else f"{type(error).__name__}: {error}"
         self._append("end", iteration=self._at, state=state, reason=reason)
+        self._file.close()
 
     def _append(self, event: str, **facts: object) -> None:
         moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         line = json.dumps(to_json({"event": event, "time": moment, **facts}), allow_nan=False)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
+        self._file.write(f"{line}\n")
+        self._file.flush()
 
 
 def begin_record(meters: Meters, world: Group, progress: Progress) -> list[Monitor]:
@@ -164,7 +166,7 @@ def _command() -> str:
         name, _, value = word.partition("=")
         hidden = _SECRET.search((name if value else flag).replace("-", "_"))
         words.append(word if not hidden else f"{name}={HIDDEN}" if value else HIDDEN)
-        flag = word if word.startswith("--") else ""
+        flag = word if word.startswith("--") and not value else ""
     return _URL.sub(r"\1\2/...", shlex.join(words))
 
 

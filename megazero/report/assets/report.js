@@ -204,6 +204,7 @@ function overview(run, r) {
       fact("forecast of the " + label(run.forecast?.name ?? ""), run.forecast ? `${number(run.forecast.value)} ± ${number(run.forecast.spread)} at step ${number(run.forecast.step)}, if it goes on as over its latest half` : null),
       fact("throughput", speed ? `${number(speed)} tokens/s` : null), fact("of a rank", flops ? `${number(flops)} TFLOP/s, ${number(100 * share)}% of its matmul rate` + (start?.nominal_rate ? `, MFU ${number(100e12 * flops / start.nominal_rate)}%` : "") : null),
       fact("layout", start ? `${start.world_size} ranks: ${layoutOf(start)}` : null), fact("device", start?.device), fact("hosts", start ? Object.entries(start.hosts).map(([n, k]) => `${n} (${k})`).join(", ") : null),
+      fact("own time of ranks, s", lastOf(series("rank_seconds.own.1")) ? ["0", "1", "2"].map(i => number(lastOf(series("rank_seconds.own." + i)))).join(" / ") + " (least / median / most)" : null),
       fact("parameters", start ? number(start.parameters) : null), fact("training", lastOf(steps.x.hours ?? []) ? duration(3600 * lastOf(steps.x.hours)) : null),
       fact("incidents", String(run.incidents.length)), fact("skipped steps", steps.skipped.length ? String(steps.skipped.length) : null), fact("starts", run.starts.length ? String(run.starts.length) : null)),
     total ? h("div", { class: "bar" }, h("i", { style: `width:${Math.min(100, 100 * state.at / total)}%;background:${colorOf(r)}` })) : null);
