@@ -73,17 +73,13 @@ def _report(flags: argparse.Namespace) -> None:
     shown = read_runs(sources)
     for line in (line for run in shown["runs"] for line in run["damage"]):
         print(f"warning: {line}", file=sys.stderr)
-    output = flags.output or _default_output(flags.runs[0])
+    folder = flags.runs[0] if flags.runs[0].is_dir() else flags.runs[0].parent
+    output = flags.output or (folder if os.access(folder, os.W_OK) else Path()) / PAGE
     try:
         output.write_text(page_of(shown), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"`--output` must be a file that can be written, but: {error}") from error
     print(f"written to {output}")
-
-
-def _default_output(run: Path) -> Path:
-    folder = run if run.is_dir() else run.parent
-    return folder / PAGE if os.access(folder, os.W_OK) else Path(PAGE)
 
 
 def _sample(source: Source, prompts: Sequence[str]) -> None:

@@ -193,10 +193,8 @@ def _parsed(descriptor: int, span: tuple[int, int]) -> _Chunk:
 
 
 def _why(line: bytes) -> str:
-    if not line.strip(b"\0 \r\t"):
-        return "is empty" if b"\0" not in line else "is nothing but zero bytes"
     try:
-        return "is not an object" if not isinstance(json.loads(line), dict) else "is not understood"
+        return "is not understood" if isinstance(json.loads(line), dict) else "is not an object"
     except (ValueError, RecursionError) as error:
         return f"is not JSON: {error}"
 

@@ -87,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request."""
-        address, port = urlsplit(self.path), self.server.server_address[1]
+        address, port = urlsplit(self.path), self.connection.getsockname()[1]
         query = parse_qs(address.query)
         token = query.get("token", [""])[0]
         if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):

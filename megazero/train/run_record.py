@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -95,7 +96,7 @@ def begin_record(meters: Meters, world: Group, progress: Progress) -> list[Monit
         return []
     path = Path(given) if given is not None else Path(folder or "") / METRICS
     members: list[Monitor] = [] if given is not None else [_kept(path, progress.iteration)]
-    facts = {"hosts": Counter(hosts), "parameters": parameters, **_start_facts(meters)}
+    facts = {"hosts": Counter(whole[0]), "parameters": whole[1], **_start_facts(meters)}
     return [*members, RunRecord(beside(path, "run"), facts, progress, meters.plan.end.iteration)]
 
 

@@ -89,7 +89,7 @@ def test_damage_is_named_and_the_rest_is_read(tmp_path):
             (2, "is not JSON: "),
             (3, "has no `iteration`"),
             (4, "is not an object"),
-            (5, "is nothing but zero bytes"),
+            (5, "is not JSON: "),
             (6, "has no `iteration`"),
             (8, "has no end: "),
         ]
