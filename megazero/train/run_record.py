@@ -88,10 +88,8 @@ def begin_record(meters: Meters, world: Group, progress: Progress) -> list[Monit
     given, folder = config.logging.metrics_jsonl, config.checkpoint.save
     if given is None and (folder is None or config.training.skip_train):
         return []
-    own = [[socket.gethostname()], _parameters(meters)]
-    hosts, parameters = (
-        fold_values(world, own, lambda a, b: [a[0] + b[0], a[1] + b[1]], context.device) or own
-    )
+    own: list[Any] = [[socket.gethostname()], _parameters(meters)]
+    whole = fold_values(world, own, lambda a, b: [a[0] + b[0], a[1] + b[1]], context.device)
     if context.rank != 0:
         return []
     path = Path(given) if given is not None else Path(folder or "") / METRICS
