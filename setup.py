@@ -107,7 +107,7 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    license_files=["LICENSE"],
+    license_files=["LICENSE", "megazero/report/assets/uPlot.LICENSE"],
     classifiers=[
         *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)),
         "Operating System :: POSIX :: Linux",
