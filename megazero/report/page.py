@@ -47,7 +47,7 @@ def page_of(shown: Json, watch: str | None = None) -> str:
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:"
     return Template(_asset("page.html")).substitute(
         POLICY=policy + ("; connect-src 'self'" if watch else ""),
-        TITLE=re.sub(r"[<>&]", "", shown["title"]),
+        TITLE=re.sub("[<>&\ud800-\udfff]", "", shown["title"]),
         STYLE=_asset("uPlot.min.css") + "\n".join(map(_variables, THEMES.values())) + _asset("report.css"),
         # In a script, `<` could end it.
         DATA=encoded(data).decode().replace("<", "\\u003c"),
@@ -62,9 +62,10 @@ def encoded(value: object) -> bytes:
     """A value as JSON, by orjson where it is installed, which is ten times as fast."""
     try:
         import orjson
-    except ImportError:
+
+        return orjson.dumps(value)
+    except (ImportError, TypeError):  # it refuses numbers beyond 64 bits, and half characters
         return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
-    return orjson.dumps(value)
 
 
 def _asset(name: str) -> str:

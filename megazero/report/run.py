@@ -29,6 +29,7 @@ _OF_WORK = (
     "matmul_share",
     "grad_norm",
 )  # not known of a step that was passed over
+_FACTS = ("config", "end", "hosts", "layout", "settings", "versions")  # of a start, each an object
 _MEANWHILE = 120.0  # seconds without a step after which a run that says nothing no longer runs
 _TREND = 50  # bins that a forecast of the loss needs
 
@@ -77,8 +78,11 @@ class Source:
         damage = list(self.lines.damage)
         events = _lines(beside(path, "run"), damage)
         starts = [event for event in events if event.get("event") == "start"]
+        if not all(isinstance(start.get(name), dict) for start in starts for name in _FACTS):
+            damage.append(f"{beside(path, 'run')} has a start whose facts are not understood; it is left out")
+            events = starts = []
         config = starts[-1].get("config", {}) if starts else {}
-        saved = config.get("checkpoint", {}).get("save")
+        saved = (config.get("checkpoint") or {}).get("save")
         folder = Path(saved) if saved and Path(saved).is_dir() else path.parent
         files = [*sorted((folder / "incidents").glob("*.json")), self.plan or folder / "plan.json"]
         texts = [(str(file), text) for file in files if (text := _bytes(file, damage))]
@@ -93,15 +97,20 @@ class Source:
             "starts": [{key: value for key, value in start.items() if key != "config"} for start in starts],
             "marks": [event for event in events if event.get("event") == "rewound"],
             "log": [event for event in events if event.get("event") in ("message", "end")][-60:],
-            "config": {f"{s}.{key}": value for s, part in config.items() for key, value in part.items()},
+            "config": {
+                f"{s}.{key}": value
+                for s, part in config.items()
+                if isinstance(part, dict)
+                for key, value in part.items()
+            },
             "evaluations": _lines(beside(path, "eval"), damage),
             "samples": _lines(folder / SAMPLES, damage)[-50:],
             "incidents": [facts for facts in objects if "kind" in facts],
             "plan": next((facts for facts in objects if "seconds_per_step" in facts), None),
             "steps": steps,
-            "experts": _experts(self.lines),
+            "experts": _experts(self.lines, damage),
             "memory": _memory(self.lines),
-            "forecast": _forecast(steps, (starts[-1].get("end") or {}) if starts else {}),
+            "forecast": _forecast(steps, _planned(starts[-1]) if starts else None),
         }
 
 
@@ -125,7 +134,7 @@ def _objects(texts: Iterable[tuple[str, bytes]], damage: list[str]) -> list[Json
     objects: list[Json] = []
     for where, text in texts:
         try:
-            value = json.loads(text)
+            value = json.loads(text, parse_constant=lambda word: None)
             if not isinstance(value, dict):
                 raise ValueError("it is no object")
             objects.append(value)
@@ -197,7 +206,7 @@ def _state(columns: Columns, events: list[Json], path: Path) -> Json:
         }
     alive = time.time() - changed < max(_MEANWHILE, 20 * (pace or 0.0))
     state: Json = {"word": "running" if alive else "silent" if start else "idle", "when": changed, "at": at}
-    total = (start.get("end") or {}).get("iteration")
+    total = _planned(start)
     if alive and total and pace:
         state["eta"] = pace * max(0, total - at)
     return state
@@ -210,20 +219,22 @@ def _moment(text: object) -> float | None:
         return None
 
 
-def _experts(lines: Lines) -> Json | None:
+def _experts(lines: Lines, damage: list[str]) -> Json | None:
     """Each expert's share of tokens, as a multiple of an even one, in some of the records with the last."""
-    places = lines.columns.get("@tokens_per_expert")
-    if places is None:
-        return None
+    places = lines.columns.get("@tokens_per_expert", np.zeros(0))
     rows = np.flatnonzero(np.isfinite(places))
-    layers = lines.record(places[rows[-1]]).get("tokens_per_expert") or []
-    cells = sum(len(layer["tokens"]) for layer in layers)
-    kept = min(len(rows), 120, max(2, _CELLS // max(1, cells)))
-    chosen = rows[np.linspace(0, len(rows) - 1, kept).astype(int)]
-    shares = [
-        [_shares(layer["tokens"]) for layer in lines.record(places[row])["tokens_per_expert"]]
-        for row in chosen
-    ]
+    if not rows.size:
+        return None
+    try:
+        layers = lines.record(places[rows[-1]])["tokens_per_expert"]
+        cells = sum(len(layer["tokens"]) for layer in layers)
+        kept = min(len(rows), 120, max(2, _CELLS // max(1, cells)))
+        chosen = rows[np.linspace(0, len(rows) - 1, kept).astype(int)]
+        loads = [lines.record(places[row])["tokens_per_expert"] for row in chosen]
+        shares = [[_shares(layer["tokens"]) for layer in load] for load in loads]
+    except (KeyError, TypeError) as error:
+        damage.append(f"{lines.path}: `tokens_per_expert` is not understood: {error!r}")
+        return None
     steps = lines.columns["iteration"][chosen].tolist()
     return {"steps": steps, "layers": [layer["layer"] for layer in layers], "shares": shares}
 
@@ -239,10 +250,16 @@ def _memory(lines: Lines) -> list[Json]:
     return ranks
 
 
-def _forecast(steps: Json, end: Json) -> Json | None:
+def _planned(start: Json) -> int | None:
+    """The iteration at which a start meant to end."""
+    end = (start.get("end") or {}).get("iteration")
+    return end if isinstance(end, int) else None
+
+
+def _forecast(steps: Json, end: int | None) -> Json | None:
     """The loss at the end if it goes on as over the latest half: a line over the logarithm of the steps."""
     name = next((n for n in ("total_loss", "lm_loss", "loss") if n in steps["series"]), None)
-    if name is None or not end.get("iteration") or steps["x"]["steps"][-1] >= end["iteration"]:
+    if name is None or end is None or steps["x"]["steps"][-1] >= end:
         return None
     pairs = zip(steps["x"]["steps"], steps["series"][name]["mean"], strict=True)
     known = np.array([(x, y) for x, y in pairs if y is not None])
@@ -252,5 +269,5 @@ def _forecast(steps: Json, end: Json) -> Json | None:
     at = np.log(known[:, 0])
     slope, level = np.polyfit(at, known[:, 1], 1)
     spread = float(np.std(known[:, 1] - (slope * at + level)))
-    value = float(slope * np.log(end["iteration"]) + level)
-    return {"name": name, "value": value, "spread": spread, "step": end["iteration"]}
+    value = float(slope * np.log(end) + level)
+    return {"name": name, "value": value, "spread": spread, "step": end}

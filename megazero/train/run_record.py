@@ -93,9 +93,13 @@ def begin_record(meters: Meters, world: Group, progress: Progress) -> list[Monit
     if context.rank != 0:
         return []
     path = Path(given) if given is not None else Path(folder or "") / METRICS
-    members: list[Monitor] = [] if given is not None else [_kept(path, progress.iteration)]
     facts = {"hosts": Counter(whole[0]), "parameters": whole[1], **_start_facts(meters)}
-    return [*members, RunRecord(beside(path, "run"), facts, progress, meters.plan.end.iteration)]
+    try:
+        members: list[Monitor] = [] if given is not None else [_kept(path, progress.iteration)]
+        return [*members, RunRecord(beside(path, "run"), facts, progress, meters.plan.end.iteration)]
+    except (OSError, ConfigError) as error:
+        print(f"warning: the run goes on without a record of itself: {error}", file=sys.stderr)
+        return []
 
 
 def _kept(path: Path, iteration: int) -> JsonlMonitor:

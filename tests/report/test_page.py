@@ -79,6 +79,15 @@ def test_no_text_of_a_run_is_html(tmp_path):
     assert shown["samples"][0]["text"] == shown["log"][0]["text"] == EVIL
 
 
+def test_odd_numbers_and_letters_do_not_keep_a_page_from_being_written(tmp_path):
+    folder = write(tmp_path / "a", [record(1)])
+    (folder / "metrics.eval.jsonl").write_text(
+        '{"iteration": 1, "a": NaN, "b": 1%s, "c": "\\ud800"}\n' % ("0" * 30)
+    )
+    (evaluation,) = data_of(page(folder))["runs"][0]["evaluations"]
+    assert evaluation == {"iteration": 1, "a": None, "b": 10**30, "c": "\ud800"}
+
+
 def test_without_orjson_the_page_is_the_same(tmp_path, monkeypatch):
     value = {"a": [1, 2.5, None, "ü"]}
     fast = json.loads(encoded(value))

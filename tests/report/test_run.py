@@ -151,6 +151,21 @@ def test_a_forecast_goes_on_as_the_latest_half_did(tmp_path):
     assert read(write(tmp_path, steps, run=[start(end=400)]))["forecast"] is None
 
 
+@pytest.mark.parametrize(
+    ("steps", "files", "said"),
+    [
+        ([record(1, tokens_per_expert=[{"layer": 1}])], {}, "`tokens_per_expert` is not understood"),
+        ([record(1)], {"run": [{**start(), "end": [1]}]}, "a start whose facts are not understood"),
+        ([record(1)], {"eval": [[1]]}, "line 1 is left out: it is no object"),
+    ],
+)
+def test_facts_of_another_form_are_named(tmp_path, steps, files, said):
+    shown = read(write(tmp_path, steps, **files))
+    assert said in shown["damage"][0]
+    assert len(shown["damage"]) == 1
+    assert shown["steps"]["count"] == 1
+
+
 def test_what_is_no_run_is_refused_in_a_sentence(tmp_path):
     with pytest.raises(
         DataError, match=r"must be a folder with a run's metrics, but .* has none; name the file"

@@ -268,8 +268,12 @@ function settings() {
   return own ? [h("details", { class: "card" }, h("summary", {}, `${Object.keys(own).length} that are not at their defaults`), table(["setting", "value"], Object.entries(own).map(([key, value]) => [key, JSON.stringify(value)])))] : [];
 }
 
+// What a damaged file holds must not take the rest of the page with it.
+function safe(make, ...values) {
+  try { return make(...values); } catch (error) { return h("div", { class: "card warn" }, `A part cannot be shown: ${error.message}`); }
+}
 function content() {
-  const many = page.runs.length > 1, of = (test, make) => page.runs.map((run, r) => !view.hidden.has(r) && test(run) ? make(run, r) : null), rowsOf = make => page.runs.flatMap((run, r) => view.hidden.has(r) ? [] : make(run).map(row => many ? [run.name, ...row] : row));
+  const many = page.runs.length > 1, of = (test, make) => page.runs.map((run, r) => !view.hidden.has(r) && test(run) ? safe(make, run, r) : null), rowsOf = make => page.runs.flatMap((run, r) => view.hidden.has(r) ? [] : make(run).map(row => many ? [run.name, ...row] : row));
   const heads = names => many ? ["run", ...names] : names, damage = page.runs.flatMap(run => run.damage);
   const incidents = rowsOf(run => run.incidents.map(i => [number(i.iteration), i.time ? moment(i.time) : null, i.kind, i.action, (i.ranks ?? []).join(", ") || "all", i.summary]));
   const terms = [...new Set(page.runs.flatMap(run => run.evaluations.flatMap(e => Object.keys(e).filter(k => k.endsWith("loss") || ["perplexity", "accuracy"].includes(k)))))];
@@ -278,7 +282,7 @@ function content() {
   const samples = page.runs.flatMap(run => run.samples.map(s => h("div", { class: "card" }, h("div", { class: "muted" }, `${many ? run.name + ", " : ""}step ${number(s.iteration)}, ${moment(s.time)}`), h("pre", {}, h("b", {}, s.prompt ?? ""), s.text ?? "")))).reverse();
   return [
     damage.length ? h("div", { class: "card warn", id: "damage" }, h("h3", {}, "Not everything could be read"), damage.map(line => h("div", {}, line))) : null,
-    ...page.runs.map(overview), ...section("Training", chartCards()), ...section("Experts", of(run => run.experts, experts)), ...section("Memory", of(run => run.memory.length, memory)),
+    ...page.runs.map((run, r) => safe(overview, run, r)), ...section("Training", safe(chartCards)), ...section("Experts", of(run => run.experts, experts)), ...section("Memory", of(run => run.memory.length, memory)),
     ...section("Incidents", incidents.length ? table(heads(["step", "when", "what", "done", "ranks", "summary"]), incidents) : null),
     ...section("Evaluations", evaluations.length ? table(heads(["step", "split", ...terms.map(label)]), evaluations) : null), ...section("Samples", samples.length ? h("div", { class: "grid" }, samples) : null),
     ...section("Plan beside what was measured", of(run => run.plan, planned)), ...section(many ? "Settings that differ" : "Settings", settings()),
@@ -301,7 +305,7 @@ function render() {
   document.getElementById("controls").replaceChildren(...controls());
   document.getElementById("main").replaceChildren(...content());
   document.querySelectorAll("details > summary").forEach(s => { if (open.includes(s.textContent)) s.parentElement.open = true; });
-  charts.forEach(c => { c.plot = c.make(); });
+  charts = charts.filter(c => { c.plot = safe(c.make); return c.plot.setScale; });
   if (zoom) charts.forEach(c => c.plot.setScale("x", zoom));
   view.zoom = zoom;
 }
