@@ -33,6 +33,7 @@ def test_help_names_every_verb_and_exits_0(capsys):
         "plan",
         "pretrain",
         "profile",
+        "report",
         "run",
         "tune",
         "verify",

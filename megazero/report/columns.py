@@ -131,7 +131,7 @@ class Lines:
                 return {}
         return value if isinstance(value, dict) else {}
 
-    def _add(self, chunks: list[_Chunk]) -> None:
+    def _add(self, chunks: list[_Piece]) -> None:
         for chunk in chunks:
             self._read += chunk.size
             for number, why in chunk.damage:
@@ -154,7 +154,7 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class _Piece:
     """Columns of whole lines, and (line from 0, reason) of those that are left out."""
 
     size: int
@@ -176,7 +176,7 @@ def _ends(descriptor: int, at: int, size: int) -> list[int]:
     return ends
 
 
-def _parsed(descriptor: int, span: tuple[int, int]) -> _Chunk:
+def _parsed(descriptor: int, span: tuple[int, int]) -> _Piece:
     text = os.pread(descriptor, span[1] - span[0], span[0])
     columns, refused, count = (compiled() or columns_reference)(text, span[0])
     damage = []
@@ -189,7 +189,7 @@ def _parsed(descriptor: int, span: tuple[int, int]) -> _Chunk:
         numbers = np.setdiff1d(np.arange(count), np.array(refused, dtype=int))
         damage = sorted([*damage, *((int(numbers[i]), "has no `iteration`") for i in lacking)])
         columns = {name: np.delete(column, lacking) for name, column in columns.items()}
-    return _Chunk(len(text), count, columns, damage)
+    return _Piece(len(text), count, columns, damage)
 
 
 def _why(line: bytes) -> str:

@@ -188,7 +188,7 @@ def _steps(columns: Columns, bins: int) -> Json:
 
 
 def _state(columns: Columns, events: list[Json], path: Path) -> Json:
-    """What a run does, and since when; with the time to its end at the pace of its latest steps."""
+    """Tell what a run does, and since when, with the time to its end at the pace of its latest steps."""
     began = max((i for i, event in enumerate(events) if event.get("event") == "start"), default=-1)
     end = next((event for event in events[began:] if event.get("event") == "end"), None) if events else None
     start, changed = (events[began] if began >= 0 else {}), path.stat().st_mtime

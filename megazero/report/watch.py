@@ -30,7 +30,7 @@ class Watched:
         self.token = secrets.token_urlsafe(16)
 
     def now(self) -> Json:
-        """What the page shows, with a revision that changes whenever anything of it does.
+        """Return what the page shows, with a revision that changes whenever anything of it does.
 
         Raises:
             DataError: the metrics of a run cannot be read.

@@ -49,7 +49,6 @@ class Loaded:
         tokenizer: the tokenizer that the model was trained with.
         remarks: remarks about checkpoints that were skipped.
         collate: turns a dataset's arrays into micro-batches, without dropout.
-        sharers: ranks with the same chunks, which share the key-value cache; None for no other ranks.
         iteration: that of the checkpoint.
     """
 
@@ -59,8 +58,12 @@ class Loaded:
     tokenizer: Tokenizer
     remarks: tuple[str, ...]
     collate: Collate[MicroBatch]
-    sharers: Group | None = None
     iteration: int = 0
+
+    @property
+    def sharers(self) -> Group:
+        """The ranks with the same chunks, which share the key-value cache."""
+        return self.context.groups["cp"]
 
 
 def load_for_inference(
@@ -101,7 +104,6 @@ def load_for_inference(
             vocabulary.tokenizer,
             tuple(remarks),
             collate,
-            context.groups["cp"],
             checkpoint.manifest.iteration,
         )
     raise DamagedCheckpointError(
