@@ -65,8 +65,8 @@ def test_an_unknown_verb_is_answered_with_the_nearest(capsys, word, answer):
     assert cli.main([word]) == 2
     assert capsys.readouterr().err == (
         "error: the verb must be one of ablate, analyze-loss, checkpoint, config, env, fill-mask, generate, "
-        "incidents, kernels, launch, memory-report, merge-traces, moe-report, plan, pretrain, profile, run, "
-        f"tune, verify, version, but is `{word}`; {answer}\n"
+        "incidents, kernels, launch, memory-report, merge-traces, moe-report, plan, pretrain, profile, "
+        f"report, run, tune, verify, version, but is `{word}`; {answer}\n"
     )
 
 

@@ -36,7 +36,7 @@ _TREND = 50  # bins that a forecast of the loss needs
 
 @dataclass
 class Source:
-    """Where a run's page comes from.
+    """The files that a run's page comes from.
 
     Attributes:
         name: the run's name.
