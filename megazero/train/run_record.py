@@ -1,4 +1,4 @@
-"""What a run writes of itself beside its metrics, for `megazero report`: starts, messages, and its end."""
+"""The record that a run keeps of itself beside its metrics, for `megazero report`: starts, messages, its end."""
 
 from __future__ import annotations
 
