@@ -1,4 +1,4 @@
-"""The record that a run keeps of itself beside its metrics, for `megazero report`: starts, messages, its end."""
+"""The record that a run keeps of itself for `megazero report`: its starts, messages, ways back and its end."""
 
 from __future__ import annotations
 
