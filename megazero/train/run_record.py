@@ -1,4 +1,4 @@
-"""The record that a run keeps of itself for `megazero report`: its starts, messages, ways back and its end."""
+"""The record that a run keeps of itself for `megazero report`: its starts, messages and its end."""
 
 from __future__ import annotations
 
