@@ -24,6 +24,7 @@ CHUNK = 2**23
 """About how many bytes are read at a time."""
 _ELEMENTS = 4  # of an array within an object
 _WORDS = {"Infinity": np.inf, "-Infinity": -np.inf}
+LEFT_OUT = "; it is left out"
 _SHOWN = 20  # damaged lines that are named
 
 
@@ -137,7 +138,7 @@ class Lines:
             for number, why in chunk.damage:
                 self._damaged += 1
                 if self._damaged <= _SHOWN:
-                    self.damage.append(f"{self.path}, line {self._lines + number + 1} {why}; it is left out")
+                    self.damage.append(f"{self.path}, line {self._lines + number + 1} {why}{LEFT_OUT}")
             self._lines += chunk.lines
         if self._damaged > _SHOWN:
             self.damage[_SHOWN:] = [f"{self.path} has {self._damaged} damaged lines in all"]

@@ -14,7 +14,7 @@ import numpy as np
 
 from megazero.errors import DataError
 from megazero.regular_file import read_regular, why_unreadable
-from megazero.report.columns import Columns, Lines
+from megazero.report.columns import LEFT_OUT, Columns, Lines
 from megazero.report.run_folder import SAMPLES, beside, find_metrics
 
 Json = dict[str, Any]
@@ -74,7 +74,9 @@ class Source:
         self.lines.update()
         columns, path = self.lines.columns, self.lines.path
         if not columns and self.lines.damage and "has no end" not in self.lines.damage[0]:
-            raise DataError(f"`RUN` must be a file of metrics, but {self.lines.damage[0]}; check the path")
+            raise DataError(
+                f"`--plan` must be what `megazero plan --output` wrote, but {self.plan} is not; correct it"
+            )
         damage = list(self.lines.damage)
         events = _lines(beside(path, "run"), damage)
         starts = [event for event in events if event.get("event") == "start"]
@@ -87,6 +89,11 @@ class Source:
         files = [*sorted((folder / "incidents").glob("*.json")), self.plan or folder / "plan.json"]
         texts = [(str(file), text) for file in files if (text := _bytes(file, damage))]
         objects = _objects(texts, damage)
+        plan = next((facts for facts in objects if "seconds_per_step" in facts), None)
+        if plan is None and self.plan is not None:
+            raise DataError(
+                f"`--plan` must be what `megazero plan --output` wrote, but {self.plan} is not; name it"
+            )
         steps = _steps(columns, bins)
         return {
             "name": self.name,
@@ -106,7 +113,7 @@ class Source:
             "evaluations": _lines(beside(path, "eval"), damage),
             "samples": _lines(folder / SAMPLES, damage)[-50:],
             "incidents": [facts for facts in objects if "kind" in facts],
-            "plan": next((facts for facts in objects if "seconds_per_step" in facts), None),
+            "plan": plan,
             "steps": steps,
             "experts": _experts(self.lines, damage),
             "memory": _memory(self.lines),

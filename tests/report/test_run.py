@@ -178,5 +178,16 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path):
         read(tmp_path / "none.jsonl")
 
 
+def test_a_plan_that_is_none_is_refused(tmp_path):
+    folder = write(tmp_path, [record(1)])
+    for plan in (tmp_path / "missing.json", folder / "metrics.jsonl"):
+        with pytest.raises(
+            DataError, match=r"`--plan` must be what `megazero plan --output` wrote, but .* is not"
+        ):
+            read(folder, plan=plan)
+    (tmp_path / "p.json").write_text('{"seconds_per_step": 3.0}')
+    assert read(folder, plan=tmp_path / "p.json")["plan"] == {"seconds_per_step": 3.0}
+
+
 def test_a_run_that_has_just_begun_has_a_page(tmp_path):
     assert read(write(tmp_path, [], run=[start()]))["steps"]["count"] == 0
