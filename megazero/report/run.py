@@ -74,9 +74,8 @@ class Source:
         self.lines.update()
         columns, path = self.lines.columns, self.lines.path
         if not columns and self.lines.damage and "has no end" not in self.lines.damage[0]:
-            raise DataError(
-                f"`--plan` must be what `megazero plan --output` wrote, but {self.plan} is not; correct it"
-            )
+            first = self.lines.damage[0].removesuffix(LEFT_OUT)
+            raise DataError(f"`RUN` must be a file of metrics, but {first}; check the path")
         damage = list(self.lines.damage)
         events = _lines(beside(path, "run"), damage)
         starts = [event for event in events if event.get("event") == "start"]

@@ -129,10 +129,10 @@ def test_a_file_that_a_rollback_wrote_anew_is_read_from_its_beginning(tmp_path):
     write(path, *map(record, range(1, 6)))
     lines = Lines(path)
     lines.update()
-    write(tmp_path / "new", record(1), record(2, lm_loss=9))
+    write(tmp_path / "new", record(1), *(record(i, lm_loss=9) for i in range(2, 9)))  # it has grown since
     (tmp_path / "new").replace(path)
     assert lines.update()
-    assert lines.columns["lm_loss"].tolist()[1:] == [9.0]
+    assert lines.columns["lm_loss"].tolist()[1:] == [9.0] * 7
 
 
 def test_steps_that_are_there_twice_count_as_they_were_last(tmp_path):
