@@ -105,7 +105,7 @@ class Lines:
             with open_regular(self.path) as file:
                 stat = os.fstat(file.fileno())
                 identity = (stat.st_dev, stat.st_ino)
-                if  stat.st_size < self._read:
+                if identity != self._identity or stat.st_size < self._read:
                     self.columns, self.damage, self._identity = {}, [], identity
                     self._read = self._lines = self._damaged = 0
                 before, ends = self._read, _ends(file.fileno(), self._read, stat.st_size)
