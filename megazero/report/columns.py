@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ Read = tuple[Columns, list[int], int]
 CHUNK = 2**23
 """About how many bytes are read at a time."""
 _ELEMENTS = 4  # of an array within an object
-_WORDS = {"Infinity": np.inf, "-Infinity": -np.inf}
+_WORDS = MappingProxyType({"Infinity": np.inf, "-Infinity": -np.inf})
 LEFT_OUT = "; it is left out"
 _SHOWN = 20  # damaged lines that are named
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ Json = dict[str, Any]
 BINS = 1000
 """Bins of a reduced series, each with its lowest, highest and mean value: 2,000 points, and a line."""
 _CELLS = 60_000  # of experts' shares that a page keeps
-_AXES = {"iteration": "steps", "consumed_tokens": "tokens"}
+_AXES = MappingProxyType({"iteration": "steps", "consumed_tokens": "tokens"})
 _OF_WORK = (
     "seconds",
     "tokens_per_second",
