@@ -107,7 +107,7 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    license_files=["LICENSE"],
+    license_files=["LICENSE", "megazero/report/assets/uPlot.LICENSE"],
     classifiers=[
         *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)),
         "Operating System :: POSIX :: Linux",
@@ -120,7 +120,7 @@ setup(
             *("py.typed", "ops/_native.pyi"),
             *("config/tables/*.txt", "config/tables/dialects/*.txt", "config/tables/*.csv"),
             *("deepspeed/names/*.csv", "deepspeed/path/deepspeed/*.py", "deepspeed/path/*.dist-info/*"),
-            "plan/devices/*.json",
+            *("plan/devices/*.json", "report/assets/*"),
         ]
     },
     python_requires=">=3.10",

@@ -235,9 +235,11 @@ else
 fi
 stage_done
 
+python -m megazero.cli report "$run" >/dev/null
 echo
 echo "checkpoint  $checkpoint"
 echo "metrics     $metrics"
 echo "picture     $run/loss.png"
+echo "page        $run/report.html"
 echo "in all      $((SECONDS - began)) s"
 exit "$verdict"

@@ -31,7 +31,7 @@ LEVELS = {
     **dict.fromkeys(("config", "kernels", "loss", "pictures"), 0),
     **dict.fromkeys(("mpu", "ops", "data", "spec"), 1),
     **dict.fromkeys(("data_efficiency", "layers", "moe", "optim", "zero", "pipeline"), 2),
-    **dict.fromkeys(("account", "models", "checkpoint", "formats"), 3),
+    **dict.fromkeys(("account", "models", "checkpoint", "formats", "report"), 3),
     "train": 4,
     **dict.fromkeys(("ablate", "data_tools", "deepspeed", "env", "inference", "launch", "plan", "verify"), 5),
     "commands": 6,

@@ -35,6 +35,7 @@ def test_help_names_every_verb_and_exits_0(capsys):
         "plan",
         "pretrain",
         "profile",
+        "report",
         "run",
         "tune",
         "verify",

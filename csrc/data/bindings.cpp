@@ -5,15 +5,18 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
+#include <string_view>
 #include <utility>
 
 #include "data/bert.hpp"
 #include "data/blending.hpp"
 #include "data/gather.hpp"
+#include "data/json_columns.hpp"
 #include "data/sample_index.hpp"
 
 namespace py = pybind11;
@@ -134,6 +137,21 @@ py::tuple gather(const py::array& tokens, const Array<std::int32_t>& lengths, co
   return py::make_tuple(out_tokens, out_labels, range.lowest, range.highest);
 }
 
+// Returns (name -> column, numbers of the lines that were not understood, number of lines).
+py::tuple json_columns(const Array<std::uint8_t>& text, std::int64_t base) {
+  megazero::data::JsonColumns lines;
+  const std::string_view view(reinterpret_cast<const char*>(text.data()), static_cast<std::size_t>(text.size()));
+  {
+    py::gil_scoped_release release;
+    lines.read(view, base);
+  }
+  py::dict columns;
+  for (const auto& column : lines.columns()) {
+    columns[py::str(column.name)] = py::array(static_cast<py::ssize_t>(column.values.size()), column.values.data());
+  }
+  return py::make_tuple(std::move(columns), lines.refused(), lines.lines());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
@@ -150,5 +168,6 @@ PYBIND11_MODULE(_native, module) {
              py::arg("starts"), py::arg("length"), py::arg("extra"));
   module.def("gather", &gather<std::int64_t>, py::arg("tokens"), lengths, py::arg("offsets").noconvert(), documents,
              py::arg("starts"), py::arg("length"), py::arg("extra"));
+  module.def("json_columns", &json_columns, py::arg("text").noconvert(), py::arg("base"));
   megazero::data::bind_bert(module);
 }

@@ -16,6 +16,7 @@ from megazero.models.batch import MicroBatch
 from megazero.models.chunk import ModelChunk, StagedChunk
 from megazero.models.language_model import LanguageModel
 from megazero.mpu.launch import Launch
+from megazero.report.run_folder import add_samples
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,6 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="feed prompts in chunks of this many tokens, which bounds the memory that long ones take beside "
         "their keys and values (default: whole)",
+    )
+    parser.add_argument(
+        "--save-samples", action="store_true", help="also add the texts to samples.jsonl in the run's folder"
     )
     return parser
 
@@ -82,6 +86,8 @@ def _run(flags: argparse.Namespace) -> None:
             texts = generator.complete(repeated, sampling=sampling, prefill_chunk=chunk, **amounts)
         if loaded.context.rank == 0:
             print(format_results(shown_prompts, texts, flags.num_samples))
+            if flags.save_samples:
+                add_samples(Path(flags.load), loaded.iteration, zip(repeated, texts, strict=True))
 
 
 def _part(chunk: ModelChunk[MicroBatch]) -> StagedChunk[Any]:

@@ -35,6 +35,7 @@ from megazero.train.parts.families import TokenFlops
 from megazero.train.parts.vocabulary import Vocabulary
 from megazero.train.resume.resume import Resumed, resume
 from megazero.train.resume.snapshot import Snapshots
+from megazero.train.run_record import begin_record
 from megazero.train.step.engine import Engine
 from megazero.train.step.feed import Feeds
 from megazero.train.step.state import TrainState
@@ -168,6 +169,8 @@ def assemble(
             seed = resumed.stream_seed
             run.snapshots = Snapshots(config, plan, engine, context, vocabulary.size, seed, disk)
             run.snapshots.note(task.facts())
+        # After the folder is locked, and over groups that are not profiled.
+        monitor.members += begin_record(meters, joined.world, state.progress)
     except BaseException:
         run.close(task)
         raise

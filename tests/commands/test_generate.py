@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from megazero.commands.generate import main
@@ -32,7 +34,9 @@ def loads(monkeypatch) -> list[tuple[str, Launch, AxisSizes]]:
     def load(checkpoint_dir: str, launch: Launch, sizes: AxisSizes, verb: str):
         assert verb == "generate"
         asked.append((checkpoint_dir, launch, sizes))
-        return Loaded(solo_context(), {0: byte_model()}, (0,), BYTES, (PASSED_OVER,), no_batches)
+        return Loaded(
+            solo_context(), {0: byte_model()}, (0,), BYTES, (PASSED_OVER,), no_batches, iteration=30
+        )
 
     monkeypatch.setattr("megazero.train.resume.trained.load_for_inference", load, raising=False)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -53,6 +57,17 @@ def test_one_prompt_prints_the_whole_text_and_nothing_else(loads, capsys):
     assert captured.out == expected(["de"], 5, greedy=True)[0] + "\n"
     assert captured.err == f"warning: {PASSED_OVER}\n"
     assert loads == [("here", Launch(), AxisSizes())]
+
+
+def test_texts_are_kept_for_the_page_of_the_run(loads, capsys, tmp_path):
+    flags = ["--load", str(tmp_path), "--max-new-tokens", "5", "--greedy", "--save-samples"]
+    for prompt in ("de", "a"):
+        assert main([*flags, "--prompt", prompt]) == 0
+    records = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [record["prompt"] + record["text"] for record in records] == expected(["de", "a"], 5, greedy=True)
+    assert [record["iteration"] for record in records] == [30, 30]
+    assert main([*flags[2:], "--load", str(tmp_path / "missing"), "--prompt", "a"]) == 2
+    assert "error: `--load` must be a folder that can be written, but: " in capsys.readouterr().err
 
 
 def test_the_sizes_arrive(loads):

@@ -31,7 +31,7 @@ class LoggingConfig(Section):
     log_interval: PositiveInt = option(100, unit="iterations")
     """iterations between log lines"""
     metrics_jsonl: str | None = option(None, roles=Role.LOCAL)
-    """file that gets one JSON object per iteration"""
+    """file that gets one JSON object per iteration; `metrics.jsonl` in the folder of `--save` by default"""
     tensorboard_dir: str | None = option(None, roles=Role.LOCAL, package="tensorboard")
     """folder for TensorBoard events"""
     tensorboard_log_interval: PositiveInt = option(1, roles=Role.LOCAL, unit="iterations")

@@ -107,7 +107,7 @@ class Meters:
         self.first_step: MemoryMeter | None = None
         self._memory = (
             MemoryMeter.of(engine.optimizer.store, engine.executor)
-            if config.logging.metrics_jsonl is not None
+            if config.logging.metrics_jsonl is not None or config.checkpoint.save is not None
             else None
         )
         self._waits = Waits(context.device) if context.watch is None else context.watch.waits

@@ -49,7 +49,7 @@ class Loaded:
         tokenizer: the tokenizer that the model was trained with.
         remarks: remarks about checkpoints that were skipped.
         collate: turns a dataset's arrays into micro-batches, without dropout.
-        sharers: ranks with the same chunks, which share the key-value cache; None for no other ranks.
+        iteration: that of the checkpoint.
     """
 
     context: ParallelContext
@@ -58,7 +58,12 @@ class Loaded:
     tokenizer: Tokenizer
     remarks: tuple[str, ...]
     collate: Collate[MicroBatch]
-    sharers: Group | None = None
+    iteration: int = 0
+
+    @property
+    def sharers(self) -> Group:
+        """The ranks with the same chunks, which share the key-value cache."""
+        return self.context.groups["cp"]
 
 
 def load_for_inference(
@@ -99,7 +104,7 @@ def load_for_inference(
             vocabulary.tokenizer,
             tuple(remarks),
             collate,
-            context.groups["cp"],
+            checkpoint.manifest.iteration,
         )
     raise DamagedCheckpointError(
         f"`load` must hold a whole checkpoint, but {directory} has none: " + "; ".join(remarks)
