@@ -20,6 +20,7 @@ def test_help_names_every_verb_and_exits_0(capsys):
         "ablate",
         "analyze-loss",
         "checkpoint",
+        "completion",
         "config",
         "data",
         "env",

@@ -125,11 +125,6 @@ class ProcessGrid:
     def world_size(self) -> int:
         return math.prod(self[axis] for axis in _DENSE)
 
-    def words(self, chunks: int = 1) -> str:
-        """The sizes above 1 in short, with the chunks on each pipeline stage as V: ``T8 x P16 x V2 x D8``."""
-        sizes = {"T": self.tp, "P": self.pp, "V": chunks, "C": self.cp, "D": self.dp, "E": self.ep}
-        return " x ".join(f"{letter}{size}" for letter, size in sizes.items() if size > 1) or "one rank"
-
     @classmethod
     def factor(cls, world_size: int, **sizes: int) -> ProcessGrid:
         """The grid of `world_size` ranks with axes of these sizes; `dp` takes what they leave.
@@ -287,3 +282,9 @@ def slice_axes(replicas: str) -> tuple[str, ...]:
     """The axes over which a parameter may be cut if its replicas are the ranks of the group `replicas`."""
     names = numbering(COMMUNICATORS[replicas])
     return tuple(name for name in SLICE_AXES if name in names)
+
+
+def layout_words(grid: ProcessGrid, chunks: int = 1) -> str:
+    """The sizes above 1 in short, with the chunks on each pipeline stage as V: ``T8 x P16 x V2 x D8``."""
+    sizes = {"T": grid.tp, "P": grid.pp, "V": chunks, "C": grid.cp, "D": grid.dp, "E": grid.ep}
+    return " x ".join(f"{letter}{size}" for letter, size in sizes.items() if size > 1) or "one rank"

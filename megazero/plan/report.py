@@ -10,6 +10,7 @@ from typing import Any
 from megazero.account.memory import KINDS
 from megazero.config.derive import PipelineShape
 from megazero.config.tree.config import Config
+from megazero.mpu.grid import layout_words
 from megazero.plan.device import Device
 from megazero.plan.job import PlannedJob
 from megazero.plan.plan import Plan, Say
@@ -102,7 +103,7 @@ class PlanReport:
         job = self.plan.job
         shape = PipelineShape.of(job.config)
         kind = f", {shape.kind}" if shape.stages > 1 else ""
-        layout = job.grid.words(shape.chunks_per_stage)
+        layout = layout_words(job.grid, shape.chunks_per_stage)
         return (
             f"{many(self.model.parameters)} parameters on {job.ranks:,} x {self.device.name}: "
             f"{layout}, ZeRO {job.config.zero.stage}{kind}; {job.micro_batches} micro-batches of "

@@ -20,7 +20,6 @@ from megazero.commands.plan.pictures import DrawnStep, drawn_schedule, held_over
 from megazero.pictures.style import DARK, LIGHT, new_figure, save, styled
 from tests.pictures.checks import complaints, ink
 
-
 LONG = simulate(interleaved(16, 192, 2))
 
 

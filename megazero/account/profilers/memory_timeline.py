@@ -22,6 +22,7 @@ from megazero.account.profilers.files import Folder
 from megazero.account.profilers.memory_picture import timeline_figure
 from megazero.account.profilers.timeline import MemoryHistory
 from megazero.mpu.context import ParallelContext
+from megazero.mpu.grid import layout_words
 from megazero.pictures.style import LIGHT, styled
 from megazero.pipeline.actions import Action
 
@@ -215,7 +216,7 @@ class MemoryTimeline(Profiler):
 
     def _draw(self, timeline: MemoryHistory, path: Path) -> None:
         device, room = self.context.device, None
-        where = f"{self.context.grid.world_size:,} ranks: {self.context.grid.words()}; on {device.type}"
+        where = f"{self.context.grid.world_size:,} ranks: {layout_words(self.context.grid)}; on {device.type}"
         if device.type == "cuda":
             room = torch.cuda.get_device_properties(device).total_memory
             where += f", {torch.cuda.get_device_name(device)}"
