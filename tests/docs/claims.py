@@ -70,7 +70,7 @@ def taken_flags() -> frozenset[str]:
 def refused_flags() -> frozenset[str]:
     """The flags of other trainers that are refused whatever their value, and that no program here has."""
     spelled: set[str] = set()
-    for folder in ("megazero/commands", "megazero/launch", "megazero/inference", "data_tools"):
+    for folder in ("megazero/commands", "megazero/launch", "megazero/inference", "megazero/data_tools"):
         for path in (ROOT / folder).rglob("*.py"):
             spelled |= {*re.findall(r'"(--[\w-]+)"', path.read_text(encoding="utf-8"))}
     refused = {name for name, row in FOREIGN_FLAGS.items() if row.accepted is None}
@@ -84,7 +84,7 @@ def features() -> Mapping[str, str]:
     known = {words: name for words, name in own.items() if " " in words}
     table = (ROOT / "docs/features.md").read_text(encoding="utf-8")
     for name, state in re.findall(r"^\| ([^|]+) \| ([^|]+)", table, re.MULTILINE):
-        for part in re.split(r"[,:;()]| and ", name):
+        for part in re.split(r"[,:;()]| and ", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", name)):
             words = part.strip().lower()
             if words.count(" ") in (1, 2, 3) and "`" not in words and state.startswith("yes"):
                 known[words] = "the table of features"
