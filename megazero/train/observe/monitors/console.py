@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import datetime
 
 from rich.console import Console
@@ -38,7 +39,8 @@ class ConsoleMonitor(Monitor):
         forecast: Forecast | None = None,
         console: Console | None = None,
     ) -> None:
-        self._console = console or Console()
+        # FORCE_COLOR, which notebooks and CI set, is no terminal that a bar can move on.
+        self._console = console or Console(force_terminal=sys.stdout.isatty())
         self._log_interval = log_interval
         self._total = total_iterations
         self._interval: list[StepMetrics] = []
