@@ -194,15 +194,15 @@ echo "$steps steps of $global_batch sequences in $precision; ranks: $nproc, thre
     "(tensor $tp x pipeline $pp x data $dp, ZeRO stage $zero_stage)"
 export OMP_NUM_THREADS=$threads
 run=$out/steps-$steps-tp$tp-pp$pp-dp$dp-zero$zero_stage
-metrics=$run/metrics.jsonl checkpoint=$run/checkpoint
-done_steps=$(cat "$checkpoint/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
+metrics=$run/metrics.jsonl
+done_steps=$(cat "$run/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
 optimizer+=(--lr-decay-style cosine --lr-warmup-iters $((steps / 10)) --weight-decay 0.1)
-outputs=(--save "$checkpoint" --save-interval 50
+outputs=(--save "$run" --save-interval 50
     --eval-interval $((steps < 50 ? 10 : steps / 5)) --eval-iters 10 --eval-from-start
-    --log-interval $((steps < 30 ? 1 : steps / 30)) --metrics-jsonl "$metrics")
-if ((done_steps > 0)); then outputs+=(--load "$checkpoint"); fi
+    --log-interval $((steps < 30 ? 1 : steps / 30)))
+if ((done_steps > 0)); then outputs+=(--load "$run"); fi
 if ((done_steps >= steps)); then
-    echo "$checkpoint stands at step $done_steps; nothing is left to train"
+    echo "$run stands at step $done_steps; nothing is left to train"
 else
     if [[ $precision == bf16 ]]; then optimizer+=(--bf16); fi
     python -m torch.distributed.run --standalone --nproc-per-node "$nproc" "pretrain_$model.py" \
@@ -225,10 +225,10 @@ if ((tp * pp > 1)); then
     launch=(python -m torch.distributed.run --standalone --nproc-per-node $((tp * pp)))
 fi
 if [[ $model == gpt ]]; then
-    "${launch[@]}" -m megazero.cli generate --load "$checkpoint" --prompt "def main(" --max-new-tokens 80 \
-        --temperature 0.8 --top-p 0.95 --seed 1
+    "${launch[@]}" -m megazero.cli generate --load "$run" --prompt "def main(" --max-new-tokens 80 \
+        --temperature 0.8 --top-p 0.95 --seed 1 --save-samples
 else
-    "${launch[@]}" -m megazero.cli fill-mask --load "$checkpoint" --top-k 3 \
+    "${launch[@]}" -m megazero.cli fill-mask --load "$run" --top-k 3 \
         "And God said, Let there be [MASK]: and there was light." \
         "And the [MASK] of the LORD came unto me, saying," \
         "The children of [MASK] went up out of the land of Egypt."
@@ -237,9 +237,8 @@ stage_done
 
 python -m megazero.cli report "$run" >/dev/null
 echo
-echo "checkpoint  $checkpoint"
-echo "metrics     $metrics"
-echo "picture     $run/loss.png"
-echo "page        $run/report.html"
-echo "in all      $((SECONDS - began)) s"
+echo "run      $run (checkpoints, metrics.jsonl)"
+echo "picture  $run/loss.png"
+echo "report   $run/report.html (open it in a browser)"
+echo "in all   $((SECONDS - began)) s"
 exit "$verdict"
