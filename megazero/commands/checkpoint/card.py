@@ -116,7 +116,7 @@ def _data(config: object) -> list[_Row]:
     return [
         *rows,
         *([split] if pick(config, "data", "data_path") else []),
-        ("data_path", "random tokens (`--mock-data`)" if mock[1] else None),
+        ("data_path", "random tokens" if mock[1] else None),
         task,
         *_settings(config, _LABELLED),
         ("tokenizer", " ".join([str(pick(config, "tokenizer", "tokenizer_type") or ""), *names])),

@@ -43,8 +43,10 @@ def cached(name: str) -> Path | None:
     with suppress(ValueError):  # the hub has no such names
         if isinstance(path := try_to_load_from_cache(name, _JSON), str):
             return Path(path).parent
-    fetched = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots")
-    return next((path.parent for path in sorted(fetched.glob(f"*/{_JSON}"))), None)
+        folder = repo_folder_name(repo_id=name, repo_type="model")
+        fetched = sorted(Path(constants.HF_HUB_CACHE, folder, "snapshots").glob(f"*/{_JSON}"))
+        return fetched[0].parent if fetched else None
+    return None
 
 
 def local(model: str | None) -> str | None:

@@ -7,7 +7,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
@@ -17,6 +16,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from megazero.config.tree.secret import hidden
+from megazero.mpu.threads import helper_pool
 from megazero.train.observe.incidents import Incident
 
 Event = Literal["incident", "failure", "end"]
@@ -41,7 +41,7 @@ class Webhook:
 
     def __init__(self, url: str | None, folder: Path | None):
         self._url, self._folder = url, folder
-        self._thread = ThreadPoolExecutor(1, "webhook")
+        self._thread = helper_pool(1, "webhook")
         self._room = BoundedSemaphore(_MOST_WAITING)
         self._pauses: tuple[float, ...] = _PAUSES
 
