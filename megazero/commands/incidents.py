@@ -10,11 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megazero.commands.metrics_file import read_metrics, run_name
+from megazero.commands.metrics_file import read_metrics
 from megazero.commands.outputs import add_picture_flags
 from megazero.errors import ConfigError, exit_status
 from megazero.pictures.style import Theme, count_axis, new_figure, save, styled
-from megazero.report.run_folder import find_metrics
+from megazero.report.run_folder import find_metrics, run_name
 from megazero.train.observe.incidents import page, read_incidents
 
 if TYPE_CHECKING:
