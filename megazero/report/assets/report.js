@@ -3,9 +3,8 @@ const $ = id => document.getElementById(id);
 const { themes, page: { watch, ...first } } = JSON.parse($("data").textContent);
 let page = first, charts = [];
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const view = {
-  axis: "steps", smooth: 0, log: {}, zoom: null, hidden: new Set(), theme: dark.matches ? "dark" : "light", layer: {},
-};
+const theme = dark.matches ? "dark" : "light";
+const view = { axis: "steps", smooth: 0, log: {}, zoom: null, hidden: new Set(), theme, layer: {} };
 
 // Elements. Text goes in as text nodes alone, so nothing of a run is read as HTML.
 function h(tag, attributes = {}, ...children) {
@@ -53,9 +52,8 @@ function duration(s) {
   if (s < 5400) return Math.round(s / 60) + " min";
   return s < 172800 ? (s / 3600).toFixed(1) + " h" : (s / 86400).toFixed(1) + " days";
 }
-function clock(seconds) {
-  return new Date(seconds * 1000).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" });
-}
+const CLOCK = { dateStyle: "medium", timeStyle: "short" };
+const clock = seconds => new Date(seconds * 1000).toLocaleString(undefined, CLOCK);
 const moment = text => text ? clock(Date.parse(text) / 1000) : "–";
 const sum = parts => Object.values(parts ?? {}).reduce((a, b) => a + b, 0);
 const lastOf = values => values?.findLast(x => x !== null);
@@ -123,7 +121,7 @@ class Lines {
     this.tables.push(columns);
   }
   addRings(pairs, color, text) {
-    const unique = [...new Map(pairs.sort((a, b) => a[0] - b[0])).entries()];
+    const unique = [...new Map(pairs.sort((a, b) => a[0] - b[0]))];
     if (!unique.length) return;
     const points = { show: true, size: 8, fill: colors().paper, stroke: color, width: 2 };
     this.hints.push({ at: this.series.length, text, color });
@@ -172,14 +170,9 @@ function chart(title, names, option = {}) {
   axis.values = (_, ticks) => ticks.map(t => t === null ? "" : number(t));
   const options = () => ({
     width: box.clientWidth, height: option.wide ? 320 : 210, series, bands,
-    scales: {
-      x: { time: false },
-      y: logarithmic ? { distr: 3, range: (_, low, high) => [low / 1.03, high * 1.03] } : {},
-    },
+    scales: { x: { time: false }, y: logarithmic ? { distr: 3, range: (_, low, high) => [low / 1.03, high * 1.03] } : {} },
     axes: [{ ...axis, space: 70, size: 28 }, { ...axis, size: 56 }],
-    cursor: {
-      y: false, sync: { key: "runs", scales: ["x", null] }, drag: { x: true, y: false }, points: { size: 6 },
-    },
+    cursor: { y: false, sync: { key: "runs", scales: ["x", null] }, drag: { x: true, y: false }, points: { size: 6 } },
     hooks: {
       setScale: [(u, key) => { if (key === "x") zoomed(u); }],
       setCursor: [u => tell(u, tip, hints, marks)],
@@ -346,20 +339,17 @@ function experts(run, r) {
 
 const HELD = ["weights", "masters", "moments", "gradients", "buffers", "activations"];
 function memory(run) {
-  const groups = new Map();  // ranks that hold the same
-  run.memory.forEach((places, rank) => {
-    const key = JSON.stringify(places);
-    groups.set(key, [...(groups.get(key) ?? []), rank]);
-  });
-  const rows = [...groups].flatMap(([key, ranks]) =>
+  const ranksOf = {};  // ranks that hold the same
+  run.memory.forEach((places, rank) => (ranksOf[JSON.stringify(places)] ??= []).push(rank));
+  const rows = Object.entries(ranksOf).flatMap(([key, ranks]) =>
     Object.entries(JSON.parse(key)).map(([place, part]) => ({ place, part, ranks, all: sum(part) })));
   const most = Math.max(...rows.map(row => row.all));
-  const piece = ({ part, all }) => (kind, i) => part[kind] ? h("i", {
-    title: `${kind} ${bytes(part[kind])}`, style: `width:${100 * part[kind] / all}%;background:${colorOf(i)}`,
-  }) : null;
-  const bar = row => h("div", { style: "margin-top:6px" },
-    muted(`rank ${row.ranks.join(", ")} (${row.place}): ${bytes(row.all)}`),
-    h("div", { class: "stack", style: `width:${100 * row.all / most}%` }, HELD.map(piece(row))));
+  const piece = (size, all, i) =>
+    h("i", { title: `${HELD[i]} ${bytes(size)}`, style: `width:${100 * size / all}%;background:${colorOf(i)}` });
+  const bar = ({ place, part, ranks, all }) => h("div", { style: "margin-top:6px" },
+    muted(`rank ${ranks.join(", ")} (${place}): ${bytes(all)}`),
+    h("div", { class: "stack", style: `width:${100 * all / most}%` },
+      HELD.map((kind, i) => part[kind] ? piece(part[kind], all, i) : null)));
   return card(titleOf(run, "Each rank in its first step"), legend(HELD), rows.filter(row => row.all).map(bar));
 }
 
@@ -372,7 +362,7 @@ function planned(run) {
     ["fullest device", fullest(plan.stages?.map(stage => stage.memory)), fullest(run.memory), bytes],
   ].map(([name, a, b, words]) => {
     const off = a && b ? `${b >= a ? "+" : ""}${(100 * (b / a - 1)).toFixed(1)}%` : null;
-    return [name, a ? words(a) : null, b ? words(b) : null, off];
+    return [name, ...[a, b].map(x => x ? words(x) : null), off];
   });
   return card((many() ? run.name + ", " : "") + `planned for ${plan.ranks} x ${plan.device}`,
     table(["", "planned", "measured (median)", "measured beside planned"], rows, [1, 2, 3]));
@@ -422,23 +412,19 @@ function content() {
     h("pre", {}, h("b", {}, s.prompt), s.text));
   const samples = page.runs.flatMap(run => run.samples.map(sample(run))).reverse();
   const message = e => `${moment(e.time)}  ${e.text ?? e.state + (e.reason ? ": " + e.reason : "")}`;
-  const log = run => div("card scroll", many() ? h("h3", {}, run.name) : null,
-    h("pre", {}, run.log.map(message).join("\n")));
+  const log = run => div("card scroll", many() ? h("h3", {}, run.name) : null, h("pre", {}, run.log.map(message).join("\n")));
   return [
     damage.length ? div("card warn", h("h3", {}, "Not everything could be read"), damage) : null,
     ...page.runs.map((run, r) => safe(overview, run, r)),
     ...section("Training", safe(chartCards)),
     ...section("Experts", cards(run => run.experts, experts)),
     ...section("Memory", cards(run => run.memory.length, memory)),
-    ...section("Incidents",
-      listed(["step", "when", "what", "done", "ranks", "summary"], run => run.incidents.map(incident))),
-    ...section("Evaluations",
-      listed(["step", "split", ...terms.map(label)], run => run.evaluations.map(evaluation).reverse())),
+    ...section("Incidents", listed(["step", "when", "what", "done", "ranks", "summary"], run => run.incidents.map(incident))),
+    ...section("Evaluations", listed(["step", "split", ...terms.map(label)], run => run.evaluations.map(evaluation).reverse())),
     ...section("Samples", samples.length ? div("grid", samples) : null),
     ...section("Plan beside what was measured", cards(run => run.plan, planned)),
     ...section(many() ? "Settings that differ" : "Settings", settings()),
-    ...section("Starts",
-      listed(["when", "at step", "layout", "device", "hosts", "versions", ""], run => run.starts.map(start))),
+    ...section("Starts", listed(["when", "at step", "layout", "device", "hosts", "versions", ""], run => run.starts.map(start))),
     ...section("Last messages", cards(run => run.log.length, log)),
   ].filter(Boolean);
 }
@@ -446,8 +432,8 @@ function content() {
 function controls() {
   const chip = (run, r) => button([dot(colorOf(r)), run.name], { class: view.hidden.has(r) ? "chip off" : "chip" },
     () => { if (!view.hidden.delete(r)) view.hidden.add(r); });
-  const axis = name => button(name, { "aria-pressed": String(view.axis === name) },
-    () => Object.assign(view, { axis: name, zoom: null }));
+  const pressed = name => ({ "aria-pressed": String(view.axis === name) });
+  const axis = name => button(name, pressed(name), () => Object.assign(view, { axis: name, zoom: null }));
   const smooth = h("input", {
     type: "range", min: 0, max: 0.99, step: 0.01, value: view.smooth, "aria-label": "smoothing",
     onchange: changing(input => { view.smooth = +input.value; }),
@@ -469,9 +455,7 @@ function render() {
   $("title").textContent = page.title;
   $("controls").replaceChildren(...controls());
   $("main").replaceChildren(...content());
-  for (const summary of document.querySelectorAll("details > summary")) {
-    summary.parentElement.open = open.includes(summary.textContent);
-  }
+  document.querySelectorAll("details > summary").forEach(s => { s.parentElement.open = open.includes(s.textContent); });
   charts.forEach(chart => { chart.plot = safe(chart.make); });
   charts = charts.filter(chart => chart.plot.setScale);
   if (zoom) charts.forEach(chart => chart.plot.setScale("x", zoom));
