@@ -39,7 +39,7 @@ def columns_reference(text: bytes, base: int) -> Read:
     lines = text.removesuffix(b"\n").split(b"\n")
     for number, line in enumerate(lines):
         try:
-            rows.append(dict(_flat(_loads(line), base)))
+            rows.append(dict(_flat(json.loads(line), base)))
         except (ValueError, RecursionError, AttributeError):
             refused.append(number)
         base += len(line) + 1
@@ -60,14 +60,6 @@ def _flat(record: Mapping[str, object], base: int, above: str = "") -> Iterator[
             yield from _flat({str(i): item for i, item in enumerate(value[:_ELEMENTS])}, base, name)
         elif value is not None:
             yield name, float(value)  # type: ignore[arg-type]
-
-
-def _loads(line: bytes) -> Any:
-    try:
-        import orjson
-    except ImportError:
-        return json.loads(line)
-    return orjson.loads(line)
 
 
 def compiled() -> Callable[[bytes, int], Read] | None:
