@@ -168,7 +168,7 @@ def _steps(columns: Columns, bins: int) -> Json:
     series: Json = {}
     worked = np.isfinite(columns.get("phase_seconds.forward-backward", np.zeros(count)))
     for name, column in columns.items():
-        if name in _OF_WORK:  # of a step that was passed over nothing can be said
+        if name in _OF_WORK:
             column = np.where(worked, column, np.nan)
         if name.startswith("@") or name in (*_AXES, "consumed_samples", "skipped"):
             continue
