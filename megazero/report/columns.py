@@ -88,7 +88,7 @@ class Lines:
 
     @property
     def damage(self) -> list[str]:
-        """What is wrong with the file, one sentence for each of the first damaged lines."""
+        """The faults of the file in sentences: one for each damaged line, or for the first of many."""
         sentences = [f"{clause}; it is left out" for clause in self.refused[:_SHOWN]]
         if len(self.refused) > _SHOWN:
             sentences.append(f"{self.path} has {len(self.refused)} damaged lines in all")
