@@ -56,12 +56,11 @@ def _words(files: object) -> argparse.ArgumentParser:
         head, _, line = (module.__doc__ or "").partition("\n")[0].partition(": ")
         if not head.startswith("The command `megazero "):
             continue
+        verb = name.replace("_", "-")
         place = import_module(_ELSEWHERE.get(name, module.__name__))
         own = [place.build_parser()] if hasattr(place, "build_parser") else []
         own += [training] if name in _TRAINING else []
-        verbs.add_parser(
-            name.replace("_", "-"), help=line, parents=own, add_help=False, conflict_handler="resolve"
-        )
+        verbs.add_parser(verb, help=line, parents=own, add_help=False, conflict_handler="resolve")
     _complete_files(parser, files)
     return parser
 
