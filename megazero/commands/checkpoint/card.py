@@ -69,10 +69,8 @@ def model_card(
     trained = "trained" if pick(facts, "state") else "converted"
     done = "fine-tuned" if pick(config, "finetune", "task") else trained
     classes = [exported.auto, *(["AutoTokenizer"] if has_tokenizer else [])]
-    loads = [
-        f"{variable} = {auto}.from_pretrained({name!r})"
-        for variable, auto in zip(("model", "tokenizer"), classes, strict=False)
-    ]
+    pairs = zip(("model", "tokenizer"), classes, strict=False)
+    loads = [f"{variable} = {auto}.from_pretrained({name!r})" for variable, auto in pairs]
     parts = [
         f"---\n{yaml.safe_dump(known, sort_keys=False)}---\n\n# {name}\n",
         f"A `{exported.architecture}` of {exported.parameters:,} parameters, {done} with megazero."
