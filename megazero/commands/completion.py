@@ -51,14 +51,14 @@ def _words(files: object) -> argparse.ArgumentParser:
     """A parser of everything after `megazero`; what may be a path has the attribute `complete`, `files`."""
     parser = argparse.ArgumentParser(prog="megazero", add_help=False)
     verbs, training = parser.add_subparsers(dest="verb"), _training()
-    for name in (module.name for module in iter_modules(commands.__path__)):
+    for _, name, _ in iter_modules(commands.__path__):
         module = import_module(f"megazero.commands.{name}")
         head, _, line = (module.__doc__ or "").partition("\n")[0].partition(": ")
         if not head.startswith("The command `megazero "):
             continue
         verb = name.replace("_", "-")
-        place = import_module(_ELSEWHERE[name]) if name in _ELSEWHERE else module
-        own = [build()] if (build := getattr(place, "build_parser", None)) else []
+        place = import_module(_ELSEWHERE.get(name, module.__name__))
+        own = [place.build_parser()] if hasattr(place, "build_parser") else []
         own += [training] if name in _TRAINING else []
         verbs.add_parser(verb, help=line, parents=own, add_help=False, conflict_handler="resolve")
     _complete_files(parser, files)

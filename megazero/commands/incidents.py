@@ -10,11 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megazero.commands.metrics_file import read_metrics, run_name
+from megazero.commands.metrics_file import read_metrics
 from megazero.commands.outputs import add_picture_flags
 from megazero.errors import ConfigError, exit_status
 from megazero.pictures.style import Theme, count_axis, new_figure, save, styled
-from megazero.report.run_folder import find_metrics
+from megazero.report.run_folder import find_metrics, run_name
 from megazero.train.observe.incidents import page, read_incidents
 
 if TYPE_CHECKING:
@@ -92,12 +92,10 @@ def _report(flags: argparse.Namespace) -> None:
         print(f"drawn into {flags.output}")
 
 
-def _row(number: int, facts: Mapping[str, Any]) -> tuple[str, ...]:
-    summary = facts["summary"]
+def _row(number: int, facts: Mapping[str, Any]) -> tuple[object, ...]:
+    summary, ranks = facts["summary"], ",".join(map(str, facts["ranks"]))
     shown = summary if len(summary) <= _WIDEST else f"{summary[:_WIDEST]}..."
-    ranks = ",".join(map(str, facts["ranks"]))
-    names = (facts["time"], str(facts["iteration"]), facts["kind"], facts["action"], ranks)
-    return (str(number), *names, shown)
+    return (number, facts["time"], facts["iteration"], facts["kind"], facts["action"], ranks, shown)
 
 
 def read_steps(path: Path) -> list[tuple[int, float, float]]:
@@ -133,11 +131,8 @@ def incidents_figure(
     figure = new_figure(f"Incidents of run {run}", facts, height=1.5 + sum(heights))
     panels = list(figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
     if steps:
-        iterations, losses, norms = zip(*steps, strict=True)
-        for panel, name, values in (
-            (panels[0], "loss (nats)", losses),
-            (panels[1], "gradient norm (L2)", norms),
-        ):
+        iterations, *columns = zip(*steps, strict=True)
+        for panel, name, values in zip(panels, ("loss (nats)", "gradient norm (L2)"), columns, strict=False):
             panel.plot(iterations, values, label=name)
             panel.set_ylabel(name)
             positive = [value for value in values if 0 < value < math.inf]

@@ -13,13 +13,6 @@ from megazero.regular_file import read_regular_text
 T = TypeVar("T")
 
 
-def run_name(path: Path) -> str:
-    """The name of the run of a file of metrics, a checkpoint or a run's folder."""
-    path = path.resolve()
-    inside = path.name.startswith(("metrics", "iter_"))
-    return path.parent.name if inside else path.name.removesuffix(".jsonl")
-
-
 def read_metrics(
     path: Path,
     name: str,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,6 @@ CHUNK = 2**23
 """About how many bytes are read at a time."""
 _ELEMENTS = 4  # of an array within an object
 _WORDS = MappingProxyType({"Infinity": np.inf, "-Infinity": -np.inf})
-LEFT_OUT = "; it is left out"
 _SHOWN = 20  # damaged lines that are named
 
 
@@ -40,8 +39,7 @@ def columns_reference(text: bytes, base: int) -> Read:
     lines = text.removesuffix(b"\n").split(b"\n")
     for number, line in enumerate(lines):
         try:
-            record = _loads(line)
-            rows.append(dict(_flat(record, base)))
+            rows.append(dict(_flat(json.loads(line), base)))
         except (ValueError, RecursionError, AttributeError):
             refused.append(number)
         base += len(line) + 1
@@ -64,14 +62,6 @@ def _flat(record: Mapping[str, object], base: int, above: str = "") -> Iterator[
             yield name, float(value)  # type: ignore[arg-type]
 
 
-def _loads(line: bytes) -> Any:
-    try:
-        import orjson
-    except ImportError:
-        return json.loads(line)
-    return orjson.loads(line)
-
-
 def compiled() -> Callable[[bytes, int], Read] | None:
     """The compiled twin of `columns_reference`, which is some 30 times as fast; None if it is not built."""
     read = getattr(NATIVE, "json_columns", None)
@@ -85,16 +75,27 @@ class Lines:
     Attributes:
         path: the file.
         columns: name -> its value in each line that has an iteration; NaN where it has none.
-        damage: what is wrong with the file, one sentence for each damaged line.
+        refused: what is wrong with each line that is left out, one clause for each.
     """
 
     path: Path
     columns: Columns = field(default_factory=dict)
-    damage: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
     _identity: tuple[int, int] = (0, 0)
     _read: int = 0
     _lines: int = 0
-    _damaged: int = 0
+    _unended: bool = False
+
+    @property
+    def damage(self) -> list[str]:
+        """The faults of the file in sentences: one for each damaged line, or for the first of many."""
+        sentences = [f"{clause}; it is left out" for clause in self.refused[:_SHOWN]]
+        if len(self.refused) > _SHOWN:
+            sentences.append(f"{self.path} has {len(self.refused)} damaged lines in all")
+        if self._unended:
+            why = "it is being written, or a crash cut it short"
+            sentences.append(f"{self.path}, line {self._lines + 1} has no end: {why}")
+        return sentences
 
     def update(self) -> bool:
         """Read what was added since, or all of a file that was written anew; returns whether anything is new.
@@ -107,91 +108,83 @@ class Lines:
                 stat = os.fstat(file.fileno())
                 identity = (stat.st_dev, stat.st_ino)
                 if identity != self._identity or stat.st_size < self._read:
-                    self.columns, self.damage, self._identity = {}, [], identity
-                    self._read = self._lines = self._damaged = 0
-                before, ends = self._read, _ends(file.fileno(), self._read, stat.st_size)
+                    vars(self).update(vars(Lines(self.path, _identity=identity)))
+                ends = _ends(file, self._read, stat.st_size)
                 with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-                    spans = zip([before, *ends], ends, strict=False)
+                    spans = zip([self._read, *ends], ends, strict=False)
                     self._add(list(pool.map(partial(_parsed, file.fileno()), spans)))
-                rest = os.pread(file.fileno(), 200, self._read)
+                self._unended = bool(os.pread(file.fileno(), 1, self._read))
         except OSError as error:
             raise DataError(
                 f"`RUN` must be a run's folder or a file of metrics, but {self.path}: "
                 f"{why_unreadable(error)}; check the path"
             ) from error
-        cut = f"{self.path}, line {self._lines + 1} has no end: it is being written, or a crash cut it short"
-        self.damage = [line for line in self.damage if " has no end: " not in line] + [cut] * bool(rest)
-        return before != self._read
+        return bool(ends)
 
-    def record(self, place: float) -> dict[str, Any]:
-        """The object of the line at a place, as a column named ``@...`` has it; empty if it is damaged."""
+    def rows_with(self, array: str) -> list[int]:
+        """The rows in whose lines a key has an array."""
+        rows: list[int] = np.flatnonzero(np.isfinite(self.columns.get(f"@{array}", np.zeros(0)))).tolist()
+        return rows
+
+    def array(self, name: str, row: int) -> list[Any]:
+        """The array that a row of `rows_with` has; empty if its line has been damaged since."""
         with open_regular(self.path) as file:
-            file.seek(int(place))
+            file.seek(int(self.columns[f"@{name}"][row]))
             try:
-                value = json.loads(file.readline())
-            except ValueError:
-                return {}
-        return value if isinstance(value, dict) else {}
+                array: list[Any] = json.loads(file.readline())[name]
+            except (ValueError, TypeError, KeyError):
+                return []
+        return array
 
-    def _add(self, chunks: list[_Piece]) -> None:
-        for chunk in chunks:
-            self._read += chunk.size
-            for number, why in chunk.damage:
-                self._damaged += 1
-                if self._damaged <= _SHOWN:
-                    self.damage.append(f"{self.path}, line {self._lines + number + 1} {why}{LEFT_OUT}")
-            self._lines += chunk.lines
-        if self._damaged > _SHOWN:
-            self.damage[_SHOWN:] = [f"{self.path} has {self._damaged} damaged lines in all"]
-        parts = [self.columns, *(chunk.columns for chunk in chunks)]
-        sizes = [next((len(column) for column in part.values()), 0) for part in parts]
+    def _add(self, pieces: Sequence[_Piece]) -> None:
+        for piece in pieces:
+            self.refused += [f"{self.path}, line {self._lines + i + 1} {why}" for i, why in piece.refused]
+            self._read += piece.size
+            self._lines += piece.lines
+        parts = [self.columns, *(piece.columns for piece in pieces)]
+        lacking = [np.full(len(next(iter(part.values()), ())), np.nan) for part in parts]
         names = dict.fromkeys(name for part in parts for name in part)
-        joined = {
-            name: np.concatenate(
-                [part.get(name, np.full(size, np.nan)) for part, size in zip(parts, sizes, strict=True)]
-            )
-            for name in names
-        }
-        self.columns = _in_order(joined)
+        self.columns = _in_order(
+            {
+                name: np.concatenate(
+                    [part.get(name, none) for part, none in zip(parts, lacking, strict=True)]
+                )
+                for name in names
+            }
+        )
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Columns of whole lines, and (line from 0, reason) of those that are left out."""
 
     size: int
     lines: int
     columns: Columns
-    damage: list[tuple[int, str]]
+    refused: list[tuple[int, str]]
 
 
-def _ends(descriptor: int, at: int, size: int) -> list[int]:
+def _ends(file: BinaryIO, at: int, size: int) -> list[int]:
     """The places in a file, after one, at which pieces of whole lines end."""
-    while size > at and os.pread(descriptor, 1, size - 1) != b"\n":  # a last line without an end
+    while size > at and os.pread(file.fileno(), 1, size - 1) != b"\n":  # a last line without an end
         size -= 1
     ends = []
     while at < size:
-        at = min(at + CHUNK, size)
-        while at < size and (newline := os.pread(descriptor, 2**16, at - 1).find(b"\n")) != 0:
-            at = at + newline if newline > 0 else at + 2**16 - 1
-        ends.append(min(at, size))
+        file.seek(min(at + CHUNK, size) - 1)
+        file.readline()
+        ends.append(at := file.tell())
     return ends
 
 
 def _parsed(descriptor: int, span: tuple[int, int]) -> _Piece:
     text = os.pread(descriptor, span[1] - span[0], span[0])
     columns, refused, count = (compiled() or columns_reference)(text, span[0])
-    damage = []
-    if refused:
-        lines = text.split(b"\n")
-        damage = [(number, _why(lines[number])) for number in refused]
-    iterations = columns.get("iteration", np.full(count - len(refused), np.nan))
-    lacking = np.flatnonzero(~np.isfinite(iterations))
-    if lacking.size:
-        numbers = np.setdiff1d(np.arange(count), np.array(refused, dtype=int))
-        damage = sorted([*damage, *((int(numbers[i]), "has no `iteration`") for i in lacking)])
-        columns = {name: np.delete(column, lacking) for name, column in columns.items()}
-    return _Piece(len(text), count, columns, damage)
+    lines = text.split(b"\n") if refused else []
+    reasons = {number: _why(lines[number]) for number in refused}
+    numbers = np.delete(np.arange(count), refused)
+    sound = np.isfinite(columns.get("iteration", np.full(len(numbers), np.nan)))
+    reasons |= dict.fromkeys(numbers[~sound].tolist(), "has no `iteration`")
+    columns = {name: column[sound] for name, column in columns.items()}
+    return _Piece(len(text), count, columns, sorted(reasons.items()))
 
 
 def _why(line: bytes) -> str:
@@ -207,5 +200,4 @@ def _in_order(columns: Columns) -> Columns:
     if iterations is None or bool(np.all(np.diff(iterations) > 0)):
         return columns
     _, last = np.unique(iterations[::-1], return_index=True)
-    kept = len(iterations) - 1 - last
-    return {name: column[kept] for name, column in columns.items()}
+    return {name: column[::-1][last] for name, column in columns.items()}

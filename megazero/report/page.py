@@ -9,9 +9,9 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.resources import files
 from string import Template
-from typing import Any
 
 from megazero.pictures.style import THEMES, Theme
 from megazero.report.run import BINS, Json, Source
@@ -40,7 +40,10 @@ def read_runs(sources: Sequence[Source]) -> Json:
 
 def page_of(shown: Json, watch: str | None = None) -> str:
     """The page that shows runs; `watch` is the token with which it asks its server for news."""
-    data = {"page": {**shown, "watch": watch}, "themes": {name: _colors(t) for name, t in THEMES.items()}}
+    data = {
+        "page": {**shown, "watch": watch},
+        "themes": {name: asdict(theme) for name, theme in THEMES.items()},
+    }
     library, script = _asset("uPlot.iife.min.js"), _asset("report.js")
     # Nothing is loaded from anywhere, and no script but these two runs, whatever a run's texts hold.
     hashes = " ".join(f"'sha256-{_digest(code)}'" for code in (library, script))
@@ -76,12 +79,8 @@ def _digest(code: str) -> str:
     return base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
 
 
-def _colors(theme: Theme) -> dict[str, Any]:
-    return {"paper": theme.paper, "muted": theme.muted, "grid": theme.grid, "series": theme.series}
-
-
 def _variables(theme: Theme) -> str:
-    values = {"paper": theme.paper, "ink": theme.ink, "muted": theme.muted, "grid": theme.grid}
+    values = {name: getattr(theme, name) for name in ("paper", "ink", "muted", "grid")}
     values |= {"accent": theme.series[0], "green": theme.series[2], "red": theme.series[3]}
     lines = "".join(f"--{name}:{value};" for name, value in values.items())
     return f":root[data-theme={theme.name}] {{ color-scheme: {theme.name}; {lines} }}\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -15,21 +14,16 @@ import numpy as np
 
 from megazero.errors import DataError
 from megazero.regular_file import read_regular, why_unreadable
-from megazero.report.columns import LEFT_OUT, Columns, Lines
-from megazero.report.run_folder import SAMPLES, beside, find_metrics
+from megazero.report.columns import Columns, Lines
+from megazero.report.run_folder import SAMPLES, beside, find_metrics, run_name
 
 Json = dict[str, Any]
 BINS = 1000
 """Bins of a reduced series, each with its lowest, highest and mean value: 2,000 points, and a line."""
 _CELLS = 60_000  # of experts' shares that a page keeps
 _AXES = MappingProxyType({"iteration": "steps", "consumed_tokens": "tokens"})
-_OF_WORK = (
-    "seconds",
-    "tokens_per_second",
-    "tflops",
-    "matmul_share",
-    "grad_norm",
-)  # not known of a step that was passed over
+# Of a step that was passed over these are not known.
+_OF_WORK = ("seconds", "tokens_per_second", "tflops", "matmul_share", "grad_norm")
 _FACTS = ("config", "end", "hosts", "layout", "settings", "versions")  # of a start, each an object
 _MEANWHILE = 120.0  # seconds without a step after which a run that says nothing no longer runs
 _TREND = 50  # bins that a forecast of the loss needs
@@ -62,9 +56,7 @@ class Source:
                 f"`RUN` must be a folder with a run's metrics, but {run} has none; name the file that "
                 "`--metrics-jsonl` wrote"
             )
-        named = metrics.resolve()
-        name = named.parent.name if named.stem == "metrics" else named.stem
-        return cls(run.resolve().name if run.is_dir() else name, Lines(metrics), plan)
+        return cls(run_name(run), Lines(metrics), plan)
 
     def read(self, bins: int = BINS) -> Json:
         """Read what is new; return the run as JSON.
@@ -74,27 +66,25 @@ class Source:
         """
         self.lines.update()
         columns, path = self.lines.columns, self.lines.path
-        if not columns and self.lines.damage and "has no end" not in self.lines.damage[0]:
-            first = self.lines.damage[0].removesuffix(LEFT_OUT)
-            raise DataError(f"`RUN` must be a file of metrics, but {first}; check the path")
-        damage = list(self.lines.damage)
-        events = _lines(beside(path, "run"), damage)
+        if not columns and self.lines.refused:
+            raise DataError(f"`RUN` must be a file of metrics, but {self.lines.refused[0]}; check the path")
+        damage = self.lines.damage
+        events = _objects(beside(path, "run"), damage)
         starts = [event for event in events if event.get("event") == "start"]
         if not all(isinstance(start.get(name), dict) for start in starts for name in _FACTS):
             damage.append(f"{beside(path, 'run')} has a start whose facts are not understood; it is left out")
             events = starts = []
-        config = starts[-1].get("config", {}) if starts else {}
+        config = starts[-1]["config"] if starts else {}
         saved = (config.get("checkpoint") or {}).get("save")
         folder = Path(saved) if saved and Path(saved).is_dir() else path.parent
         files = [*sorted((folder / "incidents").glob("*.json")), self.plan or folder / "plan.json"]
-        texts = [(str(file), text) for file in files if (text := _bytes(file, damage))]
-        objects = _objects(texts, damage)
+        objects = [facts for file in files for facts in _objects(file, damage)]
         plan = next((facts for facts in objects if "seconds_per_step" in facts), None)
         if plan is None and self.plan is not None:
             raise DataError(
                 f"`--plan` must be what `megazero plan --output` wrote, but {self.plan} is not; name it"
             )
-        steps = _steps(columns, bins)
+        steps, measured = _steps(columns, bins), self.lines.rows_with("memory")
         return {
             "name": self.name,
             "path": str(path),
@@ -105,41 +95,38 @@ class Source:
             "marks": [event for event in events if event.get("event") == "rewound"],
             "log": [event for event in events if event.get("event") in ("message", "end")][-60:],
             "config": {
-                f"{s}.{key}": value
-                for s, part in config.items()
+                f"{section}.{key}": value
+                for section, part in config.items()
                 if isinstance(part, dict)
                 for key, value in part.items()
             },
-            "evaluations": _lines(beside(path, "eval"), damage),
-            "samples": _lines(folder / SAMPLES, damage)[-50:],
+            "evaluations": _objects(beside(path, "eval"), damage),
+            "samples": _objects(folder / SAMPLES, damage)[-50:],
             "incidents": [facts for facts in objects if "kind" in facts],
             "plan": plan,
             "steps": steps,
             "experts": _experts(self.lines, damage),
-            "memory": _memory(self.lines),
+            "memory": self.lines.array("memory", measured[-1]) if measured else [],
             "forecast": _forecast(steps, _planned(starts[-1]) if starts else None),
         }
 
 
-def _lines(path: Path, damage: list[str]) -> list[Json]:
-    """The objects of a file of JSON lines, if there is one; `damage` receives what is wrong with it."""
-    lines = _bytes(path, damage).split(b"\n")
-    return _objects(((f"{path}, line {i}", line) for i, line in enumerate(lines, 1) if line.strip()), damage)
-
-
-def _bytes(path: Path, damage: list[str]) -> bytes:
+def _objects(path: Path, damage: list[str]) -> list[Json]:
+    """The objects of a file of JSON lines, or of JSON; `damage` receives what is wrong with it."""
     try:
-        return read_regular(path)
+        content = read_regular(path)
     except FileNotFoundError:
-        return b""
+        return []
     except OSError as error:
         damage.append(f"{path} is left out: {why_unreadable(error)}")
-        return b""
-
-
-def _objects(texts: Iterable[tuple[str, bytes]], damage: list[str]) -> list[Json]:
+        return []
+    texts = {str(path): content}
+    if path.suffix == ".jsonl":
+        texts = {f"{path}, line {i}": line for i, line in enumerate(content.split(b"\n"), 1)}
     objects: list[Json] = []
-    for where, text in texts:
+    for where, text in texts.items():
+        if not text.strip():
+            continue
         try:
             value = json.loads(text, parse_constant=lambda word: None)
             if not isinstance(value, dict):
@@ -153,15 +140,11 @@ def _objects(texts: Iterable[tuple[str, bytes]], damage: list[str]) -> list[Json
 def reduced(column: np.ndarray[Any, Any], starts: np.ndarray[Any, Any]) -> Json:
     """The mean, lowest and highest finite value of the bins that begin at these rows; None where none is."""
     finite = np.isfinite(column)
-    if finite.all():
-        counts: Any = np.diff(np.append(starts, len(column)))
-        some = lowest = highest = column
-    else:
-        counts = np.add.reduceat(finite, starts, dtype=np.int64)
-        some, lowest, highest = (np.where(finite, column, other) for other in (0.0, np.inf, -np.inf))
+    known = np.where(finite, column, np.nan)
     with np.errstate(invalid="ignore"):
-        mean = np.add.reduceat(some, starts) / counts
-    low, high = np.minimum.reduceat(lowest, starts), np.maximum.reduceat(highest, starts)
+        counts = np.add.reduceat(finite, starts, dtype=np.int64)
+        mean = np.add.reduceat(np.where(finite, column, 0.0), starts) / counts
+        low, high = np.fmin.reduceat(known, starts), np.fmax.reduceat(known, starts)
     return {"mean": _numbers(mean), "low": _numbers(low), "high": _numbers(high)}
 
 
@@ -185,7 +168,7 @@ def _steps(columns: Columns, bins: int) -> Json:
     series: Json = {}
     worked = np.isfinite(columns.get("phase_seconds.forward-backward", np.zeros(count)))
     for name, column in columns.items():
-        if name in _OF_WORK:  # of a step that was passed over nothing can be said
+        if name in _OF_WORK:
             column = np.where(worked, column, np.nan)
         if name.startswith("@") or name in (*_AXES, "consumed_samples", "skipped"):
             continue
@@ -196,22 +179,17 @@ def _steps(columns: Columns, bins: int) -> Json:
 
 def _state(columns: Columns, events: list[Json], path: Path) -> Json:
     """Tell what a run does, and since when, with the time to its end at the pace of its latest steps."""
-    began = max((i for i, event in enumerate(events) if event.get("event") == "start"), default=-1)
-    end = next((event for event in events[began:] if event.get("event") == "end"), None) if events else None
-    start, changed = (events[began] if began >= 0 else {}), path.stat().st_mtime
-    seconds = columns.get("seconds", np.zeros(0))[-100:]
-    pace = float(np.median(seconds)) if seconds.size else None
+    began = max((i for i, event in enumerate(events) if event.get("event") == "start"), default=0)
+    start = events[began] if events else {}
     at = int(columns["iteration"][-1]) if columns else 0
-    if events and (noted := _moment(events[-1].get("time"))):
-        changed = max(changed, noted)
-    if end is not None:
-        return {
-            "word": end.get("state"),
-            "when": _moment(end.get("time")),
-            "why": end.get("reason"),
-            "at": at,
-        }
-    alive = time.time() - changed < max(_MEANWHILE, 20 * (pace or 0.0))
+    for event in events[began:]:
+        if event.get("event") == "end":
+            when = _moment(event.get("time"))
+            return {"word": event.get("state"), "when": when, "why": event.get("reason"), "at": at}
+    seconds = columns.get("seconds", np.zeros(0))[-100:]
+    pace = float(np.median(seconds)) if seconds.size else 0.0
+    changed = max(path.stat().st_mtime, (_moment(events[-1].get("time")) if events else None) or 0.0)
+    alive = time.time() - changed < max(_MEANWHILE, 20 * pace)
     state: Json = {"word": "running" if alive else "silent" if start else "idle", "when": changed, "at": at}
     total = _planned(start)
     if alive and total and pace:
@@ -228,16 +206,15 @@ def _moment(text: object) -> float | None:
 
 def _experts(lines: Lines, damage: list[str]) -> Json | None:
     """Each expert's share of tokens, as a multiple of an even one, in some of the records with the last."""
-    places = lines.columns.get("@tokens_per_expert", np.zeros(0))
-    rows = np.flatnonzero(np.isfinite(places))
-    if not rows.size:
+    rows = lines.rows_with("tokens_per_expert")
+    if not rows:
         return None
     try:
-        layers = lines.record(places[rows[-1]])["tokens_per_expert"]
+        layers = lines.array("tokens_per_expert", rows[-1])
         cells = sum(len(layer["tokens"]) for layer in layers)
         kept = min(len(rows), 120, max(2, _CELLS // max(1, cells)))
-        chosen = rows[np.linspace(0, len(rows) - 1, kept).astype(int)]
-        loads = [lines.record(places[row])["tokens_per_expert"] for row in chosen]
+        chosen = [rows[i] for i in np.linspace(0, len(rows) - 1, kept).astype(int)]
+        loads = [lines.array("tokens_per_expert", row) for row in chosen]
         shares = [[_shares(layer["tokens"]) for layer in load] for load in loads]
     except (KeyError, TypeError) as error:
         damage.append(f"{lines.path}: `tokens_per_expert` is not understood: {error!r}")
@@ -248,13 +225,6 @@ def _experts(lines: Lines, damage: list[str]) -> Json | None:
 
 def _shares(tokens: list[int]) -> list[float]:
     return [round(count * len(tokens) / max(1, sum(tokens)), 3) for count in tokens]
-
-
-def _memory(lines: Lines) -> list[Json]:
-    places = lines.columns.get("@memory", np.zeros(0))
-    rows = np.flatnonzero(np.isfinite(places))
-    ranks: list[Json] = lines.record(places[rows[-1]]).get("memory") or [] if rows.size else []
-    return ranks
 
 
 def _planned(start: Json) -> int | None:
@@ -268,8 +238,8 @@ def _forecast(steps: Json, end: int | None) -> Json | None:
     name = next((n for n in ("total_loss", "lm_loss", "loss") if n in steps["series"]), None)
     if name is None or end is None or steps["x"]["steps"][-1] >= end:
         return None
-    pairs = zip(steps["x"]["steps"], steps["series"][name]["mean"], strict=True)
-    known = np.array([(x, y) for x, y in pairs if y is not None])
+    pairs = np.array([steps["x"]["steps"], steps["series"][name]["mean"]], dtype=float).T
+    known = pairs[np.isfinite(pairs).all(axis=1)]
     known = known[len(known) // 2 :]
     if len(known) < _TREND:
         return None

@@ -15,6 +15,13 @@ SAMPLES = "samples.jsonl"
 """The file of texts in a run's folder that its checkpoints generated."""
 
 
+def run_name(path: Path) -> str:
+    """The name of the run of a file of metrics, a checkpoint or a run's folder."""
+    path = path.resolve()
+    inside = path.name.startswith("iter_") or (path.name.startswith("metrics") and not path.is_dir())
+    return path.parent.name if inside else path.name.removesuffix(".jsonl")
+
+
 def find_metrics(folder: Path) -> Path | None:
     """The file of metrics of a run: its folder's `metrics.jsonl`, or the only file of metrics in it."""
     usual = folder / METRICS

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from megazero.errors import ConfigError, DataError
 from megazero.report.page import encoded, page_of, read_runs
@@ -25,8 +27,6 @@ class Watched:
     def __init__(self, sources: Sequence[Source]):
         self._sources = sources
         self._lock = threading.Lock()
-        self._shown: Json = {}
-        self._seen: bytes = b""
         self.token = secrets.token_urlsafe(16)
 
     def now(self) -> Json:
@@ -37,11 +37,7 @@ class Watched:
         """
         with self._lock:
             shown = read_runs(self._sources)
-            seen = encoded(shown["runs"])
-            if seen != self._seen:
-                self._seen, revision = seen, self._shown.get("revision", 0) + 1
-                self._shown = {**shown, "revision": revision}
-            return self._shown
+        return {**shown, "revision": hashlib.sha256(encoded(shown["runs"])).hexdigest()}
 
 
 def serve(sources: Sequence[Source], port: int, say: Callable[[str], None]) -> None:
@@ -55,10 +51,8 @@ def serve(sources: Sequence[Source], port: int, say: Callable[[str], None]) -> N
     watched.now()
     with open_server(watched, port) as server:
         say(f"http://{HOST}:{server.server_port}/?token={watched.token}")
-        try:
+        with suppress(KeyboardInterrupt):
             server.serve_forever()
-        except KeyboardInterrupt:
-            return
 
 
 def open_server(watched: Watched, port: int) -> ThreadingHTTPServer:
@@ -88,31 +82,31 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer a request."""
         address, port = urlsplit(self.path), self.connection.getsockname()[1]
-        query = parse_qs(address.query)
-        token = query.get("token", [""])[0]
+        query = dict(parse_qsl(address.query))
+        token = query.get("token", "")
         if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
-            self._answer(403, b"this host is not served\n", "text/plain")
+            self._answer(403, b"this host is not served\n")
         elif not secrets.compare_digest(token.encode(), self._watched.token.encode()):
-            self._answer(403, b"open the address that was printed, with its token\n", "text/plain")
+            self._answer(403, b"open the address that was printed, with its token\n")
         elif address.path not in ("/", "/data"):
-            self._answer(404, b"there is no such page\n", "text/plain")
+            self._answer(404, b"there is no such page\n")
         else:
-            self._show(address.path, query.get("since", [""])[0])
+            self._show(address.path, query.get("since", ""))
 
     def _show(self, path: str, since: str) -> None:
         try:
             shown = self._watched.now()
         except DataError as error:
-            self._answer(503, f"{error}\n".encode(), "text/plain")
+            self._answer(503, f"{error}\n".encode())
             return
         if path == "/":
             self._answer(200, page_of(shown, self._watched.token).encode(), "text/html")
-        elif since == str(shown["revision"]):
+        elif since == shown["revision"]:
             self._answer(204, b"", "application/json")
         else:
             self._answer(200, encoded(shown), "application/json")
 
-    def _answer(self, status: int, content: bytes, kind: str) -> None:
+    def _answer(self, status: int, content: bytes, kind: str = "text/plain") -> None:
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))

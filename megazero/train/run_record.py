@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from megazero.train.resume.snapshot import git_revision
 from megazero.version import VERSION
 
 _SECRET = re.compile(r"secret|passw|api_?key|credential|webhook|(^|_)(access_|auth_)?token$", re.I)
-_URL = re.compile(r"\b([a-z][a-z0-9+.-]*://)(?:[^/@\s]*@)?([^/\s?#]+)[^\s,'\"]*", re.I)
+_URL = re.compile(r"\b([a-z][a-z0-9+.-]*://)(?:[^/@\s]*@)?([^/\s?#]+)[^\s\"]*", re.I)
 HIDDEN = "(not recorded)"
 
 
@@ -127,12 +128,16 @@ def _parameters(meters: Meters) -> int:
 
 def _start_facts(meters: Meters) -> dict[str, object]:
     config, context, end = meters.config, meters.engine.context, meters.plan.end
-    tree = config.model_dump(mode="json")
+    device = _device_name(context.device)
+    tree = {
+        section: {name: _shown(name, value) for name, value in fields.items()}
+        for section, fields in config.model_dump(mode="json").items()
+    }
     return {
         "command": _command(),
         "world_size": context.world_size,
         "layout": {axis: context.grid[axis] for axis in AXES} | {"zero_stage": config.zero.stage},
-        "device": _device_name(context.device),
+        "device": device,
         "versions": {
             "megazero": VERSION,
             "git": git_revision(),
@@ -141,17 +146,14 @@ def _start_facts(meters: Meters) -> dict[str, object]:
             "CUDA": torch.version.cuda,
         },
         "settings": {
-            spec.path: _shown(spec.name, value_at(config, spec.path))
+            spec.path: tree[spec.section][spec.name]
             for spec in FIELDS
             if value_at(config, spec.path) != spec.default
         },
-        "config": {
-            section: {name: _shown(name, value) for name, value in fields.items()}
-            for section, fields in tree.items()
-        },
+        "config": tree,
         "flops_per_token": meters.flops_per_token(config.model.seq_length, NOTHING_SKIPPED),
         "matmul_rate": meters.matmul_rate,
-        "nominal_rate": nominal_matmul_rate(_device_name(context.device)),
+        "nominal_rate": nominal_matmul_rate(device),
         "end": {"iteration": end.iteration, "samples": end.samples, "tokens": end.tokens},
     }
 
@@ -159,7 +161,7 @@ def _start_facts(meters: Meters) -> dict[str, object]:
 def _shown(name: str, value: object) -> object:
     """A setting as it is recorded: no secret, and of an address nothing but its host."""
     hidden = value is not None and _SECRET.search(name)
-    return HIDDEN if hidden else json.loads(_URL.sub(r"\1\2/...", json.dumps(to_json(value), default=str)))
+    return HIDDEN if hidden else json.loads(_URL.sub(r"\1\2/...", json.dumps(to_json(value))))
 
 
 def _command() -> str:
@@ -168,16 +170,17 @@ def _command() -> str:
     for word in sys.orig_argv:
         name, _, value = word.partition("=")
         hidden = _SECRET.search((name if value else flag).replace("-", "_"))
-        words.append(word if not hidden else f"{name}={HIDDEN}" if value else HIDDEN)
+        secret = f"{name}={HIDDEN}" if value else HIDDEN
+        words.append(secret if hidden else _URL.sub(r"\1\2/...", word))
         flag = word if word.startswith("--") and not value else ""
-    return _URL.sub(r"\1\2/...", shlex.join(words))
+    return shlex.join(words)
 
 
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        match = None
-    return match[1] if match else platform.machine() or device.type
+    with suppress(OSError):
+        cpu = Path("/proc/cpuinfo").read_text()
+        if match := re.search(r"^model name\s*:\s*(.+)$", cpu, re.MULTILINE):
+            return match[1]
+    return platform.machine() or device.type

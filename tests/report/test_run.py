@@ -11,7 +11,7 @@ import pytest
 
 from megazero.errors import DataError
 from megazero.report.run import BINS, Source, reduced
-from megazero.report.run_folder import SAMPLES, add_samples
+from megazero.report.run_folder import SAMPLES, add_samples, run_name
 from tests.report.samples import record, start, write
 
 
@@ -164,6 +164,14 @@ def test_facts_of_another_form_are_named(tmp_path, steps, files, said):
     assert said in shown["damage"][0]
     assert len(shown["damage"]) == 1
     assert shown["steps"]["count"] == 1
+
+
+def test_the_name_of_a_run_is_its_folders_or_its_files(tmp_path):
+    (tmp_path / "metrics-of-two").mkdir()
+    assert run_name(tmp_path / "metrics-of-two") == "metrics-of-two"
+    assert run_name(tmp_path / "metrics-of-two/metrics.jsonl") == "metrics-of-two"
+    assert run_name(tmp_path / "metrics-of-two/iter_0000030") == "metrics-of-two"
+    assert run_name(tmp_path / "other.jsonl") == "other"
 
 
 def test_what_is_no_run_is_refused_in_a_sentence(tmp_path):

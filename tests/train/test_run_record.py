@@ -116,10 +116,11 @@ def test_no_secret_of_a_command_line_is_recorded(monkeypatch):
         "--password=abc",
         "--train-tokens",
         "5",
-        "https://a.b/abc?abc",
+        "https://a.b/abc?x=abc,abc",
+        "--notify=http://c.d/abc",
     ]
     monkeypatch.setattr("sys.orig_argv", words)
     shown = module._command()
     assert "abc" not in shown
     assert "--train-tokens 5" in shown
-    assert "https://a.b/..." in shown
+    assert "https://a.b/... --notify=http://c.d/..." in shown

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from megazero.checkpoint.reader import CheckpointReader
-from megazero.commands.checkpoint.summary import layout_of, pick
+from megazero.commands.checkpoint.summary import layout_of, pick, programs_of
 from megazero.commands.show import one_line
 from megazero.data.blended import parse_blend
 from megazero.errors import DataError
@@ -69,10 +69,8 @@ def model_card(
     trained = "trained" if pick(facts, "state") else "converted"
     done = "fine-tuned" if pick(config, "finetune", "task") else trained
     classes = [exported.auto, *(["AutoTokenizer"] if has_tokenizer else [])]
-    loads = [
-        f"{variable} = {auto}.from_pretrained({name!r})"
-        for variable, auto in zip(("model", "tokenizer"), classes, strict=False)
-    ]
+    pairs = zip(("model", "tokenizer"), classes, strict=False)
+    loads = [f"{variable} = {auto}.from_pretrained({name!r})" for variable, auto in pairs]
     parts = [
         f"---\n{yaml.safe_dump(known, sort_keys=False)}---\n\n# {name}\n",
         f"A `{exported.architecture}` of {exported.parameters:,} parameters, {done} with megazero."
@@ -126,16 +124,8 @@ def _data(config: object) -> list[_Row]:
 def _training(facts: Mapping[str, object], config: object) -> list[_Row]:
     optimizer, lengths = pick(config, "optimizer"), pick(facts, "lengths")
     own = f"{pick(optimizer, 'optimizer')}_"
-    schedule = [
-        f"{part} {count} {pick(lengths, 'unit')}"
-        for part in ("warmup", "decay")
-        if (count := pick(lengths, part))
-    ]
-    versions = [
-        f"{name} {version}"
-        for name in ("megazero", "git", "torch", "python")
-        if (version := pick(facts, "written_by", name))
-    ]
+    spans = [(part, pick(lengths, part)) for part in ("warmup", "decay")]
+    schedule = [f"{part} {count} {pick(lengths, 'unit')}" for part, count in spans if count]
     return [
         *_settings(facts, "state.iteration state.consumed_samples state.consumed_tokens global_batch_size"),
         *_settings(config, _TRAINING),
@@ -145,7 +135,7 @@ def _training(facts: Mapping[str, object], config: object) -> list[_Row]:
         ("best_metric", pick(facts, "best_metric")),
         ("layout", str(layout_of(facts) or "")),
         ("saved", pick(facts, "time")),
-        ("versions", versions),
+        ("versions", programs_of(facts)),
     ]
 
 

@@ -23,6 +23,7 @@ from megazero.commands.checkpoint.summary import (
     elements_of,
     layout_of,
     pick,
+    programs_of,
     totals_by_kind,
 )
 from megazero.commands.show import count_text, one_line, print_facts, print_table, size_text
@@ -153,11 +154,6 @@ def _origin(reader: CheckpointReader) -> list[tuple[str, str]]:
     facts = reader.facts
     counters = [("samples", "consumed_samples"), ("tokens", "consumed_tokens"), ("skipped", "skipped")]
     progress = [f"{count_text(pick(facts, 'state', key))} {word}" for word, key in counters]
-    programs = [
-        f"{name} {version}"
-        for name in ("megazero", "git", "torch", "python")
-        if (version := pick(facts, "written_by", name)) is not None
-    ]
     precision = str(pick(facts, "config", "precision", "dtype") or "-")
     scale = pick(facts, "scaler", "scale")
     entries, tensors = reader.directory.files(), reader.directory.whole().tensors
@@ -171,7 +167,7 @@ def _origin(reader: CheckpointReader) -> list[tuple[str, str]]:
         ("progress", ", ".join(progress) if pick(facts, "state") is not None else "-"),
         ("updates", count_text(pick(facts, "updates"))),
         ("saved", str(pick(facts, "time") or "-")),
-        ("by", ", ".join(programs) or "-"),
+        ("by", ", ".join(programs_of(facts)) or "-"),
         ("layout", str(layout_of(facts) or "-")),
         ("batch", count_text(pick(facts, "global_batch_size"))),
         ("vocabulary", count_text(pick(facts, "vocab_size"))),

@@ -68,6 +68,12 @@ def layout_of(facts: Mapping[str, object]) -> SavedLayout | None:
     return SavedLayout(world, tensor, pipeline, context, data, pick(facts, "config", "zero", "stage"))
 
 
+def programs_of(facts: Mapping[str, object]) -> list[str]:
+    """The programs that wrote a checkpoint, with their versions."""
+    versions = ((name, pick(facts, "written_by", name)) for name in ("megazero", "git", "torch", "python"))
+    return [f"{name} {version}" for name, version in versions if version]
+
+
 @dataclass(frozen=True)
 class Summary:
     """One checkpoint of a run, by its manifest and the sizes of its files.

@@ -16,7 +16,6 @@ from megazero.commands.memory_report.table import (
     rows,
     verdict,
 )
-from megazero.commands.metrics_file import run_name
 from megazero.commands.outputs import add_picture_flags
 from megazero.commands.training_words import positive
 from megazero.config.resolve import parse_config
@@ -27,6 +26,7 @@ from megazero.errors import ConfigError, exit_status
 from megazero.pictures.style import save, styled
 from megazero.plan.layout import Layout
 from megazero.plan.words import shown
+from megazero.report.run_folder import run_name
 from megazero.train.folders import read_folder
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megazero.commands.metrics_file import run_name
 from megazero.commands.moe_report.balance import COLUMNS, rows, verdict
 from megazero.commands.moe_report.loads import LoadRecord, read_loads, summed
 from megazero.commands.moe_report.picture import figure_of, idlest_layer
 from megazero.commands.outputs import add_picture_flags
 from megazero.errors import ConfigError, exit_status
 from megazero.pictures.style import save, styled
+from megazero.report.run_folder import run_name
 
 
 def build_parser() -> argparse.ArgumentParser:

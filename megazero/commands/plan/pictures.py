@@ -143,15 +143,13 @@ def _draw_row(
     corners: list[list[tuple[float, float]]] = []
     colors: list[ColorType] = []
 
-    def draw(
-        begin: float, end: float, top: float, bottom: float, color: ColorType, number: int | None = None
-    ) -> None:
+    def draw(begin: float, end: float, top: float, bottom: float, color: ColorType, number: str = "") -> None:
         begin, end = max(begin, row[0]) * step.scale, min(end, row[1]) * step.scale
         corners.append([(begin, top), (end, top), (end, bottom), (begin, bottom)])
         colors.append(color)
         room = 72 * _ROOM * (end - begin) / (row[1] - row[0]) / step.scale
-        if number is not None and room >= step.numbers_width:
-            write_on(panel, (begin + end) / 2, (top + bottom) / 2, str(number), color, _NUMBER)
+        if number and room >= step.numbers_width:
+            write_on(panel, (begin + end) / 2, (top + bottom) / 2, number, color, _NUMBER)
 
     schedule, kinds = step.timeline.schedule, set()
     deepest, low = max(1, schedule.chunks_per_stage - 1), 0.19 if any(step.timeline.collectives) else 0.43
@@ -163,10 +161,10 @@ def _draw_row(
         ):
             if max(start, row[0]) < min(end, row[1]):
                 strength = 0.5 + 0.5 * chunks.index(action.chunk) / deepest if len(chunks) > 1 else 1.0
-                color, number = _color(action.op.value, strength, theme), action.microbatch
+                color = _color(action.op.value, strength, theme)
                 kinds.add(action.op.value)
-                shown = number if action.op in numbered else None
-                draw(start, end, stage + top, stage + bottom, color, shown)
+                number = str(action.microbatch) if action.op in numbered else ""
+                draw(start, end, stage + top, stage + bottom, color, number)
         if step.update and row[1] > step.timeline.makespan:
             draw(step.timeline.makespan, step.end, stage - 0.43, stage + 0.43, _color("U", 1, theme))
     panel.add_collection(PolyCollection(corners, facecolors=colors, edgecolors=theme.paper, linewidths=0.4))

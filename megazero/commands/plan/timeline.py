@@ -39,7 +39,10 @@ def render_text(timeline: Timeline) -> str:
         for span in spans:
             start, end = _cell(span.start, unit), _cell(span.end, unit)
             if start < end:
-                cells[start:end] = [_label(timeline, span), *["-"] * (end - start - 1)]
+                action = span.action
+                chunk = f"{action.chunk}." if timeline.schedule.chunks_per_stage > 1 else ""
+                name = f"{action.op.value}{chunk}{action.microbatch}"
+                cells[start:end] = [name, *["-"] * (end - start - 1)]
         rows.append(cells)
     width = max(len(cell) for cells in rows for cell in cells)
     margin = len(f"stage {len(rows) - 1}")
@@ -52,11 +55,8 @@ def render_text(timeline: Timeline) -> str:
 def _unit(timeline: Timeline) -> float:
     times = {time for spans in timeline.spans for span in spans for time in (span.start, span.end)}
     exact = reduce(_common_measure, (Fraction(time).limit_denominator(1000) for time in times))
-    return float(exact) if exact and timeline.makespan / exact <= 500 else _shortest(timeline)
-
-
-def _shortest(timeline: Timeline) -> float:
-    """The duration of the shortest action that takes any time."""
+    if exact and timeline.makespan / exact <= 500:
+        return float(exact)
     durations = (span.end - span.start for spans in timeline.spans for span in spans)
     return min((duration for duration in durations if duration > 0), default=1.0)
 
@@ -68,12 +68,6 @@ def _common_measure(a: Fraction, b: Fraction) -> Fraction:
 
 def _cell(time: float, unit: float) -> int:
     return math.floor(time / unit + 0.5)
-
-
-def _label(timeline: Timeline, span: Span) -> str:
-    action = span.action
-    chunk = f"{action.chunk}." if timeline.schedule.chunks_per_stage > 1 else ""
-    return f"{action.op.value}{chunk}{action.microbatch}"
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, object]:

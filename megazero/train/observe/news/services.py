@@ -20,8 +20,9 @@ class WandbMonitor(Tracker):
     """Logs to Weights & Biases."""
 
     setting, package, remedy = "wandb_project", "wandb", "log in with `wandb login`"
+    ends = "finish"
 
-    def begin(self, *, again: bool) -> None:
+    def begin(self, *, again: bool) -> object:
         run = self.service.init(
             project=self.logging.wandb_project,
             name=self.logging.wandb_exp_name,
@@ -31,21 +32,19 @@ class WandbMonitor(Tracker):
             config=self.facts,
             **({"id": uuid4().hex[:8], "resume": "never"} if again else {}),
         )
-        self._run = over(AXIS, run)
+        return over(AXIS, run)
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:
-        self._run.log({**values, AXIS: iteration})
-
-    def end(self) -> None:
-        self._run.finish()
+        self.run.log({**values, AXIS: iteration})
 
 
 class MlflowMonitor(Tracker):
     """Logs to MLflow; each setting is a parameter, such as ``model.hidden_size``."""
 
     setting, package, remedy = "mlflow_experiment", "mlflow", "check `--mlflow-tracking-uri`"
+    logs, ends = "log_metrics", "end_run"
 
-    def begin(self, *, again: bool) -> None:
+    def begin(self, *, again: bool) -> object:
         if self.logging.mlflow_tracking_uri is not None:
             self.service.set_tracking_uri(self.logging.mlflow_tracking_uri)
         self.service.set_experiment(self.logging.mlflow_experiment)
@@ -53,12 +52,7 @@ class MlflowMonitor(Tracker):
         facts = ((f"{part}.{name}", value) for part, of in self.facts.items() for name, value in of.items())
         while some := dict(islice(facts, 100)):  # MLflow takes no more at once
             self.service.log_params(some)
-
-    def log(self, values: Mapping[str, float], iteration: int) -> None:
-        self.service.log_metrics(values, step=iteration)
-
-    def end(self) -> None:
-        self.service.end_run()
+        return self.service
 
 
 class CometMonitor(Tracker):
@@ -66,8 +60,9 @@ class CometMonitor(Tracker):
 
     setting, package = "comet_project", "comet_ml"
     remedy = "set COMET_API_KEY, give `--comet-offline-dir`"
+    logs, ends = "log_metrics", "end"
 
-    def begin(self, *, again: bool) -> None:
+    def begin(self, *, again: bool) -> object:
         own = ("log_code", "log_graph", "parse_args", "auto_metric_logging", "auto_param_logging")
         config = self.service.ExperimentConfig(
             name=self.logging.comet_experiment_name,
@@ -75,40 +70,31 @@ class CometMonitor(Tracker):
             display_summary_level=0,
             **dict.fromkeys((*own, "auto_output_logging"), False),
         )
-        self._run = self.service.start(
+        run = self.service.start(
             workspace=self.logging.comet_workspace,
             project_name=self.logging.comet_project,
             online=None if self.logging.comet_offline_dir is None else False,
             experiment_config=config,
             **({"experiment_key": uuid4().hex, "mode": "create"} if again else {}),
         )
-        self._run.log_parameters(self.facts)
-
-    def log(self, values: Mapping[str, float], iteration: int) -> None:
-        self._run.log_metrics(values, step=iteration)
-
-    def end(self) -> None:
-        self._run.end()
+        run.log_parameters(self.facts)
+        return run
 
 
 class TrackioMonitor(Tracker):
     """Logs to Trackio."""
 
     setting, package, remedy = "trackio_project", "trackio", "choose another name"
+    logs, ends = "log", "finish"
 
     def prepare(self) -> None:
         if self.logging.trackio_dir is not None:
             os.environ["TRACKIO_DIR"] = str(Path(self.logging.trackio_dir).absolute())
 
-    def begin(self, *, again: bool) -> None:
+    def begin(self, *, again: bool) -> object:
         names = (self.logging.trackio_project, self.logging.trackio_run_name)
         self.service.init(*names, config=self.facts, embed=False)
-
-    def log(self, values: Mapping[str, float], iteration: int) -> None:
-        self.service.log(dict(values), step=iteration)
-
-    def end(self) -> None:
-        self.service.finish()
+        return self.service
 
 
 def trackers_of(logging: LoggingConfig) -> list[type[Tracker]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -24,6 +25,8 @@ class Tracker(Monitor):
         setting: the field of the section `logging` that asks for it.
         package: the service's Python package.
         remedy: what may help where no run can start.
+        logs: the method of what `begin` returns that logs values at a step.
+        ends: the one that ends a run, once all is sent.
 
     Raises:
         ConfigError: the package is missing, or no run can start.
@@ -32,6 +35,8 @@ class Tracker(Monitor):
     setting: ClassVar[str]
     package: ClassVar[str]
     remedy: ClassVar[str]
+    logs: ClassVar[str]
+    ends: ClassVar[str]
 
     def __init__(self, config: Config) -> None:
         self.logging, self.facts = config.logging, config.model_dump(mode="json")
@@ -39,7 +44,7 @@ class Tracker(Monitor):
         self.prepare()
         try:
             self.service: Any = import_module(self.package)
-            self.begin(again=False)
+            self.run: Any = self.begin(again=False)
         except ImportError as error:
             raise ConfigError(
                 f"`{self.setting}` must be unset where the {self.package} package is missing, but is {name}; "
@@ -55,36 +60,37 @@ class Tracker(Monitor):
         """Do what must come before the package is imported."""
 
     @abstractmethod
-    def begin(self, *, again: bool) -> None:
-        """Start a run; `again` for one after the first, whatever the environment says of resuming."""
+    def begin(self, *, again: bool) -> object:
+        """Start and return a run; `again` for one after the first, whatever the environment says."""
 
-    @abstractmethod
     def log(self, values: Mapping[str, float], iteration: int) -> None:
         """Log values, by tag."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """End the run, once all is sent."""
+        getattr(self.run, self.logs)(dict(values), step=iteration)
 
     def step(self, metrics: StepMetrics) -> None:
         values = metrics.charts(with_timers=self.logging.log_timers_to_tensorboard)
         consumed = {f"consumed-{kind}": metrics[f"consumed_{kind}"] for kind in ("samples", "tokens")}
         values |= {tag: value for tag, value in consumed.items() if value is not None}
-        self._try("log", lambda: self.log(values, metrics["iteration"]))
+        with self._trying("log"):
+            self.log(values, metrics["iteration"])
 
     def evaluation(self, metrics: EvalMetrics) -> None:
         values = metrics.charts(with_perplexity=True)
-        self._try("log", lambda: self.log(values, metrics.iteration))
+        with self._trying("log"):
+            self.log(values, metrics.iteration)
 
     def rewound(self, progress: Progress) -> None:
-        self._try("end a run", self.end)
-        self._try("begin another run", lambda: self.begin(again=True))
+        self.close()
+        with self._trying("begin another run"):
+            self.run = self.begin(again=True)
 
     def close(self) -> None:
-        self._try("end a run", self.end)
+        with self._trying("end a run"):
+            getattr(self.run, self.ends)()
 
-    def _try(self, what: str, call: Callable[[], None]) -> None:
+    @contextmanager
+    def _trying(self, what: str) -> Iterator[None]:
         try:
-            call()
+            yield
         except Exception as error:
             raise OSError(f"{self.package} cannot {what}: {error}") from error

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from http.client import HTTPException
 from pathlib import Path
 from threading import BoundedSemaphore
@@ -71,15 +72,12 @@ class Webhook:
 
     def _notice(self, event: Event, incident: Incident) -> bytes:
         host, run = socket.gethostname(), None if self._folder is None else str(self._folder)
-        where = f"{host}, {run}" if run else host
         said = f"{incident.kind} at iteration {incident.iteration}: {incident.summary}"[:_LONGEST]
-        facts = {
-            name: getattr(incident, name) for name in ("iteration", "kind", "summary", "action", "ranks")
-        }
-        text = f"megazero on {where}: {said}"
-        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        notice = {"event": event, "run": run, **facts, "host": host, "time": now}
-        return json.dumps({**notice, "text": text, "content": text}).encode()
+        text = f"megazero on {f'{host}, {run}' if run else host}: {said}"
+        facts = {"event": event, "run": run, **asdict(incident)}
+        del facts["details"]
+        facts |= {"host": host, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        return json.dumps({**facts, "text": text, "content": text}).encode()
 
     def _deliver(self, url: str, notice: bytes) -> None:
         try:
