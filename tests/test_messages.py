@@ -111,7 +111,7 @@ def allowed_by_room() -> dict[str, set[str] | frozenset[str] | None]:
         "megazero.launch": launch,
         "megazero.pictures": {"--output"},
         "megazero.plan": of("plan", "plan.job", "tune") | TRAINING,
-        "megazero.report": of("report") | {"--metrics-jsonl", "--save"},
+        "megazero.report": of("report") | {"--load", "--metrics-jsonl", "--save"},
         "megazero.train.parts.vocabulary": set(),
         "megazero.train.resume.saved": set(),
         "megazero.train.resume.trained": texts,

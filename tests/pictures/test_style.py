@@ -18,6 +18,7 @@ from tests.pictures.checks import EYES, complaints, contrast, distance, ink
 THEMES = pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
 
 
+@pytest.mark.fast
 @THEMES
 def test_colors_stand_out_and_can_be_told_apart_by_all_eyes(theme: Theme) -> None:
     assert [color for color in theme.series if contrast(color, theme.paper) < 3] == []
