@@ -247,7 +247,7 @@ function chartCards() {
     take("learning rate", ["learning_rate"]),
     take("gradient norm", ["grad_norm"], { log: true, marks: true }),
     take("throughput", ["tokens_per_second"], { unit: "tokens/s" }),
-    take("TFLOP/s of a rank", ["tflops"]),
+    take("TFLOP/s per rank", ["tflops"]),
     take("share of the measured matmul rate", ["matmul_share"], { unit: "%", scale: 100 }),
     take("step", ["seconds"], { unit: "s", log: true }),
     ...several("phases of a step", "phase_seconds.", { unit: "s", log: true }),
@@ -278,7 +278,7 @@ function overview(run, r) {
     [`forecast of the ${label(forecast?.name ?? "")}`]: forecast && `${number(forecast.value)} ± `
       + `${number(forecast.spread)} at step ${number(forecast.step)}, if it goes on as over its latest half`,
     throughput: speed && `${number(speed)} tokens/s`,
-    "of a rank": flops && `${number(flops)} TFLOP/s, ${number(100 * share)}% of its matmul rate`
+    "per rank": flops && `${number(flops)} TFLOP/s, ${number(100 * share)}% of its matmul rate`
       + (start?.nominal_rate ? `, MFU ${number(100e12 * flops / start.nominal_rate)}%` : ""),
     layout: start && layoutOf(start),
     device: start?.device,
