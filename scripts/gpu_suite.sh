@@ -73,6 +73,7 @@ OUT=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd) || exit 1
 scratch=$(mktemp -d) || exit 1
 results=$scratch/gpu_$call
 mkdir "$results"
+: >"$results/log.txt"
 # A dry run may take its time: machines without a GPU are slow, and busy with other things.
 slowness=${GPU_SUITE_SLOWNESS:-${dry:+8}}
 slowness=${slowness:-1}

@@ -104,7 +104,9 @@ def test_a_call_that_is_killed_leaves_its_archive(tmp_path):
 
 def test_what_is_done_is_there_even_after_a_signal_that_cannot_be_caught(tmp_path):
     env = with_stand_in(
-        tmp_path, '[[ $* == *device_parts* ]] && { echo second; sleep 60; }; echo "the first"'
+        # The log is written by a process of its own, which a busy machine may start late.
+        tmp_path,
+        '[[ $* == *device_parts* ]] && { echo second; sleep 60; }; echo "the first"; sleep 0.5',
     )
     process = subprocess.Popen(
         ["bash", str(SCRIPT), "kernels", "--dry-run"],
