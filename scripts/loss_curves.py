@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from megazero.errors import DataError
+from megazero.report.run_folder import beside
 
 Points: TypeAlias = tuple[tuple[float, float], ...]
 
@@ -38,7 +39,8 @@ def read_curves(metrics: str | Path) -> Curves:
         DataError: a file cannot be read, or a line of it is no record.
     """
     path = Path(metrics)
-    evaluations, starts = (_records(file) if file.exists() else [] for file in _beside(path))
+    files = [beside(path, kind) for kind in ("eval", "run")]
+    evaluations, starts = (_records(file) if file.exists() else [] for file in files)
     records = list({record["iteration"]: record for record in _records(path)}.values())
     try:
         return Curves(
@@ -63,11 +65,6 @@ def smoothed(points: Points, window: int) -> list[tuple[float, float]]:
         around = [loss for _, loss in points[middle - half : middle + half + 1] if math.isfinite(loss)]
         means.append((place, sum(around) / len(around) if around else math.nan))
     return means
-
-
-def _beside(path: Path) -> list[Path]:
-    name = path.name.removesuffix(".jsonl")
-    return [path.with_name(f"{name}.{kind}.jsonl") for kind in ("eval", "run")]
 
 
 def _number(value: object) -> float:

@@ -8,17 +8,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from importlib import import_module
-from pkgutil import iter_modules
 from types import MappingProxyType
 
-import megazero.commands as commands
+from megazero.commands import VERBS
 from megazero.config.fields import SECTIONS, Kind
 from megazero.config.flags import COMMANDS, FLAGS
 from megazero.config.help import meanings
 from megazero.errors import ConfigError
 
 SHELLS = ("bash", "zsh", "fish")
-_TRAINING = ("pretrain", "config", "verify")
+_TRAINING = ("pretrain", "finetune", "config", "verify")
 _ELSEWHERE = MappingProxyType({"launch": "megazero.launch.flags", "plan": "megazero.commands.plan.job"})
 
 
@@ -51,16 +50,11 @@ def _words(files: object) -> argparse.ArgumentParser:
     """A parser of everything after `megazero`; what may be a path has the attribute `complete`, `files`."""
     parser = argparse.ArgumentParser(prog="megazero", add_help=False)
     verbs, training = parser.add_subparsers(dest="verb"), _training()
-    for _, name, _ in iter_modules(commands.__path__):
-        module = import_module(f"megazero.commands.{name}")
-        head, _, line = (module.__doc__ or "").partition("\n")[0].partition(": ")
-        if not head.startswith("The command `megazero "):
-            continue
-        verb = name.replace("_", "-")
-        place = import_module(_ELSEWHERE.get(name, module.__name__))
+    for verb in VERBS:
+        place = import_module(_ELSEWHERE.get(verb.name, verb.module))
         own = [place.build_parser()] if hasattr(place, "build_parser") else []
-        own += [training] if name in _TRAINING else []
-        verbs.add_parser(verb, help=line, parents=own, add_help=False, conflict_handler="resolve")
+        own += [training] if verb.name in _TRAINING else []
+        verbs.add_parser(verb.name, help=verb.help, parents=own, add_help=False, conflict_handler="resolve")
     _complete_files(parser, files)
     return parser
 

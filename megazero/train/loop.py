@@ -64,11 +64,11 @@ class Loop:
         if snapshots is not None:
             self.saving = Saving(snapshots, config.checkpoint.save_interval, monitor, meters.timers)
             folder, restore = Path(snapshots.saver.directory), partial(restore_last, snapshots)
-        url, first, self.alone = config.logging.notify, context.rank == 0, context.world.size == 1
-        self.webhook = Webhook(url if first else None, folder)
-        tell = partial(self.webhook.tell, "incident")
-        log = IncidentLog(monitor, folder if first else None, tell)
-        self.failures = FailureLog(folder, partial(Webhook(url, folder).tell, "failure"))
+        self.webhook = Webhook(config.logging.notify, folder)
+        log = IncidentLog(monitor, None)
+        if context.rank == 0:
+            log = IncidentLog(monitor, folder, partial(self.webhook.tell, "incident"))
+        self.failures = FailureLog(folder, partial(self.webhook.tell, "failure"))
         if context.watch is not None:
             context.watch.listener = self.failures.note
         self.guard = SpikeGuard(guards, engine, self.feed, log, restore)
@@ -103,8 +103,8 @@ class Loop:
             DataError: on every rank: a file of the data has changed since the run began.
         """
         self._stands_at(state)
-        verdict, end = CONTINUE, self.meters.plan.end.iteration
-        notices = self.webhook.over_run(lambda: self.failures.reached, alone=self.alone)
+        verdict, end, context = CONTINUE, self.meters.plan.end.iteration, self.meters.engine.context
+        notices = self.webhook.over_run(lambda: self.failures.reached, alone=context.world.size == 1)
         with self.exits.signals, notices:
             while state.iteration < end and verdict.strength < Strength.STOP:
                 verdict, state = self._judged(self._step(state))
@@ -123,7 +123,8 @@ class Loop:
         else:
             self.evaluations.at_the_end(state)
         how = f"early: {verdict.reason}" if early else "it is complete"
-        self.webhook.tell("end", Incident("training ended", state.iteration, how, "none"))
+        if context.rank == 0:
+            self.webhook.tell("end", Incident("training ended", state.iteration, how, "none"))
         return state
 
     def _step(self, state: TrainState) -> StepContext:

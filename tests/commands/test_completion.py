@@ -45,7 +45,7 @@ ASKED = {
 def test_every_verb_and_every_flag_of_a_training_is_known():
     (verbs,) = (a for a in _words("files")._actions if isinstance(a, argparse._SubParsersAction))
     assert list(verbs.choices) == [verb.name for verb in VERBS]
-    for verb in ("pretrain", "config", "verify"):
+    for verb in ("pretrain", "finetune", "config", "verify"):
         known = {text for action in verbs.choices[verb]._actions for text in action.option_strings}
         assert known >= {*FLAGS, *COMMANDS}
 

@@ -20,6 +20,7 @@ from megazero.commands.show import one_line
 from megazero.data.blended import parse_blend
 from megazero.errors import DataError
 from megazero.formats.hf.writer import Exported
+from megazero.report.run_folder import METRICS, beside
 
 _PIPELINES: Mapping[str, str] = MappingProxyType(
     {
@@ -142,16 +143,17 @@ def _training(facts: Mapping[str, object], config: object) -> list[_Row]:
 def _losses(reader: CheckpointReader) -> list[_Row]:
     """Losses and scores of the last step and of the last evaluation of each split up to a checkpoint.
 
-    The files of `--metrics-jsonl` are looked for where the run wrote them, in the run's folder and beside it.
-    They are believed if the line of the checkpoint's iteration counts the same samples.
+    The files of `--metrics-jsonl` are looked for where the run wrote them, in the run's folder and beside it;
+    those of a run without that flag are in its folder. They are believed if the line of the checkpoint's
+    iteration counts the same samples.
     """
     facts, iteration, run = reader.facts, reader.manifest.iteration, reader.folder.parent
-    path = Path(str(pick(facts, "config", "logging", "metrics_jsonl") or ""))
-    for file in (path, run / path.name, run.parent / path.name) if path.name else ():
+    path = Path(str(pick(facts, "config", "logging", "metrics_jsonl") or run / METRICS))
+    for file in (path, run / path.name, run.parent / path.name):
         steps = [line for line in _lines(file, str(iteration)) if line.get("iteration") == iteration]
         if steps and steps[-1].get("consumed_samples") == pick(facts, "state", "consumed_samples"):
             last = {"training": steps[-1]}
-            for line in _lines(file.with_name(f"{file.stem}.eval.jsonl")):
+            for line in _lines(beside(file, "eval")):
                 if isinstance(line.get("iteration"), int) and line["iteration"] <= iteration:
                     last[str(line.get("split"))] = line
             return [

@@ -113,6 +113,17 @@ def test_a_card_says_what_the_checkpoint_and_its_metrics_record(tmp_path):
     assert not {"muon momentum", "clip grad", "git", "moe router topk", "task", "best metric"} & cells.keys()
 
 
+def test_a_run_that_names_no_file_of_metrics_has_them_in_its_folder(tmp_path):
+    """The card of every run that was only saved lacked its losses."""
+    (tmp_path / "run").mkdir()
+    write_metrics(tmp_path)
+    for kind in ("", ".eval"):
+        (tmp_path / f"m{kind}.jsonl").rename(tmp_path / "run" / f"metrics{kind}.jsonl")
+    cells = rows(card_of(tmp_path, {**FACTS, "config": {**CONFIG, "logging": {"metrics_jsonl": None}}}))
+    assert cells["training, iteration 40"] == "lm loss 6.1250"
+    assert cells["validation, iteration 40"] == "lm loss 6.5000, perplexity 665.1416"
+
+
 def test_metrics_of_another_run_are_not_believed(tmp_path):
     write_metrics(tmp_path, tuple({**step, "consumed_samples": 7} for step in STEPS))
     cells = rows(card_of(tmp_path, FACTS))
