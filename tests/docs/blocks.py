@@ -21,7 +21,8 @@ from tests.docs.pages import ROOT, Block, Document
 LISTED = re.compile(r"^\| \[[^\]]*\]\((\w+\.md)\)", re.MULTILINE)
 LEFT = ("out", "runs", "build", "dist", "__pycache__", ".git", ".venv", ".wheels")
 """What a checkout does without: what was made in this one, and what is no part of it."""
-WAIT = "\nfor job in $(jobs -p); do wait $job; done\n"
+BACKGROUND = re.compile(r"(?<!&)&[ \t]*$", re.MULTILINE)
+WAIT = '\nfor job in "${started[@]}"; do wait "$job"; done\n'
 SHELLS = ("bash", "sh", "console")
 
 
@@ -120,12 +121,14 @@ def environment(checkout: Path) -> dict[str, str]:
 def run_script(text: str, checkout: Path, seconds: float) -> tuple[int, str]:
     """Run lines as bash would, each of which must succeed; return the status and what was printed.
 
-    Status 124 says that the time was up. What a block leaves running is ended.
+    So must each line that goes to the background: it is waited for by its process, since bash no longer
+    lists a job that ended early. Status 124 says that the time was up. What a block leaves running is ended.
     """
     log = checkout / "block.log"
+    script = "started=()\n" + BACKGROUND.sub("& started+=($!)", text) + WAIT
     with log.open("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(
-            ["bash", "-euo", "pipefail", "-c", text + WAIT],
+            ["bash", "-euo", "pipefail", "-c", script],
             cwd=checkout,
             env=environment(checkout),
             stdin=subprocess.DEVNULL,

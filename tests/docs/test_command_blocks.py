@@ -134,7 +134,7 @@ def test_a_block_that_fails_is_named_with_its_output(
     page = Document(
         "docs/page.md",
         "```bash\necho first > made\n```\n```bash\ncat made\nfalse\necho never\n```\n"
-        "```bash\n(exit 3) &\ntrue\n```\n```bash\necho $((1 + 1)) > sum\n```\n",
+        "```bash\n(exit 3) &\nsleep 0.2\n```\n```bash\necho $((1 + 1)) > sum\n```\n",
     )
     ran = run_blocks([page], (), tmp_path, seconds=60)
     assert [block.failed for block in ran] == [False, True, True, False]
