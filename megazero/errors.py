@@ -68,6 +68,10 @@ class LostFolderError(CheckpointError):
     """Another run has taken over the folder in which this run saves its checkpoints."""
 
 
+class StorageError(MegazeroError):
+    """An object store, or an object in it, is missing, out of reach, damaged or refused."""
+
+
 class OffloadError(MegazeroError):
     """The memory or disk that holds offloaded state is full, missing or broken."""
 

@@ -1,0 +1,226 @@
+"""Objects below one URL: read whole or by ranges, listed, and put so that a lost race is noticed.
+
+The library is obstore, which repeats requests that fail on the way. Keys and passwords come from the
+environment, as the library of each service reads it; no message shows them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from megazero.errors import StorageError
+from megazero.storage.urls import Url
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+RETRIES = 10
+PATIENCE = timedelta(minutes=3)
+"""How often, and for how long, a request that fails on the way is repeated."""
+
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_STATUS = re.compile(r"status code: (\d{3} [A-Za-z ]+)")
+# A class of obstore's errors -> what it means, and what to do.
+_MEANINGS = MappingProxyType(
+    {
+        "PermissionDeniedError": (
+            "access is denied",
+            "check the keys in the environment and what they allow",
+        ),
+        "UnauthenticatedError": (
+            "the keys are refused",
+            "check that those in the environment have not expired",
+        ),
+        "FileNotFoundError": ("there is no such object", "check the URL"),
+    }
+)
+
+
+class MissingObjectError(StorageError):
+    """There is no object of this name."""
+
+
+class LostRaceError(StorageError):
+    """Another writer has put an object first, or has replaced it since it was read."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """An object in a list: its name below the URL that was listed, its size in bytes, and its tag."""
+
+    name: str
+    size: int
+    tag: str
+
+
+class Objects:
+    """The objects below a URL, by names relative to it.
+
+    All methods raise StorageError, in one sentence that names the object. They may be called on any thread.
+    """
+
+    def __init__(self, url: Url, store: ObjectStore | None = None):
+        self.url = url
+        self._store = _open(url) if store is None else store
+
+    def size(self, name: str) -> int:
+        """The size of an object in bytes. Raises MissingObjectError."""
+        return self._head(name).size
+
+    def tag(self, name: str) -> str:
+        """The tag of an object's present content. Raises MissingObjectError."""
+        return self._head(name).tag
+
+    def read(self, name: str) -> tuple[bytes, str]:
+        """The content of an object and its tag. Raises MissingObjectError."""
+        import obstore
+
+        with self._errors(name):
+            answer = obstore.get(self._store, name)
+            return bytes(answer.bytes()), answer.meta["e_tag"] or ""
+
+    def ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[memoryview]:
+        """Bytes [start, end) for each pair; near ones are fetched together, and all at the same time.
+
+        Raises:
+            StorageError: also if the object ends within a range.
+        """
+        import obstore
+
+        with self._errors(name):
+            pieces = [memoryview(p) for p in obstore.get_ranges(self._store, name, starts=starts, ends=ends)]
+        for start, end, piece in zip(starts, ends, pieces, strict=True):
+            if len(piece) != end - start:
+                raise StorageError(
+                    f"`{self.url / name}` must have {end} bytes, but is shorter; it may be damaged."
+                )
+        return pieces
+
+    def download(self, name: str, path: Path) -> None:
+        """Write an object's content into a new file, in pieces."""
+        import obstore
+
+        with self._errors(name), open(path, "xb") as file:
+            for piece in obstore.get(self._store, name).stream(min_chunk_size=8 << 20):
+                file.write(piece)
+
+    def names(self, below: str = "") -> Iterator[Item]:
+        """All objects whose names begin with `below` and a slash (none: all), in the store's order."""
+        import obstore
+
+        with self._errors(below):
+            for batch in obstore.list(self._store, below or None):
+                for meta in batch:
+                    yield Item(meta["path"], meta["size"], meta["e_tag"] or "")
+
+    def put(self, name: str, content: bytes | Path) -> str:
+        """Put an object, whole or not at all, replacing what there is; returns its tag."""
+        import obstore
+
+        with self._errors(name):
+            return obstore.put(self._store, name, content)["e_tag"] or ""
+
+    def create(self, name: str, content: bytes) -> str:
+        """Put an object that is not there yet; returns its tag.
+
+        A content of its own for each writer tells a lost answer from a lost race: an object that is there
+        already and has this content is this call's.
+
+        Raises:
+            LostRaceError: there is such an object with another content.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        with self._errors(name):
+            try:
+                return obstore.put(self._store, name, content, mode="create")["e_tag"] or ""
+            except AlreadyExistsError:
+                return self._mine(name, content)
+
+    def swap(self, name: str, content: bytes, tag: str) -> str:
+        """Replace an object whose tag is still `tag`; returns the new tag. See `create`.
+
+        Raises:
+            LostRaceError: the object has another content by now, or is gone.
+        """
+        import obstore
+        from obstore.exceptions import PreconditionError
+
+        with self._errors(name):
+            try:
+                return obstore.put(self._store, name, content, mode={"e_tag": tag})["e_tag"] or ""
+            except (PreconditionError, FileNotFoundError):
+                return self._mine(name, content)
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete objects; one that is not there is no error."""
+        import obstore
+
+        with self._errors(names[0] if names else ""), contextlib.suppress(FileNotFoundError):
+            if names:
+                obstore.delete(self._store, list(names))
+
+    def _mine(self, name: str, content: bytes) -> str:
+        try:
+            there, tag = self.read(name)
+        except MissingObjectError:
+            there, tag = b"", ""
+        if there != content:
+            raise LostRaceError(
+                f"`{self.url / name}` must be written by one run, but another wrote it first."
+            )
+        return tag
+
+    def _head(self, name: str) -> Item:
+        import obstore
+
+        with self._errors(name):
+            meta = obstore.head(self._store, name)
+        return Item(name, meta["size"], meta["e_tag"] or "")
+
+    @contextlib.contextmanager
+    def _errors(self, name: str) -> Iterator[None]:
+        """Turn the library's errors, which are pages long, into a sentence."""
+        try:
+            yield
+        except StorageError:
+            raise
+        except Exception as error:  # obstore's errors have no base but Exception in common with OSErrors
+            if not isinstance(error, OSError) and not type(error).__module__.startswith("obstore"):
+                raise
+            raise _sentence(self.url / name, error) from None
+
+
+def _sentence(url: Url, error: Exception) -> StorageError:
+    text = str(error)
+    code, status = _CODE.search(text), _STATUS.search(text)
+    if code is not None and code[1] == "NoSuchBucket":
+        return StorageError(f"`{url}` must be in a bucket that exists, but {url.bucket} does not; create it.")
+    why, remedy = _MEANINGS.get(type(error).__name__, ("the store does not answer", "try again"))
+    detail = ", ".join(match[1].strip() for match in (status, code) if match is not None)
+    kind = MissingObjectError if isinstance(error, FileNotFoundError) else StorageError
+    return kind(f"`{url}` must be within reach, but {why}{detail and f' ({detail})'}; {remedy}.")
+
+
+def _open(url: Url) -> ObjectStore:
+    try:
+        from obstore.store import from_url
+    except ImportError as error:
+        raise StorageError(
+            f"`obstore` must be installed to reach {url}, but is not; run: pip install 'megazero[objects]'"
+        ) from error
+    try:
+        return from_url(str(url), retry_config={"max_retries": RETRIES, "retry_timeout": PATIENCE})
+    except Exception as error:
+        if not type(error).__module__.startswith("obstore"):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise StorageError(f"`{url}` must be a URL that can be opened, but is not: {reason}.") from None

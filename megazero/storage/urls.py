@@ -1,0 +1,70 @@
+"""URLs of objects, told from paths of files."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+
+from megazero.errors import StorageError
+
+SCHEMES = ("s3", "gs", "az", "https", "http", "msc")
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+
+
+def is_url(text: object) -> bool:
+    """Whether a user's text is a URL, of whatever scheme, and no path of a file."""
+    return _SCHEME.match(str(text)) is not None
+
+
+@dataclass(frozen=True)
+class Url:
+    """An object, or the objects whose keys begin with `key`.
+
+    Attributes:
+        scheme: one of `SCHEMES`.
+        bucket: the bucket, container, host or profile.
+        key: without slashes at either end; empty for the whole bucket.
+    """
+
+    scheme: str
+    bucket: str
+    key: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Url:
+        """Read a URL.
+
+        Raises:
+            StorageError: the scheme is unknown, or there is no bucket.
+        """
+        match = _SCHEME.match(text)
+        scheme, rest = ("", text) if match is None else (match[1].lower(), match[2])
+        if scheme not in SCHEMES:
+            near = difflib.get_close_matches(scheme, SCHEMES, 1, 0.3)
+            meant = f"did you mean {near[0]}://?" if near else "correct it."
+            raise StorageError(
+                f"`URL` must begin with {', '.join(f'{name}://' for name in SCHEMES)}, but is "
+                f"{_without_secrets(text)}; {meant}"
+            )
+        bucket, _, key = rest.partition("/")
+        if "@" in bucket or "?" in key:
+            raise StorageError(
+                f"`URL` must have no keys or passwords in it, but {_without_secrets(text)} has; give them by "
+                "the environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+            )
+        if not bucket:
+            raise StorageError(f"`URL` must name a bucket, but is {text}; write {scheme}://BUCKET/PATH.")
+        return cls(scheme, bucket, key.strip("/"))
+
+    def __truediv__(self, name: str) -> Url:
+        return replace(self, key=f"{self.key}/{name}".strip("/"))
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}".rstrip("/")
+
+
+def _without_secrets(text: str) -> str:
+    """A URL without what stands before an @ or behind a question mark."""
+    return re.sub(r"://[^/@]*@", "://...@", text).partition("?")[0]
