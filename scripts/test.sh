@@ -15,8 +15,8 @@ if [[ ${1:-} == --help || ${1:-} == -h ]]; then
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-SETUP_EXTRAS=dev,plot SETUP_OPTIONAL=fast
-if [[ " $* " == *" --slow "* ]]; then SETUP_EXTRAS+=,notebook; fi
+SETUP_EXTRAS=dev,plot,objects,inputs SETUP_OPTIONAL=fast
+if [[ " $* " == *" --slow "* ]]; then SETUP_EXTRAS+=,notebook,servers,ray; fi
 . scripts/setup.sh
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
