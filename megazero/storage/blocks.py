@@ -116,7 +116,8 @@ class ObjectBlocks:
                 yield
                 return
         numbers = self._numbers(*spans())
-        for _ in range(_ROUNDS):
+        fits = numbers.size * self._block <= self._cache.bytes
+        for _ in range(_ROUNDS if fits else 0):
             self._fetch(numbers)
             with self._held():
                 if self._table.sums[numbers].all():
