@@ -19,6 +19,11 @@ def sources(dataset: SampleDataset) -> Iterator[IndexedDataset]:
         yield indexed
 
 
+def are_stored(dataset: SampleDataset) -> bool:
+    """Whether some of the indexed datasets are in a store, and not in files."""
+    return any(is_url(indexed.prefix) for indexed in sources(dataset))
+
+
 def changed_files(dataset: SampleDataset) -> list[str]:
     """A clause for each file that changed since it was opened, such as `/d/x.bin is 8 bytes, and was 16`.
 
