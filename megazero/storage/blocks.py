@@ -117,9 +117,12 @@ class ObjectBlocks:
                 return
         numbers = self._numbers(*spans())
         fits = numbers.size * self._block <= self._cache.bytes
-        for _ in range(_ROUNDS if fits else 0):
-            self._fetch(numbers)
-            with self._held():
+        for attempt in range(_ROUNDS if fits else 0):
+            with contextlib.ExitStack() as stack:
+                if attempt > _ROUNDS // 2:  # others take the room again and again: one after the other
+                    stack.enter_context(alone(self._cache.path / "turn.lock"))
+                self._fetch(numbers)
+                stack.enter_context(self._held())
                 if self._table.sums[numbers].all():
                     self._verify(numbers)
                 if self._table.sums[numbers].all():

@@ -69,8 +69,12 @@ def whole_copy(prefix: str) -> str:
 
 def _files(url: Url) -> tuple[Objects, dict[str, Item], str]:
     objects, items = Objects(url.parent), {}
-    for suffix in (".idx", ".bin"):
-        items[suffix] = objects.item(f"{url.name}{suffix}")
+    try:
+        for suffix in (".idx", ".bin"):
+            items[suffix] = objects.item(f"{url.name}{suffix}")
+    except MissingObjectError:
+        next(objects.names(deep=False), None)  # raises the better error where there is no such bucket
+        raise
     with contextlib.suppress(MissingObjectError):
         items[".sum"] = objects.item(f"{url.name}.sum")
     return objects, items, url.name

@@ -224,7 +224,12 @@ def _refused(store: SmallServer) -> None:
             MissingObjectError,
             "`s3://bucket/x.idx` must be within reach",
         ),
-        ("s3://nobucket/x", None, StorageError, "`s3://nobucket/x.idx` must be within reach, but"),
+        (
+            "s3://nobucket/x",
+            None,
+            StorageError,
+            "must be in a bucket that exists, but nobucket does not; create",
+        ),
         (
             "s3://bucket/x",
             _refused,
