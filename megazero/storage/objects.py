@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megazero.errors import StorageError
 from megazero.storage.urls import Url
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+    from obstore import GetOptions
+    from obstore.store import ObjectStore, RetryConfig
 
 RETRIES = 10
 PATIENCE = timedelta(minutes=3)
@@ -51,7 +52,7 @@ class LostRaceError(StorageError):
     """Another writer has put an object first, or has replaced it since it was read."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Item:
     """An object in a list: its name below the URL that was listed, its size in bytes, and its tag."""
 
@@ -78,6 +79,10 @@ class Objects:
         """The tag of an object's present content. Raises MissingObjectError."""
         return self._head(name).tag
 
+    def item(self, name: str) -> Item:
+        """The size and the tag of an object. Raises MissingObjectError."""
+        return self._head(name)
+
     def read(self, name: str) -> tuple[bytes, str]:
         """The content of an object and its tag. Raises MissingObjectError."""
         import obstore
@@ -98,25 +103,68 @@ class Objects:
             pieces = [memoryview(p) for p in obstore.get_ranges(self._store, name, starts=starts, ends=ends)]
         for start, end, piece in zip(starts, ends, pieces, strict=True):
             if len(piece) != end - start:
-                raise StorageError(
-                    f"`{self.url / name}` must have {end} bytes, but is shorter; it may be damaged."
-                )
+                raise _shorter(self.url / name, end)
         return pieces
 
-    def download(self, name: str, path: Path) -> None:
-        """Write an object's content into a new file, in pieces."""
+    def piece(self, name: str, start: int, end: int, tag: str) -> memoryview:
+        """Bytes [start, end) of an object whose tag is still `tag`.
+
+        Raises:
+            LostRaceError: the object was replaced.
+        """
+        import obstore
+        from obstore.exceptions import PreconditionError
+
+        options: GetOptions = {"range": (start, end)}
+        if tag and not tag.startswith("W/"):  # a weak tag is equal to none
+            options["if_match"] = tag
+        with self._errors(name):
+            try:
+                piece = memoryview(obstore.get(self._store, name, options=options).bytes())
+            except PreconditionError:
+                raise LostRaceError(
+                    f"`{self.url / name}` must stay as it is while it is read, but was replaced."
+                ) from None
+        if len(piece) != end - start:
+            raise StorageError(
+                f"`{self.url / name}` must have {end} bytes, but is shorter; it may be damaged."
+            )
+        return piece
+
+    def download(self, name: str, path: Path) -> Item:
+        """Write an object's content into a new file, in pieces; returns what was read.
+
+        Raises:
+            OSError: the disk refuses.
+        """
         import obstore
 
-        with self._errors(name), open(path, "xb") as file:
-            for piece in obstore.get(self._store, name).stream(min_chunk_size=8 << 20):
+        with self._errors(name):
+            answer = obstore.get(self._store, name)
+        meta = answer.meta
+        with open(path, "xb") as file:
+            pieces = iter(answer.stream(min_chunk_size=8 << 20))
+            while True:
+                with self._errors(name):  # without the disk's own errors
+                    piece = next(pieces, None)
+                if piece is None:
+                    return Item(name, meta["size"], meta["e_tag"] or "")
                 file.write(piece)
 
-    def names(self, below: str = "") -> Iterator[Item]:
-        """All objects whose names begin with `below` and a slash (none: all), in the store's order."""
+    def names(self, below: str = "", *, deep: bool = True) -> Iterator[Item]:
+        """All objects whose names begin with `below` and a slash (none: all), in the store's order.
+
+        deep: also those with further slashes behind it.
+        """
         import obstore
 
         with self._errors(below):
-            for batch in obstore.list(self._store, below or None):
+            here = below or None
+            for batch in (
+                obstore.list(self._store, here)
+                if deep
+                else [obstore.list_with_delimiter(self._store, here)["objects"]]
+            ):
                 for meta in batch:
                     yield Item(meta["path"], meta["size"], meta["e_tag"] or "")
 
@@ -199,6 +247,10 @@ class Objects:
             raise _sentence(self.url / name, error) from None
 
 
+def _shorter(url: Url, end: int) -> StorageError:
+    return StorageError(f"`{url}` must have {end} bytes, but is shorter; it may be damaged.")
+
+
 def _sentence(url: Url, error: Exception) -> StorageError:
     text = str(error)
     code, status = _CODE.search(text), _STATUS.search(text)
@@ -217,10 +269,46 @@ def _open(url: Url) -> ObjectStore:
         raise StorageError(
             f"`obstore` must be installed to reach {url}, but is not; run: pip install 'megazero[objects]'"
         ) from error
+    address, options = _of_profile(url) if url.scheme == "msc" else (str(url), {})
+    retries: RetryConfig = {"max_retries": RETRIES, "retry_timeout": PATIENCE}
     try:
-        return from_url(str(url), retry_config={"max_retries": RETRIES, "retry_timeout": PATIENCE})
+        return from_url(address, retry_config=retries, **options)
     except Exception as error:
         if not type(error).__module__.startswith("obstore"):
             raise
         reason = str(error).partition("\n")[0]
         raise StorageError(f"`{url}` must be a URL that can be opened, but is not: {reason}.") from None
+
+
+def _of_profile(url: Url) -> tuple[str, dict[str, Any]]:
+    """The address and the options of an object at msc://, by the files of multi-storage-client."""
+    try:
+        from multistorageclient.config import StorageClientConfig
+    except ImportError as error:
+        raise StorageError(
+            f"`multi-storage-client` must be installed to reach {url}, but is not; run: pip install "
+            "multi-storage-client"
+        ) from error
+    profile = ((StorageClientConfig.read_msc_config()[0] or {}).get("profiles") or {}).get(url.bucket) or {}
+    provider = profile.get("storage_provider") or {}
+    scheme = {"s3": "s3", "gcs": "gs", "azure": "az"}.get(str(provider.get("type")))
+    if scheme is None:
+        raise StorageError(
+            f"`{url}` must name a profile of multi-storage-client for S3, Google Cloud Storage or Azure, but "
+            f"{url.bucket} is none; add it to its file, or give the address itself."
+        )
+    given = provider.get("options") or {}
+    keys = (profile.get("credentials_provider") or {}).get("options") or {}
+    if scheme != "s3":
+        given, keys = {"base_path": given.get("base_path")}, {}
+    options = {
+        "endpoint": given.get("endpoint_url"),
+        "region": given.get("region_name"),
+        "access_key_id": keys.get("access_key"),
+        "secret_access_key": keys.get("secret_key"),
+        "session_token": keys.get("session_token"),
+    }
+    address = f"{scheme}://{str(given.get('base_path', '')).strip('/')}/{url.key}".rstrip("/")
+    if str(options["endpoint"]).startswith("http:"):
+        options["client_options"] = {"allow_http": True}
+    return address, {name: value for name, value in options.items() if value}

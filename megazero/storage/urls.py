@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,11 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 def is_url(text: object) -> bool:
     """Whether a user's text is a URL, of whatever scheme, and no path of a file."""
     return _SCHEME.match(str(text)) is not None
+
+
+def place_of(text: str) -> str:
+    """An absolute path, or a URL as it is."""
+    return text if is_url(text) else os.path.abspath(text)
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,21 @@ class Url:
 
     def __truediv__(self, name: str) -> Url:
         return replace(self, key=f"{self.key}/{name}".strip("/"))
+
+    @property
+    def name(self) -> str:
+        """The last part of the key."""
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Url:
+        """The URL without the last part of its key."""
+        return replace(self, key=self.key.rpartition("/")[0])
+
+    def with_suffix(self, suffix: str) -> Url:
+        """The URL with another suffix, as of a path."""
+        stem, dot, _ = self.name.rpartition(".")
+        return self.parent / f"{stem if dot else self.name}{suffix}"
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}/{self.key}".rstrip("/")
