@@ -7,6 +7,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+from megazero.checkpoint.remote.place import local_folder
 from megazero.errors import MegazeroError
 from megazero.pictures.style import LIGHT, SUFFIXES, THEMES, Theme
 from megazero.storage.urls import is_url
@@ -51,11 +52,12 @@ def output_picture(text: str) -> Path:
 
 
 def output_run(text: str) -> Path:
-    """As `output_folder`, or a URL, of which it is the mirror."""
-    if not is_url(text):
-        return output_folder(text)
-    from megazero.checkpoint.place import local_folder
+    """As `output_folder`, or the mirror of a URL."""
+    return run_folder(text) if is_url(text) else output_folder(text)
 
+
+def run_folder(text: str) -> Path:
+    """A path as it is, or the mirror of a run's folder at a URL."""
     try:
         return local_folder(text)
     except MegazeroError as error:

@@ -124,11 +124,11 @@ class RemoteDisk(Disk):
                     break
             else:
                 raise CheckpointError(
-                    f"`{self._objects.url}` must be taken by one job at a time, but several try; end the others"
+                    f"`{self._objects.url}` must be written by one job at a time, but several begin; end the others"
                 )
             if index.owner and index.holder.partition(" on ")[2] != owned.holder.partition(" on ")[2]:
                 warnings.warn(
-                    f"{self._objects.url} was last written by {index.holder}, which has not let go of it: if "
+                    f"{self._objects.url} was last written by {index.holder}, which has not let go: if "
                     "that job still runs, it saves nothing more",
                     stacklevel=2,
                 )
@@ -186,7 +186,7 @@ class RemoteDisk(Disk):
             os.rename(old, new)
 
     def write_text(self, path: Path, text: str) -> None:
-        """Say in the store too which checkpoint is the newest, for other programs; the index has it already."""
+        """Say which checkpoint is the newest to other programs too; the index has it already."""
         assert path.name == LATEST, "nothing else is written so"
         with self._lock, _as_of_a_disk():
             self._say_latest(text)
@@ -231,9 +231,7 @@ class RemoteDisk(Disk):
                     break
             else:
                 raise StorageError(f"`{self._objects.url / INDEX}` must be replaced, but others do so too.")
-            with contextlib.suppress(
-                StorageError, OSError
-            ):  # what is visible has changed; a later one tries again
+            with contextlib.suppress(StorageError, OSError):  # what is visible has changed
                 materialize(self._folder, self._objects, self._index)
 
     def _say_latest(self, text: str) -> None:
@@ -259,8 +257,8 @@ class RemoteDisk(Disk):
         if index is None or index.owner != self._token:
             holder = "nobody" if index is None else index.holder or "another run"
             raise LostFolderError(
-                f"`{self._objects.url}` must be written by one job at a time, but was taken by another while "
-                f"this job ran, and now belongs to {holder}; this job writes nothing more there: begin it again "
+                f"`{self._objects.url}` must be written by one job at a time, but was taken over while this "
+                f"job ran, and now belongs to {holder}; this job writes nothing more there: begin it again "
                 "with another folder to save to"
             )
         self._index = index
@@ -296,12 +294,31 @@ class RemoteDisk(Disk):
                 with contextlib.suppress(LostRaceError):
                     write()
                     raise CheckpointError(
-                        f"`{self._objects.url}` must be in a store that obeys conditions of writes, but this one "
-                        "ignores If-None-Match or If-Match, so that two jobs could mix their checkpoints; save "
-                        "to another store"
+                        f"`{self._objects.url}` must be in a store that obeys conditions of writes, but this "
+                        "one ignores If-None-Match or If-Match, so two jobs could mix their checkpoints; "
+                        "save to another store"
                     )
         finally:
             self._objects.delete([name])
+
+
+def put_file(path: Path) -> None:
+    """Put a file of a run that is not this process's, and note it in the index.
+
+    Raises:
+        CheckpointError: it cannot be put.
+    """
+    with reading():
+        objects = open_objects(path.parent)
+        tag = objects.put(path.name, path.read_bytes())
+        for _ in range(_TRIES):
+            index, index_tag = read_index(objects)
+            if index is None or not index_tag:
+                return
+            noted = replace(index, files={**index.files, path.name: tag}, changes=index.changes + 1)
+            with contextlib.suppress(LostRaceError):
+                objects.swap(INDEX, noted.dump(), index_tag)
+                return
 
 
 def _put_if(objects: Objects, name: str, content: bytes, tag: str) -> str:

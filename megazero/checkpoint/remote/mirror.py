@@ -25,7 +25,7 @@ from megazero.checkpoint.remote.index import (
     read_contents,
     read_index,
 )
-from megazero.checkpoint.remote.paths import mirror_root, url_of
+from megazero.checkpoint.remote.place import mirror_root, url_of
 from megazero.errors import CheckpointError, DamagedCheckpointError, StorageError
 from megazero.file_lock import try_lock
 from megazero.storage.objects import MissingObjectError, Objects

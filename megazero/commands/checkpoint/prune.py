@@ -21,8 +21,8 @@ from megazero.checkpoint.folder import (
 )
 from megazero.checkpoint.locate import bytes_in, is_checkpoint, no_checkpoint
 from megazero.checkpoint.lock import WriterLock
-from megazero.checkpoint.place import disk_for, local_folder
 from megazero.checkpoint.reader import CheckpointReader, Verify
+from megazero.checkpoint.remote.place import disk_for, local_folder
 from megazero.commands.show import one_line, size_text
 from megazero.errors import CheckpointError, ConfigError
 

@@ -1,15 +1,32 @@
-"""Where a user's path leads: to a local folder, or to the local mirror of one on object storage."""
+"""Where a user's path leads: to a local folder, or to the mirror of a URL in this host's cache."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 from megazero.checkpoint.disk import Disk
-from megazero.checkpoint.remote.paths import in_mirror, mirror_of
 from megazero.storage.urls import Url, is_url
 
 _ONE = re.compile("iter_[0-9]{7,18}")
+
+
+def mirror_root() -> Path:
+    """The folder of all mirrors of this host."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache).absolute() / "megazero" / "mirror"
+
+
+def in_mirror(path: str | Path) -> bool:
+    """Whether a path is a mirror, or below one."""
+    return str(path).startswith(f"{mirror_root()}{os.sep}")
+
+
+def url_of(path: Path) -> Url:
+    """The URL of what is at a path in a mirror."""
+    scheme, bucket, *key = path.relative_to(mirror_root()).parts
+    return Url(scheme, bucket, "/".join(key))
 
 
 def local_path(given: str | Path) -> Path:
@@ -18,7 +35,10 @@ def local_path(given: str | Path) -> Path:
     Raises:
         StorageError: the URL has an unknown scheme, or no bucket.
     """
-    return mirror_of(Url.parse(str(given))) if is_url(given) else Path(given)
+    if not is_url(given):
+        return Path(given)
+    url = Url.parse(str(given))
+    return mirror_root() / url.scheme / url.bucket / url.key
 
 
 def local_folder(given: str | Path) -> Path:
@@ -46,6 +66,18 @@ def local_file(path: Path) -> Path:
 
         fetch(path)
     return path
+
+
+def put_file(path: Path) -> None:
+    """Put a file that a command wrote into a run's folder, if that is a mirror.
+
+    Raises:
+        CheckpointError: it cannot be put.
+    """
+    if in_mirror(path):
+        from megazero.checkpoint.remote.disk import put_file
+
+        put_file(path)
 
 
 def disk_for(folder: Path) -> Disk:
