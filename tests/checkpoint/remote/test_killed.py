@@ -1,31 +1,33 @@
 """A job whose store stops answering at any request leaves whole checkpoints, or none that is visible.
 
-Every scenario is stopped before each of its requests, and after each with its answer lost. From a host that
-has no mirror, the newest checkpoint whose save had returned, or the one under way, must be there bit for bit;
-the next job saves, and nothing is left of the one that was killed.
+Every scenario is stopped before each of its requests, and after each with its answer lost; and another host's
+job takes the folder over before each. From a host that has no mirror, the newest checkpoint whose save had
+returned, or the one under way, must be there bit for bit; the next job saves, and nothing is left of the one
+that was killed.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 
 import pytest
 
 from megazero.checkpoint.folder import Retention, candidates
 from megazero.checkpoint.reader import CheckpointReader
-from megazero.checkpoint.remote.index import INDEX, LATEST
+from megazero.checkpoint.remote.index import INDEX, LATEST, read_index
 from megazero.checkpoint.saver import Saver
 from megazero.errors import CheckpointError, CommunicationError, LostFolderError
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.storage.urls import Url
 from tests.checkpoint.remote.memory import MemoryObjects, StopAt, Store
-from tests.checkpoint.test_killed import holds, save_all
+from tests.checkpoint.test_killed import holds, parts_of, save_all
 
 URL = "s3://bucket/run"
+pytestmark = pytest.mark.filterwarnings("ignore:.*was last written by")
 
 
 @dataclass
@@ -60,59 +62,103 @@ SCENARIOS = {
     "in the background": Scenario((10,), (20, 30), in_flight=1, retention=Retention(last=2)),
     "two ranks": Scenario((10,), (10,), ranks=2),
 }
+# The default suite stops at every ninth request of one scenario.
+SWEEPS = [pytest.param(name, done, 1, marks=pytest.mark.slow) for name in SCENARIOS for done in (False, True)]
+SWEEPS += [("pruned", False, 9), ("only one replaced", True, 9)]
 
 
-def check(store: Store, scenario: Scenario, returned: list[int]) -> None:
-    """Check what another host sees and does after a job was killed."""
-    known = {*scenario.before, *scenario.saved}
+def save(*iterations: int) -> None:
+    save_all(Saver(URL, solo_context()), iterations, lambda iteration: None)
+
+
+def check(store: Store, known: set[int], newest: int | None) -> None:
+    """Check what another host sees and does after a job was killed: at least `newest` is there."""
     folders = candidates(URL).folders
     there = [CheckpointReader(folder).manifest.iteration for folder in folders]
     assert set(there) <= known
     for folder, iteration in zip(folders, there, strict=True):
         holds(folder, iteration)  # what is visible is whole
-    newest = max([*scenario.before, *returned], default=None)
     assert newest is None or there[0] >= newest
-    following = max(known) + 1
-    save_all(Saver(URL, solo_context()), (following,), lambda iteration: None)
+    save(following := max(known) + 1)
     folders = candidates(URL).folders
     holds(folders[0], following)
-    index = MemoryObjects_index(store)
-    assert store.objects[f"run/{LATEST}"][0] == f"{following}\n".encode()
-    places = tuple(f"run/{data}/" for data in index.checkpoints.values())
-    left = [key for key in store.objects if not key.startswith((*places, f"run/{INDEX}", f"run/{LATEST}"))]
-    assert not left
-    assert len(index.checkpoints) == len(folders)
-
-
-def MemoryObjects_index(store: Store):
-    from megazero.checkpoint.remote.index import read_index
-    from megazero.storage.urls import Url
-
     index, _ = read_index(MemoryObjects(Url("s3", "bucket", "run"), store))
     assert index is not None
-    return index
+    assert index.latest == following
+    assert sorted(index.checkpoints) == sorted(folder.name for folder in folders)
+    assert store.objects[f"run/{LATEST}"][0] == f"{following}\n".encode()
+    places = [f"run/{data}/" for data in index.checkpoints.values()]
+    kept = (*places, f"run/{INDEX}", f"run/{LATEST}")
+    assert not [key for key in store.objects if not key.startswith(kept)]
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("done", [False, True])
-@pytest.mark.filterwarnings("ignore:.*was last written by")
-def test_stopped_at_any_request(memory, another_host, name, done):
-    scenario, base = SCENARIOS[name], Store()
+@pytest.mark.parametrize(("name", "done", "stride"), SWEEPS)
+def test_stopped_at_any_request(memory, another_host, name, done, stride):
+    scenario, number, ended = SCENARIOS[name], 0, False
     if scenario.before:
-        save_all(Saver(URL, solo_context()), scenario.before, lambda iteration: None)
-    base.objects = dict(memory.objects)
-    number, ended = 0, False
+        save(*scenario.before)
+    base = dict(memory.objects)
     while not ended:
         another_host()
-        memory.objects = dict(base.objects)
+        memory.objects = dict(base)
         stop, visible = StopAt(memory, number, done), []
         try:
             scenario.run(visible.append)
         except (CheckpointError, CommunicationError):
             assert stop.stopped
-        memory.before = memory.after = lambda request: None
+        memory.quiet()
         ended = not stop.stopped
         another_host()
-        check(memory, scenario, visible)
-        number += 1
+        known = {*scenario.before, *scenario.saved}
+        check(memory, known, max([*scenario.before, *visible], default=None))
+        number += stride
+    assert number > 25
+
+
+@dataclass
+class TakeOver:
+    """Before request `number`, another host's job takes the folder, saves and ends."""
+
+    memory: Store
+    number: int
+    move: Callable[[], object]
+    back: Callable[[], None]
+    count: int = 0
+    taken: bool = False
+
+    def __call__(self, request: str) -> None:
+        self.count += 1
+        if self.count <= self.number:
+            return
+        self.taken = True
+        self.memory.quiet()
+        self.move()
+        save(20)
+        self.back()
+
+
+@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.slow)])
+def test_another_host_takes_over_before_any_request(memory, another_host, monkeypatch, stride):
+    """The first job can make nothing visible from then on, and says so; the second one's are all whole."""
+    number, ended = 0, False
+    save(5)
+    base = dict(memory.objects)
+    while not ended:
+        memory.objects = dict(base)
+        first_host = str(another_host())
+        saver, visible, lost = Saver(URL, solo_context()), [], False
+        back = partial(monkeypatch.setenv, "XDG_CACHE_HOME", first_host)
+        memory.before = other = TakeOver(memory, number, another_host, back)
+        for iteration in (10, 11):
+            try:
+                visible += saver.save(iteration, parts_of(saver.context, iteration), {"of": iteration})
+            except LostFolderError:
+                lost = True
+        memory.quiet()
+        ended = not other.taken
+        assert lost == other.taken
+        saver.close()
+        another_host()
+        check(memory, {5, 10, 11, 20}, 20 if other.taken else 11)
+        number += stride
     assert number > 25
