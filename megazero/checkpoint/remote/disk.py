@@ -124,7 +124,7 @@ class RemoteDisk(Disk):
                     break
             else:
                 raise CheckpointError(
-                    f"`{self._objects.url}` must be written by one job at a time, but several begin; end the others"
+                    f"`{self._objects.url}` must be written by one job at a time, but several start; end one"
                 )
             if index.owner and index.holder.partition(" on ")[2] != owned.holder.partition(" on ")[2]:
                 warnings.warn(

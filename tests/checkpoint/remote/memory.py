@@ -93,6 +93,28 @@ class MemoryObjects(Objects):
             self._do("delete", names[0], work)
 
 
+class FailAt:
+    """Lets request `number` of some kinds fail, before it is carried out or, if `done`, its answer lost."""
+
+    def __init__(self, store: Store, number: int, done: bool, kinds: tuple[str, ...]):
+        self.number, self.done, self.kinds = number, done, kinds
+        self.count, self.failed = 0, False
+        store.before, store.after = self.before, self.after
+
+    def before(self, request: str) -> None:
+        self.count += request.startswith(self.kinds)
+        if not self.done and self.count == self.number + 1 and not self.failed:
+            self.fail()
+
+    def after(self, request: str) -> None:
+        if self.done and self.count == self.number + 1 and not self.failed:
+            self.fail()
+
+    def fail(self) -> None:
+        self.failed = True
+        raise StorageError("the store does not answer")
+
+
 class StopAt:
     """Stops the store from answering: request `number` and all later ones fail, as after a kill.
 
