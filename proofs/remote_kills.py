@@ -1,4 +1,4 @@
-"""kill -9 at any moment of jobs that save to object storage: what is visible is whole, the next job goes on.
+"""kill -9 at any moment of jobs that save to object storage: what is visible is whole, the next one goes on.
 
     python proofs/remote_kills.py --kills 100 [--server seaweed|small] [--faults 0.05] [--seed 0]
 
