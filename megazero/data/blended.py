@@ -21,6 +21,7 @@ from megazero.data.index_build import build_blending_index, build_exhaustive_ble
 from megazero.data.index_check import blend_index_fault
 from megazero.data.range_checks import check_sample_numbers
 from megazero.errors import DataError
+from megazero.storage.urls import Url, is_url
 
 _INDEX_ARRAYS = ("dataset_index", "sample_index")
 # To build an index: seconds per sample, and per sample and dataset, measured on one busy core.
@@ -81,6 +82,9 @@ def parse_blend(entries: Sequence[str], must_exist: bool = True) -> list[tuple[f
             raise DataError("`data_path` must give some dataset a weight above 0, but gives none; raise one.")
     if must_exist:
         for _, prefix in pairs:
+            if is_url(prefix):  # opening it will tell
+                Url.parse(prefix_of(prefix))
+                continue
             for suffix in (".idx", ".bin"):
                 if not Path(prefix_of(prefix) + suffix).is_file():
                     raise DataError(

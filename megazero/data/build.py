@@ -21,6 +21,8 @@ from megazero.data.index_build import normalized
 from megazero.data.indexed.reader import IndexedDataset, open_indexed
 from megazero.data.splits import SPLIT_NAMES, SplitReading, split_ranges, warn_of_empty
 from megazero.errors import DataError
+from megazero.storage.cached import Cache
+from megazero.storage.urls import is_url
 
 _RESERVE = 0.005  # of the samples that a weighted blend takes of a dataset, the share built in addition
 _MOCK_EPOCH = 100_000  # samples, the number of sequences of Megatron-Core's mock data
@@ -93,7 +95,8 @@ class DatasetRequest:
     """Which datasets to build, and from which files.
 
     train_exact_num_epochs: the exact length of the training split, in epochs. guarded: notice damage to the
-    files and changes while they are read, see `indexed/guard.py`.
+    files and changes while they are read, see `indexed/guard.py`. cache: where blocks of datasets at URLs are
+    kept; None to copy these whole.
     """
 
     builder: DatasetBuilder
@@ -101,6 +104,7 @@ class DatasetRequest:
     sources: DataSources
     train_exact_num_epochs: int | None = None
     guarded: bool = False
+    cache: Cache | None = None
 
 
 def build_datasets(request: DatasetRequest) -> Datasets:
@@ -122,11 +126,16 @@ def build_datasets(request: DatasetRequest) -> Datasets:
     return train, valid, test
 
 
-def default_cache(paths: tuple[str, ...]) -> str | None:
-    """The default index cache: beside the first dataset, as in Megatron-DeepSpeed; None without paths."""
+def default_cache(paths: tuple[str, ...], cache: Cache | None = None) -> str | None:
+    """The default index cache: beside the first dataset, as in Megatron-DeepSpeed; None without paths.
+
+    cache: where it is for a dataset at a URL.
+    """
     if not paths:
         return None
     _, prefix = parse_blend(paths, must_exist=False)[0]
+    if is_url(prefix):
+        return str((cache or Cache()).path / "index-cache")
     return str(Path(prefix).parent / "index-cache")
 
 
@@ -189,7 +198,7 @@ def _portions(request: DatasetRequest, number: int, opened: dict[str, IndexedDat
     for weight, entry in parse_blend(own_path or sources.data_path):
         prefix = prefix_of(entry)
         if prefix not in opened:
-            opened[prefix] = open_indexed(prefix, guarded=request.guarded)
+            opened[prefix] = open_indexed(prefix, guarded=request.guarded, cache=request.cache)
         indexed = opened[prefix]
         whole = units = part_of(entry, request.builder.units(indexed))
         if not own_path:

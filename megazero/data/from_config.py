@@ -222,11 +222,13 @@ def _request(config: Config, builder: DatasetBuilder, sizes: Sizes) -> DatasetRe
         sources=sources,
         train_exact_num_epochs=data.train_data_exact_num_epochs,
         guarded=data.verify_data,
+        cache=data.object_cache,
     )
 
 
 def _cache_of(data: DataConfig) -> str | None:
-    return data.data_cache_path or default_cache(expanded(data.data_path or data.train_data_path, "train"))
+    paths = expanded(data.data_path or data.train_data_path, "train")
+    return data.data_cache_path or default_cache(paths, data.object_cache)
 
 
 def _train_size(data: DataConfig, wanted: int | None, *, by_metric: bool) -> int | None:

@@ -194,11 +194,11 @@ class GPTDataset(SampleDataset):
         numbers = self.index.shuffle_index[indices].astype(np.int64)
         starts = self.index.sample_index[numbers].astype(np.int64)
         length, extra = self.plan.sequence_length, self.plan.extra
-        self.indexed.guard.before_use(lambda: self._spans(numbers))
-        if NATIVE is None:
-            gathered = gather_reference(self.indexed.tokens, self._tables, starts, length, extra)
-        else:
-            gathered = NATIVE.gather(self.indexed.tokens, *self._tables, starts, length, extra)
+        with self.indexed.guard.using(lambda: self._spans(numbers)):
+            if NATIVE is None:
+                gathered = gather_reference(self.indexed.tokens, self._tables, starts, length, extra)
+            else:
+                gathered = NATIVE.gather(self.indexed.tokens, *self._tables, starts, length, extra)
         tokens, labels, lowest, highest = gathered
         limit = self.settings.vocab_size
         if indices.size and (lowest < 0 or (limit is not None and highest >= limit)):

@@ -21,7 +21,8 @@ from megazero.config.tree.config import Config
 from megazero.data.blended import parse_blend
 from megazero.data.splits import SPLIT_NAMES
 from megazero.data.tokenizers.base import require_file
-from megazero.errors import ConfigError, DataError
+from megazero.errors import ConfigError, DataError, StorageError
+from megazero.storage.urls import is_url
 from megazero.train.folders import read_folder
 
 _LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -112,14 +113,14 @@ def file_problems(config: Config) -> Iterator[str]:
         if paths:
             try:
                 parse_blend(expanded(paths, split))
-            except DataError as error:
+            except (DataError, StorageError) as error:
                 yield str(error)
     for flag, field in _TOKENIZER_FILES:
         path = getattr(tokenizer, field)
-        if path is not None and not (field == "tokenizer_model" and is_name(path)):
+        if path is not None and not is_url(path) and not (field == "tokenizer_model" and is_name(path)):
             try:
                 require_file(path, flag, str(tokenizer.tokenizer_type), "a file")
-            except DataError as error:
+            except (DataError, StorageError) as error:
                 yield str(error)
 
 

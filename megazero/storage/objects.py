@@ -19,6 +19,7 @@ from megazero.errors import StorageError
 from megazero.storage.urls import Url
 
 if TYPE_CHECKING:
+    from obstore import GetOptions
     from obstore.store import ObjectStore
 
 RETRIES = 10
@@ -51,7 +52,7 @@ class LostRaceError(StorageError):
     """Another writer has put an object first, or has replaced it since it was read."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Item:
     """An object in a list: its name below the URL that was listed, its size in bytes, and its tag."""
 
@@ -78,6 +79,10 @@ class Objects:
         """The tag of an object's present content. Raises MissingObjectError."""
         return self._head(name).tag
 
+    def item(self, name: str) -> Item:
+        """The size and the tag of an object. Raises MissingObjectError."""
+        return self._head(name)
+
     def read(self, name: str) -> tuple[bytes, str]:
         """The content of an object and its tag. Raises MissingObjectError."""
         import obstore
@@ -98,25 +103,68 @@ class Objects:
             pieces = [memoryview(p) for p in obstore.get_ranges(self._store, name, starts=starts, ends=ends)]
         for start, end, piece in zip(starts, ends, pieces, strict=True):
             if len(piece) != end - start:
-                raise StorageError(
-                    f"`{self.url / name}` must have {end} bytes, but is shorter; it may be damaged."
-                )
+                raise _shorter(self.url / name, end)
         return pieces
 
-    def download(self, name: str, path: Path) -> None:
-        """Write an object's content into a new file, in pieces."""
+    def piece(self, name: str, start: int, end: int, tag: str) -> memoryview:
+        """Bytes [start, end) of an object whose tag is still `tag`.
+
+        Raises:
+            LostRaceError: the object was replaced.
+        """
+        import obstore
+        from obstore.exceptions import PreconditionError
+
+        options: GetOptions = {"range": (start, end)}
+        if tag and not tag.startswith("W/"):  # a weak tag is equal to none
+            options["if_match"] = tag
+        with self._errors(name):
+            try:
+                piece = memoryview(obstore.get(self._store, name, options=options).bytes())
+            except PreconditionError:
+                raise LostRaceError(
+                    f"`{self.url / name}` must stay as it is while it is read, but was replaced."
+                ) from None
+        if len(piece) != end - start:
+            raise StorageError(
+                f"`{self.url / name}` must have {end} bytes, but is shorter; it may be damaged."
+            )
+        return piece
+
+    def download(self, name: str, path: Path) -> Item:
+        """Write an object's content into a new file, in pieces; returns what was read.
+
+        Raises:
+            OSError: the disk refuses.
+        """
         import obstore
 
-        with self._errors(name), open(path, "xb") as file:
-            for piece in obstore.get(self._store, name).stream(min_chunk_size=8 << 20):
+        with self._errors(name):
+            answer = obstore.get(self._store, name)
+        meta = answer.meta
+        with open(path, "xb") as file:
+            pieces = iter(answer.stream(min_chunk_size=8 << 20))
+            while True:
+                with self._errors(name):  # without the disk's own errors
+                    piece = next(pieces, None)
+                if piece is None:
+                    return Item(name, meta["size"], meta["e_tag"] or "")
                 file.write(piece)
 
-    def names(self, below: str = "") -> Iterator[Item]:
-        """All objects whose names begin with `below` and a slash (none: all), in the store's order."""
+    def names(self, below: str = "", *, deep: bool = True) -> Iterator[Item]:
+        """All objects whose names begin with `below` and a slash (none: all), in the store's order.
+
+        deep: also those with further slashes behind it.
+        """
         import obstore
 
         with self._errors(below):
-            for batch in obstore.list(self._store, below or None):
+            here = below or None
+            for batch in (
+                obstore.list(self._store, here)
+                if deep
+                else [obstore.list_with_delimiter(self._store, here)["objects"]]
+            ):
                 for meta in batch:
                     yield Item(meta["path"], meta["size"], meta["e_tag"] or "")
 
@@ -197,6 +245,10 @@ class Objects:
             if not isinstance(error, OSError) and not type(error).__module__.startswith("obstore"):
                 raise
             raise _sentence(self.url / name, error) from None
+
+
+def _shorter(url: Url, end: int) -> StorageError:
+    return StorageError(f"`{url}` must have {end} bytes, but is shorter; it may be damaged.")
 
 
 def _sentence(url: Url, error: Exception) -> StorageError:

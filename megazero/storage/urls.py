@@ -61,6 +61,21 @@ class Url:
     def __truediv__(self, name: str) -> Url:
         return replace(self, key=f"{self.key}/{name}".strip("/"))
 
+    @property
+    def name(self) -> str:
+        """The last part of the key."""
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Url:
+        """The URL without the last part of its key."""
+        return replace(self, key=self.key.rpartition("/")[0])
+
+    def with_suffix(self, suffix: str) -> Url:
+        """The URL with another suffix, as of a path."""
+        stem, dot, _ = self.name.rpartition(".")
+        return self.parent / f"{stem if dot else self.name}{suffix}"
+
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}/{self.key}".rstrip("/")
 

@@ -14,6 +14,8 @@ from megazero.config.stated import Stated
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import DamagedCheckpointError
+from megazero.storage.cached import Cache
+from megazero.storage.urls import is_url
 
 if TYPE_CHECKING:
     from megazero.train.resume.saved import SavedModel
@@ -91,7 +93,7 @@ def _described_by(saved: SavedModel, given: Mapping[str, object], *, anew: bool)
     )
 
 
-def _hugging_face(path: str, given: Mapping[str, object]) -> Stated:
+def _hugging_face(path: str, given: Mapping[str, Any]) -> Stated:
     from megazero.checkpoint.upcycling import dense_model
     from megazero.config.tree.sparse import SPARSE_FIELDS
     from megazero.formats.hf.architecture import as_told
@@ -99,9 +101,11 @@ def _hugging_face(path: str, given: Mapping[str, object]) -> Stated:
     from megazero.formats.hf.reader import HFReader
     from megazero.formats.hf.tokenizer_files import tokenizer_settings
 
-    description = Description.read(Path(path))
+    cache = Cache(given.get("data.object_storage_cache_path"))
+    folder = Path(cache.model_folder(path))
+    description = Description.read(folder)
     if description.architecture.seen is not as_told:
-        with HFReader(path) as reader:
+        with HFReader(cache.model_folder(path, weights=True)) as reader:
             description = reader.description
     begins = bool(given.get("checkpoint.moe_use_upcycling"))
 
@@ -111,10 +115,15 @@ def _hugging_face(path: str, given: Mapping[str, object]) -> Stated:
             rows.append(("vocab_size", description.vocab_size, wanted.vocab_size))
         return rows
 
+    tokenizer = tokenizer_settings(folder, description.vocab_size)
+    if is_url(path):  # other hosts have copies of their own
+        tokenizer = {
+            name: str(value).replace(str(folder.resolve()), path) for name, value in tokenizer.items()
+        }
     return Stated(
-        str(Path(path) / CONFIG),
+        f"{path}/{CONFIG}" if is_url(path) else str(folder / CONFIG),
         description.model.model_copy(update={"vocab_size": description.vocab_size}),
-        TokenizerConfig(**tokenizer_settings(Path(path), description.vocab_size)),
+        TokenizerConfig(**tokenizer),
         frozenset({"seq_length"}),  # the folder's is the model's maximum, too long to train on most machines
         differences,
     )

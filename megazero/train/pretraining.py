@@ -67,7 +67,7 @@ class Pretraining(TrainingTask):
     def check(self, resumed: Resumed, feeds: Feeds) -> None:
         self._record = data_record(feeds.datasets[0], resumed.engine.context)
         passes = not resumed.config.data.verify_data
-        self._origin = resumed.origin or origin_of(resumed.config.checkpoint.load_hf)
+        self._origin = resumed.origin or origin_of(resumed.config)
         before = None if resumed.run is None else resumed.run.data
         self._compared = compare_data(before, self._record, changes_pass=passes)
 

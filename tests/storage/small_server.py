@@ -229,7 +229,8 @@ class SmallServer:
         after = max(after, query.get("start-after", [""])[0])
         start = f"{bucket}/{prefix}"
         keys = sorted(path.partition("/")[2] for path in self.objects if path.startswith(start))
-        left = [key for key in keys if key > after]
+        inner = {key for key in keys if query.get("delimiter") and "/" in key.removeprefix(prefix)}
+        left = [key for key in keys if key > after and key not in inner]
         page = left[: self.page]
         rows = "".join(
             f"<Contents><Key>{escape(key)}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"

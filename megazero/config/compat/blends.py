@@ -10,6 +10,7 @@ from pathlib import Path
 from megazero.config.words import is_number
 from megazero.errors import DataError
 from megazero.regular_file import read_regular_text, why_unreadable
+from megazero.storage.cached import Cache
 
 MARK = "@"
 """The first character of a data path that names a file with a blend."""
@@ -30,7 +31,7 @@ def expanded(entries: Sequence[str], split: str) -> tuple[str, ...]:
     """
     if len(entries) != 1 or not entries[0].startswith(MARK):
         return tuple(entries)
-    path = Path(entries[0].removeprefix(MARK))
+    path = Path(Cache().file(entries[0].removeprefix(MARK)))
     try:
         text = read_regular_text(path)
     except (OSError, UnicodeDecodeError) as error:

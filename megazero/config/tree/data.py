@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megazero.config.condition import config, here
 from megazero.config.tree.option import Probability, Proportions, Section, option
 from megazero.config.tree.roles import Role
+from megazero.storage.cached import CACHE_GIB, Cache
 
 _OF_BERT = (config.model.family == "bert").because("`pretrain_bert.py` trains one")
 _OF_GPT = (config.model.family == "gpt").because("a BERT's samples stay within one document")
@@ -36,6 +37,11 @@ class DataConfig(Section):
     """train, validation and test proportions of --data-path"""
     data_cache_path: str | None = option(None, roles=Role.LOCAL)
     """folder for built indexes; default: beside the data"""
+    object_storage_cache_path: str | None = option(None, roles=Role.LOCAL)
+    """folder on a local disk for what is fetched from URLs of objects (s3://, gs://, az://, https://), shared
+    by the ranks of a host; default: in the user's cache folder"""
+    object_storage_cache_gib: PositiveFloat = option(CACHE_GIB, roles=Role.LOCAL)
+    """GiB that tokens may take there; those that were used least recently make room"""
     train_data_exact_num_epochs: PositiveInt | None = option(
         None,
         needs=(
@@ -122,3 +128,8 @@ class DataConfig(Section):
     is given and what the decoder is to answer"""
     mock_data: bool = option(False, roles=Role.SOURCE, needs=_NO_TASK)
     """train on deterministic random tokens instead of files"""
+
+    @property
+    def object_cache(self) -> Cache:
+        """Where this host keeps what it fetches from URLs."""
+        return Cache(self.object_storage_cache_path, self.object_storage_cache_gib)

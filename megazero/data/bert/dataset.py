@@ -145,9 +145,9 @@ class BERTDataset(SampleDataset):
         """The samples `indices` stacked. IndexError past the end, DataError for unknown token ids."""
         indices = check_sample_numbers(indices, len(self), f"the {self.name} split of {self.indexed.prefix}")
         rows = self.rows[indices].astype(np.int64)
-        self.indexed.guard.before_use(lambda: self._spans(rows))
         seeds = (indices + self.settings.seed % (1 << 32)) % (1 << 32)
-        batch, lowest, highest = make_samples(self._store, rows, seeds, self.settings.recipe)
+        with self.indexed.guard.using(lambda: self._spans(rows)):
+            batch, lowest, highest = make_samples(self._store, rows, seeds, self.settings.recipe)
         if indices.size and (lowest < 0 or highest >= self.settings.words.size):
             self._refuse_ids(indices, batch)
         return batch

@@ -18,6 +18,7 @@ import numpy as np
 
 from megazero.errors import DataError
 from megazero.regular_file import read_regular
+from megazero.storage.urls import Url
 
 try:
     from isal.isal_zlib import crc32
@@ -97,7 +98,7 @@ class Sidecar:
             ) from error
         return sidecar
 
-    def check_index(self, path: Path, idx_hash: str, idx_size: int, bin_size: int) -> None:
+    def check_index(self, path: Path | Url, idx_hash: str, idx_size: int, bin_size: int) -> None:
         """Raise DataError unless both files have the recorded sizes and the `.idx` the recorded hash."""
         for suffix, size, recorded in ((".idx", idx_size, self.idx_size), (".bin", bin_size, self.bin_size)):
             if size != recorded:
@@ -122,7 +123,7 @@ class TokenBlocks:
     """
 
     sidecar: Sidecar
-    path: Path
+    path: Path | Url
     content: np.ndarray
     offsets: np.ndarray
     document_index: np.ndarray

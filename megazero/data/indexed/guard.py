@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 
 from megazero.data.indexed.checksum import TokenBlocks
 from megazero.errors import DataError
+from megazero.storage.dataset import StoredDataset
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,18 @@ class Guard:
     """Checks the files of one dataset. Several threads may use it at once.
 
     files: the state of each file when it was opened; empty to check nothing. blocks: the blocks of the
-    `.bin`; None if there are no checksums.
+    `.bin`; None if there are no checksums. stored: the dataset's objects, if it is in a store.
     """
 
-    def __init__(self, prefix: str, files: Mapping[Path, FileState | None], blocks: TokenBlocks | None):
+    def __init__(
+        self,
+        prefix: str,
+        files: Mapping[Path, FileState | None],
+        blocks: TokenBlocks | None,
+        stored: StoredDataset | None = None,
+    ):
         self.prefix = prefix
+        self._stored = stored
         self._files = dict(files)
         self._blocks = blocks
         # Two threads may check the same block at the same time, which does no harm.
@@ -68,11 +77,16 @@ class Guard:
     def notes(self) -> tuple[str, ...]:
         """A sentence for the user if there are no checksums, with the command that writes them."""
         if not self._files or self._blocks is not None:
-            return ()
+            return () if self._stored is None else self._stored.notes
         return (
             f"{self.prefix} has no checksums, so damage to its tokens would not be seen; write them with: "
             f"{sums_command(self.prefix)}",
         )
+
+    def using(self, spans: Callable[[], tuple[np.ndarray, np.ndarray]]) -> AbstractContextManager[None]:
+        """`before_use`; while the block runs, the tokens stay, which a dataset in a store fetches first."""
+        self.before_use(spans)
+        return nullcontext() if self._stored is None else self._stored.blocks.using(spans)
 
     def before_use(self, spans: Callable[[], tuple[np.ndarray, np.ndarray]]) -> None:
         """Check the files before tokens are read.
@@ -96,7 +110,7 @@ class Guard:
 
     def changed(self) -> list[str]:
         """A clause, beginning with the path, for each file that changed since it was opened."""
-        changes = []
+        changes = [] if self._stored is None else self._stored.changed()
         for path, then in self._files.items():
             now = FileState.of(path)
             if then is not None and now != then:

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 
 from megazero.data.files import whole_file
-from megazero.data.indexed.checksum import BlockChecksum, Sidecar, TokenBlocks, hash_bytes
+from megazero.data.indexed.checksum import BLOCK, BlockChecksum, Sidecar, TokenBlocks, hash_bytes
 from megazero.data.indexed.format import TNTIDX_MAGIC, IndexTables, parse_mmididx, parse_tntidx
 from megazero.data.indexed.guard import FileState, Guard, sums_command
 from megazero.errors import DataError
 from megazero.regular_file import open_regular
+from megazero.storage.cached import Cache
+from megazero.storage.dataset import StoredDataset, whole_copy
+from megazero.storage.urls import Url, is_url
 
 _FULL_HASH_LIMIT = 64 << 20
 _SAMPLE_BLOCKS = 64
@@ -63,21 +67,26 @@ class IndexedDataset:
     """
 
     def __init__(
-        self, prefix: str | Path, multimodal: bool = False, verify: bool = False, guarded: bool = False
+        self,
+        prefix: str | Path,
+        multimodal: bool = False,
+        verify: bool = False,
+        guarded: bool = False,
+        stored: StoredDataset | None = None,
     ):
         self.prefix = str(prefix)
-        self.path_idx = prefix_path(prefix, ".idx")
-        self.path_bin = prefix_path(prefix, ".bin")
-        self.path_sum = prefix_path(prefix, ".sum")
+        path_of = stored.path if stored is not None else partial(prefix_path, prefix)
+        self.path_idx, self.path_bin, self.path_sum = (path_of(suffix) for suffix in (".idx", ".bin", ".sum"))
         self._multimodal = multimodal
         self._guarded = guarded
+        self._stored = stored
         # Taken before the files are mapped, so that a change in between is noticed.
         files = {path: FileState.of(path) for path in (self.path_idx, self.path_bin)}
         self._index = map_file(self.path_idx)
-        self._bytes = map_file(self.path_bin)
+        self._bytes = map_file(self.path_bin) if stored is None else stored.blocks.array
         self._sidecar = Sidecar.load(self.path_sum)
         if self._sidecar is not None:
-            self._sidecar.check_index(self.path_sum, self._idx_hash, self._index.size, self._bytes.size)
+            self._sidecar.check_index(self._sums, self._idx_hash, self._index.size, self._bytes.size)
         tables = self._parse()
         self.dtype, self.total_tokens = tables.dtype, tables.total_tokens
         self.lengths, self.offsets, self.modes = tables.lengths, tables.offsets, tables.modes
@@ -87,17 +96,29 @@ class IndexedDataset:
         self._blocks: TokenBlocks | None = None
         if self._sidecar is not None:
             self._blocks = TokenBlocks(
-                self._sidecar, self.path_sum, self._bytes, self.offsets, self.document_index
+                self._sidecar, self._sums, self._bytes, self.offsets, self.document_index
             )
-        self.guard = Guard(self.prefix, files, self._blocks) if guarded else Guard(self.prefix, {}, None)
+        if stored is not None:
+            files = {}
+            if stored.compares and self._blocks is not None:
+                stored.blocks.check = self._blocks.check
+        checked = self._blocks if guarded and stored is None else None
+        self.guard = Guard(self.prefix, files if guarded else {}, checked, stored)
         if verify:
             self._check_bin()
+
+    @property
+    def _sums(self) -> Path | Url:
+        """The name of the sidecar for messages."""
+        return self.path_sum if self._stored is None else Url.parse(f"{self.prefix}.sum")
 
     def _parse(self) -> IndexTables:
         return parse_mmididx(self.path_idx, self._index, self._bytes.size, self._multimodal)
 
     def _check_signs(self) -> None:
         """Refuse negative ids of type int8 or int16, which are rare: the element code is likely damaged."""
+        if self._stored is not None:
+            return  # all tokens would be fetched; samples refuse such ids, too
         if self.dtype.kind == "i" and self.dtype.itemsize <= 2 and self.tokens.size and self.tokens.min() < 0:
             raise DataError(
                 f"`token ids` of {self.path_bin} must not be negative, but one is {int(self.tokens.min())} "
@@ -118,8 +139,10 @@ class IndexedDataset:
             f"documents={self.document_index.size - 1}, tokens={self.total_tokens}, dtype={self.dtype.name})"
         )
 
-    def __reduce__(self) -> tuple[type, tuple[str, bool, bool, bool]]:
+    def __reduce__(self) -> tuple[Callable[..., IndexedDataset], tuple[object, ...]]:
         """Pickle the path, so that a worker process maps the files instead of receiving their bytes."""
+        if self._stored is not None:
+            return open_indexed, (self.prefix, self._multimodal, False, self._guarded, self._stored.cache)
         return type(self), (self.prefix, self._multimodal, False, self._guarded)
 
     def __getitem__(self, index: int) -> np.ndarray:
@@ -143,8 +166,9 @@ class IndexedDataset:
             )
         size = self.dtype.itemsize
         begin = int(self.offsets[index]) // size + int(offset)
-        self.guard.before_use(lambda: (np.array([begin * size]), np.array([(begin + count) * size])))
-        return self.tokens[begin : begin + count]
+        with self.guard.using(lambda: (np.array([begin * size]), np.array([(begin + count) * size]))):
+            view = self.tokens[begin : begin + count]
+            return view if self._stored is None else view.copy()
 
     def document(self, number: int) -> list[np.ndarray]:
         """The sequences of document `number` in order; an empty list for an empty document."""
@@ -176,8 +200,9 @@ class IndexedDataset:
             digest.update(self._bin_hash.encode())
         else:
             if with_time:
-                digest.update(str(os.stat(self.path_bin).st_mtime_ns).encode())
-            for sample in self._samples():
+                version = os.stat(self.path_bin).st_mtime_ns if self._stored is None else self._stored.tag
+                digest.update(str(version).encode())
+            for sample in self._samples:
                 digest.update(sample.data)
         return digest.hexdigest()
 
@@ -185,14 +210,18 @@ class IndexedDataset:
     def _bin_hash(self) -> str:
         """The hash of the `.bin` up to 64 MiB, else of samples of it."""
         if self._bytes.size <= _FULL_HASH_LIMIT:
-            return hash_bytes(self._bytes)
-        return hash_bytes(np.concatenate(list(self._samples())))
+            whole = np.array([0]), np.array([self._bytes.size])
+            with nullcontext() if self._stored is None else self._stored.blocks.using(lambda: whole):
+                return hash_bytes(self._bytes)
+        return hash_bytes(np.concatenate(self._samples))
 
-    def _samples(self) -> Iterator[np.ndarray]:
+    @cached_property
+    def _samples(self) -> list[np.ndarray]:
         last = self._bytes.size - _SAMPLE_BYTES
-        for number in range(_SAMPLE_BLOCKS):
-            begin = last * number // (_SAMPLE_BLOCKS - 1)
-            yield self._bytes[begin : begin + _SAMPLE_BYTES]
+        begins = [last * number // (_SAMPLE_BLOCKS - 1) for number in range(_SAMPLE_BLOCKS)]
+        if self._stored is not None:
+            return [np.frombuffer(b, np.uint8) for b in self._stored.blocks.bytes_at(begins, _SAMPLE_BYTES)]
+        return [self._bytes[begin : begin + _SAMPLE_BYTES] for begin in begins]
 
     def validate(self, full: bool = False) -> None:
         """Check the index again and, with `full`, the tokens against the sidecar; DataError on damage.
@@ -249,12 +278,26 @@ def file_hashes(dataset: IndexedDataset) -> dict[str, str | None]:
 
 
 def open_indexed(
-    prefix: str | Path, multimodal: bool = False, verify: bool = False, guarded: bool = False
+    prefix: str | Path,
+    multimodal: bool = False,
+    verify: bool = False,
+    guarded: bool = False,
+    cache: Cache | None = None,
 ) -> IndexedDataset:
-    """Open a dataset of either kind, which the first 8 bytes of the `.idx` tell; DataError on damage."""
-    head = map_file(prefix_path(prefix, ".idx"))[: len(TNTIDX_MAGIC)]
+    """Open a dataset of either kind, which the first 8 bytes of the `.idx` tell; DataError on damage.
+
+    A dataset at a URL is read block by block through `cache`; without one, it is copied whole.
+    """
+    stored = None
+    if is_url(prefix):
+        if cache is None:
+            prefix = whole_copy(str(prefix))
+        else:
+            stored = StoredDataset(str(prefix), cache, BLOCK if guarded else None)
+    path_idx = prefix_path(prefix, ".idx") if stored is None else stored.path(".idx")
+    head = map_file(path_idx)[: len(TNTIDX_MAGIC)]
     kind = LegacyIndexedDataset if bytes(head) == TNTIDX_MAGIC else IndexedDataset
-    return kind(prefix, multimodal, verify, guarded)
+    return kind(prefix, multimodal, verify, guarded, stored)
 
 
 def write_sums(prefix: str | Path) -> bool:

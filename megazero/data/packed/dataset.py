@@ -71,11 +71,12 @@ class PackedDataset(SampleDataset):
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples `indices` stacked, [b, T]. IndexError past the end, DataError for unknown token ids."""
         indices, ends = check_sample_numbers(indices, len(self), self._where), self.settings.ends
-        shape, text = (len(indices), self.settings.sequence_length), self._text(indices)
+        shape, (text, spans) = (len(indices), self.settings.sequence_length), self._text(indices)
         tokens, labels, position_ids = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-        stored = self.indexed.tokens
-        tokens.flat[text.places] = stored[text.sources]
-        labels.flat[text.places] = np.where(text.is_last, 0, stored[text.sources + ~text.is_last])
+        with self.indexed.guard.using(lambda: spans):
+            stored = self.indexed.tokens
+            tokens.flat[text.places] = stored[text.sources]
+            labels.flat[text.places] = np.where(text.is_last, 0, stored[text.sources + ~text.is_last])
         refuse_ids(indices, (tokens, labels), self.settings.vocab_size, self._where)
         loss_mask = np.zeros(shape, dtype=np.float32)
         loss_mask.flat[text.places] = ~text.is_last
@@ -173,7 +174,8 @@ class PackedDataset(SampleDataset):
         pieces = np.arange(int(counts.sum())) + np.repeat(firsts - _exclusive_sum(counts), counts)
         return self.packing.documents[pieces], self.packing.offsets[pieces].astype(np.int64), counts
 
-    def _text(self, indices: np.ndarray) -> _Text:
+    def _text(self, indices: np.ndarray) -> tuple[_Text, tuple[np.ndarray, np.ndarray]]:
+        """Where a batch's tokens are, and their first bytes and ends in the `.bin`."""
         # Arrays of pieces are [p], those of tokens [n].
         length, width = self.settings.sequence_length, self.indexed.dtype.itemsize
         documents, offsets, counts = self._pieces(indices)
@@ -181,18 +183,19 @@ class PackedDataset(SampleDataset):
         sizes = np.minimum(rests, length)
         begins = self.indexed.offsets[documents] // width + offsets  # in tokens of the `.bin`
         read_ends = begins + np.minimum(rests, length + 1)  # with the label of the last token
-        self.indexed.guard.before_use(lambda: (begins * width, read_ends * width))
+        spans = begins * width, read_ends * width
         rows, firsts = np.repeat(np.arange(len(counts)), counts), np.repeat(_exclusive_sum(counts), counts)
         before = _exclusive_sum(sizes)
         in_row = before - before[firsts]  # where the piece starts in its row
         tokens = np.arange(int(sizes.sum()))
-        return _Text(
+        text = _Text(
             sources=tokens + np.repeat(begins - before, sizes),
             places=tokens + np.repeat(rows * length + in_row - before, sizes),
             is_last=tokens - np.repeat(before, sizes) == np.repeat(rests - 1, sizes),
             document_ids=np.repeat(np.arange(len(sizes)) - firsts, sizes),
             document_starts=np.repeat(in_row, sizes),
         )
+        return text, spans
 
 
 @dataclass(frozen=True)

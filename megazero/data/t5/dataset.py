@@ -91,10 +91,10 @@ class T5Dataset(BERTDataset):
         """The samples `indices` stacked. IndexError past the end, DataError for unknown token ids."""
         numbers = check_sample_numbers(indices, len(self), f"the {self.name} split of {self.indexed.prefix}")
         rows = self.rows[numbers].astype(np.int64)
-        self.indexed.guard.before_use(lambda: self._spans(rows))
-        texts = []
-        for number, (first, end, target) in zip(numbers.tolist(), rows.tolist(), strict=True):
-            tokens = [token for sentence in range(first, end) for token in self._store.sentence(sentence)]
+        texts, rest = [], rows.tolist()
+        with self.indexed.guard.using(lambda: self._spans(rows)):
+            read = [[t for number in range(a, b) for t in self._store.sentence(number)] for a, b, _ in rest]
+        for number, tokens, (_, _, target) in zip(numbers.tolist(), read, rest, strict=True):
             if tokens and not 0 <= min(tokens) <= max(tokens) < self.settings.vocabulary.size:
                 raise DataError(
                     f"`token id` must be in 0..{self.settings.vocabulary.size - 1}, but those of sample "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from megazero.data.tokenizers.base import Tokenizer
@@ -17,6 +17,7 @@ from megazero.data.tokenizers.sentence_piece import (
 from megazero.data.tokenizers.simple import ByteLevelTokenizer, NullTokenizer
 from megazero.data.tokenizers.wordpiece import load_wordpiece
 from megazero.errors import DataError
+from megazero.storage.cached import Cache
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ class TokenizerSpec:
     vocab_size: int | None = None
     extra_ids: int = 0
     wordpiece_first: str = "bos"
+
+    def local(self, cache: Cache) -> TokenizerSpec:
+        """The same with paths of local copies for URLs."""
+        paths = (self.vocab_file, self.merge_file, self.model)
+        vocab, merge, model = (path and cache.file(path) for path in paths)
+        return replace(self, vocab_file=vocab, merge_file=merge, model=model)
 
 
 def _tokenizer_json(spec: TokenizerSpec) -> Tokenizer:
@@ -75,8 +82,11 @@ TOKENIZER_KINDS: tuple[str, ...] = tuple(_KINDS)
 """The values `--tokenizer-type` accepts."""
 
 
-def build_tokenizer(spec: TokenizerSpec) -> Tokenizer:
-    """Build a tokenizer. Raises DataError if a file is missing or unsuitable, or if a value is not used."""
+def build_tokenizer(spec: TokenizerSpec, cache: Cache | None = None) -> Tokenizer:
+    """Build a tokenizer. Raises DataError if a file is missing or unsuitable, or if a value is not used.
+
+    cache: where files at URLs are copied to; None for the user's cache folder.
+    """
     kind = _KINDS.get(spec.kind)
     if kind is None:
         near = difflib.get_close_matches(spec.kind, TOKENIZER_KINDS, n=1)
@@ -90,7 +100,7 @@ def build_tokenizer(spec: TokenizerSpec) -> Tokenizer:
             f"`vocab_extra_ids` must be 0 with {spec.kind}, but is {spec.extra_ids}; "
             f"it is read by {users} only."
         )
-    tokenizer = kind.make(spec)
+    tokenizer = kind.make(spec.local(cache or Cache()))
     if not kind.needs_vocab_size and spec.vocab_size not in (None, tokenizer.vocab_size):
         raise DataError(
             f"`vocab_size` must be {tokenizer.vocab_size}, the size of this {spec.kind}'s vocabulary, "

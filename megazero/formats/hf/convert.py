@@ -26,6 +26,7 @@ from megazero.formats.hf.config_json import Description, TokenIds, objections
 from megazero.formats.hf.reader import HFReader
 from megazero.formats.hf.tokenizer_files import tokenizer_files, tokenizer_settings
 from megazero.formats.hf.writer import Exported, ModelFiles, write_hf
+from megazero.storage.cached import Cache
 
 KIND = "weights"
 """The kind of a checkpoint with weights alone, from which no run can resume."""
@@ -62,7 +63,7 @@ def convert_from_hf(hf_dir: str | Path, out_dir: str | Path, *, disk: Disk | Non
     """
     if saved_iterations(out_dir):
         raise CheckpointError(f"`{out_dir}` must hold no checkpoints, but holds some; name another folder")
-    with HFReader(hf_dir) as reader:
+    with HFReader(Cache().model_folder(str(hf_dir), weights=True)) as reader:
         description = reader.description
         tokenizer = TokenizerConfig(**tokenizer_settings(reader.folder, description.vocab_size))
         facts = {

@@ -20,6 +20,7 @@ from megazero.data.tokenizers.wordpiece import WordPieceTokenizer
 from megazero.formats.hf.config_json import NO_TOKENS, TokenIds, read_json
 from megazero.formats.hf.sentence_pieces import tokenizer_json
 from megazero.regular_file import read_regular
+from megazero.storage.cached import Cache
 
 WORDS = "vocab.txt"
 _ROLES = ("unk", "sep", "pad", "cls", "mask")
@@ -62,6 +63,8 @@ def tokenizer_files(section: TokenizerConfig, vocab_size: int | None, positions:
     kind = section.tokenizer_type
     if kind is None:
         return TokenizerFiles(remark="the run had no tokenizer")
+    files_of = {name: getattr(section, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
+    section = section.model_copy(update={k: path and Cache().file(path) for k, path in files_of.items()})
     tokenizer = _built(section, kind, vocab_size)
     roles = tokenizer.special_ids
     tokens = TokenIds(roles.get("bos"), roles.get("eos", tokenizer.eod), roles.get("pad"))

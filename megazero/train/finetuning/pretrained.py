@@ -54,10 +54,10 @@ def take_pretrained(
         same = _same_classes(saved.sections["model"].get("num_classes"), tuple(labels), config)
         without = () if same else ("classifier.",)
     elif hugging_face is not None:
-        path = hugging_face
-        opener = partial(HFReader.for_model, path, config.model, vocab_size, OF_THE_HEAD | SPARSE_FIELDS)
+        path, folder = hugging_face, config.data.object_cache.model_folder(hugging_face, weights=True)
+        opener = partial(HFReader.for_model, folder, config.model, vocab_size, OF_THE_HEAD | SPARSE_FIELDS)
         descriptions: list[Description] = []
-        together(context, lambda: descriptions.append(Description.read(Path(path))), f"open {path}")
+        together(context, lambda: descriptions.append(Description.read(Path(folder))), f"open {path}")
         (description,) = descriptions
         same = _same_classes(description.model.num_classes, description.labels, config)
         without = () if same else ("classifier.",)

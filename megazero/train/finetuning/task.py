@@ -137,8 +137,10 @@ def _labels(config: Config, task: Task, train: Sequence[LabelledFile]) -> tuple[
         saved = Checkpoint(folder, verify=Verify.SIZE).model.sections.get("finetune", {})
         if saved.get("labels"):
             return tuple(saved["labels"])
-    if (path := config.checkpoint.load_hf) and (names := Description.read(Path(path)).labels):
-        return names
+    if path := config.checkpoint.load_hf:
+        folder = Path(config.data.object_cache.model_folder(path))
+        if names := Description.read(folder).labels:
+            return names
     raise ConfigError(
         "`labels` must be known, but neither the task, training data nor the weights tell; set --labels"
     )

@@ -61,7 +61,7 @@ def tokenizer_and_place(config: Config, vocabulary: Vocabulary, state: TrainStat
     files = (section.vocab_file, section.merge_file, section.tokenizer_model)
     return {
         "vocabulary size": str(vocabulary.size),
-        "content of the tokenizer": _content(files),
+        "content of the tokenizer": _content(map(config.data.object_cache.file, filter(None, files))),
         "iteration of the checkpoint": str(state.iteration),
         "samples consumed before": str(state.consumed_samples),
     }
@@ -87,10 +87,10 @@ def labelled_samples(config: Config) -> dict[str, str]:
     }
 
 
-def _content(named: Iterable[str | None]) -> str:
+def _content(named: Iterable[str]) -> str:
     """A digest of the named files, and of all files in the named folders."""
     files: list[Path] = []
-    for path in (Path(name) for name in named if name is not None):
+    for path in map(Path, named):
         files += sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
     return _digest_of(files)
 

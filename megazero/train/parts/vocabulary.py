@@ -53,7 +53,8 @@ def build_vocabulary(config: Config) -> Vocabulary:
                 vocab_size=size if section.tokenizer_type == "NullTokenizer" else None,
                 extra_ids=section.vocab_extra_ids,
                 wordpiece_first=section.wordpiece_first,
-            )
+            ),
+            config.data.object_cache,
         )
         if size is not None and section.tokenizer_type != "NullTokenizer" and size < tokenizer.vocab_size:
             raise ConfigError(

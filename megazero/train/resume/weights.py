@@ -39,12 +39,13 @@ def take_foreign_weights(
     path, begins, model = config.checkpoint.load_hf, config.checkpoint.moe_use_upcycling, config.model
     if path is None:
         return ()
+    folder = config.data.object_cache.model_folder(path, weights=True)
     remarks = [f"began experts from the dense model {path}" if begins else f"took the weights from {path}"]
 
     @contextmanager
     def opened() -> Iterator[Source]:
         wanted = dense_model(model) if begins else model
-        with HFReader.for_model(path, wanted, vocab_size, SPARSE_FIELDS) as reader:
+        with HFReader.for_model(folder, wanted, vocab_size, SPARSE_FIELDS) as reader:
             remarks.extend(() if begins else reader.remarks)
             yield Upcycled(reader, model_spec(model)) if begins else reader
 
@@ -53,11 +54,12 @@ def take_foreign_weights(
     return tuple(remarks)
 
 
-def origin_of(path: str | None) -> dict[str, object] | None:
+def origin_of(config: Config) -> dict[str, object] | None:
     """The record in checkpoints of a Hugging Face model's weights: its class and dtype."""
+    path = config.checkpoint.load_hf
     if path is None:
         return None
-    description = Description.read(Path(path))
+    description = Description.read(Path(config.data.object_cache.model_folder(path)))
     return {"architecture": description.architecture.name, "dtype": description.dtype}
 
 
