@@ -5,8 +5,8 @@
 Every job saves checkpoints of some MB in objects of 256 KiB to one URL, in line or in the background, keeping
 the last two, and is killed at a random moment. Then, from a host that has no mirror: the newest checkpoint is
 the last one whose save had returned, or a later one; all that are visible are read, and are bit for bit what
-was saved. At the end a job that is not killed saves once more, and the bucket has nothing but what is visible,
-and no multipart upload that was begun. With `--faults`, a proxy spoils that share of all requests. Prints a
+was saved. At the end a job that is not killed saves once more, and the bucket has only what is visible, and
+no multipart upload that was begun. With `--faults`, a proxy spoils that share of all requests. Prints a
 line of what happened, and exits with 1 if anything was wrong.
 """
 
@@ -18,12 +18,13 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -41,7 +42,6 @@ from megazero.mpu.context import solo_context
 from megazero.storage.objects import Objects
 from megazero.storage.urls import Url
 from tests.checkpoint.remote.uploads import unfinished_uploads
-from tests.storage import servers
 from tests.storage.proxy import Faults, FaultyProxy
 from tests.storage.small_server import SmallServer, environment
 
@@ -96,6 +96,17 @@ def check_left() -> None:
     assert not left, f"{left} were left"
 
 
+@contextlib.contextmanager
+def seaweed() -> Iterator[str]:
+    """SeaweedFS, started by another process: nothing of obstore works in a child if its parent used it."""
+    text = "from tests.storage import servers\nwith servers.seaweed() as s:\n print(s.endpoint, flush=True)\n input()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", text], stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.communicate("\n")
+
+
 def in_child(work: Callable[[], object], limit: float | None = None) -> int:
     """Do work in a forked process on a host of its own; kill it after `limit` seconds. Returns its status."""
     cache = tempfile.mkdtemp(prefix="host-")
@@ -135,8 +146,9 @@ def main() -> int:
     report = Path(tempfile.mkdtemp()) / "visible"
     report.touch()
     with stack:
-        server = stack.enter_context(servers.seaweed() if flags.server == "seaweed" else SmallServer())
-        endpoint = server.endpoint
+        small = stack.enter_context(SmallServer()) if flags.server == "small" else None
+        server = small.endpoint if small else stack.enter_context(seaweed())
+        endpoint = server
         if flags.faults:
             faults = Faults.each(flags.faults)
             endpoint = stack.enter_context(FaultyProxy(endpoint, flags.seed, faults)).endpoint

@@ -85,9 +85,7 @@ def test_an_object_that_changes_under_the_copy_is_refused(store: SmallServer, tm
 def test_a_folder_without_permission_is_named(store: SmallServer, tmp_path: Path):
     store.put("bucket/x.json", b"old")
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(
-        StorageError, match="`--object-storage-cache-path` must be a folder that can"
-    ):
+    with pytest.raises(StorageError, match="`--object-storage-cache-path` must be a folder that can"):
         Cache(str(tmp_path / "cache")).file("s3://bucket/x.json")
 
 
@@ -101,9 +99,7 @@ def test_a_folder_of_a_model_is_copied_without_what_is_not_read(store: SmallServ
     assert seen == ["config.json", "tokenizer.model"]
     assert cache.model_folder("s3://bucket/models/m", weights=True) == str(folder)
     assert (folder / "model.safetensors").read_bytes() == b"model.safetensors"
-    with pytest.raises(
-        MissingObjectError, match="`s3://bucket/models/n` must be an object, or a"
-    ):
+    with pytest.raises(MissingObjectError, match="`s3://bucket/models/n` must be an object, or a"):
         cache.model_folder("s3://bucket/models/n")
 
 
