@@ -99,7 +99,10 @@ def check_left() -> None:
 @contextlib.contextmanager
 def seaweed() -> Iterator[str]:
     """SeaweedFS, started by another process: nothing of obstore works in a child if its parent used it."""
-    text = "from tests.storage import servers\nwith servers.seaweed() as s:\n print(s.endpoint, flush=True)\n input()"
+    text = (
+        "from tests.storage import servers\n"
+        "with servers.seaweed() as server:\n    print(server.endpoint, flush=True)\n    input()"
+    )
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", text], stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None

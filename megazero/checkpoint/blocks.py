@@ -17,7 +17,7 @@ from typing import Final
 
 from xxhash import xxh3_64
 
-from megazero.checkpoint.remote.place import local_file
+from megazero.checkpoint.remote.mirror import local_file
 from megazero.errors import DamagedCheckpointError
 from megazero.mpu.threads import helper_pool
 

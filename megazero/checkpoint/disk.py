@@ -118,9 +118,6 @@ class Disk:
         """Begin to own a run's folder whose local lock is held; returns the folder's identity."""
         return identity
 
-    def check(self) -> None:
-        """Raise LostFolderError if another host's job owns the folder by now."""
-
     def release(self) -> None:
         """End to own the folder."""
 

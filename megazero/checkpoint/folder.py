@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.manifest import LARGEST, STATE, json_object
-from megazero.checkpoint.remote.place import local_folder
+from megazero.checkpoint.remote.mirror import local_folder
 from megazero.checkpoint.tensor_file import read_bytes
 from megazero.errors import CheckpointError, DamagedCheckpointError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megazero.checkpoint.folder import candidates, iteration_folder, leftovers, saved_iterations
 from megazero.checkpoint.manifest import MANIFEST
-from megazero.checkpoint.remote.place import local_folder
+from megazero.checkpoint.remote.mirror import local_folder
 from megazero.errors import CheckpointError
 
 

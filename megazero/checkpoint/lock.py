@@ -72,7 +72,6 @@ class WriterLock:
             return
         if not self._is_held(there):
             raise self._lost()
-        self._disk.check()
 
     def release(self) -> None:
         """Free the lock."""

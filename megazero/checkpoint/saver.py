@@ -20,7 +20,8 @@ from megazero.checkpoint.lock import FOLDER_FACT, WriterLock
 from megazero.checkpoint.manifest import Facts
 from megazero.checkpoint.part import Part
 from megazero.checkpoint.parts_writer import Tally, fold, write_contents, write_part
-from megazero.checkpoint.remote.place import disk_for, local_path
+from megazero.checkpoint.remote.disk import disk_for
+from megazero.checkpoint.remote.mirror import local_path
 from megazero.checkpoint.staging import Staging
 from megazero.checkpoint.writer import Written, write_description, write_parts
 from megazero.errors import CheckpointError, DamagedCheckpointError, LostFolderError

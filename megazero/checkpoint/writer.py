@@ -32,7 +32,8 @@ from megazero.checkpoint.manifest import (
     piece_name,
 )
 from megazero.checkpoint.part import WEIGHT, Key, Part, Source
-from megazero.checkpoint.remote.place import disk_for, in_mirror, local_path
+from megazero.checkpoint.remote.disk import disk_for
+from megazero.checkpoint.remote.mirror import in_mirror, local_path
 from megazero.checkpoint.safetensors_header import DTYPES, NAME_OF_DTYPE
 from megazero.checkpoint.tensor_file import Later, write_bytes, write_tensors
 from megazero.errors import CheckpointError

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.remote.place import local_path, put_file
+from megazero.checkpoint.remote.disk import put_file
+from megazero.checkpoint.remote.mirror import local_path
 from megazero.errors import ConfigError, DataError, exit_status
 from megazero.inference.job import add_sizes, check_texts, decode_lines, loaded_model
 from megazero.inference.sampling import Sampling

@@ -7,7 +7,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from megazero.checkpoint.remote.place import local_folder
+from megazero.checkpoint.remote.mirror import local_folder
 from megazero.errors import MegazeroError
 from megazero.pictures.style import LIGHT, SUFFIXES, THEMES, Theme
 from megazero.storage.urls import is_url

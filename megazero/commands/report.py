@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megazero.checkpoint.remote.place import put_file
+from megazero.checkpoint.remote.disk import put_file
 from megazero.commands.outputs import output_file, run_folder
 from megazero.errors import ConfigError, exit_status, printable
 from megazero.report.page import page_of, read_runs

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megazero.checkpoint.remote.place import local_path
+from megazero.checkpoint.remote.mirror import local_path
 from megazero.config.fields import FIELDS
 from megazero.config.rules.rule import value_at
 from megazero.config.steps import Progress

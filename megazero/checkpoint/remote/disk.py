@@ -13,6 +13,7 @@ import secrets
 import shutil
 import sys
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,15 @@ from pathlib import Path
 
 from megazero.checkpoint.disk import Disk, File
 from megazero.checkpoint.remote.index import INDEX, LATEST, RunIndex, piece_name, read_index, write_contents
-from megazero.checkpoint.remote.mirror import VISIBLE, locked, materialize, open_objects, reading, refresh
+from megazero.checkpoint.remote.mirror import (
+    VISIBLE,
+    in_mirror,
+    locked,
+    materialize,
+    open_objects,
+    reading,
+    refresh,
+)
 from megazero.errors import CheckpointError, LostFolderError, StorageError
 from megazero.file_lock import this_process
 from megazero.storage.objects import LostRaceError, MissingObjectError, Objects
@@ -33,6 +42,7 @@ _UPLOADS = 4
 _HIDDEN = re.compile(r"\.(iter_[0-9]{7,18})\.(partial|replaced|removed)")
 _OURS = re.compile(r"(iter_[0-9]{7,18}\.[0-9a-f]{16})/.*|\.probe\.[0-9a-f]{16}")
 _TRIES = 5
+_PAUSES = (0.1, 0.4, 1.6)  # seconds between attempts of a conditional write
 
 
 class RemoteFile(File):
@@ -63,7 +73,7 @@ class RemoteFile(File):
             while self._sent:
                 self._sent.popleft().result()
             if not self._number:
-                self._objects.create(self._name, bytes(self._buffer))
+                _put_if(self._objects, self._name, bytes(self._buffer), "")
 
     def close(self) -> None:
         """Let go of the file; what was not synced may not arrive. A second call does nothing."""
@@ -77,7 +87,7 @@ class RemoteFile(File):
             while len(self._sent) >= _UPLOADS:
                 self._sent.popleft().result()
         name, self._number = piece_name(self._name, self._number), self._number + 1
-        self._sent.append(self._pool.submit(self._objects.create, name, bytes(self._buffer)))
+        self._sent.append(self._pool.submit(_put_if, self._objects, name, bytes(self._buffer), ""))
         self._buffer.clear()
 
 
@@ -143,11 +153,6 @@ class RemoteDisk(Disk):
                 self._say_latest(f"{self._index.latest}\n")
         return owned.folder
 
-    def check(self) -> None:
-        """Raise unless the folder is still this job's."""
-        with self._lock, _as_of_a_disk():
-            self._read()
-
     def release(self) -> None:
         """Put the run's files, and let go of the folder; a failure is printed."""
         try:
@@ -164,7 +169,9 @@ class RemoteDisk(Disk):
         self._places[folder.name] = f"{match[1]}.{save}"
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder in the mirror; the store has none."""
+        """Begin a save, if the folder is still this job's; the store has no folders."""
+        with self._lock, _as_of_a_disk():
+            self._read()
         path.mkdir(parents=True)
         self.begin(path, secrets.token_hex(8))
 
@@ -302,12 +309,19 @@ class RemoteDisk(Disk):
             self._objects.delete([name])
 
 
+def disk_for(folder: Path) -> Disk:
+    """The disk for changes in a run's folder: object storage, if that is a mirror."""
+    return RemoteDisk(folder) if in_mirror(folder) else Disk()
+
+
 def put_file(path: Path) -> None:
-    """Put a file of a run that is not this process's, and note it in the index.
+    """Put a file that a command wrote into a run's folder, if that is a mirror, and note it in the index.
 
     Raises:
         CheckpointError: it cannot be put.
     """
+    if not in_mirror(path):
+        return
     with reading():
         objects = open_objects(path.parent)
         tag = objects.put(path.name, path.read_bytes())
@@ -322,8 +336,19 @@ def put_file(path: Path) -> None:
 
 
 def _put_if(objects: Objects, name: str, content: bytes, tag: str) -> str:
-    """Replace the object that has this tag; without one there must be none. Returns the new tag."""
-    return objects.swap(name, content, tag) if tag else objects.create(name, content)
+    """Replace the object that has this tag; without one there must be none. Returns the new tag.
+
+    The library does not repeat such a write when the connection ends, but it may be: what is there already is
+    compared with the content.
+    """
+    for pause in (*_PAUSES, None):
+        try:
+            return objects.swap(name, content, tag) if tag else objects.create(name, content)
+        except StorageError as error:
+            if pause is None or isinstance(error, LostRaceError):
+                raise
+            time.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _without(places: Mapping[str, str], name: str) -> dict[str, str]:

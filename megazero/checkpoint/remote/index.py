@@ -126,7 +126,7 @@ def write_contents(objects: Objects, data: str, chunk: int) -> None:
         if len(sizes) != count or not full:
             raise StorageError(f"`{objects.url / data / name}` must be whole, but parts of it are missing.")
     content = json.dumps({"chunk": chunk, "files": files}, indent=1).encode()
-    objects.create(f"{data}/{_CONTENTS}", content)
+    objects.put(f"{data}/{_CONTENTS}", content)  # of this save alone
 
 
 def piece_name(name: str, number: int) -> str:

@@ -13,7 +13,7 @@ from megazero.checkpoint.folder import iteration_folder
 from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.part import WEIGHT, Key
 from megazero.checkpoint.reader import CheckpointReader
-from megazero.checkpoint.remote.place import in_mirror
+from megazero.checkpoint.remote.mirror import in_mirror
 from megazero.checkpoint.tensor_file import narrowed
 from megazero.checkpoint.writer import NAMES, write_checkpoint
 from megazero.commands.checkpoint.hf import parse_size

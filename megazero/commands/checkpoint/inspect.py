@@ -13,7 +13,7 @@ from megazero.checkpoint.locate import is_checkpoint, one_checkpoint
 from megazero.checkpoint.manifest import Logical
 from megazero.checkpoint.part import Key
 from megazero.checkpoint.reader import CheckpointReader
-from megazero.checkpoint.remote.place import local_folder
+from megazero.checkpoint.remote.mirror import local_folder
 from megazero.commands.checkpoint.stats import Stats, stats_of
 from megazero.commands.checkpoint.stream import whole_tensors
 from megazero.commands.checkpoint.summary import (

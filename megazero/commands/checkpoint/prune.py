@@ -22,7 +22,8 @@ from megazero.checkpoint.folder import (
 from megazero.checkpoint.locate import bytes_in, is_checkpoint, no_checkpoint
 from megazero.checkpoint.lock import WriterLock
 from megazero.checkpoint.reader import CheckpointReader, Verify
-from megazero.checkpoint.remote.place import disk_for, local_folder
+from megazero.checkpoint.remote.disk import disk_for
+from megazero.checkpoint.remote.mirror import local_folder
 from megazero.commands.show import one_line, size_text
 from megazero.errors import CheckpointError, ConfigError
 

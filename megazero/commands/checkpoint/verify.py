@@ -16,7 +16,7 @@ from megazero.checkpoint.locate import checkpoints_of, is_checkpoint
 from megazero.checkpoint.lock import saved_elsewhere
 from megazero.checkpoint.manifest import MANIFEST, read_manifest
 from megazero.checkpoint.reader import CheckpointReader, Verify
-from megazero.checkpoint.remote.place import local_folder
+from megazero.checkpoint.remote.mirror import local_folder
 from megazero.commands.checkpoint.summary import latest_or_trouble
 from megazero.commands.show import one_line, size_text
 from megazero.errors import CheckpointError, DamagedCheckpointError

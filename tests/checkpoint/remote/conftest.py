@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megazero.checkpoint.remote import disk, mirror
-from megazero.checkpoint.remote.place import url_of
 from tests.checkpoint.remote.memory import MemoryObjects, Store
 from tests.storage.conftest import bad_server, good_server, rclone, seaweed, store  # noqa: F401
 
@@ -32,7 +31,7 @@ def another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
 def memory(another_host: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> Store:
     """A store in memory, which all URLs mean."""
     there = Store()
-    for module in (disk, mirror):
-        monkeypatch.setattr(module, "open_objects", lambda folder: MemoryObjects(url_of(folder), there))
+    monkeypatch.setattr(mirror, "Objects", lambda url: MemoryObjects(url, there))
+    monkeypatch.setattr(disk, "_PAUSES", ())
     monkeypatch.setattr(mirror.os, "fsync", lambda descriptor: None)
     return there

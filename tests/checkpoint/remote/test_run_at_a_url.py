@@ -13,7 +13,8 @@ from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.lock import saved_elsewhere
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.remote import disk, mirror
-from megazero.checkpoint.remote.place import in_mirror, local_folder, local_path, put_file, url_of
+from megazero.checkpoint.remote.disk import put_file
+from megazero.checkpoint.remote.mirror import in_mirror, local_folder, local_path
 from megazero.checkpoint.saver import Saver
 from megazero.errors import CheckpointError, DamagedCheckpointError, LostFolderError, StorageError
 from megazero.mpu.context import solo_context
@@ -31,10 +32,10 @@ def fetched(folder) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.stat().st_mode & 0o400)
 
 
-def test_a_url_has_one_mirror(another_host):
+def test_a_url_has_one_mirror(memory, another_host):
     cache = another_host()
     assert local_path(URL) == cache / "megazero/mirror/s3/bucket/run"
-    assert str(url_of(local_path(URL) / "iter_0000010")) == "s3://bucket/run/iter_0000010"
+    assert str(mirror.open_objects(local_path(URL) / "iter_0000010").url) == f"{URL}/iter_0000010"
     assert in_mirror(local_path(URL))
     assert not in_mirror("/data/run")
     with pytest.raises(StorageError, match="did you mean s3"):
@@ -87,7 +88,8 @@ def test_fetched_files_go_where_the_disk_is_full(memory, another_host, monkeypat
     monkeypatch.setattr(mirror.shutil, "disk_usage", lambda path: usage(0))
     for name in os.listdir(older):
         os.utime(older / name, (0, 0))
-    mirror._show_again(iteration_folder(local_path(URL), 20) / "model-00001-of-00001.safetensors")
+    mirror._show_file(replaced := local_path(URL) / "new", 224)
+    replaced.rename(iteration_folder(local_path(URL), 20) / "model-00001-of-00001.safetensors")
     holds(iteration_folder(local_path(URL), 20), 20)
     assert fetched(older) == []
     holds(older, 10)
