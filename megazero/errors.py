@@ -7,20 +7,26 @@ without a traceback, and exit with `exit_code`.
 from __future__ import annotations
 
 import os
+import re
 import select
 import sys
 from collections.abc import Callable
 from typing import TextIO
 
+_MIRROR = re.compile(r"/[^\s`'\"]*?/megazero/mirror/([a-z0-9]+)/")
+"""The beginning of a path in the mirror of a URL; see checkpoint/remote."""
 _CLOSED_PIPE = 128 + 13  # SIGPIPE
 
 
 def printable(text: str, kept: str = "\n") -> str:
     """Escape the characters that a terminal would obey or hide, except those in `kept`.
 
+    A path in the mirror of a URL becomes the URL.
+
     Messages quote files, which may hold control sequences, marks that reverse the direction of writing, or
     halves of surrogate pairs, which no stream can encode.
     """
+    text = _MIRROR.sub(r"\1://", text)
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)

@@ -17,6 +17,7 @@ from typing import Final
 
 from xxhash import xxh3_64
 
+from megazero.checkpoint.remote.mirror import local_file
 from megazero.errors import DamagedCheckpointError
 from megazero.mpu.threads import helper_pool
 
@@ -97,7 +98,7 @@ class BlockFile:
         self._threads = helper_pool(_THREADS, "blocks")
         with self._errors():
             # Without O_NONBLOCK, opening a pipe would wait for its writer.
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            self._descriptor = os.open(local_file(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             with self._errors():
                 status = os.fstat(self._descriptor)

@@ -114,6 +114,16 @@ class Disk:
         """Remove an empty folder."""
         os.rmdir(path)
 
+    def claim(self, identity: str) -> str:
+        """Begin to own a run's folder whose local lock is held; returns the folder's identity."""
+        return identity
+
+    def release(self) -> None:
+        """End to own the folder."""
+
+    def begin(self, folder: Path, save: str) -> None:
+        """Note the random name of the save that writes into a hidden folder; every rank calls this."""
+
     def make_parents(self, path: Path) -> None:
         """Make a folder and its missing parents, and put their names on the medium."""
         if path.is_dir():

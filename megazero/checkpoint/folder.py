@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.manifest import LARGEST, STATE, json_object
+from megazero.checkpoint.remote.mirror import local_folder
 from megazero.checkpoint.tensor_file import read_bytes
 from megazero.errors import CheckpointError, DamagedCheckpointError
 
@@ -126,7 +127,7 @@ def candidates(directory: str | Path, iteration: int | None = None) -> Candidate
     Raises:
         CheckpointError: another program wrote the folder, it cannot be read, or it lacks the iteration.
     """
-    directory = Path(directory)
+    directory = local_folder(directory)
     saved = _loadable(directory)
     if iteration is not None:
         if iteration not in saved:

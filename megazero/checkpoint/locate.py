@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megazero.checkpoint.folder import candidates, iteration_folder, leftovers, saved_iterations
 from megazero.checkpoint.manifest import MANIFEST
+from megazero.checkpoint.remote.mirror import local_folder
 from megazero.errors import CheckpointError
 
 
@@ -49,16 +50,17 @@ def checkpoints_of(path: Path) -> list[Path]:
     return folders
 
 
-def one_checkpoint(path: Path, step: int | None = None) -> Path:
-    """The checkpoint at `path`, or the one of a run that a resume would take. Warns on standard error.
+def one_checkpoint(given: str | Path, step: int | None = None) -> Path:
+    """The checkpoint at a path or URL, or the one of a run that a resume would take. Warns on standard error.
 
     Args:
-        path: the folder of a run or, unless `step` is given, of a checkpoint.
+        given: the folder of a run or, unless `step` is given, of a checkpoint.
         step: the iteration to take from a run's folder.
 
     Raises:
         CheckpointError: there is none.
     """
+    path = local_folder(given)
     if step is None and is_checkpoint(path):
         return path
     loadable = candidates(path, step)

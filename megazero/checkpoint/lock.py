@@ -15,6 +15,7 @@ import secrets
 import warnings
 from pathlib import Path
 
+from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import saved_iterations
 from megazero.errors import CheckpointError, LostFolderError
 from megazero.file_lock import this_process, try_lock
@@ -34,15 +35,23 @@ class WriterLock:
     Attributes:
         identity: a random name of the folder, kept in its lock file from job to job and when it is moved.
 
+    Args:
+        disk: keeps jobs of other hosts away where a file cannot.
+
     Raises:
         CheckpointError: another job holds the lock.
     """
 
-    def __init__(self, directory: Path):
-        self._directory = directory
+    def __init__(self, directory: Path, disk: Disk | None = None):
+        self._directory, self._disk = directory, disk or Disk()
         self._job = secrets.token_hex(16)
         self._file = self._folder = -1
-        self.identity = self._open() or secrets.token_hex(16)
+        identity = self._open() or secrets.token_hex(16)
+        try:
+            self.identity = self._disk.claim(identity)
+        except BaseException:
+            self._free()
+            raise
         self._content = self._sign()
 
     def check(self) -> None:
@@ -66,6 +75,10 @@ class WriterLock:
 
     def release(self) -> None:
         """Free the lock."""
+        self._disk.release()
+        self._free()
+
+    def _free(self) -> None:
         for descriptor in (self._file, self._folder):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -86,7 +99,7 @@ class WriterLock:
         except BaseException:
             os.close(folder)
             raise
-        self.release()
+        self._free()
         self._file, self._folder = file, folder
         match = _IDENTITY.search(os.pread(file, _LARGEST, 0))
         return match[1].decode() if match else None

@@ -20,6 +20,8 @@ from megazero.checkpoint.lock import FOLDER_FACT, WriterLock
 from megazero.checkpoint.manifest import Facts
 from megazero.checkpoint.part import Part
 from megazero.checkpoint.parts_writer import Tally, fold, write_contents, write_part
+from megazero.checkpoint.remote.disk import disk_for
+from megazero.checkpoint.remote.mirror import local_path
 from megazero.checkpoint.staging import Staging
 from megazero.checkpoint.writer import Written, write_description, write_parts
 from megazero.errors import CheckpointError, DamagedCheckpointError, LostFolderError
@@ -86,9 +88,9 @@ class Saver:
         retention: Retention | None = None,
         in_flight: int = 0,
     ):
-        self.directory = Path(directory)
+        self.directory = local_path(directory)
         self.context = context
-        self.disk = disk or Disk()
+        self.disk = disk or disk_for(self.directory)
         self.retention = retention or Retention()
         self.in_flight = in_flight
         self._pending: deque[_PendingSave] = deque()
@@ -134,6 +136,7 @@ class Saver:
         folder = hidden_folder(self.directory, iteration, "partial")
         begin = (lambda: self._begin(folder)) if self.context.rank == 0 else None
         name = together(self.context, begin, f"make {folder}")
+        self.disk.begin(folder, name)
         staging = self._free.pop() if self._free else Staging(self.context.streams.aside())
         copied_parts = [part for part in parts if not part.offloaded]
         if not self.in_flight or not staging.has_room(copied_parts):
@@ -233,7 +236,7 @@ class Saver:
                 f"`save` must be a folder that can be written, but is {self.directory}: {error.strerror} "
                 f"({error.filename}); choose another"
             ) from error
-        self._lock = WriterLock(self.directory)
+        self._lock = WriterLock(self.directory, self.disk)
         try:
             recover(self.disk, self.directory)
         except OSError:

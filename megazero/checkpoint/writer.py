@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,8 @@ from megazero.checkpoint.manifest import (
     piece_name,
 )
 from megazero.checkpoint.part import WEIGHT, Key, Part, Source
+from megazero.checkpoint.remote.disk import disk_for
+from megazero.checkpoint.remote.mirror import in_mirror, local_path
 from megazero.checkpoint.safetensors_header import DTYPES, NAME_OF_DTYPE
 from megazero.checkpoint.tensor_file import Later, write_bytes, write_tensors
 from megazero.errors import CheckpointError
@@ -182,12 +185,13 @@ def write_checkpoint(
         CheckpointError: another job writes there, the disk cannot be written, or there is no room on it for
             the checkpoint or in memory for the largest tensor.
     """
-    disk, directory = disk or Disk(), Path(directory)
+    directory = local_path(directory)
+    disk = disk or disk_for(directory)
     shards = _shards(tensors, shard_bytes)
     try:
         _check_room(directory, [size_of(item) for shard in shards.values() for item in shard])
         disk.make_parents(directory)
-        lock = WriterLock(directory)
+        lock = WriterLock(directory, disk)
         try:
             recover(disk, directory)
             folder = hidden_folder(directory, iteration, "partial")
@@ -214,8 +218,9 @@ def write_checkpoint(
 def _check_room(directory: Path, sizes: Sequence[int]) -> None:
     """Raise CheckpointError if disk or memory has no room for tensors of these sizes in bytes."""
     above = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    room = sys.maxsize if in_mirror(directory) else shutil.disk_usage(above).free
     for where, what, needed, free in (
-        (f"the disk of `{directory}`", "the checkpoint", sum(sizes), shutil.disk_usage(above).free),
+        (f"the disk of `{directory}`", "the checkpoint", sum(sizes), room),
         ("memory", "the largest tensor", max(sizes, default=0), available_memory()),
     ):
         if needed > free:

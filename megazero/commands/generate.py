@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megazero.checkpoint.remote.disk import put_file
+from megazero.checkpoint.remote.mirror import local_path
 from megazero.errors import ConfigError, DataError, exit_status
 from megazero.inference.job import add_sizes, check_texts, decode_lines, loaded_model
 from megazero.inference.sampling import Sampling
@@ -16,7 +18,7 @@ from megazero.models.batch import MicroBatch
 from megazero.models.chunk import ModelChunk, StagedChunk
 from megazero.models.language_model import LanguageModel
 from megazero.mpu.launch import Launch
-from megazero.report.run_folder import add_samples
+from megazero.report.run_folder import SAMPLES, add_samples
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -87,7 +89,9 @@ def _run(flags: argparse.Namespace) -> None:
         if loaded.context.rank == 0:
             print(format_results(shown_prompts, texts, flags.num_samples))
             if flags.save_samples:
-                add_samples(Path(flags.load), loaded.iteration, zip(repeated, texts, strict=True))
+                run = local_path(flags.load)
+                add_samples(run, loaded.iteration, zip(repeated, texts, strict=True))
+                put_file(run / SAMPLES)
 
 
 def _part(chunk: ModelChunk[MicroBatch]) -> StagedChunk[Any]:

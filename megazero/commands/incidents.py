@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megazero.commands.metrics_file import read_metrics
-from megazero.commands.outputs import add_picture_flags
+from megazero.commands.outputs import add_picture_flags, run_folder
 from megazero.errors import ConfigError, exit_status
 from megazero.pictures.style import Theme, count_axis, new_figure, save, styled
 from megazero.report.run_folder import find_metrics, run_name
@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="List what the guards of a run found: spikes, numbers that are not finite, copies that "
         "differ, faulty machines, slow ranks.",
     )
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a run's folder, as given to --save")
+    parser.add_argument("folder", metavar="DIR", type=run_folder, help="a run's folder, as given to --save")
     parser.add_argument("--show", type=int, metavar="N", help="print the page of incident N")
     parser.add_argument("--json", action="store_true", help="print them as JSON, one per line")
     parser.add_argument(

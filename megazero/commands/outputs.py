@@ -7,7 +7,10 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+from megazero.checkpoint.remote.mirror import local_folder
+from megazero.errors import MegazeroError
 from megazero.pictures.style import LIGHT, SUFFIXES, THEMES, Theme
+from megazero.storage.urls import is_url
 
 
 def add_picture_flags(
@@ -28,6 +31,8 @@ def add_theme(parser: argparse.ArgumentParser) -> None:
 def output_file(text: str) -> Path:
     """A writable file in a folder that exists; an existing file will be replaced."""
     path = Path(text)
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"must be a local file, but is {text}; write one, and copy it")
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file, but {path} is a folder; name a file in it")
     if not path.absolute().parent.is_dir():
@@ -46,9 +51,24 @@ def output_picture(text: str) -> Path:
     return path
 
 
+def output_run(text: str) -> Path:
+    """As `output_folder`, or the mirror of a URL."""
+    return run_folder(text) if is_url(text) else output_folder(text)
+
+
+def run_folder(text: str) -> Path:
+    """A path as it is, or the mirror of a run's folder at a URL."""
+    try:
+        return local_folder(text)
+    except MegazeroError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def output_folder(text: str) -> Path:
     """A folder that is writable, or can be made."""
     path = Path(text)
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"must be a local folder, but is {text}; write one, and copy it")
     above = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
     if not above.is_dir():
         raise argparse.ArgumentTypeError(f"must be a folder, but {above} is none; name another")

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megazero.commands.outputs import output_file
-from megazero.errors import ConfigError, exit_status
+from megazero.checkpoint.remote.disk import put_file
+from megazero.commands.outputs import output_file, run_folder
+from megazero.errors import ConfigError, exit_status, printable
 from megazero.report.page import page_of, read_runs
 from megazero.report.run import Source
 from megazero.report.watch import serve
@@ -27,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "runs",
         nargs="+",
-        type=Path,
+        type=run_folder,
         metavar="RUN",
         help="a run's folder, as given to --save, or a file of --metrics-jsonl; several are drawn together",
     )
@@ -77,9 +78,10 @@ def _report(flags: argparse.Namespace) -> None:
     output = flags.output or (folder if os.access(folder, os.W_OK) else Path()) / PAGE
     try:
         output.write_text(page_of(shown), encoding="utf-8")
+        put_file(output)
     except OSError as error:
         raise ConfigError(f"`--output` must be a file that can be written, but: {error}") from error
-    print(f"written to {output}")
+    print(printable(f"written to {output}"))
 
 
 def _sample(source: Source, prompts: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ from megazero.config.stated import Reader, Stated
 from megazero.config.tree.config import Config
 from megazero.config.tree.option import Section
 from megazero.config.tree.roles import Role
-from megazero.errors import CheckpointError, ConfigError
+from megazero.errors import CheckpointError, ConfigError, printable
 from megazero.version import VERSION
 
 _CODE = "curriculum.seqlen_custom_schedule"
@@ -281,7 +281,7 @@ def _say(text: str, speaks: bool, stream: TextIO) -> None:
     if not speaks:
         return
     try:
-        print(text, file=stream, flush=True)
+        print(printable(text), file=stream, flush=True)
     except BrokenPipeError:
         # The reader closed the pipe, as `--help | head` does; Python would complain again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -115,10 +115,10 @@ class Run:
 
     def close(self, task: TrainingTask) -> None:
         """Release the resources of the run and its task."""
-        if self.snapshots is not None:
-            self.snapshots.saver.close()
         task.close()
         self.monitor.close()
+        if self.snapshots is not None:
+            self.snapshots.saver.close()  # which puts what monitors wrote, if the folder is at a URL
         if self.feeds.train is not None:
             self.feeds.train.close()
 

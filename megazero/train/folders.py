@@ -54,10 +54,11 @@ def _checkpoint(path: str, step: int | None, given: Mapping[str, object]) -> Sta
     """Read the description in the newest intact checkpoint; None without a checkpoint."""
     from megazero.checkpoint.folder import Candidates, candidates
     from megazero.checkpoint.locate import is_checkpoint
+    from megazero.checkpoint.remote.mirror import local_folder
     from megazero.train.resume.facts import PRETRAINING
     from megazero.train.resume.saved import read_saved_model
 
-    whole = Path(path)
+    whole = local_folder(path)
     single = step is None and whole.is_dir() and is_checkpoint(whole)
     listed = Candidates((whole,)) if single else candidates(whole, step)
     for folder in listed.folders:

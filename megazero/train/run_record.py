@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megazero.checkpoint.remote.mirror import local_path
 from megazero.config.fields import FIELDS
 from megazero.config.rules.rule import value_at
 from megazero.config.steps import Progress
@@ -93,7 +94,7 @@ def begin_record(meters: Meters, world: Group, progress: Progress) -> list[Monit
     whole = fold_values(world, own, lambda a, b: [a[0] + b[0], a[1] + b[1]], context.device)
     if context.rank != 0:
         return []
-    path = Path(given) if given is not None else Path(folder or "") / METRICS
+    path = Path(given) if given is not None else local_path(folder or "") / METRICS
     facts = {"hosts": Counter(whole[0]), "parameters": whole[1], **_start_facts(meters)}
     try:
         members: list[Monitor] = [] if given is not None else [_kept(path, progress.iteration)]

@@ -13,11 +13,12 @@ from megazero.checkpoint.folder import iteration_folder
 from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.part import WEIGHT, Key
 from megazero.checkpoint.reader import CheckpointReader
+from megazero.checkpoint.remote.mirror import in_mirror
 from megazero.checkpoint.tensor_file import narrowed
 from megazero.checkpoint.writer import NAMES, write_checkpoint
 from megazero.commands.checkpoint.hf import parse_size
 from megazero.commands.checkpoint.stream import changed_tensors
-from megazero.commands.outputs import output_folder
+from megazero.commands.outputs import output_run
 from megazero.commands.show import one_line, size_text
 from megazero.errors import CheckpointError
 from megazero.formats.megatron.export import ExportOptions, export_megatron
@@ -40,7 +41,7 @@ def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "source", metavar="CKPT", help="a checkpoint, or a run's folder, whose newest is taken"
     )
     parser.add_argument(
-        "out", metavar="OUT", type=output_folder, help="folder of a run for the result, made if missing"
+        "out", metavar="OUT", type=output_run, help="folder of a run for the result, made if missing"
     )
     parser.add_argument(
         "--dtype",
@@ -81,16 +82,20 @@ def run(flags: argparse.Namespace) -> int:
     """Convert, and print the result."""
     dtype = None if flags.dtype is None else dict(_DTYPES)[flags.dtype]
     if flags.format == TORCH_DIST:
+        if in_mirror(flags.out):
+            raise CheckpointError(
+                f"`OUT` must be a local folder for {TORCH_DIST}, but is {flags.out}; copy it"
+            )
         most = parse_size(flags.max_shard_size)
         options = ExportOptions(dtype or torch.float32, not flags.weights_only, most)
-        exported = export_megatron(CheckpointReader(one_checkpoint(Path(flags.source))), flags.out, options)
+        exported = export_megatron(CheckpointReader(one_checkpoint(flags.source)), flags.out, options)
         print(f"wrote  {one_line(exported.folder)}: {exported.tensors} tensors, {size_text(exported.size)}")
         print(
             f"load it with Megatron-LM's --load {one_line(exported.folder.parent)} --ckpt-format torch_dist"
         )
         return 0
     choice = ConvertOptions(dtype, flags.weights_only, parse_size(flags.max_shard_size))
-    with CheckpointReader(one_checkpoint(Path(flags.source))) as reader:
+    with CheckpointReader(one_checkpoint(flags.source)) as reader:
         written = CheckpointReader(convert(reader, flags.out, choice))
     print(f"read   {one_line(reader.folder)}")
     size = sum(entry.size for entry in written.directory.files().values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import Tensor
 
@@ -78,7 +77,7 @@ def run(flags: argparse.Namespace) -> int:
         raise ConfigError(f"`--tolerance` must be a finite number of at least 0, but is {flags.tolerance:g}")
     if flags.top < 0:
         raise ConfigError(f"`--top` must be at least 0, but is {flags.top}")
-    a, b = (CheckpointReader(one_checkpoint(Path(path))) for path in (flags.a, flags.b))
+    a, b = (CheckpointReader(one_checkpoint(path)) for path in (flags.a, flags.b))
     print_facts([("A", a.folder), ("B", b.folder)])
     settings = differences(pick(a.facts, "config"), pick(b.facts, "config"))
     _show("setting", settings)

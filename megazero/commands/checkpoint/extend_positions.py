@@ -13,7 +13,7 @@ from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.part import WEIGHT, Key
 from megazero.checkpoint.writer import write_checkpoint
 from megazero.commands.checkpoint.stream import changed_tensors
-from megazero.commands.outputs import output_folder
+from megazero.commands.outputs import output_run
 from megazero.commands.show import one_line
 from megazero.errors import CheckpointError, ConfigError
 from megazero.formats.hf.convert import KIND
@@ -36,7 +36,7 @@ def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "source", metavar="CKPT", help="a checkpoint, or a run's folder, whose newest is taken"
     )
     parser.add_argument(
-        "out", metavar="OUT", type=output_folder, help="folder of the new run; it must hold no checkpoints"
+        "out", metavar="OUT", type=output_run, help="folder of the new run; it must hold no checkpoints"
     )
     parser.add_argument(
         "--max-position-embeddings", type=int, required=True, metavar="N", help="positions of the result"
@@ -46,7 +46,7 @@ def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def run(flags: argparse.Namespace) -> int:
     """Extend, and print how to go on."""
-    folder = one_checkpoint(Path(flags.source))
+    folder = one_checkpoint(flags.source)
     reader = Checkpoint(folder)
     with reader:
         written = extend_positions(reader, flags.out, flags.max_position_embeddings)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from megazero.commands.checkpoint.card import model_card
-from megazero.commands.outputs import output_folder
+from megazero.commands.outputs import output_folder, output_run
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import ConfigError, exit_status
 from megazero.formats.hf.approximation import APPROXIMATIONS
@@ -71,7 +71,7 @@ def from_hf_parser() -> argparse.ArgumentParser:
         description="Write the weights of a local Hugging Face model such as Llama or BERT as a checkpoint.",
     )
     parser.add_argument("hf", help="folder with config.json and model.safetensors or its shards")
-    parser.add_argument("out", type=output_folder, help="folder of the new run; it must hold no checkpoints")
+    parser.add_argument("out", type=output_run, help="folder of the new run; it must hold no checkpoints")
     return parser
 
 

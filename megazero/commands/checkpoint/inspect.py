@@ -8,12 +8,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from megazero.checkpoint.locate import is_checkpoint, one_checkpoint
 from megazero.checkpoint.manifest import Logical
 from megazero.checkpoint.part import Key
 from megazero.checkpoint.reader import CheckpointReader
+from megazero.checkpoint.remote.mirror import local_folder
 from megazero.commands.checkpoint.stats import Stats, stats_of
 from megazero.commands.checkpoint.stream import whole_tensors
 from megazero.commands.checkpoint.summary import (
@@ -61,7 +61,7 @@ def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def run(flags: argparse.Namespace) -> int:
     """Print what the flags ask for."""
-    path = Path(flags.path)
+    path = local_folder(flags.path)
     pattern = flags.tensors or ("*" if flags.stats else None)
     if pattern is None and not flags.files and not is_checkpoint(path):
         return _show_run(describe_run(path), flags.json)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.part import WEIGHT
-from megazero.commands.outputs import output_folder
+from megazero.commands.outputs import output_run
 from megazero.config.fields import names_with
 from megazero.config.tree.roles import Role
 from megazero.config.tree.tokenizer import TokenizerConfig
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "source", metavar="SRC", help="a run's folder, whose newest checkpoint is taken, or one checkpoint's"
     )
-    parser.add_argument("out", metavar="OUT", type=output_folder, help="run folder for the new checkpoint")
+    parser.add_argument("out", metavar="OUT", type=output_run, help="run folder for the new checkpoint")
     parser.add_argument(
         "--trust-pickle",
         action="store_true",

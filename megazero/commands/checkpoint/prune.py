@@ -22,6 +22,8 @@ from megazero.checkpoint.folder import (
 from megazero.checkpoint.locate import bytes_in, is_checkpoint, no_checkpoint
 from megazero.checkpoint.lock import WriterLock
 from megazero.checkpoint.reader import CheckpointReader, Verify
+from megazero.checkpoint.remote.disk import disk_for
+from megazero.checkpoint.remote.mirror import local_folder
 from megazero.commands.show import one_line, size_text
 from megazero.errors import CheckpointError, ConfigError
 
@@ -57,7 +59,7 @@ class PrunePlan:
 
 def run(flags: argparse.Namespace) -> int:
     """Remove what `plan` chooses, and print a line for each file or folder."""
-    directory = Path(flags.path)
+    directory = local_folder(flags.path)
     for name in ("keep_last", "keep_every"):
         if (value := getattr(flags, name)) is not None and value < 1:
             raise ConfigError(f"`--{name.replace('_', '-')}` must be at least 1, but is {value}; raise it")
@@ -66,11 +68,10 @@ def run(flags: argparse.Namespace) -> int:
             f"`{directory}` must be the folder of a run, but is a checkpoint; name its parent"
         )
     try:
-        lock = WriterLock(directory)
+        disk = None if flags.dry_run else disk_for(directory)
+        lock = WriterLock(directory, disk)
         try:
-            freed = prune(
-                directory, Retention(flags.keep_last, flags.keep_every), None if flags.dry_run else Disk()
-            )
+            freed = prune(directory, Retention(flags.keep_last, flags.keep_every), disk)
         finally:
             lock.release()
     except OSError as error:

@@ -16,6 +16,7 @@ from megazero.checkpoint.locate import checkpoints_of, is_checkpoint
 from megazero.checkpoint.lock import saved_elsewhere
 from megazero.checkpoint.manifest import MANIFEST, read_manifest
 from megazero.checkpoint.reader import CheckpointReader, Verify
+from megazero.checkpoint.remote.mirror import local_folder
 from megazero.commands.checkpoint.summary import latest_or_trouble
 from megazero.commands.show import one_line, size_text
 from megazero.errors import CheckpointError, DamagedCheckpointError
@@ -57,7 +58,7 @@ class CheckResult:
 
 def run(flags: argparse.Namespace) -> int:
     """Check, and print a line per checkpoint and per damage."""
-    path = Path(flags.path)
+    path = local_folder(flags.path)
     began = time.perf_counter()
     total = bad = 0
     folders = checkpoints_of(path)

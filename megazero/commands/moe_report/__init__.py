@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from megazero.commands.moe_report.balance import COLUMNS, rows, verdict
 from megazero.commands.moe_report.loads import LoadRecord, read_loads, summed
 from megazero.commands.moe_report.picture import figure_of, idlest_layer
-from megazero.commands.outputs import add_picture_flags
+from megazero.commands.outputs import add_picture_flags, run_folder
 from megazero.errors import ConfigError, exit_status
 from megazero.pictures.style import save, styled
 from megazero.report.run_folder import run_name
@@ -23,7 +22,10 @@ def build_parser() -> argparse.ArgumentParser:
         "the experts that get next to none.",
     )
     parser.add_argument(
-        "where", metavar="WHERE", type=Path, help="a file of --metrics-jsonl, a checkpoint, or a run's folder"
+        "where",
+        metavar="WHERE",
+        type=run_folder,
+        help="a file of --metrics-jsonl, a checkpoint, or a run's folder",
     )
     add_picture_flags(parser)
     parser.add_argument(

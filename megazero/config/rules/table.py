@@ -16,6 +16,7 @@ from megazero.config.rules import (
     experts,
     model,
     pipeline,
+    places,
     routing,
     skipping,
     training,
@@ -29,7 +30,7 @@ from megazero.config.tree.config import Config
 from megazero.config.tree.option import Section
 
 _MODEL = (model, attention, heterogeneous, hybrid, t5, experts, routing)
-_STEP = (context, pipeline, zero, training, data, curriculum, data_sampling, skipping)
+_STEP = (context, pipeline, zero, training, data, curriculum, data_sampling, skipping, places)
 
 RULES: tuple[Rule, ...] = tuple(
     rule for module in (*_MODEL, *_STEP) for rule in vars(module).values() if isinstance(rule, Rule)

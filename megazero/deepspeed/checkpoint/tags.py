@@ -12,6 +12,7 @@ from megazero.errors import CheckpointError, CommunicationError
 from megazero.formats.deepspeed.files import inventory
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import gather_values
+from megazero.storage.urls import is_url
 
 LATEST = "latest"
 UNIVERSAL = "latest_universal"
@@ -28,6 +29,8 @@ def folder_of(folder: object, name: str) -> Path:
         raise CheckpointError(
             f"`{name}` must be the path of a folder, but is {shown}; name the folder of the checkpoints"
         )
+    if is_url(folder):
+        raise CheckpointError(f"`{name}` must be a local folder, but is {folder}; save to one, and copy it")
     return Path(folder)
 
 

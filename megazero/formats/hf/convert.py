@@ -116,7 +116,7 @@ def convert_to_hf(
         ConfigError: there is nothing to approximate.
         DataError: the tokenizer's files are missing or unsuitable.
     """
-    reader = CheckpointReader(one_checkpoint(Path(checkpoint)))
+    reader = CheckpointReader(one_checkpoint(checkpoint))
     facts = _facts_of(reader)
     section = tokenizer or facts.tokenizer
     model = facts.model

@@ -50,13 +50,13 @@ class BestModel:
         CheckpointError: on every rank: the folder cannot be read.
     """
 
-    def __init__(self, folder: Path, snapshots: Snapshots, iteration: int, disk: Disk | None = None):
+    def __init__(self, folder: Path, snapshots: Snapshots, iteration: int):
         self.metric: str = snapshots.config.finetune.best_metric
         self.folder = folder
         self.snapshots = snapshots
         self.engine = snapshots.engine
         self.context = context = snapshots.context
-        self.disk = disk or Disk()
+        self.disk = snapshots.saver.disk
         look = partial(_marked, folder, self.metric) if context.rank == 0 else None
         seen = together(context, look, f"look into {folder}")
         self.score = BestScore(seen[0], self.metric, seen[1]) if seen and seen[0] <= iteration else None
@@ -73,7 +73,7 @@ class BestModel:
             "keep_last": None,
             "save_retain_interval": None,
         }
-        return cls(folder, run.elsewhere(changes, disk), iteration, disk)
+        return cls(folder, run.elsewhere(changes, disk), iteration)
 
     def offer(self, state: TrainState, figures: Mapping[str, float | None]) -> bool:
         """Save the engine's weights if they are the best so far, and return whether; every rank calls this.

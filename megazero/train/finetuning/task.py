@@ -132,7 +132,7 @@ def _labels(config: Config, task: Task, train: Sequence[LabelledFile]) -> tuple[
         return tuple(seen)
     section, pretrained = config.checkpoint, config.finetune.pretrained_checkpoint
     folders = list(candidates(section.load, section.ckpt_step).folders[:1]) if section.load else []
-    folders += [one_checkpoint(Path(pretrained))] if pretrained else []
+    folders += [one_checkpoint(pretrained)] if pretrained else []
     for folder in folders:
         saved = Checkpoint(folder, verify=Verify.SIZE).model.sections.get("finetune", {})
         if saved.get("labels"):

@@ -167,7 +167,7 @@ class Checkpoint(CheckpointReader):
         Raises:
             CheckpointError: on every rank: there is none, it cannot be read, or does not describe its model.
         """
-        look = (lambda: str(one_checkpoint(Path(given), step))) if context.rank == 0 else None
+        look = (lambda: str(one_checkpoint(given, step))) if context.rank == 0 else None
         folder = Path(together(context, look, f"look into {given}"))
         checkpoint = cls.opened(folder, verify, context)
         together(context, lambda: checkpoint.model and None, f"open {folder}")

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from megazero.config.steps import Progress
+from megazero.errors import printable
 from megazero.train.observe.metrics import EvalMetrics, StepMetrics
 
 
@@ -56,7 +57,7 @@ class CompositeMonitor(Monitor):
         self._each(lambda member: member.evaluation(metrics))
 
     def message(self, text: str) -> None:
-        self._each(lambda member: member.message(text))
+        self._each(lambda member: member.message(printable(text)))
 
     def rewound(self, progress: Progress) -> None:
         self._each(lambda member: member.rewound(progress))

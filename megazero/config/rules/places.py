@@ -1,0 +1,33 @@
+"""A rule about paths: what may be at a URL, and what must be local."""
+
+from __future__ import annotations
+
+from megazero.config.fields import paths
+from megazero.config.rules.rule import Case, display_name, rule, value_at
+from megazero.storage.urls import is_url
+
+_LOCAL = (
+    paths.data.data_cache_path,
+    paths.finetune.predictions,
+    paths.logging.comet_offline_dir,
+    paths.logging.csv_dir,
+    paths.logging.metrics_jsonl,
+    paths.logging.tensorboard_dir,
+    paths.logging.trackio_dir,
+    paths.logging.wandb_save_dir,
+    paths.offload.path,
+    paths.profiling.flops_profiler_output_file,
+    paths.profiling.memory_snapshot_path,
+    paths.profiling.profile_dir,
+)
+
+
+def _urls(case: Case) -> str:
+    wrong = [path for path in _LOCAL if is_url(value_at(case.config, path))]
+    return " and ".join(f"`{display_name(path)}` is {value_at(case.config, path)}" for path in wrong)
+
+
+@rule(_LOCAL, "name a local path; what is in the folder of `--save` is put to its URL", facts=_urls)
+def written_to_local_paths(case: Case) -> bool:
+    """only checkpoints, data and models may be at a URL"""
+    return not _urls(case)
