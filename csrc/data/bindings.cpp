@@ -7,11 +7,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
 #include <string_view>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "data/bert.hpp"
 #include "data/blending.hpp"
@@ -35,31 +38,25 @@ Unaligned<T> view(const Array<T>& array) {
   return Unaligned<T>(static_cast<const py::array&>(array).data(), array.size());
 }
 
-template <typename Row, typename Document>
-py::array sample_index_as(const Array<std::int32_t>& lengths, const Array<Document>& documents,
-                          std::int64_t sequence_length, std::int64_t extra, std::int64_t samples) {
-  Array<Row> rows({samples + 1, std::int64_t{2}});
-  Row* out = rows.mutable_data();
-  const auto lengths_view = view(lengths);
-  const auto documents_view = view(documents);
-  {
-    py::gil_scoped_release release;
-    megazero::data::build_sample_index<Row, Document>(lengths_view, documents_view, sequence_length, extra, samples,
-                                                      out);
-  }
-  return std::move(rows);
-}
-
+// walk: (tokens, position, row) before the block. Returns (rows [n, 2], the walk after it).
 template <typename Document>
-py::array sample_index(const Array<std::int32_t>& lengths, const Array<Document>& documents,
-                       std::int64_t sequence_length, std::int64_t extra, std::int64_t samples) {
+py::tuple sample_rows(const Array<std::int32_t>& lengths, const Array<Document>& documents,
+                      std::int64_t sequence_length, std::int64_t extra, std::int64_t samples,
+                      std::tuple<std::int64_t, std::int64_t, std::int64_t> walk) {
   if (sequence_length < 1 || samples < 0 || extra < 0) {
     throw std::invalid_argument("sequence_length must be positive, extra and samples not negative");
   }
-  if (documents.size() <= std::numeric_limits<std::int32_t>::max()) {
-    return sample_index_as<std::int32_t, Document>(lengths, documents, sequence_length, extra, samples);
+  const auto lengths_view = view(lengths);
+  const auto documents_view = view(documents);
+  megazero::data::SampleWalk at{std::get<0>(walk), std::get<1>(walk), std::get<2>(walk)};
+  std::vector<std::int64_t> rows;
+  {
+    py::gil_scoped_release release;
+    megazero::data::walk_samples<Document>(lengths_view, documents_view, sequence_length, extra, samples, at, rows);
   }
-  return sample_index_as<std::int64_t, Document>(lengths, documents, sequence_length, extra, samples);
+  Array<std::int64_t> out({static_cast<py::ssize_t>(rows.size() / 2), py::ssize_t{2}});
+  std::copy(rows.begin(), rows.end(), out.mutable_data());
+  return py::make_tuple(std::move(out), py::make_tuple(at.tokens, at.position, at.row));
 }
 
 py::tuple blending_index(const Array<double>& weights, const py::object& limits, std::int64_t size) {
@@ -159,10 +156,10 @@ PYBIND11_MODULE(_native, module) {
   // noconvert: a wrong type must raise an error instead of silently copying a large mapped array.
   const auto lengths = py::arg("lengths").noconvert();
   const auto documents = py::arg("documents").noconvert();
-  module.def("sample_index", &sample_index<std::int32_t>, lengths, documents, py::arg("sequence_length"),
-             py::arg("extra"), py::arg("samples"));
-  module.def("sample_index", &sample_index<std::int64_t>, lengths, documents, py::arg("sequence_length"),
-             py::arg("extra"), py::arg("samples"));
+  module.def("sample_rows", &sample_rows<std::int32_t>, lengths, documents, py::arg("sequence_length"),
+             py::arg("extra"), py::arg("samples"), py::arg("walk"));
+  module.def("sample_rows", &sample_rows<std::int64_t>, lengths, documents, py::arg("sequence_length"),
+             py::arg("extra"), py::arg("samples"), py::arg("walk"));
   module.def("blending_index", &blending_index, py::arg("weights"), py::arg("limits"), py::arg("size"));
   module.def("gather", &gather<std::int32_t>, py::arg("tokens"), lengths, py::arg("offsets").noconvert(), documents,
              py::arg("starts"), py::arg("length"), py::arg("extra"));

@@ -18,14 +18,17 @@ import numpy as np
 
 from megazero.data.blended import SampleDataset
 from megazero.data.build_report import BuildReport
-from megazero.data.cache import cached_arrays
+from megazero.data.cache import Parts, cached_arrays
+from megazero.data.computed_order import ComputedOrder
 from megazero.data.index_build import (
     GPTIndex,
     SamplePlan,
     build_gpt_index,
     build_seconds,
+    computed_orders,
     gather_reference,
     plan_samples,
+    shuffled_bytes,
 )
 from megazero.data.index_check import gpt_index_fault
 from megazero.data.indexed.reader import IndexedDataset
@@ -66,7 +69,8 @@ class GPTSettings:
     sequence_length: T, in tokens. seed: determines the order of documents and samples. cache_dir: folder of
     the index cache, None for no cache. vocab_size: ids at or above it are an error; None turns the check off.
     add_extra_token: samples read T + 1 tokens, so that the last label is known; without it, samples do not
-    overlap and the last label is masked.
+    overlap and the last label is masked. index_memory_gib: the most memory in which documents and samples are
+    shuffled, in GiB; where they need more, their orders are computed.
     """
 
     sequence_length: int
@@ -75,6 +79,7 @@ class GPTSettings:
     vocab_size: int | None = None
     ends: DocumentEnds = DocumentEnds()
     add_extra_token: bool = True
+    index_memory_gib: float = 64.0
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
@@ -83,6 +88,20 @@ class GPTSettings:
     @property
     def extra(self) -> int:
         return int(self.add_extra_token)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces of sequences that samples consist of, [n] each, sample after sample.
+
+    firsts: the first piece of each sample, [b]; places: in the document index; begins, ends: in tokens.
+    """
+
+    firsts: np.ndarray
+    places: np.ndarray
+    sequences: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
 
 
 class GPTDataset(SampleDataset):
@@ -117,13 +136,7 @@ class GPTDataset(SampleDataset):
             check_prepared(self._fault(vars(self.index)), len(self), num_samples, indexed.prefix)
         else:
             self.plan = self._plan(num_samples, epochs)
-            # The description hashes the dataset, which only a cache needs.
-            description = {} if settings.cache_dir is None else self.description
-            arrays = cached_arrays(
-                settings.cache_dir, f"gpt-{name}", description, _INDEX_ARRAYS, self._build, self._fault
-            )
-            self.index = GPTIndex(**arrays)
-        self._tables = (indexed.lengths, indexed.offsets, self.index.document_index)
+            self.index = self._cached_index()
 
     def __len__(self) -> int:
         return self.plan.samples
@@ -137,7 +150,14 @@ class GPTDataset(SampleDataset):
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences that a user should read at the start of a run."""
-        return self.indexed.guard.notes
+        if not self.index.is_computed:
+            return self.indexed.guard.notes
+        return (
+            *self.indexed.guard.notes,
+            f"the {self.name} split of {self.indexed.prefix} has an order that is computed and is not "
+            f"Megatron's, which would take {self._shuffled_gib:.4g} GiB, more than --index-memory-gib "
+            f"{self.settings.index_memory_gib:g}.",
+        )
 
     def whereabouts(self, number: int) -> str:
         """Where the text of a sample lies: its first token and its last, by sequence and offset."""
@@ -161,6 +181,7 @@ class GPTDataset(SampleDataset):
             "separate_last": plan.separate_last,
             "seed": self.settings.seed,
             **({"prepared": self._index_digest} if self._is_prepared else {}),
+            **({"order": "computed"} if self._is_computed else {}),
         }
 
     @cached_property
@@ -180,14 +201,42 @@ class GPTDataset(SampleDataset):
                 f"{self.name} split of {self.indexed.prefix} ({len(ids)} sequences): {error}"
             ) from error
 
-    def _build(self) -> dict[str, np.ndarray]:
-        ids = np.arange(self._ids.start, self._ids.stop) if isinstance(self._ids, range) else self._ids
-        plan, seed = self.plan, self.settings.seed
-        what = f"index of the {self.name} split of {self.indexed.prefix}"
-        with BuildReport(what, plan.samples, build_seconds(plan, len(ids))) as report:
-            return vars(build_gpt_index(self.indexed.lengths, ids, plan, seed, step=report.step))
+    @property
+    def _is_computed(self) -> bool:
+        return not self._is_prepared and self._shuffled_gib > self.settings.index_memory_gib
 
-    def _fault(self, arrays: Mapping[str, np.ndarray]) -> str | None:
+    @property
+    def _shuffled_gib(self) -> float:
+        return shuffled_bytes(self.plan, len(self._ids)) / 2**30
+
+    def _cached_index(self) -> GPTIndex:
+        settings, plan = self.settings, self.plan
+        orders: dict[str, ComputedOrder] = {}
+        if self._is_computed:
+            orders = computed_orders(self._ids, plan, settings.seed)
+        names = tuple(name for name in _INDEX_ARRAYS if name not in orders)
+        # The description hashes the dataset, which only a cache needs.
+        description = {} if settings.cache_dir is None else self.description
+
+        def build() -> Parts:
+            return self._build(orders.get("document_index"))
+
+        def fault(arrays: Mapping[str, np.ndarray]) -> str | None:
+            return self._fault({**orders, **arrays})
+
+        seconds = build_seconds(plan, len(self._ids))
+        arrays = cached_arrays(
+            settings.cache_dir, f"gpt-{self.name}", description, names, build, fault, seconds
+        )
+        return GPTIndex(**{**orders, **arrays})
+
+    def _build(self, computed: ComputedOrder | None) -> Parts:
+        plan, lengths = self.plan, self.indexed.lengths
+        what = f"index of the {self.name} split of {self.indexed.prefix}"
+        with BuildReport(what, plan.samples, build_seconds(plan, len(self._ids))) as report:
+            yield from build_gpt_index(lengths, self._ids, plan, self.settings.seed, report, computed)
+
+    def _fault(self, arrays: Mapping[str, np.ndarray | ComputedOrder]) -> str | None:
         return gpt_index_fault(GPTIndex(**arrays), self.indexed.lengths, self._ids, self.plan)
 
     def _gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -195,33 +244,39 @@ class GPTDataset(SampleDataset):
         starts = self.index.sample_index[numbers].astype(np.int64)
         length, extra = self.plan.sequence_length, self.plan.extra
         self.indexed.guard.before_use(lambda: self._spans(numbers))
+        documents = self.index.document_index
+        if isinstance(documents, ComputedOrder):
+            pieces = self.pieces(numbers)
+            documents, starts[:, 0] = pieces.sequences, pieces.firsts
+        tables = (self.indexed.lengths, self.indexed.offsets, documents)
         if NATIVE is None:
-            gathered = gather_reference(self.indexed.tokens, self._tables, starts, length, extra)
+            gathered = gather_reference(self.indexed.tokens, tables, starts, length, extra)
         else:
-            gathered = NATIVE.gather(self.indexed.tokens, *self._tables, starts, length, extra)
+            gathered = NATIVE.gather(self.indexed.tokens, *tables, starts, length, extra)
         tokens, labels, lowest, highest = gathered
         limit = self.settings.vocab_size
         if indices.size and (lowest < 0 or (limit is not None and highest >= limit)):
             refuse_ids(indices, (tokens, labels), limit, f"the {self.name} split of {self.indexed.prefix}")
         return tokens, labels
 
-    def _spans(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """First byte and end in the `.bin`, int64 [n] each, of the pieces of sequences in some samples.
-
-        numbers: int64 [b], places in the sample index.
-        """
-        lengths, offsets, documents = self._tables
+    def pieces(self, numbers: np.ndarray) -> Pieces:
+        """The pieces of sequences in some samples. numbers: int64 [b], places in the sample index."""
         starts = self.index.sample_index[numbers].astype(np.int64)  # [b, 2]: place in `documents`, token
         stops = self.index.sample_index[numbers + 1].astype(np.int64)
         counts = stops[:, 0] - starts[:, 0] + 1
         firsts = np.cumsum(counts) - counts  # the first piece of each sample
-        pieces = np.arange(int(counts.sum())) + np.repeat(starts[:, 0] - firsts, counts)
-        sequences = documents[pieces]
-        begins, ends = np.zeros(pieces.size, dtype=np.int64), lengths[sequences].astype(np.int64)
+        places = np.arange(int(counts.sum())) + np.repeat(starts[:, 0] - firsts, counts)
+        sequences = self.index.document_index[places]
+        begins, ends = np.zeros(places.size, dtype=np.int64), self.indexed.lengths[sequences].astype(np.int64)
         begins[firsts] = starts[:, 1]
         ends[firsts + counts - 1] = stops[:, 1] + self.plan.extra
-        size = self.indexed.dtype.itemsize
-        return offsets[sequences] + begins * size, offsets[sequences] + ends * size
+        return Pieces(firsts, places, sequences, begins, ends)
+
+    def _spans(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First byte and end in the `.bin`, int64 [n] each, of the pieces of some samples."""
+        pieces, size = self.pieces(numbers), self.indexed.dtype.itemsize
+        offsets = self.indexed.offsets[pieces.sequences]
+        return offsets + pieces.begins * size, offsets + pieces.ends * size
 
 
 def refuse_ids(indices: np.ndarray, texts: Sequence[np.ndarray], limit: int | None, where: str) -> None:
