@@ -94,14 +94,15 @@ class GPTSettings:
 class Pieces:
     """The pieces of sequences that samples consist of, [n] each, sample after sample.
 
-    firsts: the first piece of each sample, [b]; places: in the document index; begins, ends: in tokens.
+    firsts: the first piece of each sample, [b]; sequences: their numbers; begins, ends: in tokens, with the
+    last label; turns: tells the times that a sequence is read from each other.
     """
 
     firsts: np.ndarray
-    places: np.ndarray
     sequences: np.ndarray
     begins: np.ndarray
     ends: np.ndarray
+    turns: np.ndarray
 
 
 class GPTDataset(SampleDataset):
@@ -114,6 +115,7 @@ class GPTDataset(SampleDataset):
     """
 
     padding_share = 0.0  # every sample is full
+    labels_cross = True  # the last label of a document is the first token of the next one
 
     def __init__(
         self,
@@ -150,7 +152,7 @@ class GPTDataset(SampleDataset):
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences that a user should read at the start of a run."""
-        if not self.index.is_computed:
+        if not self.is_computed:
             return self.indexed.guard.notes
         return (
             *self.indexed.guard.notes,
@@ -181,7 +183,7 @@ class GPTDataset(SampleDataset):
             "separate_last": plan.separate_last,
             "seed": self.settings.seed,
             **({"prepared": self._index_digest} if self._is_prepared else {}),
-            **({"order": "computed"} if self._is_computed else {}),
+            **({"order": "computed"} if self.is_computed else {}),
         }
 
     @cached_property
@@ -202,7 +204,8 @@ class GPTDataset(SampleDataset):
             ) from error
 
     @property
-    def _is_computed(self) -> bool:
+    def is_computed(self) -> bool:
+        """Whether the order is computed, as Megatron's needs more memory than the settings allow."""
         return not self._is_prepared and self._shuffled_gib > self.settings.index_memory_gib
 
     @property
@@ -212,7 +215,7 @@ class GPTDataset(SampleDataset):
     def _cached_index(self) -> GPTIndex:
         settings, plan = self.settings, self.plan
         orders: dict[str, ComputedOrder] = {}
-        if self._is_computed:
+        if self.is_computed:
             orders = computed_orders(self._ids, plan, settings.seed)
         names = tuple(name for name in _INDEX_ARRAYS if name not in orders)
         # The description hashes the dataset, which only a cache needs.
@@ -246,7 +249,7 @@ class GPTDataset(SampleDataset):
         self.indexed.guard.before_use(lambda: self._spans(numbers))
         documents = self.index.document_index
         if isinstance(documents, ComputedOrder):
-            pieces = self.pieces(numbers)
+            pieces = self._pieces(numbers)
             documents, starts[:, 0] = pieces.sequences, pieces.firsts
         tables = (self.indexed.lengths, self.indexed.offsets, documents)
         if NATIVE is None:
@@ -259,8 +262,11 @@ class GPTDataset(SampleDataset):
             refuse_ids(indices, (tokens, labels), limit, f"the {self.name} split of {self.indexed.prefix}")
         return tokens, labels
 
-    def pieces(self, numbers: np.ndarray) -> Pieces:
-        """The pieces of sequences in some samples. numbers: int64 [b], places in the sample index."""
+    def pieces(self, indices: np.ndarray) -> Pieces:
+        """The pieces of sequences in the samples `indices`, int64 [b]."""
+        return self._pieces(self.index.shuffle_index[indices].astype(np.int64))
+
+    def _pieces(self, numbers: np.ndarray) -> Pieces:
         starts = self.index.sample_index[numbers].astype(np.int64)  # [b, 2]: place in `documents`, token
         stops = self.index.sample_index[numbers + 1].astype(np.int64)
         counts = stops[:, 0] - starts[:, 0] + 1
@@ -270,11 +276,11 @@ class GPTDataset(SampleDataset):
         begins, ends = np.zeros(places.size, dtype=np.int64), self.indexed.lengths[sequences].astype(np.int64)
         begins[firsts] = starts[:, 1]
         ends[firsts + counts - 1] = stops[:, 1] + self.plan.extra
-        return Pieces(firsts, places, sequences, begins, ends)
+        return Pieces(firsts, sequences, begins, ends, places)
 
     def _spans(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """First byte and end in the `.bin`, int64 [n] each, of the pieces of some samples."""
-        pieces, size = self.pieces(numbers), self.indexed.dtype.itemsize
+        pieces, size = self._pieces(numbers), self.indexed.dtype.itemsize
         offsets = self.indexed.offsets[pieces.sequences]
         return offsets + pieces.begins * size, offsets + pieces.ends * size
 

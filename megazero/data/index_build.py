@@ -56,11 +56,6 @@ class GPTIndex:
     sample_index: np.ndarray
     shuffle_index: np.ndarray | ComputedOrder
 
-    @property
-    def is_computed(self) -> bool:
-        """Whether both orders are computed place by place, instead of Megatron's."""
-        return isinstance(self.document_index, ComputedOrder)
-
 
 def plan_samples(
     tokens_per_epoch: int,

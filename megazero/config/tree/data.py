@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megazero.config.condition import config, here
 from megazero.config.tree.option import Probability, Proportions, Section, option
@@ -36,6 +36,9 @@ class DataConfig(Section):
     """train, validation and test proportions of --data-path"""
     data_cache_path: str | None = option(None, roles=Role.LOCAL)
     """folder for built indexes; default: beside the data"""
+    index_memory_gib: PositiveFloat = option(64.0, idle_without=_OF_GPT)
+    """the most memory in which the documents and the samples of a split are shuffled, in GiB; an index that
+    needs more has an order that is computed place by place, without memory, and is another than Megatron's"""
     train_data_exact_num_epochs: PositiveInt | None = option(
         None,
         needs=(

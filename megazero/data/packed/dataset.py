@@ -16,7 +16,7 @@ import numpy as np
 from megazero.data.blended import SampleDataset
 from megazero.data.build_report import BuildReport
 from megazero.data.cache import cached_arrays
-from megazero.data.gpt_dataset import GPTSettings, chosen_sequences, refuse_ids
+from megazero.data.gpt_dataset import GPTSettings, Pieces, chosen_sequences, refuse_ids
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.packed.packing import Packing, PackingFacts, pack, packing_fault
 from megazero.data.range_checks import check_sample_numbers
@@ -39,6 +39,8 @@ class PackedDataset(SampleDataset):
     many epochs as that takes (None: one epoch); epochs: exactly this many epochs instead. name: the split's
     name. Raises DataError if the split holds no token, or if documents are split into sentences.
     """
+
+    labels_cross = False
 
     def __init__(
         self,
@@ -172,6 +174,14 @@ class PackedDataset(SampleDataset):
         counts = self.packing.firsts[sequences + 1] - firsts
         pieces = np.arange(int(counts.sum())) + np.repeat(firsts - _exclusive_sum(counts), counts)
         return self.packing.documents[pieces], self.packing.offsets[pieces].astype(np.int64), counts
+
+    def pieces(self, indices: np.ndarray) -> Pieces:
+        """The pieces of documents in the samples `indices`, int64 [b]."""
+        documents, begins, counts = self._pieces(indices)
+        rests = self.indexed.lengths[documents] - begins
+        ends = begins + np.minimum(rests, self.settings.sequence_length + 1)
+        turns = np.repeat(indices // self.packing.sequences, counts)
+        return Pieces(_exclusive_sum(counts), documents, begins, ends, turns)
 
     def _text(self, indices: np.ndarray) -> _Text:
         # Arrays of pieces are [p], those of tokens [n].

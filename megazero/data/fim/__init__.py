@@ -1,0 +1,4 @@
+"""Fill-in-the-middle (`--fim-data`).
+
+`rearrange` says what becomes of a document; `dataset` has the samples of rearranged documents.
+"""
