@@ -8,6 +8,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
@@ -20,6 +21,7 @@
 #include "data/blending.hpp"
 #include "data/gather.hpp"
 #include "data/json_columns.hpp"
+#include "data/permutation.hpp"
 #include "data/sample_index.hpp"
 
 namespace py = pybind11;
@@ -134,6 +136,26 @@ py::tuple gather(const py::array& tokens, const Array<std::int32_t>& lengths, co
   return py::make_tuple(out_tokens, out_labels, range.lowest, range.highest);
 }
 
+py::array permuted(const Array<std::int64_t>& places, std::int64_t count,
+                   const std::array<std::uint64_t, megazero::data::Permutation::kRounds>& keys) {
+  Array<std::int64_t> out(places.size());
+  const std::int64_t* from = places.data();
+  std::int64_t* to = out.mutable_data();
+  for (py::ssize_t i = 0; i < places.size(); ++i) {
+    if (from[i] < 0 || from[i] >= count) {
+      throw std::invalid_argument("the places must be in 0..count-1");
+    }
+  }
+  const megazero::data::Permutation permutation(static_cast<std::uint64_t>(count), keys);
+  {
+    py::gil_scoped_release release;
+    for (py::ssize_t i = 0; i < places.size(); ++i) {
+      to[i] = static_cast<std::int64_t>(permutation[static_cast<std::uint64_t>(from[i])]);
+    }
+  }
+  return std::move(out);
+}
+
 // Returns (name -> column, numbers of the lines that were not understood, number of lines).
 py::tuple json_columns(const Array<std::uint8_t>& text, std::int64_t base) {
   megazero::data::JsonColumns lines;
@@ -160,6 +182,7 @@ PYBIND11_MODULE(_native, module) {
              py::arg("extra"), py::arg("samples"), py::arg("walk"));
   module.def("sample_rows", &sample_rows<std::int64_t>, lengths, documents, py::arg("sequence_length"),
              py::arg("extra"), py::arg("samples"), py::arg("walk"));
+  module.def("permuted", &permuted, py::arg("places"), py::arg("count"), py::arg("keys"));
   module.def("blending_index", &blending_index, py::arg("weights"), py::arg("limits"), py::arg("size"));
   module.def("gather", &gather<std::int32_t>, py::arg("tokens"), lengths, py::arg("offsets").noconvert(), documents,
              py::arg("starts"), py::arg("length"), py::arg("extra"));

@@ -25,8 +25,8 @@ class FimConfig(Section):
             config.finetune.task.is_none.because("its samples are not cut"),
         ),
     )
-    """fill-in-the-middle: cut documents in three and put the middle last, behind marks (Bavarian et al. 2022);
-    a document keeps its length and gives its last three tokens for the marks"""
+    """fill-in-the-middle: cut documents in three and put the middle last, behind marks (Bavarian et al.
+    2022); a document keeps its length and gives its last three tokens for the marks"""
     fim_rate: Share = option(0.5, idle_without=_FILLS)
     """share of the documents that are rearranged; with --fim-split-sample, of those that are looked at"""
     fim_spm_rate: Share = option(0.5, idle_without=_FILLS)

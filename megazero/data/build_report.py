@@ -51,8 +51,8 @@ class BuildReport:
         with BuildReport("order of the train split", samples, forecast) as report:
             report.step("documents")
 
-    what: the thing to build; forecast: the expected time in seconds. One process builds what goes into a cache,
-    and all build what does not; local rank 0 of each machine reports.
+    what: the thing to build; forecast: the expected time in seconds. One process builds what goes into a
+    cache, and all build what does not; local rank 0 of each machine reports.
     """
 
     def __init__(self, what: str, samples: int, forecast: float):
@@ -80,14 +80,6 @@ class BuildReport:
             self._begin()
         if self._open:
             say_once_per_host(f"building the {self.what}: {what}, after {elapsed:.0f} s")
-
-    def over(self, blocks: Iterable[_T], total: int) -> Iterator[_T]:
-        """Iterate over the blocks of a part, reporting their share."""
-        log = ProgressLog(say_once_per_host, f"building the {self.what}")
-        for number, block in enumerate(blocks):
-            if number:
-                log.tell(f"{number / total:.0%} of the step")
-            yield block
 
     def _begin(self, forecast: str = "") -> None:
         self._open = True

@@ -1,8 +1,8 @@
-"""The orders of documents and samples without arrays, for indexes that are too large to be shuffled in memory.
+"""Orders of documents and samples without arrays, for indexes that are too large to be shuffled in memory.
 
 Each epoch has a permutation of its own (`shuffle.permuted`), which is computed for the places that are asked
-for. A longer training goes on with the order of a shorter one. It is another order than Megatron's, whose
-shuffle needs all numbers in memory.
+for. A longer training goes on with the order of a shorter one. It is not Megatron's order, whose shuffle
+needs all numbers in memory.
 """
 
 from __future__ import annotations
@@ -18,15 +18,8 @@ from megazero.data.shuffle import permuted
 class ComputedOrder:
     """Numbers 0..size-1 in epochs, each permuted by itself; indexed by places like an array of int64.
 
-    Epoch e ends before number ((e + 1) * per_epoch - extra) // unit, so that documents are units of 1, and
-    samples units of some tokens that end `extra` tokens late.
-
-    Attributes:
-        key: determines the permutations, together with the epoch.
-        epochs: the number of epochs.
-        size: the numbers of all epochs.
-        per_epoch, unit, extra: see above.
-        ids: what the numbers of each epoch stand for; None for the numbers themselves.
+    Epoch e ends before number ((e + 1) * per_epoch - extra) // unit: documents are units of 1, samples of
+    some tokens. key: determines the permutations. ids: what the numbers of each epoch stand for.
     """
 
     key: str
@@ -37,24 +30,25 @@ class ComputedOrder:
     extra: int = 0
     ids: range | np.ndarray | None = None
 
+    def __len__(self) -> int:
+        return self.size
+
     def __getitem__(self, places: int | slice | np.ndarray) -> np.ndarray:
         if isinstance(places, slice):
             places = np.arange(*places.indices(self.size))
         places = np.asarray(places, dtype=np.int64)
-        numbers, epochs = np.empty_like(places), self.epochs_of(places)
+        numbers = np.empty_like(places)
+        epochs = ((places + 1) * self.unit + self.extra - 1) // self.per_epoch
+        epochs = np.minimum(epochs, self.epochs - 1)
         for epoch in np.unique(epochs).tolist():
-            chosen = epochs == epoch
-            first, end = self._border(epoch), self._border(epoch + 1)
-            numbers[chosen] = first + permuted(places[chosen] - first, end - first, f"{self.key} {epoch}")
+            inside, first = epochs == epoch, self._border(epoch)
+            count = self._border(epoch + 1) - first
+            numbers[inside] = first + permuted(places[inside] - first, count, f"{self.key} {epoch}")
         if self.ids is None:
             return numbers
         numbers %= len(self.ids)
-        return numbers + self.ids.start if isinstance(self.ids, range) else self.ids[numbers].astype(np.int64)
-
-    def epochs_of(self, places: np.ndarray) -> np.ndarray:
-        """The epoch of each place, int64 [n]."""
-        epochs = ((places + 1) * self.unit + self.extra - 1) // self.per_epoch
-        return np.minimum(epochs, self.epochs - 1)
+        chosen: np.ndarray = numbers + self.ids.start if isinstance(self.ids, range) else self.ids[numbers]
+        return chosen
 
     def _border(self, epoch: int) -> int:
         return max(0, (epoch * self.per_epoch - self.extra) // self.unit)

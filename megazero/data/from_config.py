@@ -21,8 +21,7 @@ from megazero.data.build import (
     build_datasets,
     default_cache,
 )
-from megazero.data.fim.dataset import InfilledDataset
-from megazero.data.fim.rearrange import Infill, infill_of
+from megazero.data.fim import infill_of
 from megazero.data.gpt_dataset import DocumentEnds, GPTDataset, GPTSettings
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.mock import MockGPTDataset
@@ -59,13 +58,12 @@ class GPTBuilder:
 
     pack: build samples of whole documents by best-fit packing, instead of documents laid end to end.
     prepared: paths of the .npy files with the training split's document, sample and shuffle index; None to
-    build them. infill: fill-in-the-middle, if documents are rearranged for it.
+    build them.
     """
 
     settings: GPTSettings
     pack: bool = False
     prepared: tuple[str, str, str] | None = None
-    infill: Infill | None = None
     unit = "sequences"
 
     def units(self, indexed: IndexedDataset) -> int:
@@ -73,14 +71,11 @@ class GPTBuilder:
 
     def build(
         self, indexed: IndexedDataset, units: range, num_samples: int | None, name: str, epochs: int | None
-    ) -> GPTDataset | PackedDataset | InfilledDataset:
-        prepared = self.prepared if name == SPLIT_NAMES[0] else None
-        plain: GPTDataset | PackedDataset
-        if self.pack:
-            plain = PackedDataset(indexed, units, num_samples, self.settings, name, epochs)
-        else:
-            plain = GPTDataset(indexed, units, num_samples, self.settings, name, epochs, prepared)
-        return plain if self.infill is None else InfilledDataset(plain, self.infill)
+    ) -> GPTDataset | PackedDataset:
+        if self.prepared is not None and name == SPLIT_NAMES[0]:
+            return GPTDataset(indexed, units, num_samples, self.settings, name, epochs, self.prepared)
+        kind = PackedDataset if self.pack else GPTDataset
+        return kind(indexed, units, num_samples, self.settings, name, epochs)
 
     def mock(self, num_samples: int, name: str) -> MockGPTDataset:
         return MockGPTDataset(num_samples, self.settings, name)
@@ -149,15 +144,12 @@ def gpt_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Da
         vocab_size=vocabulary.size,
         ends=DocumentEnds(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss),
         index_memory_gib=data.index_memory_gib,
+        infill=infill_of(config, vocabulary.size, vocabulary.eod, vocabulary.tokenizer),
     )
     document, sample = data.train_doc_idx_path, data.train_sample_idx_path
     shuffle = data.train_shuffle_idx_path
     prepared = (document, sample, shuffle) if document and sample and shuffle else None
-    infill = None
-    if config.fim.fim_data:
-        seed = config.training.seed
-        infill = infill_of(config.fim, seed, vocabulary.size, vocabulary.eod, vocabulary.tokenizer)
-    return build_datasets(_request(config, GPTBuilder(settings, packed, prepared, infill), sizes))
+    return build_datasets(_request(config, GPTBuilder(settings, packed, prepared), sizes))
 
 
 def bert_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Datasets:

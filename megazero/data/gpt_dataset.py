@@ -18,14 +18,14 @@ import numpy as np
 
 from megazero.data.blended import SampleDataset
 from megazero.data.build_report import BuildReport
-from megazero.data.cache import Parts, cached_arrays
+from megazero.data.cache import cached_arrays
 from megazero.data.computed_order import ComputedOrder
+from megazero.data.fim import Infill, Pieces
 from megazero.data.index_build import (
     GPTIndex,
     SamplePlan,
     build_gpt_index,
     build_seconds,
-    computed_orders,
     gather_reference,
     plan_samples,
     shuffled_bytes,
@@ -70,7 +70,7 @@ class GPTSettings:
     the index cache, None for no cache. vocab_size: ids at or above it are an error; None turns the check off.
     add_extra_token: samples read T + 1 tokens, so that the last label is known; without it, samples do not
     overlap and the last label is masked. index_memory_gib: the most memory in which documents and samples are
-    shuffled, in GiB; where they need more, their orders are computed.
+    shuffled, in GiB; where they need more, their orders are computed. infill: fill-in-the-middle.
     """
 
     sequence_length: int
@@ -80,6 +80,7 @@ class GPTSettings:
     ends: DocumentEnds = DocumentEnds()
     add_extra_token: bool = True
     index_memory_gib: float = 64.0
+    infill: Infill | None = None
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
@@ -88,21 +89,6 @@ class GPTSettings:
     @property
     def extra(self) -> int:
         return int(self.add_extra_token)
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """The pieces of sequences that samples consist of, [n] each, sample after sample.
-
-    firsts: the first piece of each sample, [b]; sequences: their numbers; begins, ends: in tokens, with the
-    last label; turns: tells the times that a sequence is read from each other.
-    """
-
-    firsts: np.ndarray
-    sequences: np.ndarray
-    begins: np.ndarray
-    ends: np.ndarray
-    turns: np.ndarray
 
 
 class GPTDataset(SampleDataset):
@@ -115,7 +101,6 @@ class GPTDataset(SampleDataset):
     """
 
     padding_share = 0.0  # every sample is full
-    labels_cross = True  # the last label of a document is the first token of the next one
 
     def __init__(
         self,
@@ -135,7 +120,8 @@ class GPTDataset(SampleDataset):
         if prepared is not None:
             self.index, epochs = prepared_index(prepared, len(sequence_ids), indexed.prefix)
             self.plan = self._plan(None, epochs)
-            check_prepared(self._fault(vars(self.index)), len(self), num_samples, indexed.prefix)
+            fault = gpt_index_fault(self.index, indexed.lengths, sequence_ids, self.plan)
+            check_prepared(fault, len(self), num_samples, indexed.prefix)
         else:
             self.plan = self._plan(num_samples, epochs)
             self.index = self._cached_index()
@@ -146,8 +132,11 @@ class GPTDataset(SampleDataset):
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples `indices` stacked, [b, T]. IndexError past the end, DataError for unknown token ids."""
         indices = check_sample_numbers(indices, len(self), f"the {self.name} split of {self.indexed.prefix}")
-        tokens, labels = self._gather(indices)
-        return finish_batch(tokens, labels, self.settings)
+        batch, infill = finish_batch(*self._gather(indices), self.settings), self.settings.infill
+        if infill is not None:
+            numbers = self.index.shuffle_index[indices].astype(np.int64)
+            infill.rewrite(batch, self.indexed, self._pieces(numbers), end_to_end=True)
+        return batch
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -156,9 +145,8 @@ class GPTDataset(SampleDataset):
             return self.indexed.guard.notes
         return (
             *self.indexed.guard.notes,
-            f"the {self.name} split of {self.indexed.prefix} has an order that is computed and is not "
-            f"Megatron's, which would take {self._shuffled_gib:.4g} GiB, more than --index-memory-gib "
-            f"{self.settings.index_memory_gib:g}.",
+            f"the {self.name} split of {self.indexed.prefix} has a computed order: Megatron's would take "
+            f"more memory than --index-memory-gib {self.settings.index_memory_gib:g}.",
         )
 
     def whereabouts(self, number: int) -> str:
@@ -170,7 +158,13 @@ class GPTDataset(SampleDataset):
 
     @property
     def description(self) -> dict[str, object]:
-        """Everything that the samples and their order depend on, as JSON; the key of the index cache."""
+        """Everything that the samples and their order depend on, as JSON."""
+        infill = self.settings.infill
+        return {**self._index_description, **({} if infill is None else {"infill": infill.description})}
+
+    @property
+    def _index_description(self) -> dict[str, object]:
+        """Everything that the index depends on, as JSON: the key of the index cache."""
         plan = self.plan
         return {
             "kind": "gpt",
@@ -205,42 +199,41 @@ class GPTDataset(SampleDataset):
 
     @property
     def is_computed(self) -> bool:
-        """Whether the order is computed, as Megatron's needs more memory than the settings allow."""
-        return not self._is_prepared and self._shuffled_gib > self.settings.index_memory_gib
-
-    @property
-    def _shuffled_gib(self) -> float:
-        return shuffled_bytes(self.plan, len(self._ids)) / 2**30
+        """Whether the order is computed, as Megatron's takes more memory than the settings allow."""
+        most = self.settings.index_memory_gib * 2**30
+        return not self._is_prepared and shuffled_bytes(self.plan, len(self._ids)) > most
 
     def _cached_index(self) -> GPTIndex:
-        settings, plan = self.settings, self.plan
-        orders: dict[str, ComputedOrder] = {}
+        settings, ids, plan, orders = self.settings, self._ids, self.plan, None
         if self.is_computed:
-            orders = computed_orders(self._ids, plan, settings.seed)
-        names = tuple(name for name in _INDEX_ARRAYS if name not in orders)
-        # The description hashes the dataset, which only a cache needs.
-        description = {} if settings.cache_dir is None else self.description
+            tokens, key = plan.tokens_per_epoch, settings.seed
+            orders = (
+                ComputedOrder(f"documents {key}", plan.epochs, plan.epochs * len(ids), len(ids), ids=ids),
+                ComputedOrder(
+                    f"samples {key}", plan.epochs, plan.samples, tokens, plan.sequence_length, plan.extra
+                ),
+            )
+        names = _INDEX_ARRAYS if orders is None else ("sample_index",)
 
-        def build() -> Parts:
-            return self._build(orders.get("document_index"))
+        def index_of(arrays: Mapping[str, np.ndarray]) -> GPTIndex:
+            documents, samples = orders or (arrays["document_index"], arrays["shuffle_index"])
+            return GPTIndex(documents, arrays["sample_index"], samples)
+
+        def build() -> dict[str, np.ndarray]:
+            what = f"index of the {self.name} split of {self.indexed.prefix}"
+            with BuildReport(what, plan.samples, seconds) as report:
+                index = build_gpt_index(
+                    self.indexed.lengths, ids, plan, settings.seed, orders, settings.cache_dir, report.step
+                )
+            return {name: array for name, array in vars(index).items() if name in names}
 
         def fault(arrays: Mapping[str, np.ndarray]) -> str | None:
-            return self._fault({**orders, **arrays})
+            return gpt_index_fault(index_of(arrays), self.indexed.lengths, ids, plan)
 
-        seconds = build_seconds(plan, len(self._ids))
-        arrays = cached_arrays(
-            settings.cache_dir, f"gpt-{self.name}", description, names, build, fault, seconds
-        )
-        return GPTIndex(**{**orders, **arrays})
-
-    def _build(self, computed: ComputedOrder | None) -> Parts:
-        plan, lengths = self.plan, self.indexed.lengths
-        what = f"index of the {self.name} split of {self.indexed.prefix}"
-        with BuildReport(what, plan.samples, build_seconds(plan, len(self._ids))) as report:
-            yield from build_gpt_index(lengths, self._ids, plan, self.settings.seed, report, computed)
-
-    def _fault(self, arrays: Mapping[str, np.ndarray | ComputedOrder]) -> str | None:
-        return gpt_index_fault(GPTIndex(**arrays), self.indexed.lengths, self._ids, self.plan)
+        # The description hashes the dataset, which only a cache needs.
+        description = {} if settings.cache_dir is None else self._index_description
+        name, seconds = f"gpt-{self.name}", build_seconds(plan, len(ids))
+        return index_of(cached_arrays(settings.cache_dir, name, description, names, build, fault, seconds))
 
     def _gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         numbers = self.index.shuffle_index[indices].astype(np.int64)
@@ -249,8 +242,7 @@ class GPTDataset(SampleDataset):
         self.indexed.guard.before_use(lambda: self._spans(numbers))
         documents = self.index.document_index
         if isinstance(documents, ComputedOrder):
-            pieces = self._pieces(numbers)
-            documents, starts[:, 0] = pieces.sequences, pieces.firsts
+            starts[:, 0], documents, *_ = self._pieces(numbers)
         tables = (self.indexed.lengths, self.indexed.offsets, documents)
         if NATIVE is None:
             gathered = gather_reference(self.indexed.tokens, tables, starts, length, extra)
@@ -262,27 +254,28 @@ class GPTDataset(SampleDataset):
             refuse_ids(indices, (tokens, labels), limit, f"the {self.name} split of {self.indexed.prefix}")
         return tokens, labels
 
-    def pieces(self, indices: np.ndarray) -> Pieces:
-        """The pieces of sequences in the samples `indices`, int64 [b]."""
-        return self._pieces(self.index.shuffle_index[indices].astype(np.int64))
-
     def _pieces(self, numbers: np.ndarray) -> Pieces:
+        """The pieces of sequences in some samples, [n] each, sample after sample.
+
+        numbers: int64 [b], places in the sample index. Returns the first piece of each sample, [b]; the
+        sequences, begins and ends (with the last label) of the pieces, and their places in the order.
+        """
         starts = self.index.sample_index[numbers].astype(np.int64)  # [b, 2]: place in `documents`, token
         stops = self.index.sample_index[numbers + 1].astype(np.int64)
         counts = stops[:, 0] - starts[:, 0] + 1
-        firsts = np.cumsum(counts) - counts  # the first piece of each sample
+        firsts = np.cumsum(counts) - counts
         places = np.arange(int(counts.sum())) + np.repeat(starts[:, 0] - firsts, counts)
         sequences = self.index.document_index[places]
         begins, ends = np.zeros(places.size, dtype=np.int64), self.indexed.lengths[sequences].astype(np.int64)
         begins[firsts] = starts[:, 1]
         ends[firsts + counts - 1] = stops[:, 1] + self.plan.extra
-        return Pieces(firsts, sequences, begins, ends, places)
+        return firsts, sequences, begins, ends, places
 
     def _spans(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """First byte and end in the `.bin`, int64 [n] each, of the pieces of some samples."""
-        pieces, size = self._pieces(numbers), self.indexed.dtype.itemsize
-        offsets = self.indexed.offsets[pieces.sequences]
-        return offsets + pieces.begins * size, offsets + pieces.ends * size
+        _, sequences, begins, ends, _ = self._pieces(numbers)
+        offsets, size = self.indexed.offsets[sequences], self.indexed.dtype.itemsize
+        return offsets + begins * size, offsets + ends * size
 
 
 def refuse_ids(indices: np.ndarray, texts: Sequence[np.ndarray], limit: int | None, where: str) -> None:

@@ -4,22 +4,21 @@ A GPT sample is `sequence_length` + 1 consecutive tokens of the shuffled documen
 consecutive samples share one token. Three arrays define the samples: the *document index* (epochs of shuffled
 sequence numbers), the *sample index* (where in these sequences sample k begins) and the *shuffle index* (the
 order in which samples are drawn). The construction, its use of one `numpy.random.RandomState` and the 80%
-rule for the last epoch are Megatron-Core's, so a seed gives the same order of samples as there. The document
-and the shuffle index are shuffled in memory; where they are too large for that, both orders are computed
-instead (`computed_order`). The sample index is a walk over the documents, block by block, and is never held.
+rule for the last epoch are Megatron-Core's, so a seed gives the same order of samples as there. What is too
+large to be shuffled in memory has a `ComputedOrder` instead. The sample index goes to a file block by block.
 
 Each builder has a `*_reference` twin in numpy; the compiled builder (csrc/data) is used if it is built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from megazero.data.build_report import BuildReport
-from megazero.data.cache import Parts, Streamed
 from megazero.data.computed_order import ComputedOrder
 from megazero.data.native import NATIVE
 from megazero.errors import DataError
@@ -103,19 +102,9 @@ def build_seconds(plan: SamplePlan, sequences: int) -> float:
 
 
 def shuffled_bytes(plan: SamplePlan, sequences: int) -> int:
-    """The memory that `build_gpt_index` takes to shuffle documents and samples."""
+    """The memory in which `build_gpt_index` shuffles sequences and samples."""
     wide = 8 if sequences * plan.epochs > np.iinfo(np.int32).max else 4
     return wide * ((plan.epochs + 1) * sequences + plan.samples)
-
-
-def computed_orders(
-    sequence_ids: range | np.ndarray, plan: SamplePlan, seed: int
-) -> dict[str, ComputedOrder]:
-    """The document index and the shuffle index without arrays; every epoch has an order of its own."""
-    count, tokens, length = len(sequence_ids), plan.tokens_per_epoch, plan.sequence_length
-    documents = ComputedOrder(f"documents {seed}", plan.epochs, plan.epochs * count, count, ids=sequence_ids)
-    samples = ComputedOrder(f"samples {seed}", plan.epochs, plan.samples, tokens, length, plan.extra)
-    return {"document_index": documents, "shuffle_index": samples}
 
 
 def build_gpt_index(
@@ -123,16 +112,18 @@ def build_gpt_index(
     sequence_ids: range | np.ndarray,
     plan: SamplePlan,
     seed: int,
-    report: BuildReport,
-    computed: ComputedOrder | None = None,
-) -> Parts:
-    """Build the arrays of a split, one by one; of the sample index, blocks.
+    orders: tuple[ComputedOrder, ComputedOrder] | None = None,
+    folder: str | Path | None = None,
+    step: Callable[[str], None] = lambda what: None,
+) -> GPTIndex:
+    """Build the three arrays of a split.
 
     lengths: int32 [S], of the whole dataset; sequence_ids: int [n], of the split, with
-    `plan.tokens_per_epoch` tokens in all; computed: the order of the documents, if neither that nor the order
-    of the samples is an array. Raises DataError if the index is too large for any memory.
+    `plan.tokens_per_epoch` tokens in all; orders: of sequences and samples, if they are computed; folder: for
+    a temporary file with the sample index, None for memory; step: is called with the name of each step.
+    Raises DataError if the index is too large for any memory.
     """
-    size = 8 * plan.samples + (0 if computed else shuffled_bytes(plan, len(sequence_ids)))
+    size = 8 * plan.samples + (shuffled_bytes(plan, len(sequence_ids)) if orders is None else 0)
     if size > _MOST_INDEX_BYTES:
         raise DataError(
             f"the samples must fit into memory as an index, but {plan.samples:,} samples over "
@@ -140,21 +131,14 @@ def build_gpt_index(
             "often."
         )
     random = np.random.RandomState(seed)
-    documents: np.ndarray | ComputedOrder
-    if computed is not None:
-        documents = computed
-    else:
-        report.step("the order of the sequences, step 1 of 3")
-        documents = build_document_index(sequence_ids, plan, random)
-        yield "document_index", documents
-    report.step("where each sample begins" + ("" if computed else ", step 2 of 3"))
-    rows = sample_rows(lengths, documents, plan.sequence_length, plan.samples, plan.extra)
-    dtype = np.dtype(np.int32 if documents.size <= np.iinfo(np.int32).max else np.int64)
-    blocks = report.over((block.astype(dtype) for block in rows), -(-documents.size // _WALK_BLOCK))
-    yield "sample_index", Streamed((plan.samples + 1, 2), dtype, blocks)
-    if computed is None:
-        report.step("the order of the samples, step 3 of 3")
-        yield "shuffle_index", build_shuffle_index(plan, random)
+    step("the order of the sequences, step 1 of 3")
+    document_index = build_document_index(sequence_ids, plan, random) if orders is None else orders[0]
+    step("where each sample begins, step 2 of 3")
+    length = plan.sequence_length
+    sample_index = build_sample_index(lengths, document_index, length, plan.samples, plan.extra, folder)
+    step("the order of the samples, step 3 of 3")
+    shuffle_index = build_shuffle_index(plan, random) if orders is None else orders[1]
+    return GPTIndex(document_index, sample_index, shuffle_index)
 
 
 def build_document_index(
@@ -164,14 +148,14 @@ def build_document_index(
 
     The last epoch is shuffled by itself if the plan says so.
     """
+    most = np.iinfo(np.int32).max
     if isinstance(sequence_ids, range):
-        narrow = sequence_ids.stop <= np.iinfo(np.int32).max
-        ids = np.arange(sequence_ids.start, sequence_ids.stop, dtype=np.int32 if narrow else np.int64)
+        dtype = np.int32 if sequence_ids.stop <= most else np.int64
+        ids = np.arange(sequence_ids.start, sequence_ids.stop, dtype=dtype)
     else:
-        narrow = int(sequence_ids.max(initial=0)) <= np.iinfo(np.int32).max
-        ids = sequence_ids.astype(np.int32 if narrow else np.int64)
+        ids = sequence_ids.astype(np.int32 if sequence_ids.max(initial=0) <= most else np.int64)
     index = np.tile(ids, plan.epochs)
-    last = (plan.epochs - 1 if plan.separate_last else plan.epochs) * len(sequence_ids)
+    last = (plan.epochs - 1 if plan.separate_last else plan.epochs) * ids.size
     random.shuffle(index[:last])
     if plan.separate_last:
         random.shuffle(index[last:])
@@ -190,33 +174,50 @@ def build_shuffle_index(plan: SamplePlan, random: np.random.RandomState) -> np.n
 
 
 def build_sample_index(
-    lengths: np.ndarray, document_index: np.ndarray, sequence_length: int, samples: int, extra: int = 1
-) -> np.ndarray:
-    """Build all rows of `sample_rows`, [samples + 1, 2]: int32 if every position fits, else int64."""
-    rows = np.concatenate([*sample_rows(lengths, document_index, sequence_length, samples, extra)])
-    return rows.astype(np.int32) if document_index.size <= np.iinfo(np.int32).max else rows
-
-
-def sample_rows(
     lengths: np.ndarray,
     document_index: np.ndarray | ComputedOrder,
     sequence_length: int,
     samples: int,
     extra: int = 1,
-) -> Iterator[np.ndarray]:
-    """Walk over the documents and yield rows (position in document_index, offset), int64 [n, 2].
+    folder: str | Path | None = None,
+) -> np.ndarray:
+    """Build the rows (position in document_index, offset), [samples + 1, 2].
 
-    Row k of all is the first token of sample k and, with `extra`, the last token of sample k - 1. Raises
-    DataError if the documents hold too few tokens.
+    Row k is the first token of sample k and, with `extra`, the last token of sample k - 1. The dtype is int32
+    if every position fits, else int64. With a `folder` that can be written, the rows are a map of a nameless
+    file there. Raises DataError if the documents hold too few tokens.
     """
+    dtype = np.int32 if len(document_index) <= np.iinfo(np.int32).max else np.int64
+    rows = _sample_rows(lengths, document_index, sequence_length, samples, extra)
+    if folder is None:
+        return np.concatenate([block.astype(dtype) for block in rows])
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            for block in rows:
+                file.write(block.astype(dtype).data)
+            file.flush()
+            return np.memmap(file, dtype, "r", shape=(samples + 1, 2)).view(np.ndarray)
+    except OSError:
+        return build_sample_index(lengths, document_index, sequence_length, samples, extra)
+
+
+def _sample_rows(
+    lengths: np.ndarray,
+    documents: np.ndarray | ComputedOrder,
+    sequence_length: int,
+    samples: int,
+    extra: int,
+) -> Iterator[np.ndarray]:
+    """Yield the rows of the sample index, int64 [n, 2], after each block of documents."""
+    yield np.zeros((1, 2), dtype=np.int64)
     walk, rows_of = (0, 0, 1), sample_rows_reference if NATIVE is None else NATIVE.sample_rows
-    for begin in range(0, document_index.size, _WALK_BLOCK):
-        block = document_index[begin : begin + _WALK_BLOCK]
+    for begin in range(0, len(documents), _WALK_BLOCK):
+        block = documents[begin : begin + _WALK_BLOCK]
         try:
             rows, walk = rows_of(lengths, block, sequence_length, extra, samples, walk)
         except IndexError as error:
             raise _too_few_tokens(str(error), samples, sequence_length, extra) from error
-        yield rows if begin else np.concatenate([np.zeros((1, 2), dtype=np.int64), rows])
+        yield rows
         if walk[2] > samples:
             return
     if walk[2] <= samples:
@@ -233,18 +234,16 @@ def sample_rows_reference(
 ) -> tuple[np.ndarray, tuple[int, int, int]]:
     """The reference of the compiled walk, by prefix sums: sample k - 1 ends with token kT + extra - 1.
 
-    documents: a block of the document index; walk: the tokens and the documents before it, and the number of
-    the next row. Returns the block's rows, int64 [n, 2], and the walk after it.
+    documents: a block of them; walk: the tokens and documents before it, and the number of the next row.
+    Returns the block's rows, and the walk after it.
     """
-    tokens, position, row = walk
     sizes = np.asarray(lengths)[documents].astype(np.int64)
-    ends = np.cumsum(sizes) + tokens
-    tokens = int(ends[-1])
-    after = max(row, min(samples, (tokens - extra) // sequence_length) + 1)
-    firsts = np.arange(row, after, dtype=np.int64) * sequence_length
+    ends = np.cumsum(sizes) + walk[0]
+    after = max(walk[2], min(samples, (int(ends[-1]) - extra) // sequence_length) + 1)
+    firsts = np.arange(walk[2], after, dtype=np.int64) * sequence_length
     places = np.searchsorted(ends, firsts + extra, side="left")
-    rows = np.stack([position + places, firsts - (ends[places] - sizes[places])], axis=1)
-    return rows, (tokens, position + len(documents), after)
+    rows = np.stack([walk[1] + places, firsts - (ends[places] - sizes[places])], axis=1)
+    return rows, (int(ends[-1]), walk[1] + len(documents), after)
 
 
 def _too_few_tokens(reason: str, samples: int, sequence_length: int, extra: int) -> DataError:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from typing import TypeVar
 
 import numpy as np
 
+from megazero.data.native import NATIVE
+
 _ROUNDS = 16  # with fewer, the order of about ten samples can be told from a random one
 _MASK = (1 << 64) - 1
-_BLOCK = 1 << 15  # places at once, few enough for their numbers to stay in the CPU's cache
-_Number = TypeVar("_Number", int, np.ndarray)
 
 
 def cyclic_sample(position: int, num_samples: int, seed: int) -> int:
@@ -28,34 +27,34 @@ def cyclic_sample(position: int, num_samples: int, seed: int) -> int:
     order of its own.
     """
     epoch, place = divmod(position, num_samples)
-    keys = _keys(f"{seed} {epoch}")
-    bits = max(1, (num_samples - 1).bit_length())
-    sample = _network(place, bits, keys)
-    while sample >= num_samples:
-        sample = _network(sample, bits, keys)
-    return sample
+    return _permuted(place, num_samples, _keys(f"{seed} {epoch}"))
 
 
 def permuted(places: np.ndarray, count: int, key: str) -> np.ndarray:
-    """The numbers at `places`, int64 [n], of a permutation of 0..count-1; int64 [n].
+    """The numbers at some places, int64 [n], of the permutation of 0..count-1 that `key` names, int64 [n].
 
-    `cyclic_sample` is the permutation of the key "SEED EPOCH".
+    Epochs of `cyclic_sample` have the keys "SEED EPOCH".
     """
-    keys, bits = _keys(key), max(1, (count - 1).bit_length())
-    numbers = places.astype(np.uint64)
-    for begin in range(0, numbers.size, _BLOCK):
-        block = numbers[begin : begin + _BLOCK]
-        block[:] = _network(block, bits, keys)
-        while (outside := np.flatnonzero(block >= count)).size:
-            block[outside] = _network(block[outside], bits, keys)
-    return numbers.astype(np.int64)
+    keys = _keys(key)
+    if NATIVE is None:
+        return np.array([_permuted(place, count, keys) for place in places.tolist()], dtype=np.int64)
+    numbers: np.ndarray = NATIVE.permuted(places, count, keys)
+    return numbers
 
 
 def _keys(text: str) -> tuple[int, ...]:
     return struct.unpack(f"<{_ROUNDS}Q", hashlib.shake_128(text.encode()).digest(8 * _ROUNDS))
 
 
-def _network(value: _Number, bits: int, keys: tuple[int, ...]) -> _Number:
+def _permuted(place: int, count: int, keys: tuple[int, ...]) -> int:
+    bits = max(1, (count - 1).bit_length())
+    number = _network(place, bits, keys)
+    while number >= count:
+        number = _network(number, bits, keys)
+    return number
+
+
+def _network(value: int, bits: int, keys: tuple[int, ...]) -> int:
     """Permute the numbers of `bits` bits: each round xors one half with a hash of the other half."""
     width = bits - bits // 2  # of the low half; it has one bit more if `bits` is odd
     low_mask, high_mask = (1 << width) - 1, (1 << bits // 2) - 1
@@ -66,7 +65,7 @@ def _network(value: _Number, bits: int, keys: tuple[int, ...]) -> _Number:
     return high << width | low
 
 
-def _mixed(value: _Number, key: int) -> _Number:
+def _mixed(value: int, key: int) -> int:
     """Hash `value` to 64 bits by the output function of SplitMix64 (Steele, Lea & Flood 2014)."""
     mixed = (value * 0x9E3779B97F4A7C15 + key) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

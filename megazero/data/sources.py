@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from os.path import abspath
+from typing import Any
 
 from megazero.data.blended import BlendedDataset, SampleDataset
 from megazero.data.indexed.reader import IndexedDataset, file_hashes
 
 
-def parts(dataset: SampleDataset) -> Iterator[SampleDataset]:
-    """The datasets that a built dataset is a blend of, or itself."""
-    blended: Sequence[SampleDataset] = getattr(dataset, "datasets", ())
-    for part in blended:
-        yield from parts(part)
-    if not blended:
-        yield dataset
-
-
 def sources(dataset: SampleDataset) -> Iterator[IndexedDataset]:
     """The indexed datasets inside a built dataset; mock data has none."""
-    for part in parts(dataset):
-        indexed = getattr(part, "indexed", None)
-        if indexed is not None:
-            yield indexed
+    for part in getattr(dataset, "datasets", ()):
+        yield from sources(part)
+    indexed = getattr(dataset, "indexed", None)
+    if indexed is not None:
+        yield indexed
 
 
 def changed_files(dataset: SampleDataset) -> list[str]:
@@ -41,15 +34,15 @@ def contents(dataset: SampleDataset) -> list[dict[str, str | int | None]]:
     `named` is how often a blend names the dataset; older checkpoints lack it, and mixed the dataset with
     itself. `order` is "computed" where it is not Megatron's.
     """
+    parts: Sequence[Any] = getattr(dataset, "datasets", (dataset,))
+    computed = {abspath(part.indexed.prefix) for part in parts if getattr(part, "is_computed", False)}
     by_prefix = {abspath(indexed.prefix): indexed for indexed in sources(dataset)}
     named = dict.fromkeys(by_prefix, 1)
     if isinstance(dataset, BlendedDataset):
         for part, times in zip(dataset.datasets, dataset.mentions, strict=True):
             for indexed in sources(part):
                 named[abspath(indexed.prefix)] = max(times, named[abspath(indexed.prefix)])
-    computed = [part for part in parts(dataset) if getattr(part, "is_computed", False)]
-    orders = {abspath(indexed.prefix): "computed" for part in computed for indexed in sources(part)}
     return [
-        {"prefix": p, **file_hashes(indexed), "named": named[p], "order": orders.get(p)}
-        for p, indexed in by_prefix.items()
+        {"prefix": p, **file_hashes(i), "named": named[p], "order": "computed" if p in computed else None}
+        for p, i in by_prefix.items()
     ]

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 
 from megazero.data import index_build
-from megazero.data.build_report import BuildReport
-from megazero.data.cache import Streamed
 from megazero.data.index_build import (
     blending_index_reference,
     build_blending_index,
@@ -14,7 +12,6 @@ from megazero.data.index_build import (
     build_sample_index,
     normalized,
     plan_samples,
-    sample_rows,
 )
 from megazero.data.native import NATIVE
 from megazero.errors import DataError
@@ -46,20 +43,12 @@ def test_golden_index(case, native, monkeypatch):
     wanted, seed, epochs, separate, documents, samples, shuffle = case
     plan = plan_samples(18, 4, wanted)
     assert (plan.epochs, plan.separate_last) == (epochs, separate)
-    index = built(LENGTHS, range(5), plan, seed)
-    assert {name: array.tolist() for name, array in index.items()} == {
-        "document_index": documents,
-        "sample_index": samples,
-        "shuffle_index": shuffle,
-    }
-    assert [array.dtype for array in index.values()] == [np.int32, np.int32, np.uint32]
-
-
-def built(lengths, ids, plan, seed, computed=None) -> dict[str, np.ndarray]:
-    parts = build_gpt_index(lengths, ids, plan, seed, BuildReport("index", 0, 0), computed)
-    return {
-        name: np.concatenate([*part.blocks]) if isinstance(part, Streamed) else part for name, part in parts
-    }
+    index = build_gpt_index(LENGTHS, range(5), plan, seed)
+    assert index.document_index.tolist() == documents
+    assert index.sample_index.tolist() == samples
+    assert index.shuffle_index.tolist() == shuffle
+    dtypes = (index.document_index.dtype, index.sample_index.dtype, index.shuffle_index.dtype)
+    assert dtypes == (np.int32, np.int32, np.uint32)
 
 
 def in_memory(lengths, documents, length, samples, extra=1) -> np.ndarray:
@@ -96,10 +85,15 @@ def test_a_walk_in_blocks_equals_prefix_sums_of_everything(native, monkeypatch):
         np.testing.assert_array_equal(rows, expected)
 
 
-def test_a_walk_reads_no_further_than_its_last_sample(monkeypatch):
-    monkeypatch.setattr(index_build, "_WALK_BLOCK", 1)
-    blocks = [*sample_rows(LENGTHS, np.array([0, 1, 2, 10**6], dtype=np.int32), 4, 3)]
-    assert np.concatenate(blocks).tolist() == [[0, 0], [0, 4], [2, 0], [2, 4]]
+def test_rows_in_a_file_are_those_in_memory_and_the_file_has_no_name(tmp_path):
+    documents = np.array([2, 0, 1, 2], dtype=np.int32)
+    rows = build_sample_index(LENGTHS, documents, 4, 5, 1, tmp_path)
+    np.testing.assert_array_equal(rows, in_memory(LENGTHS, documents, 4, 5))
+    assert not rows.flags.writeable
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    again = build_sample_index(LENGTHS, documents, 4, 5, 1, tmp_path / "file")
+    np.testing.assert_array_equal(again, rows)
 
 
 def test_sample_rows_cut_the_stream_every_sequence_length():

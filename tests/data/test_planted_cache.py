@@ -39,10 +39,10 @@ def plant(cache: Path, change: Change) -> None:
 
 def check(make: Callable[[Path], dict[str, np.ndarray]], cache: Path, change: Change, reason: str) -> None:
     """A planted entry is rebuilt with a note, into what was there before; a sound one is used silently."""
-    built = {name: array.copy() for name, array in make(cache).items()}  # those are maps of the files
+    built = make(cache)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loaded = {name: array.copy() for name, array in make(cache).items()}
+        loaded = {name: array.copy() for name, array in make(cache).items()}  # those are maps of the files
     plant(cache, change)
     with pytest.warns(UserWarning, match=rf"checksums are right, but .*{reason}.*; it is rebuilt"):
         again = make(cache)

@@ -16,7 +16,7 @@ import numpy as np
 from megazero.data.blended import SampleDataset
 from megazero.data.build_report import BuildReport
 from megazero.data.cache import cached_arrays
-from megazero.data.gpt_dataset import GPTSettings, Pieces, chosen_sequences, refuse_ids
+from megazero.data.gpt_dataset import GPTSettings, chosen_sequences, refuse_ids
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.packed.packing import Packing, PackingFacts, pack, packing_fault
 from megazero.data.range_checks import check_sample_numbers
@@ -39,8 +39,6 @@ class PackedDataset(SampleDataset):
     many epochs as that takes (None: one epoch); epochs: exactly this many epochs instead. name: the split's
     name. Raises DataError if the split holds no token, or if documents are split into sentences.
     """
-
-    labels_cross = False
 
     def __init__(
         self,
@@ -88,13 +86,20 @@ class PackedDataset(SampleDataset):
         position_ids[:] = np.arange(shape[1])
         if ends.reset_position_ids:
             position_ids.flat[text.places] -= text.document_starts
-        return {
+        batch: dict[str, np.ndarray] = {
             "tokens": tokens,
             "labels": labels,
             "loss_mask": loss_mask,
             "position_ids": position_ids,
             "document_ids": document_ids,
         }
+        if self.settings.infill is not None:
+            documents, begins, counts = self._pieces(indices)
+            stops = begins + np.minimum(self.indexed.lengths[documents] - begins, shape[1] + 1)
+            epochs = np.repeat(indices // self.packing.sequences, counts)
+            pieces = _exclusive_sum(counts), documents, begins, stops, epochs
+            self.settings.infill.rewrite(batch, self.indexed, pieces, end_to_end=False)
+        return batch
 
     def whereabouts(self, number: int) -> str:
         """Where the text of a sample lies: its documents, and where a document is cut."""
@@ -122,7 +127,9 @@ class PackedDataset(SampleDataset):
     @property
     def description(self) -> dict[str, object]:
         """Everything that the samples and their order depend on, as JSON."""
-        return {**self._packing_description, "samples": len(self)}
+        infill = self.settings.infill
+        filled = {} if infill is None else {"infill": infill.description}
+        return {**self._packing_description, "samples": len(self), **filled}
 
     @property
     def _packing_description(self) -> dict[str, object]:
@@ -174,14 +181,6 @@ class PackedDataset(SampleDataset):
         counts = self.packing.firsts[sequences + 1] - firsts
         pieces = np.arange(int(counts.sum())) + np.repeat(firsts - _exclusive_sum(counts), counts)
         return self.packing.documents[pieces], self.packing.offsets[pieces].astype(np.int64), counts
-
-    def pieces(self, indices: np.ndarray) -> Pieces:
-        """The pieces of documents in the samples `indices`, int64 [b]."""
-        documents, begins, counts = self._pieces(indices)
-        rests = self.indexed.lengths[documents] - begins
-        ends = begins + np.minimum(rests, self.settings.sequence_length + 1)
-        turns = np.repeat(indices // self.packing.sequences, counts)
-        return Pieces(_exclusive_sum(counts), documents, begins, ends, turns)
 
     def _text(self, indices: np.ndarray) -> _Text:
         # Arrays of pieces are [p], those of tokens [n].

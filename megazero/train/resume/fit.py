@@ -198,7 +198,13 @@ def compare_data(
             f"`{'`, `'.join(changed)}` must hold what the checkpoint was trained on, but was changed since; "
             "put it back, give other data under another path, or go on with --no-verify-data"
         )
-    _check_orders([(known[data.prefix], data) for data in now if data.prefix in same])
+    moved = [data for data in now if data.prefix in same and data.order != known[data.prefix].order]
+    if moved:
+        more, was = ("more", "shuffled") if moved[0].order else ("less", "computed")
+        raise DataError(
+            f"`--index-memory-gib` must leave {moved[0].prefix} in the order of the checkpoint, which was "
+            f"{was}, but it is another now; give {more}"
+        )
     twice = [
         data.prefix for data in now if data.named != 1 and any(record.named is None for record in before)
     ]
@@ -221,18 +227,6 @@ def compare_data(
             remarks.append(f"{data.prefix} is trained on from here, and was not before the checkpoint")
     remarks += [f"{data.prefix} was trained on before the checkpoint, and is no longer" for data in left]
     return tuple(remarks)
-
-
-def _check_orders(pairs: Sequence[tuple[DataFacts, DataFacts]]) -> None:
-    """Refuse a memory for the index by which data get another order than they had: (before, now) of each."""
-    for before, now in pairs:
-        if before.order != now.order:
-            orders = {None: "shuffled in memory", "computed": "computed"}
-            raise DataError(
-                f"`--index-memory-gib` must leave {now.prefix} in the order of the checkpoint, which was "
-                f"{orders.get(before.order, before.order)}, but it is {orders.get(now.order, now.order)} "
-                f"now; give {'more' if before.order is None else 'less'}."
-            )
 
 
 def _differing(before: DataFacts, now: DataFacts) -> list[str]:
