@@ -58,7 +58,7 @@ class Infill:
         fragment_rate = self.settings.fim_fragment_rate
         for begin, end in _between(document, self.eod):
             draw, part = next(draws), document[begin:end]
-            if draw[0] >= rate * _WORD:
+            if begin == end or draw[0] >= rate * _WORD:
                 continue
             fragments = [(begin, end, draw)]
             if self.split is not None and (part == self.split).any():
