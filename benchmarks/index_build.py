@@ -4,7 +4,8 @@
 
 For each number of tokens, and for both orders (shuffled in memory as Megatron's, and computed), a process
 builds the index into a cache and another one loads it. Prints a JSON line for each: seconds, those of the
-processor (opening the files included), samples read per second of the processor, the peak of resident memory (pages of mapped files included), and the size of the cache.
+processor (opening the files included), samples read per second of the processor, the peak of resident memory
+(pages of mapped files included), and the size of the cache.
 """
 
 from __future__ import annotations

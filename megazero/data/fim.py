@@ -49,7 +49,7 @@ class Infill:
 
     @property
     def description(self) -> dict[str, object]:
-        """What the documents depend on, as JSON."""
+        """Everything that the rearrangement depends on, as JSON."""
         return {**self.settings.model_dump(), "seed": self.seed, "ids": [*self.marks, self.eod, self.split]}
 
     def rearranged(self, document: np.ndarray, number: int, turn: int) -> np.ndarray:

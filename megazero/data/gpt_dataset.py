@@ -46,6 +46,7 @@ class DocumentEnds:
 
     eod_token: the id that ends a document. reset_position_ids: positions restart at 0 after it;
     reset_attention_mask: samples have `document_ids`; eod_mask_loss: no loss where the input is this token.
+    infill: rearranges documents up to their ends for fill-in-the-middle.
     Raises DataError for a flag without the token.
     """
 
@@ -53,6 +54,7 @@ class DocumentEnds:
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
+    infill: Infill | None = None
 
     def __post_init__(self) -> None:
         flags = [
@@ -70,7 +72,7 @@ class GPTSettings:
     the index cache, None for no cache. vocab_size: ids at or above it are an error; None turns the check off.
     add_extra_token: samples read T + 1 tokens, so that the last label is known; without it, samples do not
     overlap and the last label is masked. index_memory_gib: the most memory in which documents and samples are
-    shuffled, in GiB; where they need more, their orders are computed. infill: fill-in-the-middle.
+    shuffled, in GiB; where they need more, their orders are computed.
     """
 
     sequence_length: int
@@ -80,7 +82,6 @@ class GPTSettings:
     ends: DocumentEnds = DocumentEnds()
     add_extra_token: bool = True
     index_memory_gib: float = 64.0
-    infill: Infill | None = None
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
@@ -132,7 +133,7 @@ class GPTDataset(SampleDataset):
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples `indices` stacked, [b, T]. IndexError past the end, DataError for unknown token ids."""
         indices = check_sample_numbers(indices, len(self), f"the {self.name} split of {self.indexed.prefix}")
-        batch, infill = finish_batch(*self._gather(indices), self.settings), self.settings.infill
+        batch, infill = finish_batch(*self._gather(indices), self.settings), self.settings.ends.infill
         if infill is not None:
             numbers = self.index.shuffle_index[indices].astype(np.int64)
             infill.rewrite(batch, self.indexed, self._pieces(numbers), end_to_end=True)
@@ -159,7 +160,7 @@ class GPTDataset(SampleDataset):
     @property
     def description(self) -> dict[str, object]:
         """Everything that the samples and their order depend on, as JSON."""
-        infill = self.settings.infill
+        infill = self.settings.ends.infill
         return {**self._index_description, **({} if infill is None else {"infill": infill.description})}
 
     @property

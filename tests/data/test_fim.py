@@ -132,7 +132,7 @@ def indexed(tmp_path):
 
 
 def settings(fill: Infill | None, **more: object) -> GPTSettings:
-    return GPTSettings(16, ends=DocumentEnds(EOD, True, True, True), infill=fill, **more)
+    return GPTSettings(16, ends=DocumentEnds(EOD, True, True, True, fill), **more)
 
 
 @over_table(("memory", "extra"), [(64, True), (64, False), (1e-9, True), (1e-9, False)])
@@ -235,8 +235,8 @@ def test_a_run_reads_rearranged_documents(indexed):
     config = parse_config([*argv, "--fim-rate", "1", "--fim-eod-token", "0"]).config
     vocabulary = SimpleNamespace(size=9999, eod=None, tokenizer=None)
     train, _, _ = gpt_datasets(config, vocabulary, (50, 0, 0))
-    assert train.settings.infill.marks == MARKS
-    assert train.settings.infill.eod == EOD
+    assert train.settings.ends.infill.marks == MARKS
+    assert train.settings.ends.infill.eod == EOD
     tokens = train.batch(range(50))["tokens"]
     assert (tokens == PREFIX).sum() > 10
     unfilled = parse_config(argv[: argv.index("--fim-data")]).config

@@ -93,12 +93,12 @@ class PackedDataset(SampleDataset):
             "position_ids": position_ids,
             "document_ids": document_ids,
         }
-        if self.settings.infill is not None:
+        if ends.infill is not None:
             documents, begins, counts = self._pieces(indices)
             stops = begins + np.minimum(self.indexed.lengths[documents] - begins, shape[1] + 1)
             epochs = np.repeat(indices // self.packing.sequences, counts)
             pieces = _exclusive_sum(counts), documents, begins, stops, epochs
-            self.settings.infill.rewrite(batch, self.indexed, pieces, end_to_end=False)
+            ends.infill.rewrite(batch, self.indexed, pieces, end_to_end=False)
         return batch
 
     def whereabouts(self, number: int) -> str:
@@ -127,7 +127,7 @@ class PackedDataset(SampleDataset):
     @property
     def description(self) -> dict[str, object]:
         """Everything that the samples and their order depend on, as JSON."""
-        infill = self.settings.infill
+        infill = self.settings.ends.infill
         filled = {} if infill is None else {"infill": infill.description}
         return {**self._packing_description, "samples": len(self), **filled}
 
