@@ -15,6 +15,7 @@ the last one replaces equal bytes with equal bytes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -75,15 +76,22 @@ def cached_arrays(
         warnings.warn(f"index cache {stem}.json is not usable ({error}); it is rebuilt.", stacklevel=2)
     # A long shuffle does not let the lease be touched.
     duration = min(_LEASE_SECONDS + 10 * seconds, _LONGEST_LEASE)
-    lease = SoftFileLease(f"{stem}.lock", lease_duration=duration)
+    lock = stem.with_name(f"{stem.name}.lock")
+    lease, holder, since = SoftFileLease(lock, lease_duration=duration), None, time.monotonic()
     log = ProgressLog(say_once_per_host, f"waiting for the index {stem.name}")
     while FileState.of(manifest) == before:
         try:
             stem.parent.mkdir(parents=True, exist_ok=True)
             held = lease.acquire(blocking=False)
         except Timeout:
-            log.tell(f"another process builds it and holds {stem.name}.lock")
+            log.tell(f"another process builds it and holds {lock.name}")
             time.sleep(_POLL_SECONDS)
+            if FileState.of(lock) != holder:
+                holder, since = FileState.of(lock), time.monotonic()
+            elif time.monotonic() > since + 1.5 * duration:  # a file without a holder has no lease that ends
+                with contextlib.suppress(OSError):
+                    lock.unlink()
+                return _stored(stem, description, build())
             continue
         except OSError:  # `_stored` says what is wrong
             return _stored(stem, description, build())

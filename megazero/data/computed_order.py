@@ -52,3 +52,17 @@ class ComputedOrder:
 
     def _border(self, epoch: int) -> int:
         return max(0, (epoch * self.per_epoch - self.extra) // self.unit)
+
+
+def computed_orders(
+    seed: int, epochs: int, ids: range | np.ndarray, samples: tuple[int, int, int, int]
+) -> tuple[ComputedOrder, ComputedOrder]:
+    """The order of the documents `ids` over some epochs, and that of their samples.
+
+    samples: their number, tokens in an epoch, tokens in a sample, and tokens that the last one needs beside.
+    """
+    number, per_epoch, unit, extra = samples
+    return (
+        ComputedOrder(f"documents {seed}", epochs, epochs * len(ids), len(ids), ids=ids),
+        ComputedOrder(f"samples {seed}", epochs, number, per_epoch, unit, extra),
+    )

@@ -19,7 +19,7 @@ import numpy as np
 from megazero.data.blended import SampleDataset
 from megazero.data.build_report import BuildReport
 from megazero.data.cache import cached_arrays
-from megazero.data.computed_order import ComputedOrder
+from megazero.data.computed_order import ComputedOrder, computed_orders
 from megazero.data.fim import Infill, Pieces
 from megazero.data.index_build import (
     GPTIndex,
@@ -207,12 +207,9 @@ class GPTDataset(SampleDataset):
     def _cached_index(self) -> GPTIndex:
         settings, ids, plan, orders = self.settings, self._ids, self.plan, None
         if self.is_computed:
-            tokens, key = plan.tokens_per_epoch, settings.seed
-            orders = (
-                ComputedOrder(f"documents {key}", plan.epochs, plan.epochs * len(ids), len(ids), ids=ids),
-                ComputedOrder(
-                    f"samples {key}", plan.epochs, plan.samples, tokens, plan.sequence_length, plan.extra
-                ),
+            tokens, length = plan.tokens_per_epoch, plan.sequence_length
+            orders = computed_orders(
+                settings.seed, plan.epochs, ids, (plan.samples, tokens, length, plan.extra)
             )
         names = _INDEX_ARRAYS if orders is None else ("sample_index",)
 
