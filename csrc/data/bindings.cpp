@@ -7,16 +7,21 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
 #include <string_view>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "data/bert.hpp"
 #include "data/blending.hpp"
 #include "data/gather.hpp"
 #include "data/json_columns.hpp"
+#include "data/permutation.hpp"
 #include "data/sample_index.hpp"
 
 namespace py = pybind11;
@@ -35,31 +40,25 @@ Unaligned<T> view(const Array<T>& array) {
   return Unaligned<T>(static_cast<const py::array&>(array).data(), array.size());
 }
 
-template <typename Row, typename Document>
-py::array sample_index_as(const Array<std::int32_t>& lengths, const Array<Document>& documents,
-                          std::int64_t sequence_length, std::int64_t extra, std::int64_t samples) {
-  Array<Row> rows({samples + 1, std::int64_t{2}});
-  Row* out = rows.mutable_data();
-  const auto lengths_view = view(lengths);
-  const auto documents_view = view(documents);
-  {
-    py::gil_scoped_release release;
-    megazero::data::build_sample_index<Row, Document>(lengths_view, documents_view, sequence_length, extra, samples,
-                                                      out);
-  }
-  return std::move(rows);
-}
-
+// walk: (tokens, position, row) before the block. Returns (rows [n, 2], the walk after it).
 template <typename Document>
-py::array sample_index(const Array<std::int32_t>& lengths, const Array<Document>& documents,
-                       std::int64_t sequence_length, std::int64_t extra, std::int64_t samples) {
+py::tuple sample_rows(const Array<std::int32_t>& lengths, const Array<Document>& documents,
+                      std::int64_t sequence_length, std::int64_t extra, std::int64_t samples,
+                      std::tuple<std::int64_t, std::int64_t, std::int64_t> walk) {
   if (sequence_length < 1 || samples < 0 || extra < 0) {
     throw std::invalid_argument("sequence_length must be positive, extra and samples not negative");
   }
-  if (documents.size() <= std::numeric_limits<std::int32_t>::max()) {
-    return sample_index_as<std::int32_t, Document>(lengths, documents, sequence_length, extra, samples);
+  const auto lengths_view = view(lengths);
+  const auto documents_view = view(documents);
+  megazero::data::SampleWalk at{std::get<0>(walk), std::get<1>(walk), std::get<2>(walk)};
+  std::vector<std::int64_t> rows;
+  {
+    py::gil_scoped_release release;
+    megazero::data::walk_samples<Document>(lengths_view, documents_view, sequence_length, extra, samples, at, rows);
   }
-  return sample_index_as<std::int64_t, Document>(lengths, documents, sequence_length, extra, samples);
+  Array<std::int64_t> out({static_cast<py::ssize_t>(rows.size() / 2), py::ssize_t{2}});
+  std::copy(rows.begin(), rows.end(), out.mutable_data());
+  return py::make_tuple(std::move(out), py::make_tuple(at.tokens, at.position, at.row));
 }
 
 py::tuple blending_index(const Array<double>& weights, const py::object& limits, std::int64_t size) {
@@ -137,6 +136,26 @@ py::tuple gather(const py::array& tokens, const Array<std::int32_t>& lengths, co
   return py::make_tuple(out_tokens, out_labels, range.lowest, range.highest);
 }
 
+py::array permuted(const Array<std::int64_t>& places, std::int64_t count,
+                   const std::array<std::uint64_t, megazero::data::Permutation::kRounds>& keys) {
+  Array<std::int64_t> out(places.size());
+  const std::int64_t* from = places.data();
+  std::int64_t* to = out.mutable_data();
+  for (py::ssize_t i = 0; i < places.size(); ++i) {
+    if (from[i] < 0 || from[i] >= count) {
+      throw std::invalid_argument("the places must be in 0..count-1");
+    }
+  }
+  const megazero::data::Permutation permutation(static_cast<std::uint64_t>(count), keys);
+  {
+    py::gil_scoped_release release;
+    for (py::ssize_t i = 0; i < places.size(); ++i) {
+      to[i] = static_cast<std::int64_t>(permutation[static_cast<std::uint64_t>(from[i])]);
+    }
+  }
+  return std::move(out);
+}
+
 // Returns (name -> column, numbers of the lines that were not understood, number of lines).
 py::tuple json_columns(const Array<std::uint8_t>& text, std::int64_t base) {
   megazero::data::JsonColumns lines;
@@ -159,10 +178,11 @@ PYBIND11_MODULE(_native, module) {
   // noconvert: a wrong type must raise an error instead of silently copying a large mapped array.
   const auto lengths = py::arg("lengths").noconvert();
   const auto documents = py::arg("documents").noconvert();
-  module.def("sample_index", &sample_index<std::int32_t>, lengths, documents, py::arg("sequence_length"),
-             py::arg("extra"), py::arg("samples"));
-  module.def("sample_index", &sample_index<std::int64_t>, lengths, documents, py::arg("sequence_length"),
-             py::arg("extra"), py::arg("samples"));
+  module.def("sample_rows", &sample_rows<std::int32_t>, lengths, documents, py::arg("sequence_length"),
+             py::arg("extra"), py::arg("samples"), py::arg("walk"));
+  module.def("sample_rows", &sample_rows<std::int64_t>, lengths, documents, py::arg("sequence_length"),
+             py::arg("extra"), py::arg("samples"), py::arg("walk"));
+  module.def("permuted", &permuted, py::arg("places"), py::arg("count"), py::arg("keys"));
   module.def("blending_index", &blending_index, py::arg("weights"), py::arg("limits"), py::arg("size"));
   module.def("gather", &gather<std::int32_t>, py::arg("tokens"), lengths, py::arg("offsets").noconvert(), documents,
              py::arg("starts"), py::arg("length"), py::arg("extra"));

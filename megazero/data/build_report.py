@@ -51,8 +51,8 @@ class BuildReport:
         with BuildReport("order of the train split", samples, forecast) as report:
             report.step("documents")
 
-    what: the thing to build; forecast: the expected time in seconds. Every process that finds no index in the
-    cache builds it; local rank 0 of each machine reports.
+    what: the thing to build; forecast: the expected time in seconds. One process builds what goes into a
+    cache, and all build what does not; local rank 0 of each machine reports.
     """
 
     def __init__(self, what: str, samples: int, forecast: float):
@@ -61,7 +61,6 @@ class BuildReport:
         self.forecast = forecast
         self._began = time.monotonic()
         self._open = False
-        self._speaks = os.environ.get("LOCAL_RANK", "0") == "0"
 
     def __enter__(self) -> BuildReport:
         if self.forecast >= _SILENT_SECONDS:
@@ -72,7 +71,7 @@ class BuildReport:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._open and kind is None:
-            self._say(f"built the {self.what} in {time.monotonic() - self._began:.0f} s")
+            say_once_per_host(f"built the {self.what} in {time.monotonic() - self._began:.0f} s")
 
     def step(self, what: str) -> None:
         """Report that the part `what` is built next."""
@@ -80,12 +79,14 @@ class BuildReport:
         if not self._open and elapsed >= _SILENT_SECONDS:  # slower than the forecast
             self._begin()
         if self._open:
-            self._say(f"building the {self.what}: {what}, after {elapsed:.0f} s")
+            say_once_per_host(f"building the {self.what}: {what}, after {elapsed:.0f} s")
 
     def _begin(self, forecast: str = "") -> None:
         self._open = True
-        self._say(f"building the {self.what}: {self.samples:,} samples{forecast}")
+        say_once_per_host(f"building the {self.what}: {self.samples:,} samples{forecast}")
 
-    def _say(self, line: str) -> None:
-        if self._speaks:
-            print(line, file=sys.stderr, flush=True)
+
+def say_once_per_host(line: str) -> None:
+    """Print a line on stderr, as local rank 0."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)

@@ -6,27 +6,35 @@ and a small JSON with shapes, types and checksums. An entry that does not agree 
 short, damaged), or that cannot be an index of this dataset (`index_check`), is rebuilt with a warning.
 Nothing here unpickles.
 
-Many processes may need the same entry at once, on a shared disk. Each one that does not find the entry builds
-it, writes it under temporary names and renames these into place, the JSON last. Builds are deterministic, so
-the last writer replaces equal bytes with equal bytes. That costs a few milliseconds per process and needs no
-lock; every kind of lock fails somewhere: flock is unreliable on NFS, and a lock file outlives a killed owner.
+Many processes may need the same entry at once, on a shared disk. One builds it, and the others wait for it:
+it holds a lease, a file that it touches now and then, so that it works between hosts on any file system, and
+a holder that was killed loses it. Nothing depends on it: an entry is written under temporary names and
+renamed into place, the JSON last, and builds are deterministic, so that of two processes that build after all
+the last one replaces equal bytes with equal bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
+from filelock import SoftFileLease, Timeout
 
+from megazero.data.build_report import ProgressLog, say_once_per_host
 from megazero.data.files import whole_file
 from megazero.data.indexed.checksum import hash_bytes
+from megazero.data.indexed.guard import FileState
 from megazero.regular_file import open_regular, read_regular
 
 _FORMAT = "megazero-index-1"
+_LEASE_SECONDS, _LONGEST_LEASE = 180.0, 86_400.0  # network file systems remember a file's times for a minute
+_POLL_SECONDS = 0.2
 
 
 class _Unusable(Exception):
@@ -46,31 +54,63 @@ def cached_arrays(
     names: tuple[str, ...],
     build: Callable[[], dict[str, np.ndarray]],
     fault: Callable[[Mapping[str, np.ndarray]], str | None],
+    seconds: float = 0.0,
 ) -> dict[str, np.ndarray]:
     """The arrays that `build()` returns: loaded if the cache has a valid entry, else built and stored.
 
     directory: the folder of the cache, None for no cache; name: a readable prefix of the file names;
     description: everything that the arrays depend on; names: the arrays' names; fault: returns why loaded
-    arrays cannot be the result of `build`, None if they can. Loaded arrays are read-only maps. A cache that
-    cannot be written causes a warning.
+    arrays cannot be the result of `build`, None if they can; seconds: the time that a build may take. Loaded
+    arrays are read-only maps. A cache that cannot be written causes a warning.
     """
     if directory is None:
         return build()
     stem = Path(directory) / f"{name}-{cache_key(description)}"
+    manifest = stem.with_name(f"{stem.name}.json")
+    before = FileState.of(manifest)
     try:
         return _load(stem, description, names, fault)
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (_Unusable, OSError) as error:
         warnings.warn(f"index cache {stem}.json is not usable ({error}); it is rebuilt.", stacklevel=2)
-    arrays = build()
+    # A long shuffle does not let the lease be touched.
+    duration = min(_LEASE_SECONDS + 10 * seconds, _LONGEST_LEASE)
+    lock = stem.with_name(f"{stem.name}.lock")
+    lease, holder, since = SoftFileLease(lock, lease_duration=duration), None, time.monotonic()
+    log = ProgressLog(say_once_per_host, f"waiting for the index {stem.name}")
+    while FileState.of(manifest) == before:
+        try:
+            stem.parent.mkdir(parents=True, exist_ok=True)
+            held = lease.acquire(blocking=False)
+        except Timeout:
+            log.tell(f"another process builds it and holds {lock.name}")
+            time.sleep(_POLL_SECONDS)
+            if FileState.of(lock) != holder:
+                holder, since = FileState.of(lock), time.monotonic()
+            elif time.monotonic() > since + 1.5 * duration:  # a file without a holder has no lease that ends
+                with contextlib.suppress(OSError):
+                    lock.unlink()
+                return _stored(stem, description, build())
+            continue
+        except OSError:  # `_stored` says what is wrong
+            return _stored(stem, description, build())
+        with held:
+            if FileState.of(manifest) == before:
+                return _stored(stem, description, build())
+    return cached_arrays(directory, name, description, names, build, fault, seconds)
+
+
+def _stored(
+    stem: Path, description: Mapping[str, object], arrays: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     try:
         _store(stem, description, arrays)
     except OSError as error:
         warnings.warn(
-            f"index cache {directory} cannot be written ({error.strerror or error}); the index stays in "
+            f"index cache {stem.parent} cannot be written ({error.strerror or error}); the index stays in "
             "memory. Set `data_cache_path` to a writable directory.",
-            stacklevel=2,
+            stacklevel=3,
         )
     return arrays
 

@@ -21,6 +21,7 @@ from megazero.data.build import (
     build_datasets,
     default_cache,
 )
+from megazero.data.fim import infill_of
 from megazero.data.gpt_dataset import DocumentEnds, GPTDataset, GPTSettings
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.mock import MockGPTDataset
@@ -136,12 +137,16 @@ def gpt_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Da
     data, eod, packed = config.data, vocabulary.eod, config.data.pack == "best-fit"
     if packed and eod is None and not data.eod_mask_loss:
         eod = _NO_TOKEN  # a packing knows where documents begin, so that no token has to mark their ends
+    infill = infill_of(config, vocabulary.size, vocabulary.eod, vocabulary.tokenizer)
     settings = GPTSettings(
         sequence_length=config.model.seq_length,
         seed=config.training.seed,
         cache_dir=_cache_of(data),
         vocab_size=vocabulary.size,
-        ends=DocumentEnds(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss),
+        ends=DocumentEnds(
+            eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss, infill
+        ),
+        index_memory_gib=data.index_memory_gib,
     )
     document, sample = data.train_doc_idx_path, data.train_sample_idx_path
     shuffle = data.train_shuffle_idx_path

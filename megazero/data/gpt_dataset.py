@@ -19,6 +19,8 @@ import numpy as np
 from megazero.data.blended import SampleDataset
 from megazero.data.build_report import BuildReport
 from megazero.data.cache import cached_arrays
+from megazero.data.computed_order import ComputedOrder, computed_orders
+from megazero.data.fim import Infill, Pieces
 from megazero.data.index_build import (
     GPTIndex,
     SamplePlan,
@@ -26,6 +28,7 @@ from megazero.data.index_build import (
     build_seconds,
     gather_reference,
     plan_samples,
+    shuffled_bytes,
 )
 from megazero.data.index_check import gpt_index_fault
 from megazero.data.indexed.reader import IndexedDataset
@@ -43,6 +46,7 @@ class DocumentEnds:
 
     eod_token: the id that ends a document. reset_position_ids: positions restart at 0 after it;
     reset_attention_mask: samples have `document_ids`; eod_mask_loss: no loss where the input is this token.
+    infill: rearranges documents up to their ends for fill-in-the-middle.
     Raises DataError for a flag without the token.
     """
 
@@ -50,6 +54,7 @@ class DocumentEnds:
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
+    infill: Infill | None = None
 
     def __post_init__(self) -> None:
         flags = [
@@ -66,7 +71,8 @@ class GPTSettings:
     sequence_length: T, in tokens. seed: determines the order of documents and samples. cache_dir: folder of
     the index cache, None for no cache. vocab_size: ids at or above it are an error; None turns the check off.
     add_extra_token: samples read T + 1 tokens, so that the last label is known; without it, samples do not
-    overlap and the last label is masked.
+    overlap and the last label is masked. index_memory_gib: the most memory in which documents and samples are
+    shuffled, in GiB; where they need more, their orders are computed.
     """
 
     sequence_length: int
@@ -75,6 +81,7 @@ class GPTSettings:
     vocab_size: int | None = None
     ends: DocumentEnds = DocumentEnds()
     add_extra_token: bool = True
+    index_memory_gib: float = 64.0
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
@@ -114,16 +121,11 @@ class GPTDataset(SampleDataset):
         if prepared is not None:
             self.index, epochs = prepared_index(prepared, len(sequence_ids), indexed.prefix)
             self.plan = self._plan(None, epochs)
-            check_prepared(self._fault(vars(self.index)), len(self), num_samples, indexed.prefix)
+            fault = gpt_index_fault(self.index, indexed.lengths, sequence_ids, self.plan)
+            check_prepared(fault, len(self), num_samples, indexed.prefix)
         else:
             self.plan = self._plan(num_samples, epochs)
-            # The description hashes the dataset, which only a cache needs.
-            description = {} if settings.cache_dir is None else self.description
-            arrays = cached_arrays(
-                settings.cache_dir, f"gpt-{name}", description, _INDEX_ARRAYS, self._build, self._fault
-            )
-            self.index = GPTIndex(**arrays)
-        self._tables = (indexed.lengths, indexed.offsets, self.index.document_index)
+            self.index = self._cached_index()
 
     def __len__(self) -> int:
         return self.plan.samples
@@ -131,13 +133,22 @@ class GPTDataset(SampleDataset):
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples `indices` stacked, [b, T]. IndexError past the end, DataError for unknown token ids."""
         indices = check_sample_numbers(indices, len(self), f"the {self.name} split of {self.indexed.prefix}")
-        tokens, labels = self._gather(indices)
-        return finish_batch(tokens, labels, self.settings)
+        batch, infill = finish_batch(*self._gather(indices), self.settings), self.settings.ends.infill
+        if infill is not None:
+            numbers = self.index.shuffle_index[indices].astype(np.int64)
+            infill.rewrite(batch, self.indexed, self._pieces(numbers), end_to_end=True)
+        return batch
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences that a user should read at the start of a run."""
-        return self.indexed.guard.notes
+        if not self.is_computed:
+            return self.indexed.guard.notes
+        return (
+            *self.indexed.guard.notes,
+            f"the {self.name} split of {self.indexed.prefix} has a computed order: Megatron's would take "
+            f"more memory than --index-memory-gib {self.settings.index_memory_gib:g}.",
+        )
 
     def whereabouts(self, number: int) -> str:
         """Where the text of a sample lies: its first token and its last, by sequence and offset."""
@@ -148,7 +159,13 @@ class GPTDataset(SampleDataset):
 
     @property
     def description(self) -> dict[str, object]:
-        """Everything that the samples and their order depend on, as JSON; the key of the index cache."""
+        """Everything that the samples and their order depend on, as JSON."""
+        infill = self.settings.ends.infill
+        return {**self._index_description, **({} if infill is None else {"infill": infill.description})}
+
+    @property
+    def _index_description(self) -> dict[str, object]:
+        """Everything that the index depends on, as JSON: the key of the index cache."""
         plan = self.plan
         return {
             "kind": "gpt",
@@ -161,6 +178,7 @@ class GPTDataset(SampleDataset):
             "separate_last": plan.separate_last,
             "seed": self.settings.seed,
             **({"prepared": self._index_digest} if self._is_prepared else {}),
+            **({"order": "computed"} if self.is_computed else {}),
         }
 
     @cached_property
@@ -180,48 +198,82 @@ class GPTDataset(SampleDataset):
                 f"{self.name} split of {self.indexed.prefix} ({len(ids)} sequences): {error}"
             ) from error
 
-    def _build(self) -> dict[str, np.ndarray]:
-        ids = np.arange(self._ids.start, self._ids.stop) if isinstance(self._ids, range) else self._ids
-        plan, seed = self.plan, self.settings.seed
-        what = f"index of the {self.name} split of {self.indexed.prefix}"
-        with BuildReport(what, plan.samples, build_seconds(plan, len(ids))) as report:
-            return vars(build_gpt_index(self.indexed.lengths, ids, plan, seed, step=report.step))
+    @property
+    def is_computed(self) -> bool:
+        """Whether the order is computed, as Megatron's takes more memory than the settings allow."""
+        most = self.settings.index_memory_gib * 2**30
+        return not self._is_prepared and shuffled_bytes(self.plan, len(self._ids)) > most
 
-    def _fault(self, arrays: Mapping[str, np.ndarray]) -> str | None:
-        return gpt_index_fault(GPTIndex(**arrays), self.indexed.lengths, self._ids, self.plan)
+    def _cached_index(self) -> GPTIndex:
+        settings, ids, plan, orders = self.settings, self._ids, self.plan, None
+        if self.is_computed:
+            tokens, length = plan.tokens_per_epoch, plan.sequence_length
+            orders = computed_orders(
+                settings.seed, plan.epochs, ids, (plan.samples, tokens, length, plan.extra)
+            )
+        names = _INDEX_ARRAYS if orders is None else ("sample_index",)
+
+        def index_of(arrays: Mapping[str, np.ndarray]) -> GPTIndex:
+            documents, samples = orders or (arrays["document_index"], arrays["shuffle_index"])
+            return GPTIndex(documents, arrays["sample_index"], samples)
+
+        def build() -> dict[str, np.ndarray]:
+            what = f"index of the {self.name} split of {self.indexed.prefix}"
+            with BuildReport(what, plan.samples, seconds) as report:
+                index = build_gpt_index(
+                    self.indexed.lengths, ids, plan, settings.seed, orders, settings.cache_dir, report.step
+                )
+            return {name: array for name, array in vars(index).items() if name in names}
+
+        def fault(arrays: Mapping[str, np.ndarray]) -> str | None:
+            return gpt_index_fault(index_of(arrays), self.indexed.lengths, ids, plan)
+
+        # The description hashes the dataset, which only a cache needs.
+        description = {} if settings.cache_dir is None else self._index_description
+        name, seconds = f"gpt-{self.name}", build_seconds(plan, len(ids))
+        return index_of(cached_arrays(settings.cache_dir, name, description, names, build, fault, seconds))
 
     def _gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         numbers = self.index.shuffle_index[indices].astype(np.int64)
         starts = self.index.sample_index[numbers].astype(np.int64)
         length, extra = self.plan.sequence_length, self.plan.extra
+        documents = self.index.document_index
+        if isinstance(documents, ComputedOrder):
+            starts[:, 0], documents, *_ = self._pieces(numbers)
+        tables = (self.indexed.lengths, self.indexed.offsets, documents)
         with self.indexed.guard.using(lambda: self._spans(numbers)):
             if NATIVE is None:
-                gathered = gather_reference(self.indexed.tokens, self._tables, starts, length, extra)
+                gathered = gather_reference(self.indexed.tokens, tables, starts, length, extra)
             else:
-                gathered = NATIVE.gather(self.indexed.tokens, *self._tables, starts, length, extra)
+                gathered = NATIVE.gather(self.indexed.tokens, *tables, starts, length, extra)
         tokens, labels, lowest, highest = gathered
         limit = self.settings.vocab_size
         if indices.size and (lowest < 0 or (limit is not None and highest >= limit)):
             refuse_ids(indices, (tokens, labels), limit, f"the {self.name} split of {self.indexed.prefix}")
         return tokens, labels
 
-    def _spans(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """First byte and end in the `.bin`, int64 [n] each, of the pieces of sequences in some samples.
+    def _pieces(self, numbers: np.ndarray) -> Pieces:
+        """The pieces of sequences in some samples, [n] each, sample after sample.
 
-        numbers: int64 [b], places in the sample index.
+        numbers: int64 [b], places in the sample index. Returns the first piece of each sample, [b]; the
+        sequences, begins and ends (with the last label) of the pieces, and their places in the order.
         """
-        lengths, offsets, documents = self._tables
         starts = self.index.sample_index[numbers].astype(np.int64)  # [b, 2]: place in `documents`, token
         stops = self.index.sample_index[numbers + 1].astype(np.int64)
         counts = stops[:, 0] - starts[:, 0] + 1
-        firsts = np.cumsum(counts) - counts  # the first piece of each sample
-        pieces = np.arange(int(counts.sum())) + np.repeat(starts[:, 0] - firsts, counts)
-        sequences = documents[pieces]
-        begins, ends = np.zeros(pieces.size, dtype=np.int64), lengths[sequences].astype(np.int64)
+        firsts = np.cumsum(counts) - counts
+        places = np.arange(int(counts.sum())) + np.repeat(starts[:, 0] - firsts, counts)
+        sequences = self.index.document_index[places]
+        begins, ends = np.zeros(places.size, dtype=np.int64), self.indexed.lengths[sequences].astype(np.int64)
         begins[firsts] = starts[:, 1]
         ends[firsts + counts - 1] = stops[:, 1] + self.plan.extra
-        size = self.indexed.dtype.itemsize
-        return offsets[sequences] + begins * size, offsets[sequences] + ends * size
+        return firsts, sequences, begins, ends, places
+
+    def _spans(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First byte and end in the `.bin`, int64 [n] each, of the pieces of some samples."""
+        _, sequences, begins, ends, _ = self._pieces(numbers)
+        offsets, size = self.indexed.offsets[sequences], self.indexed.dtype.itemsize
+        return offsets + begins * size, offsets + ends * size
 
 
 def refuse_ids(indices: np.ndarray, texts: Sequence[np.ndarray], limit: int | None, where: str) -> None:

@@ -4,23 +4,28 @@ A GPT sample is `sequence_length` + 1 consecutive tokens of the shuffled documen
 consecutive samples share one token. Three arrays define the samples: the *document index* (epochs of shuffled
 sequence numbers), the *sample index* (where in these sequences sample k begins) and the *shuffle index* (the
 order in which samples are drawn). The construction, its use of one `numpy.random.RandomState` and the 80%
-rule for the last epoch are Megatron-Core's, so a seed gives the same order of samples as there.
+rule for the last epoch are Megatron-Core's, so a seed gives the same order of samples as there. What is too
+large to be shuffled in memory has a `ComputedOrder` instead. The sample index goes to a file block by block.
 
 Each builder has a `*_reference` twin in numpy; the compiled builder (csrc/data) is used if it is built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from megazero.data.computed_order import ComputedOrder
 from megazero.data.native import NATIVE
 from megazero.errors import DataError
 
 _FINAL_EPOCH_SHARE = 0.80  # a last epoch of which less is used is shuffled apart from the earlier epochs
 _MOST_INDEX_BYTES = 2**42
+_WALK_BLOCK = 1 << 18  # documents
 MAX_DATASETS = int(np.iinfo(np.int16).max)
 
 
@@ -46,9 +51,9 @@ class GPTIndex:
     """document_index: int32|int64 [epochs * sequences]; sample_index: int32|int64 [samples + 1, 2], rows
     (position in document_index, token offset); shuffle_index: uint32|int64 [samples]."""
 
-    document_index: np.ndarray
+    document_index: np.ndarray | ComputedOrder
     sample_index: np.ndarray
-    shuffle_index: np.ndarray
+    shuffle_index: np.ndarray | ComputedOrder
 
 
 def plan_samples(
@@ -96,21 +101,29 @@ def build_seconds(plan: SamplePlan, sequences: int) -> float:
     return 150e-9 * plan.epochs * sequences + 250e-9 * plan.samples
 
 
+def shuffled_bytes(plan: SamplePlan, sequences: int) -> int:
+    """The memory in which `build_gpt_index` shuffles sequences and samples."""
+    wide = 8 if sequences * plan.epochs > np.iinfo(np.int32).max else 4
+    return wide * ((plan.epochs + 1) * sequences + plan.samples)
+
+
 def build_gpt_index(
     lengths: np.ndarray,
-    sequence_ids: np.ndarray,
+    sequence_ids: range | np.ndarray,
     plan: SamplePlan,
     seed: int,
-    native: bool = True,
+    orders: tuple[ComputedOrder, ComputedOrder] | None = None,
+    folder: str | Path | None = None,
     step: Callable[[str], None] = lambda what: None,
 ) -> GPTIndex:
     """Build the three arrays of a split.
 
     lengths: int32 [S], of the whole dataset; sequence_ids: int [n], of the split, with
-    `plan.tokens_per_epoch` tokens in all; native: use the compiled builder if it is built; step: is called
-    with the name of each step. Raises DataError if the index is too large for any memory.
+    `plan.tokens_per_epoch` tokens in all; orders: of sequences and samples, if they are computed; folder: for
+    a temporary file with the sample index, None for memory; step: is called with the name of each step.
+    Raises DataError if the index is too large for any memory.
     """
-    size = 4 * plan.epochs * sequence_ids.size + 12 * plan.samples
+    size = 8 * plan.samples + (shuffled_bytes(plan, len(sequence_ids)) if orders is None else 0)
     if size > _MOST_INDEX_BYTES:
         raise DataError(
             f"the samples must fit into memory as an index, but {plan.samples:,} samples over "
@@ -119,24 +132,28 @@ def build_gpt_index(
         )
     random = np.random.RandomState(seed)
     step("the order of the sequences, step 1 of 3")
-    document_index = build_document_index(sequence_ids, plan, random)
+    document_index = build_document_index(sequence_ids, plan, random) if orders is None else orders[0]
     step("where each sample begins, step 2 of 3")
-    build = build_sample_index if native else sample_index_reference
-    sample_index = build(lengths, document_index, plan.sequence_length, plan.samples, plan.extra)
+    length = plan.sequence_length
+    sample_index = build_sample_index(lengths, document_index, length, plan.samples, plan.extra, folder)
     step("the order of the samples, step 3 of 3")
-    shuffle_index = build_shuffle_index(plan, random)
+    shuffle_index = build_shuffle_index(plan, random) if orders is None else orders[1]
     return GPTIndex(document_index, sample_index, shuffle_index)
 
 
 def build_document_index(
-    sequence_ids: np.ndarray, plan: SamplePlan, random: np.random.RandomState
+    sequence_ids: range | np.ndarray, plan: SamplePlan, random: np.random.RandomState
 ) -> np.ndarray:
     """Repeat `sequence_ids` for each epoch and shuffle; int32 if the ids fit, else int64.
 
     The last epoch is shuffled by itself if the plan says so.
     """
-    fits = sequence_ids.size == 0 or int(sequence_ids.max()) <= np.iinfo(np.int32).max
-    ids = sequence_ids.astype(np.int32 if fits else np.int64)
+    most = np.iinfo(np.int32).max
+    if isinstance(sequence_ids, range):
+        dtype = np.int32 if sequence_ids.stop <= most else np.int64
+        ids = np.arange(sequence_ids.start, sequence_ids.stop, dtype=dtype)
+    else:
+        ids = sequence_ids.astype(np.int32 if sequence_ids.max(initial=0) <= most else np.int64)
     index = np.tile(ids, plan.epochs)
     last = (plan.epochs - 1 if plan.separate_last else plan.epochs) * ids.size
     random.shuffle(index[:last])
@@ -157,37 +174,76 @@ def build_shuffle_index(plan: SamplePlan, random: np.random.RandomState) -> np.n
 
 
 def build_sample_index(
-    lengths: np.ndarray, document_index: np.ndarray, sequence_length: int, samples: int, extra: int = 1
+    lengths: np.ndarray,
+    document_index: np.ndarray | ComputedOrder,
+    sequence_length: int,
+    samples: int,
+    extra: int = 1,
+    folder: str | Path | None = None,
 ) -> np.ndarray:
     """Build the rows (position in document_index, offset), [samples + 1, 2].
 
     Row k is the first token of sample k and, with `extra`, the last token of sample k - 1. The dtype is int32
-    if every position fits, else int64. Raises DataError if the documents hold too few tokens.
+    if every position fits, else int64. With a `folder` that can be written, the rows are a map of a nameless
+    file there. Raises DataError if the documents hold too few tokens.
     """
-    if NATIVE is None:
-        return sample_index_reference(lengths, document_index, sequence_length, samples, extra)
+    dtype = np.int32 if len(document_index) <= np.iinfo(np.int32).max else np.int64
+    rows = _sample_rows(lengths, document_index, sequence_length, samples, extra)
+    if folder is None:
+        return np.concatenate([block.astype(dtype) for block in rows])
     try:
-        rows: np.ndarray = NATIVE.sample_index(lengths, document_index, sequence_length, extra, samples)
-    except IndexError as error:
-        raise _too_few_tokens(str(error), samples, sequence_length, extra) from error
-    return rows
+        with tempfile.TemporaryFile(dir=folder) as file:
+            for block in rows:
+                file.write(block.astype(dtype).data)
+            file.flush()
+            return np.memmap(file, dtype, "r", shape=(samples + 1, 2)).view(np.ndarray)
+    except OSError:
+        return build_sample_index(lengths, document_index, sequence_length, samples, extra)
 
 
-def sample_index_reference(
-    lengths: np.ndarray, document_index: np.ndarray, sequence_length: int, samples: int, extra: int = 1
-) -> np.ndarray:
-    """The reference of `build_sample_index` by prefix sums: sample k - 1 ends with token kT + extra - 1."""
-    sizes = np.asarray(lengths)[document_index].astype(np.int64)
-    ends = np.cumsum(sizes)
-    needed = np.arange(1, samples + 1, dtype=np.int64) * sequence_length + extra
-    if samples and (ends.size == 0 or needed[-1] > ends[-1]):
+def _sample_rows(
+    lengths: np.ndarray,
+    documents: np.ndarray | ComputedOrder,
+    sequence_length: int,
+    samples: int,
+    extra: int,
+) -> Iterator[np.ndarray]:
+    """Yield the rows of the sample index, int64 [n, 2], after each block of documents."""
+    yield np.zeros((1, 2), dtype=np.int64)
+    walk, rows_of = (0, 0, 1), sample_rows_reference if NATIVE is None else NATIVE.sample_rows
+    for begin in range(0, len(documents), _WALK_BLOCK):
+        block = documents[begin : begin + _WALK_BLOCK]
+        try:
+            rows, walk = rows_of(lengths, block, sequence_length, extra, samples, walk)
+        except IndexError as error:
+            raise _too_few_tokens(str(error), samples, sequence_length, extra) from error
+        yield rows
+        if walk[2] > samples:
+            return
+    if walk[2] <= samples:
         raise _too_few_tokens("the documents hold fewer tokens", samples, sequence_length, extra)
-    position = np.searchsorted(ends, needed, side="left")
-    narrow = document_index.size <= np.iinfo(np.int32).max
-    rows = np.zeros((samples + 1, 2), dtype=np.int32 if narrow else np.int64)
-    rows[1:, 0] = position
-    rows[1:, 1] = needed - extra - (ends[position] - sizes[position])
-    return rows
+
+
+def sample_rows_reference(
+    lengths: np.ndarray,
+    documents: np.ndarray,
+    sequence_length: int,
+    extra: int,
+    samples: int,
+    walk: tuple[int, int, int],
+) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """The reference of the compiled walk, by prefix sums: sample k - 1 ends with token kT + extra - 1.
+
+    documents: a block of them; walk: the tokens and documents before it, and the number of the next row.
+    Returns the block's rows, and the walk after it.
+    """
+    sizes = np.asarray(lengths)[documents].astype(np.int64)
+    ends = np.cumsum(sizes) + walk[0]
+    after = max(walk[2], min(samples, (int(ends[-1]) - extra) // sequence_length) + 1)
+    firsts = np.arange(walk[2], after, dtype=np.int64) * sequence_length
+    places = np.searchsorted(ends, firsts + extra, side="left")
+    rows = np.stack([walk[1] + places, firsts - (ends[places] - sizes[places])], axis=1)
+    return rows, (int(ends[-1]), walk[1] + len(documents), after)
 
 
 def _too_few_tokens(reason: str, samples: int, sequence_length: int, extra: int) -> DataError:

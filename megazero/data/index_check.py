@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from megazero.data.computed_order import ComputedOrder
 from megazero.data.index_build import GPTIndex, SamplePlan
 
 _BLOCK = 1 << 20  # elements of a vectorised step, few enough for temporary arrays to stay in the CPU's cache
@@ -26,10 +27,11 @@ def gpt_index_fault(
     index: GPTIndex, lengths: np.ndarray, sequence_ids: range | np.ndarray, plan: SamplePlan
 ) -> str | None:
     """Check a GPT index. Arguments as for `build_gpt_index`."""
+    documents, samples = index.document_index, index.shuffle_index
     return (
-        _document_fault(index.document_index, sequence_ids, plan)
-        or _sample_fault(index.sample_index, index.document_index, lengths, plan)
-        or _shuffle_fault(index.shuffle_index, plan)
+        (None if isinstance(documents, ComputedOrder) else _document_fault(documents, sequence_ids, plan))
+        or _sample_fault(index.sample_index, documents, lengths, plan)
+        or (None if isinstance(samples, ComputedOrder) else _shuffle_fault(samples, plan))
     )
 
 
@@ -71,27 +73,28 @@ def _document_fault(index: np.ndarray, sequence_ids: range | np.ndarray, plan: S
     if (fault := _shape_fault("document_index", index, (plan.epochs * count,))) is not None:
         return fault
     if isinstance(sequence_ids, range):
-        low, once = sequence_ids.start, np.ones(count, dtype=np.int32)
+        low, size, once = sequence_ids.start, count, np.ones(1, dtype=np.int32)
     else:
         low = int(sequence_ids.min())
         once = np.bincount(sequence_ids - low).astype(np.int32)
+        size = once.size
     begin = 0
     for repeats in (plan.epochs - 1, 1) if plan.separate_last else (plan.epochs,):
         part = index[begin : begin + repeats * count]
         begin += repeats * count
-        times = np.zeros_like(once)
+        times = np.zeros(size, dtype=np.int32)
         for block in blocks(part.size):
             numbers = part[block].astype(np.int64) - low
-            if (fault := _range_fault("document_index", numbers, once.size)) is not None:
+            if (fault := _range_fault("document_index", numbers, size)) is not None:
                 return fault
             np.add.at(times, numbers, ONE)
-        if not np.array_equal(times, repeats * once):
+        if (times != repeats * once).any():
             return "document_index does not have each sequence once per epoch"
     return None
 
 
 def _sample_fault(
-    rows: np.ndarray, documents: np.ndarray, lengths: np.ndarray, plan: SamplePlan
+    rows: np.ndarray, documents: np.ndarray | ComputedOrder, lengths: np.ndarray, plan: SamplePlan
 ) -> str | None:
     """Check that row k points at token k * T, in the sequence with the last token of sample k - 1."""
     if (fault := _shape_fault("sample_index", rows, (plan.samples + 1, 2))) is not None:

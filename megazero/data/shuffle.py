@@ -12,6 +12,10 @@ from __future__ import annotations
 import hashlib
 import struct
 
+import numpy as np
+
+from megazero.data.native import NATIVE
+
 _ROUNDS = 16  # with fewer, the order of about ten samples can be told from a random one
 _MASK = (1 << 64) - 1
 
@@ -23,13 +27,31 @@ def cyclic_sample(position: int, num_samples: int, seed: int) -> int:
     order of its own.
     """
     epoch, place = divmod(position, num_samples)
-    digest = hashlib.shake_128(f"{seed} {epoch}".encode()).digest(8 * _ROUNDS)
-    keys = struct.unpack(f"<{_ROUNDS}Q", digest)
-    bits = max(1, (num_samples - 1).bit_length())
-    sample = _network(place, bits, keys)
-    while sample >= num_samples:
-        sample = _network(sample, bits, keys)
-    return sample
+    return _permuted(place, num_samples, _keys(f"{seed} {epoch}"))
+
+
+def permuted(places: np.ndarray, count: int, key: str) -> np.ndarray:
+    """The numbers at some places, int64 [n], of the permutation of 0..count-1 that `key` names, int64 [n].
+
+    Epochs of `cyclic_sample` have the keys "SEED EPOCH".
+    """
+    keys = _keys(key)
+    if NATIVE is None:
+        return np.array([_permuted(place, count, keys) for place in places.tolist()], dtype=np.int64)
+    numbers: np.ndarray = NATIVE.permuted(places, count, keys)
+    return numbers
+
+
+def _keys(text: str) -> tuple[int, ...]:
+    return struct.unpack(f"<{_ROUNDS}Q", hashlib.shake_128(text.encode()).digest(8 * _ROUNDS))
+
+
+def _permuted(place: int, count: int, keys: tuple[int, ...]) -> int:
+    bits = max(1, (count - 1).bit_length())
+    number = _network(place, bits, keys)
+    while number >= count:
+        number = _network(number, bits, keys)
+    return number
 
 
 def _network(value: int, bits: int, keys: tuple[int, ...]) -> int:

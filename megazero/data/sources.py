@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from megazero.data.blended import BlendedDataset, SampleDataset
 from megazero.data.indexed.reader import IndexedDataset, file_hashes
@@ -27,16 +28,21 @@ def changed_files(dataset: SampleDataset) -> list[str]:
 
 
 def contents(dataset: SampleDataset) -> list[dict[str, str | int | None]]:
-    """For each indexed dataset: its absolute `prefix`, the hashes of `file_hashes`, and `named`.
+    """For each indexed dataset: its absolute `prefix`, the hashes of `file_hashes`, `named` and `order`.
 
     The hashes depend neither on the layout, nor on the number of samples, nor on where the files are.
     `named` is how often a blend names the dataset; older checkpoints lack it, and mixed the dataset with
-    itself.
+    itself. `order` is "computed" where it is not Megatron's.
     """
+    parts: Sequence[Any] = getattr(dataset, "datasets", (dataset,))
+    computed = {place_of(part.indexed.prefix) for part in parts if getattr(part, "is_computed", False)}
     by_prefix = {place_of(indexed.prefix): indexed for indexed in sources(dataset)}
     named = dict.fromkeys(by_prefix, 1)
     if isinstance(dataset, BlendedDataset):
         for part, times in zip(dataset.datasets, dataset.mentions, strict=True):
             for indexed in sources(part):
                 named[place_of(indexed.prefix)] = max(times, named[place_of(indexed.prefix)])
-    return [{"prefix": p, **file_hashes(indexed), "named": named[p]} for p, indexed in by_prefix.items()]
+    return [
+        {"prefix": p, **file_hashes(i), "named": named[p], "order": "computed" if p in computed else None}
+        for p, i in by_prefix.items()
+    ]

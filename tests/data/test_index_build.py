@@ -12,7 +12,6 @@ from megazero.data.index_build import (
     build_sample_index,
     normalized,
     plan_samples,
-    sample_index_reference,
 )
 from megazero.data.native import NATIVE
 from megazero.errors import DataError
@@ -38,16 +37,30 @@ needs_native = pytest.mark.skipif(NATIVE is None, reason="the compiled helpers a
 
 @pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_native)])
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: f"N{case[0]}-seed{case[1]}")
-def test_golden_index(case, native):
+def test_golden_index(case, native, monkeypatch):
+    if not native:
+        monkeypatch.setattr(index_build, "NATIVE", None)
     wanted, seed, epochs, separate, documents, samples, shuffle = case
     plan = plan_samples(18, 4, wanted)
     assert (plan.epochs, plan.separate_last) == (epochs, separate)
-    index = build_gpt_index(LENGTHS, np.arange(5), plan, seed, native=native)
+    index = build_gpt_index(LENGTHS, range(5), plan, seed)
     assert index.document_index.tolist() == documents
     assert index.sample_index.tolist() == samples
     assert index.shuffle_index.tolist() == shuffle
     dtypes = (index.document_index.dtype, index.sample_index.dtype, index.shuffle_index.dtype)
     assert dtypes == (np.int32, np.int32, np.uint32)
+
+
+def in_memory(lengths, documents, length, samples, extra=1) -> np.ndarray:
+    """All rows at once, by prefix sums of all documents."""
+    sizes = lengths[documents].astype(np.int64)
+    ends = np.cumsum(sizes)
+    needed = np.arange(1, samples + 1, dtype=np.int64) * length + extra
+    position = np.searchsorted(ends, needed, side="left")
+    rows = np.zeros((samples + 1, 2), dtype=np.int32)
+    rows[1:, 0] = position
+    rows[1:, 1] = needed - extra - (ends[position] - sizes[position])
+    return rows
 
 
 def random_case(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, int, int, int]:
@@ -59,14 +72,28 @@ def random_case(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, int, 
     return lengths, documents, length, samples, extra
 
 
-@needs_native
-def test_compiled_sample_index_equals_its_reference():
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_native)])
+def test_a_walk_in_blocks_equals_prefix_sums_of_everything(native, monkeypatch):
+    if not native:
+        monkeypatch.setattr(index_build, "NATIVE", None)
     rng = np.random.default_rng(1)
-    for _ in range(500):
+    for _ in range(300):
         case = random_case(rng)
-        compiled, reference = build_sample_index(*case), sample_index_reference(*case)
-        assert compiled.dtype == reference.dtype
-        np.testing.assert_array_equal(compiled, reference)
+        monkeypatch.setattr(index_build, "_WALK_BLOCK", int(rng.integers(1, 30)))
+        rows, expected = build_sample_index(*case), in_memory(*case)
+        assert rows.dtype == expected.dtype
+        np.testing.assert_array_equal(rows, expected)
+
+
+def test_rows_in_a_file_are_those_in_memory_and_the_file_has_no_name(tmp_path):
+    documents = np.array([2, 0, 1, 2], dtype=np.int32)
+    rows = build_sample_index(LENGTHS, documents, 4, 5, 1, tmp_path)
+    np.testing.assert_array_equal(rows, in_memory(LENGTHS, documents, 4, 5))
+    assert not rows.flags.writeable
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    again = build_sample_index(LENGTHS, documents, 4, 5, 1, tmp_path / "file")
+    np.testing.assert_array_equal(again, rows)
 
 
 def test_sample_rows_cut_the_stream_every_sequence_length():
@@ -84,14 +111,16 @@ def test_lengths_of_a_mapped_index_are_unaligned():
     raw = np.frombuffer(b"\0\0" + LENGTHS.tobytes(), dtype=np.uint8)
     lengths = raw[2:].view("<i4")
     documents = np.arange(5, dtype=np.int32)
-    expected = sample_index_reference(LENGTHS, documents, 4, 4)
+    expected = build_sample_index(LENGTHS, documents, 4, 4)
     np.testing.assert_array_equal(build_sample_index(lengths, documents, 4, 4), expected)
 
 
-@pytest.mark.parametrize("build", [build_sample_index, sample_index_reference])
-def test_too_few_tokens_for_the_samples(build):
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_native)])
+def test_too_few_tokens_for_the_samples(native, monkeypatch):
+    if not native:
+        monkeypatch.setattr(index_build, "NATIVE", None)
     with pytest.raises(DataError, match="5 samples \\* 4 \\+ 1 = 21"):
-        build(LENGTHS, np.arange(5, dtype=np.int32), 4, 5)
+        build_sample_index(LENGTHS, np.arange(5, dtype=np.int32), 4, 5)
 
 
 @needs_native

@@ -7,6 +7,7 @@ what spans fields. Names are Megatron's wherever Megatron has one.
 
 from __future__ import annotations
 
+from megazero.config.fim import FimConfig
 from megazero.config.tree.acceleration import AccelerationConfig
 from megazero.config.tree.checkpoint import CheckpointConfig
 from megazero.config.tree.curriculum import CurriculumConfig
@@ -44,6 +45,7 @@ class Config(Section):
     acceleration: AccelerationConfig = AccelerationConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()
+    fim: FimConfig = FimConfig()
     training: TrainingConfig = TrainingConfig()
     guards: GuardsConfig = GuardsConfig()
     finetune: FinetuneConfig = FinetuneConfig()

@@ -42,6 +42,9 @@ class DataConfig(Section):
     by the ranks of a host; default: in the user's cache folder"""
     object_storage_cache_gib: PositiveFloat = option(CACHE_GIB, roles=Role.LOCAL)
     """GiB that tokens may take there; those that were used least recently make room"""
+    index_memory_gib: PositiveFloat = option(64.0, idle_without=_OF_GPT)
+    """the most memory in which the documents and the samples of a split are shuffled, in GiB; an index that
+    needs more has an order that is computed place by place, without memory, and is another than Megatron's"""
     train_data_exact_num_epochs: PositiveInt | None = option(
         None,
         needs=(

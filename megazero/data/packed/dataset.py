@@ -87,13 +87,20 @@ class PackedDataset(SampleDataset):
         position_ids[:] = np.arange(shape[1])
         if ends.reset_position_ids:
             position_ids.flat[text.places] -= text.document_starts
-        return {
+        batch: dict[str, np.ndarray] = {
             "tokens": tokens,
             "labels": labels,
             "loss_mask": loss_mask,
             "position_ids": position_ids,
             "document_ids": document_ids,
         }
+        if ends.infill is not None:
+            documents, begins, counts = self._pieces(indices)
+            stops = begins + np.minimum(self.indexed.lengths[documents] - begins, shape[1] + 1)
+            epochs = np.repeat(indices // self.packing.sequences, counts)
+            pieces = _exclusive_sum(counts), documents, begins, stops, epochs
+            ends.infill.rewrite(batch, self.indexed, pieces, end_to_end=False)
+        return batch
 
     def whereabouts(self, number: int) -> str:
         """Where the text of a sample lies: its documents, and where a document is cut."""
@@ -121,7 +128,9 @@ class PackedDataset(SampleDataset):
     @property
     def description(self) -> dict[str, object]:
         """Everything that the samples and their order depend on, as JSON."""
-        return {**self._packing_description, "samples": len(self)}
+        infill = self.settings.ends.infill
+        filled = {} if infill is None else {"infill": infill.description}
+        return {**self._packing_description, "samples": len(self), **filled}
 
     @property
     def _packing_description(self) -> dict[str, object]:

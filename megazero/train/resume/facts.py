@@ -117,6 +117,7 @@ class DataFacts(_FactsModel):
     bin: str
     blocks: str | None = None
     named: PositiveInt | None = None  # None: of a version that blended a dataset with itself
+    order: str | None = None  # None: Megatron's
 
 
 class WriterFacts(_FactsModel):

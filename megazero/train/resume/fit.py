@@ -198,6 +198,13 @@ def compare_data(
             f"`{'`, `'.join(changed)}` must hold what the checkpoint was trained on, but was changed since; "
             "put it back, give other data under another path, or go on with --no-verify-data"
         )
+    moved = [data for data in now if data.prefix in same and data.order != known[data.prefix].order]
+    if moved:
+        more, was = ("more", "shuffled") if moved[0].order else ("less", "computed")
+        raise DataError(
+            f"`--index-memory-gib` must leave {moved[0].prefix} in the order of the checkpoint, which was "
+            f"{was}, but it is another now; give {more}"
+        )
     twice = [
         data.prefix for data in now if data.named != 1 and any(record.named is None for record in before)
     ]
