@@ -19,6 +19,7 @@ import numpy as np
 from megazero.data.blended import SampleDataset
 from megazero.data.build_report import BuildReport
 from megazero.data.cache import cached_arrays
+from megazero.data.conversations.mask import label_mask
 from megazero.data.index_build import (
     GPTIndex,
     SamplePlan,
@@ -132,7 +133,12 @@ class GPTDataset(SampleDataset):
         """The samples `indices` stacked, [b, T]. IndexError past the end, DataError for unknown token ids."""
         indices = check_sample_numbers(indices, len(self), f"the {self.name} split of {self.indexed.prefix}")
         tokens, labels = self._gather(indices)
-        return finish_batch(tokens, labels, self.settings)
+        batch = finish_batch(tokens, labels, self.settings)
+        if self.indexed.mask is not None:
+            numbers, width = self.index.shuffle_index[indices].astype(np.int64), self.indexed.dtype.itemsize
+            begins, ends = self._spans(numbers)
+            batch["loss_mask"] *= label_mask(self.indexed.mask, begins // width, ends // width, tokens.shape)
+        return batch
 
     @property
     def notes(self) -> tuple[str, ...]:
