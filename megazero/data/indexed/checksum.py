@@ -59,7 +59,7 @@ class BlockChecksum:
 class Sidecar:
     """The content of `prefix.sum`.
 
-    idx_hash: BLAKE2b in hex; bin_blocks, mask_blocks: a CRC-32 per 4 MiB of the `.bin` and the `.mask`, if any.
+    idx_hash: BLAKE2b in hex; bin_blocks: a CRC-32 per 4 MiB of the `.bin`; mask_blocks: of a `.mask`.
     """
 
     idx_size: int
@@ -148,10 +148,11 @@ class TokenBlocks:
         actual, recorded = crc32(self.content[begin:end]), self.recorded[number]
         if actual != recorded:
             what = "mask is" if self.path.suffix == ".mask" else "tokens are"
+            where = self._documents(begin * self.scale, end * self.scale)
             raise DataError(
                 f"`{self.path}` must have CRC-32 {recorded:08x} in bytes {begin}..{end}, but has "
-                f"{actual:08x}; the {what} damaged ({self._documents(begin * self.scale, end * self.scale)}): make the "
-                f"dataset again, or delete {self.path.with_suffix('.sum').name} if another tool rewrote it."
+                f"{actual:08x}; the {what} damaged ({where}): make the dataset again, or delete "
+                f"{self.path.with_suffix('.sum').name} if another tool rewrote it."
             )
 
     def covering(self, begins: np.ndarray, ends: np.ndarray) -> list[int]:

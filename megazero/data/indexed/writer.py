@@ -3,8 +3,8 @@
 Files are written under temporary names in the target's directory; `close` flushes them to disk and renames
 `.bin`, `.mask`, `.sum`, and `.idx` last, so that an existing `.idx` means a whole dataset. An exception, a
 full disk or a killed process leaves no `.idx`. Lengths and document sizes are spooled to unnamed files, so
-memory does not grow with the corpus. A prefix has one writer at a time, and a writer removes the temporary files
-that a killed writer left (`data/files.py`).
+memory does not grow with the corpus. A prefix has one writer at a time, and a writer removes the temporary
+files that a killed writer left (`data/files.py`).
 """
 
 from __future__ import annotations
