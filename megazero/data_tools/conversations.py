@@ -62,15 +62,15 @@ def convert(args: argparse.Namespace) -> None:
                 continue
             writer.add_raw(ids, np.array([ids.size]), mask=counts)
             counted += int(counts.sum())
-        left = f"{dropped:,} rows without a counted token"
         if not writer.documents:
-            lines = f"{left}, {len(bad):,} bad lines; nothing was written"
-            raise DataError(f"`--input` must hold an answer, but holds none: {lines}.")
-    print(
-        f"{args.output_prefix}: {writer.documents:,} conversations, {writer.tokens:,} tokens, of which "
-        f"{counted:,} ({counted / writer.tokens:.1%}) count in the loss"
-    )
-    print(f"dropped {left}; cut off the end of {cut:,} rows")
+            raise DataError(
+                f"`--input` must hold an answer that counts, but {dropped:,} lines hold none and "
+                f"{len(bad):,} are bad; nothing was written."
+            )
+    print(f"{args.output_prefix}: {writer.documents:,} conversations, {writer.tokens:,} tokens")
+    print(f"  counted  {counted:,} tokens ({counted / writer.tokens:.1%})")
+    print(f"  cut off  {cut:,} at --max-tokens")
+    print(f"  dropped  {dropped:,} without a counted token")
     if bad:
         print(f"skipped {len(bad):,} bad lines; the first:", *bad[:_SHOWN], sep="\n  ", file=sys.stderr)
 
@@ -94,7 +94,7 @@ def _encoded(
                     raise BadRow(f"it has more than {chunk.beyond >> 20} MiB")
                 if line.strip():
                     yield encoder.encode(read_row(line))
-            except BadRow as error:
+            except (BadRow, RecursionError) as error:
                 bad.append(f"{path}, line {number}: {error}")
                 if not skip:
                     raise DataError(f"{bad[0]}; correct the line or pass `--on-bad-line skip`.") from error

@@ -60,7 +60,7 @@ class ConversationEncoder:
         else:
             text = f"{row.texts[0]}{row.texts[1]}{end}"
             tokens = self._tokenizer(text, return_offsets_mapping=True)
-            mask = _within(tokens["offset_mapping"], len(row.texts[0]), len(text))
+            mask = _within(np.array(tokens["offset_mapping"]), len(row.texts[0]), len(text))
         ids = np.array(tokens["input_ids"], dtype=np.int64)
         if ids.size and int(ids.max()) >= self.vocab_size:
             raise DataError(f"`{self._where}` must have its tokens in tokenizer.json, but lacks {ids.max()}.")
@@ -72,25 +72,29 @@ class ConversationEncoder:
         return ids, mask
 
     def _answered(self, row: Conversation) -> tuple[Any, np.ndarray]:
-        if self._tokenizer.chat_template is None:
+        try:
+            template = self._tokenizer.get_chat_template(tools=row.variables["tools"])
+            marks = _MARK.search(template) is not None
+        except (ValueError, TypeError) as error:
             raise DataError(
                 f"the tokenizer {self._where} must come with a chat template, in chat_template.jinja or in "
-                "tokenizer_config.json, but does not; give one with `--chat-template FILE`."
-            )
-        marks = bool(_MARK.search(self._tokenizer.get_chat_template(tools=row.variables["tools"])))
+                "tokenizer_config.json, but has none that can be used; give one with `--chat-template FILE`."
+            ) from error
         wanted: dict[str, Any] = {"return_dict": True, "return_assistant_tokens_mask": marks}
         tokens = self._apply(row, None, **wanted, tokenizer_kwargs={"return_offsets_mapping": True})
         mask = np.array(tokens["assistant_masks"] if marks else [0] * len(tokens["input_ids"]), dtype=bool)
-        for turn, counts in row.answers.items():
-            if counts != marks:  # a block that does not count, or an answer that no block marks
-                mask[_within(tokens["offset_mapping"], *self._place(row, turn))] = counts
+        # Blocks that do not count, or answers that no block marks.
+        if turns := [turn for turn, counts in row.answers.items() if counts != marks]:
+            whole, offsets = self._apply(row, None, tokenize=False), np.array(tokens["offset_mapping"])
+            for turn in turns:
+                mask[_within(offsets, *self._place(row, turn, whole))] = not marks
         return tokens, mask
 
-    def _place(self, row: Conversation, turn: int) -> tuple[int, int]:
-        """Where the answer of a turn is in the rendered text, by the prefix rule."""
+    def _place(self, row: Conversation, turn: int, whole: str) -> tuple[int, int]:
+        """Where the answer of a turn is in the whole text, by the prefix rule."""
         head = self._apply(row, turn, tokenize=False, add_generation_prompt=True)
         through = self._apply(row, turn + 1, tokenize=False)
-        if not (through.startswith(head) and self._apply(row, None, tokenize=False).startswith(through)):
+        if not (through.startswith(head) and whole.startswith(through)):
             raise BadRow(
                 f"the template renders message {turn + 1} in another way once others follow, so its answer "
                 "cannot be told apart; give a template with {% generation %} blocks"
@@ -128,9 +132,9 @@ def _load(model: str) -> PreTrainedTokenizerFast:
         ) from error
 
 
-def _within(offsets: list[tuple[int, int]], start: int, end: int) -> np.ndarray:
-    """Which tokens have characters in start..end: bool [n]."""
-    begins, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+def _within(offsets: np.ndarray, start: int, end: int) -> np.ndarray:
+    """Which tokens have characters in start..end: bool [n]; offsets: those of each token, int64 [n, 2]."""
+    begins, ends = offsets.reshape(-1, 2).T
     # Some tokenizers leave whitespace out of offsets, so that a token of whitespace begins where it ends.
     begins = np.where(begins == ends, np.concatenate([[0], ends])[: ends.size], begins)
     inside: np.ndarray = (begins < end) & (ends > start)

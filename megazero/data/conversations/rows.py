@@ -18,7 +18,9 @@ _ROLES = MappingProxyType({role: role for role in _NAMES})
 _SPEAKERS = MappingProxyType(
     {**_ROLES, "human": "user", "gpt": ASSISTANT, "model": ASSISTANT, "observation": "tool"}
 )
-_KINDS = MappingProxyType({bool: "a boolean", dict: "an object", str: "a string", list: "a list"})
+_KINDS = MappingProxyType(
+    {bool: "a boolean", dict: "an object", str: "a string", list: "a list", type(None): "missing"}
+)
 
 
 class BadRow(Exception):
@@ -126,5 +128,5 @@ def _tools(tools: Any) -> Any:
 
 def _of_type(value: Any, kind: type, must: str) -> Any:
     if not isinstance(value, kind):
-        raise BadRow(f"{must}, but is {'empty' if value is None else _KINDS.get(type(value), 'a number')}")
+        raise BadRow(f"{must}, but is {_KINDS.get(type(value), 'a number')}")
     return value
