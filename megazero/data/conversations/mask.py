@@ -13,7 +13,8 @@ from typing import IO
 import numpy as np
 
 from megazero.data.files import flush
-from megazero.data.indexed.checksum import BLOCK, BlockChecksum, Sidecar
+from megazero.data.indexed import checksum
+from megazero.data.indexed.checksum import BlockChecksum, Sidecar
 from megazero.errors import DataError
 
 _PIECE = 4 << 20
@@ -35,8 +36,8 @@ def check_mask(path: Path, mask: np.ndarray | None, sidecar: Sidecar | None, tok
             f"`{path}` must have its checksums in {name}, but has none; remove it if it is of another "
             f"dataset, else delete {name} and write it again: megazero data inspect PREFIX --write-sums"
         )
-    blocks = -(-tokens // BLOCK)
-    if mask is not None and (mask.size != tokens or len(recorded or range(blocks)) != blocks):
+    blocks = -(-tokens // checksum.BLOCK)
+    if mask is not None and (mask.size != tokens or (recorded is not None and len(recorded) != blocks)):
         raise DataError(
             f"`{path}` must have a byte for each of the {tokens} tokens, but has {mask.size} bytes; make the "
             "dataset again, or remove its .mask and .sum to count all tokens."
@@ -71,9 +72,9 @@ def label_mask(mask: np.ndarray, begins: np.ndarray, ends: np.ndarray, shape: tu
 
 def block_sums(data: np.ndarray) -> tuple[int, ...]:
     """The CRC-32 of each block of a contiguous array."""
-    checksum = BlockChecksum()
-    checksum.update(data)
-    return tuple(checksum.blocks())
+    sums = BlockChecksum()
+    sums.update(data)
+    return tuple(sums.blocks())
 
 
 class MaskWriter:

@@ -25,7 +25,8 @@ LLAMA_2 = """
     {%- endif %}
     {%- if turn.role == 'user' %}
         {%- set aim = '<<SYS>>\\n' ~ messages[0].content ~ '\\n<</SYS>>\\n\\n' %}
-        {{- bos_token ~ '[INST] ' ~ (aim if loop.first and offset else '') ~ turn.content.strip() ~ ' [/INST]' }}
+        {{- bos_token ~ '[INST] ' ~ (aim if loop.first and offset else '') }}
+        {{- turn.content.strip() ~ ' [/INST]' }}
     {%- else %}
         {%- generation %}{{- ' ' ~ turn.content.strip() ~ ' ' ~ eos_token }}{%- endgeneration %}
     {%- endif %}

@@ -102,7 +102,7 @@ def test_plain_texts_need_no_template_and_begin_once(tmp_path):
     begin, end = (tokenizer(True).token_to_id(token) for token in ("<s>", "</s>"))
     assert (ids.count(begin), ids[0], ids.count(end), ids[-1]) == (1, begin, 1, end)
     first = mask.index(True)
-    assert tokenizer(True).decode(ids[:first]) == "The capital is"
+    assert tokenizer(True).decode(ids[:first]).strip() == "The capital is"
     assert mask == [False] * first + [True] * (len(ids) - first)
 
 
@@ -132,7 +132,7 @@ def test_without_a_template_or_with_a_broken_one(tmp_path):
         with pytest.raises(DataError, match=says):
             encoded(encoder(tmp_path, template), chat("a", "b"))
     with pytest.raises(BadRow, match="refuses it: .*unsafe"):
-        encoded(encoder(tmp_path, "{{ messages.__class__ }}"), chat("a", "b"))
+        encoded(encoder(tmp_path, "{{ messages.__class__.__mro__ }}"), chat("a", "b"))
     with pytest.raises(DataError, match="`--chat-template` must be text"):
         encoder(tmp_path, CHATML, chosen=str(tmp_path / "none"))
     write_folder(tmp_path, tokenizer(False), CHATML, eos=None)

@@ -14,7 +14,7 @@ SPECIAL = (
 )
 TEXT = (
     "system user assistant model tool\nWhat is the capital of France? The capital is Paris, I think.\n"
-    "And of Italy? Rome.  Thank you!  [INST] [/INST] <<SYS>>\n\n<</SYS>> Be of help. Tools: <call> name </call>\n"
+    "And of Italy? Rome.  Thank you!  [INST] [/INST] <<SYS>>\n\n<</SYS>> Be of help. Tools: <call> </call>\n"
 )
 
 
@@ -31,7 +31,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def word_marks() -> tokenizers.Tokenizer:
-    """A BPE of marked words that falls back to bytes, and puts <s> before a text, as of Llama 2 and Mistral."""
+    """A BPE of marked words that falls back to bytes, and puts <s> before a text, as of Llama 2."""
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
