@@ -109,7 +109,6 @@ def test_a_row_whose_answer_is_cut_off_is_dropped(tmp_path, folder, convert):
     [
         ([ASKED], (), "hold an answer that counts, but 1 lines hold none and 0 are bad; nothing was written"),
         ([], (), "hold an answer that counts, but 0 lines hold none"),
-        (["x" * (257 << 20)], (), "line 1: it has more than 256 MiB"),
         ([GOOD[0]], ("--chat-template", "nowhere"), "`--chat-template` must be text, but nowhere is not"),
         ([GOOD[0]], ("--tokenizer-model", "nowhere"), "`tokenizer_model` must name a tokenizer.json"),
     ],
@@ -122,6 +121,17 @@ def test_refused(tmp_path, convert, lines, flags, says):
     assert says in err
     assert err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_huge_line_is_not_read(tmp_path, folder, convert, capsys):
+    with open(tmp_path / "huge.jsonl", "wb") as file:
+        file.write(json.dumps(GOOD[0]).encode() + b"\n")
+        file.truncate(300 << 20)  # takes no room on the disk
+    status, _, err = convert([GOOD[0]], "--input", str(tmp_path / "huge.jsonl"))
+    assert (status, err.split(": ")[2]) == (
+        1,
+        "it has more than 256 MiB; correct the line or pass `--on-bad-line skip`.\n",
+    )
 
 
 def test_without_transformers(convert, monkeypatch):
