@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megazero.data.indexed.reader import open_indexed
 from megazero.data_tools.conversations import main
+from megazero.data_tools.preprocessing import chunks
 from tests.data.conversations.templates import CHATML, unmarked
 from tests.data.conversations.tokenizer import byte_level, write_folder
 
@@ -123,15 +125,12 @@ def test_refused(tmp_path, convert, lines, flags, says):
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_a_huge_line_is_not_read(tmp_path, folder, convert, capsys):
-    with open(tmp_path / "huge.jsonl", "wb") as file:
-        file.write(json.dumps(GOOD[0]).encode() + b"\n")
-        file.truncate(300 << 20)  # takes no room on the disk
-    status, _, err = convert([GOOD[0]], "--input", str(tmp_path / "huge.jsonl"))
-    assert (status, err.split(": ")[2]) == (
-        1,
-        "it has more than 256 MiB; correct the line or pass `--on-bad-line skip`.\n",
-    )
+def test_a_line_that_is_too_long(convert, monkeypatch):
+    monkeypatch.setattr(chunks, "cut", partial(chunks.cut, longest=1 << 20))
+    status, _, err = convert([GOOD[0], "x" * (1 << 21), GOOD[0]])
+    assert (status, err.split("line 2: ")[1].split(";")[0]) == (1, "it has more than 1 MiB")
+    status, out, err = convert([GOOD[0], "x" * (1 << 21), GOOD[0]], "--on-bad-line", "skip")
+    assert (status, "out: 2 conversations" in out, "line 2: it has more" in err) == (0, True, True)
 
 
 def test_without_transformers(convert, monkeypatch):

@@ -25,16 +25,12 @@ def check_mask(path: Path, mask: np.ndarray | None, sidecar: Sidecar | None, tok
 
     mask: the bytes of the file, None if it is not there; sidecar: the dataset's, if it has one.
     """
-    recorded, name = None if sidecar is None else sidecar.mask_blocks, path.with_suffix(".sum").name
-    if mask is None and recorded is not None:
+    recorded = None if sidecar is None else sidecar.mask_blocks
+    if sidecar is not None and (mask is None) != (recorded is None):
+        state = "has none" if mask is not None else "has them, and the file is not there"
         raise DataError(
-            f"`{path}` must be there, as {name} has its checksums, but is not; copy it too, for without it "
-            "all tokens would count in the loss."
-        )
-    if mask is not None and sidecar is not None and recorded is None:
-        raise DataError(
-            f"`{path}` must have its checksums in {name}, but has none; remove it if it is of another "
-            f"dataset, else delete {name} and write it again: megazero data inspect PREFIX --write-sums"
+            f"`{path}` must have checksums in the .sum beside it, but that {state}; copy all files of the "
+            "dataset, or delete the .sum and write it anew: megazero data inspect PREFIX --write-sums"
         )
     blocks = -(-tokens // checksum.BLOCK)
     if mask is not None and (mask.size != tokens or (recorded is not None and len(recorded) != blocks)):

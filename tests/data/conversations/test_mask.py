@@ -116,8 +116,11 @@ def _odd_sums(prefix: Path) -> None:
 @over_table(
     "harm, says",
     [
-        (_gone, "d.mask` must be there, as d.sum has its checksums"),
-        (_of_another, "d.mask` must have its checksums in d.sum, but has none"),
+        (
+            _gone,
+            "d.mask` must have checksums in the .sum beside it, but that has them, and the file is not there",
+        ),
+        (_of_another, "d.mask` must have checksums in the .sum beside it, but that has none"),
         (_short, "d.mask` must have a byte for each of the 500 tokens, but has 499"),
         (_fewer_sums, "must have a byte for each of the 500 tokens"),
         (_no_sums, "must be a checksum file"),
