@@ -120,16 +120,19 @@ def _load(model: str) -> PreTrainedTokenizerFast:
         from transformers import PreTrainedTokenizerFast
     except ImportError as error:
         raise DataError(
-            "`transformers` must be installed to apply chat templates, but is not; pip install transformers"
+            "`transformers` must be installed to apply chat templates, but is not; pip install transformers."
         ) from error
     path = Path(fetched(model) or model)
-    folder, options = path if path.is_dir() else path.parent, {"model_max_length": 1 << 62}
+    options: dict[str, Any] = {"local_files_only": True, "model_max_length": 1 << 62}
     try:
-        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, **options)
+        tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
+            path if path.is_dir() else path.parent, **options
+        )
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(
             f"`tokenizer_model` must suit transformers, but {model} does not ({error})."
         ) from error
+    return tokenizer
 
 
 def _within(offsets: np.ndarray, start: int, end: int) -> np.ndarray:

@@ -85,9 +85,9 @@ def _conversation(row: dict[str, Any]) -> Conversation:
 
 def _messages(key: str, turns: object, system: object = None) -> list[dict[str, Any]]:
     """Turns as messages, behind the system's text if the row has that by itself."""
-    turns = _of_type(turns or None, list, f"`{key}` must be a list of messages")
+    listed = _of_type(turns or None, list, f"`{key}` must be a list of messages")
     first = [] if system in (None, "") else [{"role": "system", "content": system}]
-    return [_message(_of_type(turn, dict, "a message must be an object")) for turn in [*first, *turns]]
+    return [_message(_of_type(turn, dict, "a message must be an object")) for turn in [*first, *listed]]
 
 
 def _message(turn: dict[str, Any]) -> dict[str, Any]:
