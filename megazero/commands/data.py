@@ -11,6 +11,7 @@ from importlib import import_module
 
 _TOOLS = (
     ("preprocess", "turn jsonl into token files (.bin and .idx)", "preprocess_data"),
+    ("conversations", "turn chats into token files with a mask of the answers", "conversations"),
     ("train-tokenizer", "train a byte-level BPE or a WordPiece on jsonl", "train_tokenizer"),
     ("inspect", "show what is in a dataset", "inspect_dataset"),
     ("merge", "merge several datasets into one", "merge_datasets"),

@@ -20,6 +20,7 @@ from megazero.data.blended import SampleDataset
 from megazero.data.build_report import BuildReport
 from megazero.data.cache import cached_arrays
 from megazero.data.computed_order import ComputedOrder, computed_orders
+from megazero.data.conversations.mask import label_mask
 from megazero.data.fim import Infill, Pieces
 from megazero.data.index_build import (
     GPTIndex,
@@ -133,10 +134,17 @@ class GPTDataset(SampleDataset):
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples `indices` stacked, [b, T]. IndexError past the end, DataError for unknown token ids."""
         indices = check_sample_numbers(indices, len(self), f"the {self.name} split of {self.indexed.prefix}")
-        batch, infill = finish_batch(*self._gather(indices), self.settings), self.settings.ends.infill
+        tokens, labels = self._gather(indices)
+        batch = finish_batch(tokens, labels, self.settings)
+        infill, mask = self.settings.ends.infill, self.indexed.mask
+        if infill is None and mask is None:
+            return batch
+        numbers = self.index.shuffle_index[indices].astype(np.int64)
         if infill is not None:
-            numbers = self.index.shuffle_index[indices].astype(np.int64)
             infill.rewrite(batch, self.indexed, self._pieces(numbers), end_to_end=True)
+        if mask is not None:
+            begins, ends = (place // self.indexed.dtype.itemsize for place in self._spans(numbers))
+            batch["loss_mask"] *= label_mask(mask, begins, ends, tokens.shape)
         return batch
 
     @property

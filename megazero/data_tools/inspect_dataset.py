@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megazero.data_tools import cli
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ def collect(args: argparse.Namespace) -> dict[str, Any]:
         "sequences_per_document": asdict(LengthFacts.of(per_document)),
         "documents_of_one_sequence": int((per_document == 1).sum()),
     }
+    if dataset.mask is not None:
+        facts["counted"] = int(np.count_nonzero(dataset.mask))
     if wrote is not None:
         facts["wrote_sums"] = wrote
     if args.validate:
@@ -95,6 +99,9 @@ def print_facts(facts: dict[str, Any]) -> None:
     for name in ("documents", "sequences", "tokens", "bin_bytes", "idx_bytes"):
         print(f"  {name:<17} {facts[name]:,}")
     print(f"  {'dtype':<17} {facts['dtype']}")
+    if "counted" in facts:
+        share = facts["counted"] / max(1, facts["tokens"])
+        print(f"  {'counted':<17} {facts['counted']:,} ({share:.1%}), by the .mask")
     print(f"  {'checksums':<17} {'yes' if facts['checksums'] else 'no (.sum is missing)'}")
     if "wrote_sums" in facts:
         said = "written" if facts["wrote_sums"] else "not written: it is there and agrees with all tokens"

@@ -43,7 +43,7 @@ class StoredDataset:
         return self._bin.tag
 
     def path(self, suffix: str) -> Path:
-        """The path of the local copy of the `.idx` or `.sum`, if there is one."""
+        """The path of the local copy of the `.idx`, `.sum` or `.mask`, if there is one."""
         return self._folder / f"{self._name}{suffix}"
 
     def changed(self) -> list[str]:
@@ -79,6 +79,7 @@ def _files(url: Url) -> tuple[Objects, dict[str, Item], str]:
     except MissingObjectError:
         next(objects.names(deep=False), None)  # raises the better error where there is no such bucket
         raise
-    with contextlib.suppress(MissingObjectError):
-        items[".sum"] = objects.item(f"{url.name}.sum")
+    for suffix in (".sum", ".mask"):
+        with contextlib.suppress(MissingObjectError):
+            items[suffix] = objects.item(f"{url.name}{suffix}")
     return objects, items, url.name

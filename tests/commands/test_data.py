@@ -13,6 +13,7 @@ from tests.source_tree import ROOT, Source
 
 SCRIPTS = {
     "preprocess": "preprocess_data",
+    "conversations": "conversations",
     "train-tokenizer": "train_tokenizer",
     "inspect": "inspect_dataset",
     "merge": "merge_datasets",

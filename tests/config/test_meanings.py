@@ -278,7 +278,7 @@ def test_splits(written: str, shares: tuple[float, float, float]) -> None:
     ("name", "reason"),
     [
         ("TikTokenizer", "is not offered: save the vocabulary as a tokenizer.json and take HFTokenizer"),
-        ("SFTTokenizer", "belongs to fine-tuning, which is not offered"),
+        ("SFTTokenizer", "reads conversations, which `megazero data conversations` does beforehand"),
         ("MultimodalTokenizer", "belongs to vision models, which are not offered"),
         ("NullMultimodalTokenizer", "belongs to vision models, which are not offered"),
     ],

@@ -36,7 +36,7 @@ class TokenizerConfig(Section):
         synonyms={"HuggingFaceTokenizer": "HFTokenizer", "PretrainedFromHF": "HFTokenizer"},
         refused={
             "TikTokenizer": "is not offered: save the vocabulary as a tokenizer.json and take HFTokenizer",
-            "SFTTokenizer": "belongs to fine-tuning, which is not offered",
+            "SFTTokenizer": "reads conversations, which `megazero data conversations` does beforehand",
             "MultimodalTokenizer": "belongs to vision models, which are not offered",
             "NullMultimodalTokenizer": "belongs to vision models, which are not offered",
         },

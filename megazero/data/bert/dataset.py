@@ -28,6 +28,7 @@ from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import SampleDataset
 from megazero.data.build_report import BuildReport
 from megazero.data.cache import cached_arrays
+from megazero.data.conversations.mask import refuse_mask
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.prepared import check_prepared, digest_of, read_prepared
 from megazero.data.range_checks import check_sample_numbers
@@ -110,6 +111,7 @@ class BERTDataset(SampleDataset):
         epochs: int | None = None,
         prepared: str | None = None,
     ):
+        refuse_mask(indexed.prefix, indexed.mask)
         self.indexed = indexed
         self.settings = settings
         self.name = name

@@ -58,19 +58,22 @@ class BlockChecksum:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """The content of `prefix.sum`. idx_hash: BLAKE2b in hex; bin_blocks: a CRC-32 per 4 MiB of the `.bin`."""
+    """The content of `prefix.sum`.
+
+    idx_hash: BLAKE2b in hex; bin_blocks: a CRC-32 per 4 MiB of the `.bin`; mask_blocks: of a `.mask`.
+    """
 
     idx_size: int
     idx_hash: str
     bin_size: int
     bin_blocks: tuple[int, ...]
+    mask_blocks: tuple[int, ...] | None = None
 
     def to_json(self) -> str:
         idx = {"size": self.idx_size, "blake2b": self.idx_hash}
-        crcs = "".join(f"{crc:08x}" for crc in self.bin_blocks)
-        return json.dumps(
-            {"format": FORMAT, "idx": idx, "bin": {"size": self.bin_size, "block": BLOCK, "crc32": crcs}}
-        )
+        content = {"size": self.bin_size, "block": BLOCK, "crc32": _hex(self.bin_blocks)}
+        mask = {} if self.mask_blocks is None else {"mask": {"crc32": _hex(self.mask_blocks)}}
+        return json.dumps({"format": FORMAT, "idx": idx, "bin": content, **mask})
 
     @classmethod
     def load(cls, path: Path) -> Sidecar | None:
@@ -85,10 +88,9 @@ class Sidecar:
             content = json.loads(text)
             if content["format"] != FORMAT or content["bin"]["block"] != BLOCK:
                 raise ValueError("unknown format or block size")
-            crcs = content["bin"]["crc32"]
-            blocks = tuple(int(crcs[at : at + 8], 16) for at in range(0, len(crcs), 8))
-            idx = content["idx"]
-            sidecar = cls(int(idx["size"]), str(idx["blake2b"]), int(content["bin"]["size"]), blocks)
+            blocks, idx = _numbers(content["bin"]["crc32"]), content["idx"]
+            mask = _numbers(content["mask"]["crc32"]) if "mask" in content else None
+            sidecar = cls(int(idx["size"]), str(idx["blake2b"]), int(content["bin"]["size"]), blocks, mask)
             if len(blocks) != -(-sidecar.bin_size // BLOCK):
                 raise ValueError(f"{len(blocks)} block checksums for {sidecar.bin_size} bytes")
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -114,36 +116,49 @@ class Sidecar:
             )
 
 
+def _hex(crcs: tuple[int, ...]) -> str:
+    return np.array(crcs, ">u4").tobytes().hex()
+
+
+def _numbers(crcs: str) -> tuple[int, ...]:
+    return tuple(np.frombuffer(bytes.fromhex(crcs), ">u4").tolist())
+
+
 @dataclass(frozen=True)
 class TokenBlocks:
-    """The blocks of a `.bin`, and their recorded checksums.
+    """The blocks of a `.bin` or `.mask`, and their recorded checksums.
 
-    path: the sidecar's file; content: the bytes of the `.bin`, uint8; offsets: int64 [S], the first byte of
-    each sequence; document_index: int64 [documents + 1], the first sequence of each document.
+    path: the file; recorded: a CRC-32 per block; content: its bytes, uint8; offsets: int64 [S], the first
+    byte of each sequence in the `.bin`; document_index: int64 [documents + 1], the first sequence of each
+    document; scale: bytes of the `.bin` to a byte of `content`.
     """
 
-    sidecar: Sidecar
     path: Path | Url
+    recorded: tuple[int, ...]
     content: np.ndarray
     offsets: np.ndarray
     document_index: np.ndarray
+    scale: int = 1
 
     def __len__(self) -> int:
-        return len(self.sidecar.bin_blocks)
+        return len(self.recorded)
 
     def check(self, number: int) -> None:
         """Raise DataError, naming the damaged documents, unless block `number` has its recorded checksum."""
         begin, end = number * BLOCK, min((number + 1) * BLOCK, self.content.size)
-        actual, recorded = crc32(self.content[begin:end]), self.sidecar.bin_blocks[number]
+        actual, recorded = crc32(self.content[begin:end]), self.recorded[number]
         if actual != recorded:
+            what = "mask is" if self.path.name.endswith(".mask") else "tokens are"
+            where = self._documents(begin * self.scale, end * self.scale)
             raise DataError(
-                f"`{self.path.with_suffix('.bin')}` must have CRC-32 {recorded:08x} in bytes {begin}..{end}, "
-                f"but has {actual:08x}; the tokens are damaged ({self._documents(begin, end)}): make the "
-                f"dataset again, or delete {self.path.name} if another tool rewrote it."
+                f"`{self.path}` must have CRC-32 {recorded:08x} in bytes {begin}..{end}, but has "
+                f"{actual:08x}; the {what} damaged ({where}): make the dataset again, or delete "
+                f"{self.path.with_suffix('.sum').name} if another tool rewrote it."
             )
 
     def covering(self, begins: np.ndarray, ends: np.ndarray) -> list[int]:
-        """The numbers of the blocks that hold bytes begins[i]..ends[i] of any i; both are int64 [n]."""
+        """The numbers of the blocks for bytes begins[i]..ends[i] of the `.bin`, any i; both int64 [n]."""
+        begins, ends = begins // self.scale, ends // self.scale
         filled = ends > begins
         pairs = zip((begins[filled] // BLOCK).tolist(), ((ends[filled] - 1) // BLOCK).tolist(), strict=True)
         return sorted({number for first, last in set(pairs) for number in range(first, last + 1)})

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -55,15 +55,16 @@ class FileState:
 class Guard:
     """Checks the files of one dataset. Several threads may use it at once.
 
-    files: the state of each file when it was opened; empty to check nothing. blocks: the blocks of the
-    `.bin`; None if there are no checksums. stored: the dataset's objects, if it is in a store.
+    files: the state of each file when it was opened; empty to check nothing. blocks: those of the `.bin`, and
+    of the `.mask` if there is one; none if there are no checksums. stored: the dataset's objects, if it is in
+    a store.
     """
 
     def __init__(
         self,
         prefix: str,
         files: Mapping[Path, FileState | None],
-        blocks: TokenBlocks | None,
+        blocks: Sequence[TokenBlocks] = (),
         stored: StoredDataset | None = None,
     ):
         self.prefix = prefix
@@ -71,12 +72,12 @@ class Guard:
         self._files = dict(files)
         self._blocks = blocks
         # Two threads may check the same block at the same time, which does no harm.
-        self._checked = bytearray(0 if blocks is None else len(blocks))
+        self._checked = [bytearray(len(part)) for part in blocks]
 
     @property
     def notes(self) -> tuple[str, ...]:
         """A sentence for the user if there are no checksums, with the command that writes them."""
-        if not self._files or self._blocks is not None:
+        if not self._files or self._blocks:
             return () if self._stored is None else self._stored.notes
         return (
             f"{self.prefix} has no checksums, so damage to its tokens would not be seen; write them with: "
@@ -102,11 +103,12 @@ class Guard:
                     f"`{path}` must stay as it is while it is trained on, but {then.difference(now)}; put "
                     "the file back and resume."
                 )
-        if self._blocks is not None and 0 in self._checked:
-            for number in self._blocks.covering(*spans()):
-                if not self._checked[number]:
-                    self._blocks.check(number)
-                    self._checked[number] = 1
+        for blocks, checked in zip(self._blocks, self._checked, strict=True):
+            if 0 in checked:
+                for number in blocks.covering(*spans()):
+                    if not checked[number]:
+                        blocks.check(number)
+                        checked[number] = 1
 
     def changed(self) -> list[str]:
         """A clause, beginning with the path, for each file that changed since it was opened."""

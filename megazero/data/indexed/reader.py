@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from megazero.data.conversations.mask import block_sums, check_mask, check_values
 from megazero.data.files import whole_file
-from megazero.data.indexed.checksum import BLOCK, BlockChecksum, Sidecar, TokenBlocks, hash_bytes
+from megazero.data.indexed.checksum import BLOCK, Sidecar, TokenBlocks, hash_bytes
 from megazero.data.indexed.format import TNTIDX_MAGIC, IndexTables, parse_mmididx, parse_tntidx
 from megazero.data.indexed.guard import FileState, Guard, sums_command
 from megazero.errors import DataError
@@ -62,7 +63,8 @@ class IndexedDataset:
 
     lengths: int32 [S], tokens of each sequence; offsets: int64 [S], first byte of each sequence in the
     `.bin`; document_index: int64 [documents + 1], first sequence of each document, then S; modes: int8 [S]
-    for a multimodal dataset, else None; tokens: `dtype` [total_tokens], all sequences concatenated.
+    for a multimodal dataset, else None; tokens: `dtype` [total_tokens], all sequences concatenated; mask:
+    uint8 [total_tokens], 1 where a token counts in the loss as a label, None if all do.
     """
 
     def __init__(
@@ -75,12 +77,13 @@ class IndexedDataset:
     ):
         self.prefix = str(prefix)
         path_of = stored.path if stored is not None else partial(prefix_path, prefix)
-        self.path_idx, self.path_bin, self.path_sum = (path_of(suffix) for suffix in (".idx", ".bin", ".sum"))
+        self.path_idx, self.path_bin = path_of(".idx"), path_of(".bin")
+        self.path_sum, self.path_mask = path_of(".sum"), path_of(".mask")
         self._multimodal = multimodal
         self._guarded = guarded
         self._stored = stored
         # Taken before the files are mapped, so that a change in between is noticed.
-        files = {path: FileState.of(path) for path in (self.path_idx, self.path_bin)}
+        files = {path: FileState.of(path) for path in (self.path_idx, self.path_bin, self.path_mask)}
         self._index = map_file(self.path_idx)
         self._bytes = map_file(self.path_bin) if stored is None else stored.blocks.array
         self._sidecar = Sidecar.load(self.path_sum)
@@ -93,14 +96,21 @@ class IndexedDataset:
         self.document_index = tables.document_index
         self.tokens = self._bytes.view(tables.dtype)
         self._check_signs()
-        self._blocks: TokenBlocks | None = None
+        self.mask = map_file(self.path_mask) if self.path_mask.exists() else None
+        check_mask(self.path_mask, self.mask, self._sidecar, self.total_tokens)
+        self._blocks: list[TokenBlocks] = []
         if self._sidecar is not None:
-            self._blocks = TokenBlocks(self._sidecar, sums, self._bytes, self.offsets, self.document_index)
-        self.guard = Guard(self.prefix, {}, None, stored)
-        if stored is not None and stored.compares and self._blocks is not None:
-            stored.blocks.check = self._blocks.check
-        elif stored is None and guarded:
-            self.guard = Guard(self.prefix, files, self._blocks)
+            places, name = (self.offsets, self.document_index), sums.with_suffix
+            self._blocks = [TokenBlocks(name(".bin"), self._sidecar.bin_blocks, self._bytes, *places)]
+            if self.mask is not None and self._sidecar.mask_blocks is not None:
+                mask = name(".mask"), self._sidecar.mask_blocks, self.mask
+                self._blocks.append(TokenBlocks(*mask, *places, self.dtype.itemsize))
+        if stored is not None:  # whose `.bin` is compared when it arrives
+            self.guard = Guard(self.prefix, {}, self._blocks[1:] if guarded else (), stored)
+            if stored.compares and self._blocks:
+                stored.blocks.check = self._blocks[0].check
+        else:
+            self.guard = Guard(self.prefix, files, self._blocks) if guarded else Guard(self.prefix, {})
         if verify:
             self._check_bin()
 
@@ -188,6 +198,7 @@ class IndexedDataset:
     def _digest(self, with_time: bool) -> str:
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{type(self).__name__} {self._idx_hash} {self._bytes.size} ".encode())
+        digest.update((self._mask_hash or "").encode())
         if self._bytes.size <= _FULL_HASH_LIMIT:
             digest.update(self._bin_hash.encode())
         else:
@@ -200,18 +211,21 @@ class IndexedDataset:
 
     @cached_property
     def _bin_hash(self) -> str:
-        """The hash of the `.bin` up to 64 MiB, else of samples of it."""
-        if self._bytes.size <= _FULL_HASH_LIMIT:
-            return hash_bytes(self._bytes if self._stored is None else self._stored.blocks.whole())
-        return hash_bytes(np.concatenate(self._samples))
+        if self._stored is None:
+            return _hash_of(self._bytes)
+        whole = self._bytes.size <= _FULL_HASH_LIMIT
+        return hash_bytes(self._stored.blocks.whole() if whole else np.concatenate(self._samples))
 
     @cached_property
     def _samples(self) -> list[np.ndarray]:
-        last = self._bytes.size - _SAMPLE_BYTES
-        begins = [last * number // (_SAMPLE_BLOCKS - 1) for number in range(_SAMPLE_BLOCKS)]
-        if self._stored is not None:
-            return [np.frombuffer(b, np.uint8) for b in self._stored.blocks.bytes_at(begins, _SAMPLE_BYTES)]
-        return [self._bytes[begin : begin + _SAMPLE_BYTES] for begin in begins]
+        if self._stored is None:
+            return _samples_of(self._bytes)
+        begins = _sample_places(self._bytes.size)
+        return [np.frombuffer(b, np.uint8) for b in self._stored.blocks.bytes_at(begins, _SAMPLE_BYTES)]
+
+    @cached_property
+    def _mask_hash(self) -> str | None:
+        return None if self.mask is None else _hash_of(self.mask)
 
     def validate(self, full: bool = False) -> None:
         """Check the index again and, with `full`, the tokens against the sidecar; DataError on damage.
@@ -223,6 +237,8 @@ class IndexedDataset:
             return
         if self._sidecar is not None:
             self._check_bin()
+        if self.mask is not None:
+            check_values(self.path_mask, self.mask)
         if self.dtype.kind == "i" and self.tokens.size:
             for begin in range(0, self.tokens.size, 1 << 22):
                 part = self.tokens[begin : begin + (1 << 22)]
@@ -234,13 +250,28 @@ class IndexedDataset:
                     )
 
     def _check_bin(self) -> None:
-        if self._blocks is None:
+        if not self._blocks:
             raise DataError(
                 f"`{self.path_sum}` must exist to verify the tokens of {self.prefix}, but does not; open "
                 f"without `verify`, or write it with: {sums_command(self.prefix)}"
             )
-        for number in range(len(self._blocks)):
-            self._blocks.check(number)
+        for blocks in self._blocks:
+            for number in range(len(blocks)):
+                blocks.check(number)
+
+
+def _hash_of(data: np.ndarray) -> str:
+    """The hash of bytes up to 64 MiB, else of samples of them."""
+    return hash_bytes(data if data.size <= _FULL_HASH_LIMIT else np.concatenate(_samples_of(data)))
+
+
+def _samples_of(data: np.ndarray) -> list[np.ndarray]:
+    return [data[begin : begin + _SAMPLE_BYTES] for begin in _sample_places(data.size)]
+
+
+def _sample_places(size: int) -> list[int]:
+    last = size - _SAMPLE_BYTES
+    return [last * number // (_SAMPLE_BLOCKS - 1) for number in range(_SAMPLE_BLOCKS)]
 
 
 class LegacyIndexedDataset(IndexedDataset):
@@ -259,12 +290,13 @@ def file_hashes(dataset: IndexedDataset) -> dict[str, str | None]:
     """Hashes of the content of each file, the same for every copy of the files.
 
     `idx`: of the `.idx`; `bin`: of the `.bin`, or of samples of it above 64 MiB; `blocks`: of the recorded
-    checksums of the `.bin`, None without a sidecar.
+    checksums of the `.bin`, None without a sidecar; `mask`: of the `.mask`, as `bin`, None without one.
     """
     blocks = None
     if dataset._sidecar is not None:
         blocks = hash_bytes(np.array(dataset._sidecar.bin_blocks, dtype="<u4").view(np.uint8))
-    return {"idx": dataset._idx_hash, "bin": dataset._bin_hash, "blocks": blocks}
+    files = {"idx": dataset._idx_hash, "bin": dataset._bin_hash, "mask": dataset._mask_hash}
+    return {**files, "blocks": blocks}
 
 
 def open_indexed(
@@ -296,9 +328,9 @@ def write_sums(prefix: str | Path) -> bool:
     dataset.validate(full=True)
     if dataset.has_checksums:
         return False
-    index, checksum = map_file(dataset.path_idx), BlockChecksum()
-    checksum.update(dataset.tokens.view(np.uint8))
-    sidecar = Sidecar(index.size, hash_bytes(index), checksum.size, tuple(checksum.blocks()))
+    index, tokens = map_file(dataset.path_idx), dataset.tokens.view(np.uint8)
+    blocks, mask = block_sums(tokens), None if dataset.mask is None else block_sums(dataset.mask)
+    sidecar = Sidecar(index.size, hash_bytes(index), tokens.size, blocks, mask)
     if changed := dataset.guard.changed():
         raise DataError(
             f"`{dataset.prefix}` must stay as it is while its checksums are computed, but {changed[0]}; wait "

@@ -1,10 +1,10 @@
 """Writes an indexed dataset that is whole or absent.
 
 Files are written under temporary names in the target's directory; `close` flushes them to disk and renames
-`.bin`, then `.sum`, and `.idx` last, so that an existing `.idx` means a whole dataset. An exception, a full
-disk or a killed process leaves no `.idx`. Lengths and document sizes are spooled to unnamed files, so memory
-does not grow with the corpus. A prefix has one writer at a time, and a writer removes the temporary files
-that a killed writer left (`data/files.py`).
+`.bin`, `.mask`, `.sum`, and `.idx` last, so that an existing `.idx` means a whole dataset. An exception, a
+full disk or a killed process leaves no `.idx`. Lengths and document sizes are spooled to unnamed files, so
+memory does not grow with the corpus. A prefix has one writer at a time, and a writer removes the temporary
+files that a killed writer left (`data/files.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import IO
 
 import numpy as np
 
+from megazero.data.conversations.mask import MaskWriter
 from megazero.data.files import OutputClaim, flush, flush_folder, temporary_path
 from megazero.data.indexed.checksum import BlockChecksum, Sidecar
 from megazero.data.indexed.format import CODE_OF_DTYPE, MMIDIDX_HEADER, MMIDIDX_MAGIC, normal_dtype
@@ -31,6 +32,8 @@ _INT32_MAX = int(np.iinfo(np.int32).max)
 
 class IndexedDatasetWriter:
     """Writes `prefix.bin`, `prefix.idx` (MMIDIDX version 1) and the checksum sidecar `prefix.sum`.
+
+    If some tokens come with a mask, also `prefix.mask`, in which all tokens without one count.
 
         with IndexedDatasetWriter(prefix, dtype_for_vocab(50257)) as writer:
             writer.add_document([np.array([11, 12, 13])])
@@ -46,6 +49,7 @@ class IndexedDatasetWriter:
         self.sequences = 0
         self.documents = 0
         self._checksum = BlockChecksum()
+        self._mask = MaskWriter(lambda: self._open_temporary(".mask"))
         self._finished = False
         self._directory = prefix_path(prefix, ".idx").parent
         self._temporary: list[Path] = []
@@ -74,13 +78,15 @@ class IndexedDatasetWriter:
         tokens: np.ndarray | bytes | bytearray | memoryview,
         lengths: np.ndarray,
         document_lengths: np.ndarray | None = None,
+        mask: np.ndarray | None = None,
     ) -> None:
         """Append many documents at once.
 
         tokens: all token ids, concatenated, as an integer array [n] or as bytes of the dataset's dtype;
         lengths: int [sequences], the tokens of each sequence; document_lengths: int [documents], the
-        *sequences* of each document (None: one sequence per document). Raises DataError, and appends nothing,
-        if the sums disagree or an id does not fit the dtype.
+        *sequences* of each document (None: one sequence per document); mask: bool [n], the tokens that count
+        in the loss as labels (None: all). Raises DataError, and appends nothing, if the sums disagree or an
+        id does not fit the dtype.
         """
         self._require_open()
         data = self._as_elements(tokens)
@@ -89,6 +95,7 @@ class IndexedDatasetWriter:
             document_lengths = np.ones(lengths.size, dtype=np.int64)
         counts = self._as_counts("document_lengths", document_lengths, lengths.size, None)
         with self._disk(self._temporary[0]):
+            self._mask.add(mask, data.size, self.tokens)
             self._write_tokens(data.view(np.uint8))
             self._lengths.write(lengths.astype("<i4").data)
             self._counts.write(counts.astype("<i8").data)
@@ -96,7 +103,10 @@ class IndexedDatasetWriter:
         self.documents += counts.size
 
     def append_dataset(self, prefix: str | Path) -> None:
-        """Append all documents of another dataset, whose tokens are verified if it has checksums."""
+        """Append all documents of another dataset, whose tokens are verified if it has checksums.
+
+        If only one of the two datasets has a mask, all tokens of the other count.
+        """
         self._require_open()
         other = open_indexed(prefix)
         if other.dtype != self.dtype:
@@ -108,6 +118,7 @@ class IndexedDatasetWriter:
         raw = other.tokens.view(np.uint8)
         step = 1 << 20
         with self._disk(self._temporary[0]):
+            self._mask.add(other.mask, other.total_tokens, self.tokens)
             for begin in range(0, raw.size, _COPY_BYTES):
                 self._write_tokens(raw[begin : begin + _COPY_BYTES])
             for begin in range(0, len(other), step):
@@ -228,18 +239,19 @@ class IndexedDatasetWriter:
             sequence = int(ends[-1])
 
     def _write_sidecar(self, idx_size: int, idx_hash: str) -> None:
-        sidecar = Sidecar(idx_size, idx_hash, self._checksum.size, tuple(self._checksum.blocks()))
+        blocks, mask = tuple(self._checksum.blocks()), self._mask.finish()
+        sidecar = Sidecar(idx_size, idx_hash, self._checksum.size, blocks, mask)
         with self._open_temporary(".sum") as file:
             file.write(sidecar.to_json().encode())
             flush(file)
 
     def _publish(self) -> None:
         """Remove an older dataset of this name, then rename the new files into place, `.idx` last."""
-        for suffix in (".idx", ".sum"):
+        for suffix in (".idx", ".sum", ".mask"):
             prefix_path(self.prefix, suffix).unlink(missing_ok=True)
         flush_folder(self._directory)
         by_suffix = {path.suffix: path for path in self._temporary}
-        for suffix in (".bin", ".sum"):
+        for suffix in sorted({*by_suffix} - {".idx"}):
             os.replace(by_suffix[suffix], prefix_path(self.prefix, suffix))
         flush_folder(self._directory)
         os.replace(by_suffix[".idx"], prefix_path(self.prefix, ".idx"))
@@ -253,7 +265,7 @@ class IndexedDatasetWriter:
 
     def _release(self) -> None:
         self._finished = True
-        for file in (self._bin, self._lengths, self._counts):
+        for file in (self._bin, self._mask, self._lengths, self._counts):
             # On a full disk, flushing the buffer fails again; the first error has been raised already.
             with contextlib.suppress(OSError):
                 file.close()

@@ -80,6 +80,8 @@ class PackedDataset(SampleDataset):
         refuse_ids(indices, (tokens, labels), self.settings.vocab_size, self._where)
         loss_mask = np.zeros(shape, dtype=np.float32)
         loss_mask.flat[text.places] = ~text.is_last
+        if self.indexed.mask is not None:
+            loss_mask.flat[text.places] *= self.indexed.mask[text.sources + ~text.is_last] != 0
         if ends.eod_mask_loss:
             loss_mask[tokens == ends.eod_token] = 0.0
         document_ids = np.full(shape, PADDING_ID, dtype=np.int32)

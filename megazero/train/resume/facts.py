@@ -115,6 +115,7 @@ class DataFacts(_FactsModel):
     prefix: str
     idx: str
     bin: str
+    mask: str | None = None
     blocks: str | None = None
     named: PositiveInt | None = None  # None: of a version that blended a dataset with itself
     order: str | None = None  # None: Megatron's

@@ -233,6 +233,7 @@ def _differing(before: DataFacts, now: DataFacts) -> list[str]:
     """The files of `now` whose hashes differ from those in `before`."""
     sums_differ = None not in (before.blocks, now.blocks) and before.blocks != now.blocks
     differ = {"idx": before.idx != now.idx, "bin": before.bin != now.bin or sums_differ}
+    differ["mask"] = before.mask != now.mask
     return [f"{now.prefix}.{suffix}" for suffix, differs in differ.items() if differs]
 
 

@@ -1,0 +1,105 @@
+"""Turn conversations into an indexed dataset in which only the answers count in the loss.
+
+`megazero data conversations --input f.jsonl --output-prefix p --tokenizer-model DIR`
+
+Each line is a JSON object in one of the usual forms, recognized line by line: messages (OpenAI, TRL),
+ShareGPT, Alpaca, or prompt and completion. The tokenizer's chat template makes a text of it. The output is
+`p.bin`, `p.idx` and `p.mask`, a byte for each token: 1 for answers and what ends them, 0 for all else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megazero.data_tools import cli
+from megazero.errors import DataError
+
+if TYPE_CHECKING:
+    from megazero.data.conversations.answers import ConversationEncoder
+
+_SHOWN = 10
+
+
+def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """Build a parser of the flags."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help="jsonl files or globs; gzip is fine")
+    add("--output-prefix", required=True, metavar="PREFIX", help="path of the output without suffix")
+    add("--tokenizer-model", required=True, metavar="PATH", help="tokenizer.json or its directory")
+    add("--chat-template", metavar="FILE", help="a jinja template to use instead of the tokenizer's")
+    add("--max-tokens", type=cli.positive_int, metavar="N", help="cut off what is behind N tokens of a row")
+    add("--on-bad-line", choices=("stop", "skip"), default="stop", help="what to do about a bad line (stop)")
+    add("--allow-special-tokens", action="store_true", help="messages may name special tokens, and mean them")
+    return parser
+
+
+def convert(args: argparse.Namespace) -> None:
+    """Convert as the flags say, and print a summary.
+
+    Raises:
+        DataError: a bad line (unless skipped), no usable line, or no template; no output is left.
+    """
+    from megazero.data.conversations.answers import ConversationEncoder
+    from megazero.data.indexed.format import dtype_for_vocab
+    from megazero.data.indexed.writer import IndexedDatasetWriter
+
+    paths, bad = cli.expand_inputs(args.input), list[str]()
+    special = args.allow_special_tokens
+    encoder = ConversationEncoder(args.tokenizer_model, args.chat_template, allow_special=special)
+    cut = dropped = counted = 0
+    with IndexedDatasetWriter(args.output_prefix, dtype_for_vocab(encoder.vocab_size)) as writer:
+        for whole, mask in _encoded(paths, encoder, bad, skip=args.on_bad_line == "skip"):
+            ids, counts = whole[: args.max_tokens], mask[: args.max_tokens]
+            cut += ids.size < whole.size
+            if not counts.any():
+                dropped += 1
+                continue
+            writer.add_raw(ids, np.array([ids.size]), mask=counts)
+            counted += int(counts.sum())
+        if not writer.documents:
+            raise DataError(
+                f"`--input` must hold an answer that counts, but {dropped:,} lines hold none and "
+                f"{len(bad):,} are bad; nothing was written."
+            )
+    print(f"{args.output_prefix}: {writer.documents:,} conversations, {writer.tokens:,} tokens")
+    print(f"  counted  {counted:,} tokens ({counted / writer.tokens:.1%})")
+    print(f"  cut off  {cut:,} at --max-tokens")
+    print(f"  dropped  {dropped:,} without a counted token")
+    if bad:
+        print(f"skipped {len(bad):,} bad lines; the first:", *bad[:_SHOWN], sep="\n  ", file=sys.stderr)
+
+
+def _encoded(
+    paths: Sequence[str], encoder: ConversationEncoder, bad: list[str], *, skip: bool
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield ids and mask of each line. Adds a bad line to `bad` or raises DataError."""
+    from megazero.data.conversations.rows import BadRow, read_row
+    from megazero.data_tools.preprocessing.chunks import cut
+    from megazero.data_tools.preprocessing.parsing import split_lines
+
+    path, number = "", 0
+    for chunk in cut(paths, goes_on=skip):
+        path, number = chunk.path, number if chunk.path == path else 0
+        lines = [b""] if chunk.beyond is not None else split_lines(chunk, chunk.read())
+        for line in lines:
+            number += 1
+            try:
+                if chunk.beyond is not None:
+                    raise BadRow(f"it has more than {chunk.beyond >> 20} MiB")
+                if line.strip():
+                    yield encoder.encode(read_row(line))
+            except (BadRow, RecursionError) as error:
+                bad.append(f"{path}, line {number}: {error}")
+                if not skip:
+                    raise DataError(f"{bad[0]}; correct the line or pass `--on-bad-line skip`.") from error
+
+
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Run the tool; returns 0 if the dataset is whole, else an error's status and leaves no dataset."""
+    return cli.run(convert, build_parser(prog).parse_args(argv))
