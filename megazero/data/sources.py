@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from os.path import abspath
 
-from megazero.data.blended import BlendedDataset, SampleDataset
+from megazero.data.blended import SampleDataset
 from megazero.data.indexed.reader import IndexedDataset, file_hashes
 
 
@@ -35,8 +35,8 @@ def contents(dataset: SampleDataset) -> list[dict[str, str | int | None]]:
     """
     by_prefix = {abspath(indexed.prefix): indexed for indexed in sources(dataset)}
     named = dict.fromkeys(by_prefix, 1)
-    if isinstance(dataset, BlendedDataset):
-        for part, times in zip(dataset.datasets, dataset.mentions, strict=True):
+    if mentions := getattr(dataset, "mentions", None):
+        for part, times in zip(getattr(dataset, "datasets", ()), mentions, strict=True):
             for indexed in sources(part):
                 named[abspath(indexed.prefix)] = max(times, named[abspath(indexed.prefix)])
     return [{"prefix": p, **file_hashes(indexed), "named": named[p]} for p, indexed in by_prefix.items()]

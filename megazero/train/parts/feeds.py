@@ -5,6 +5,8 @@ from __future__ import annotations
 from megazero.config.training_plan import TrainingPlan
 from megazero.config.tree.config import Config
 from megazero.data.blended import SampleDataset
+from megazero.data.build import Datasets, Sizes
+from megazero.data.changing.start import BEGINNING, Before, changing_datasets
 from megazero.data.sampler import BatchSampler, SamplerKind, SamplerSpec
 from megazero.data_efficiency.curriculum import curriculum_sampler
 from megazero.errors import DataError
@@ -21,8 +23,12 @@ def build_feeds(
     vocabulary: Vocabulary,
     context: ParallelContext,
     stream_seed: int,
+    before: Before = BEGINNING,
 ) -> Feeds:
     """Make the feeds of the three splits.
+
+    Args:
+        before: what the training's blend has been.
 
     Raises:
         DataError: files are missing or damaged, or have too little data for one sample.
@@ -35,7 +41,11 @@ def build_feeds(
         training_plan.evaluations.samples_until(end.iteration),
         training_plan.evaluations.samples,
     )
-    train, valid, test = family.samples.datasets(config, vocabulary, sizes)
+
+    def build(config: Config, sizes: Sizes) -> Datasets:
+        return family.samples.datasets(config, vocabulary, sizes)
+
+    train, valid, test = changing_datasets(config, sizes, build, vocabulary.size, before)
     if train is None and sizes[0]:
         how = f"with `--split` {data.split}; give it a larger share, or more data"
         if data.train_data_path:
