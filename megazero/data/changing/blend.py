@@ -82,6 +82,7 @@ class ChangingBlend(SampleDataset):
         for share, dataset in zip(history.segments[0].shares, first.datasets if first else (), strict=False):
             planned = history.planned[share.source]
             self._sources[share.source] = Source(share, planned, library.make, dataset)
+        self.remarks: tuple[str, ...] = ()
         self.use(history, words)
         for segment in history.segments[len(history.until(position)) - 1 :]:
             self._open(segment, self.taken(max(position, segment.start)))
@@ -167,7 +168,11 @@ class ChangingBlend(SampleDataset):
     def notes(self) -> tuple[str, ...]:
         """The notes of the sources, and the last change."""
         of = self.datasets if self._first is None else [self._first]
-        return (*(note for dataset in of for note in dataset.notes), *filter(None, [self.history.change]))
+        return (
+            *(note for dataset in of for note in dataset.notes),
+            *filter(None, [self.history.change]),
+            *self.remarks,
+        )
 
     def _open(self, segment: Segment, taken: dict[str, int]) -> None:
         for share in segment.shares:

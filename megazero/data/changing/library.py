@@ -32,7 +32,7 @@ class Library:
 
     def __init__(self, config: Config, build: Build, vocab_size: int, words: tuple[str, ...]):
         data = config.data
-        self._field = "train_data_path" if data.train_data_path else "data_path"
+        self.shared = not data.train_data_path  # with validation and test
         self._build, self._vocab_size = build, vocab_size
         cache = data.data_cache_path or default_cache(words)
         self._config = config.model_copy(update={"data": data.model_copy(update={"data_cache_path": cache})})
@@ -43,7 +43,7 @@ class Library:
         if key is not None:
             digest = hashlib.blake2b(f"{training.seed} {key}".encode(), digest_size=4).digest()
             training = training.model_copy(update={"seed": int.from_bytes(digest, "little")})
-        data = data.model_copy(update={self._field: tuple(words)})
+        data = data.model_copy(update={"data_path" if self.shared else "train_data_path": tuple(words)})
         return self._build(self._config.model_copy(update={"data": data, "training": training}), sizes)
 
     def make(self, path: str, samples: int, key: str | None) -> SampleDataset:
@@ -81,7 +81,7 @@ class Library:
         """A hash of the content, with the part and the split that the training reads of it."""
         part = part_of(path, len(indexed))
         which = "" if part == range(len(indexed)) else f"[{part.start}:{part.stop}]"
-        split = "" if self._field == "train_data_path" else f"/{self._config.data.split}"
+        split = f"/{self._config.data.split}" if self.shared else ""
         return f"{content_hash(indexed)}{which}{split}"
 
     def _check_ids(self, indexed: IndexedDataset) -> None:

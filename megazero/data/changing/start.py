@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazero.config.compat.blends import MARK, expanded
+from megazero.config.compat.blends import MARK, expanded, prefix_of
 from megazero.config.tree.config import Config
 from megazero.data.blended import BlendedDataset, parse_blend
 from megazero.data.build import Datasets, Sizes, planned_samples
 from megazero.data.changing.blend import ChangingBlend
 from megazero.data.changing.file import Written, read_blend
-from megazero.data.changing.history import History, Segment
+from megazero.data.changing.history import History, Segment, Share
 from megazero.data.changing.library import Build, Library
 from megazero.data.sources import sources
 from megazero.errors import DataError
@@ -48,7 +48,7 @@ def changing_datasets(
     if not sizes[0] or not named or fixed:
         return build(config, sizes)
     if before.history is not None and before.position:
-        library = Library(config, build, vocab_size, words_of(before.history.segments[0]))
+        library = Library(config, build, vocab_size, words_of(before.history.segments[0].shares))
         return _continued(library, sizes, before, named, file)
     if file is None:
         return build(config, sizes)
@@ -56,9 +56,9 @@ def changing_datasets(
     return _begun(Library(config, build, vocab_size, written.words), sizes, sizes[0], written)
 
 
-def words_of(segment: Segment) -> tuple[str, ...]:
-    """A segment's blend as the words of a data path."""
-    return tuple(word for share in segment.shares for word in (repr(share.weight), share.path))
+def words_of(shares: tuple[Share, ...]) -> tuple[str, ...]:
+    """A blend as the words of a data path."""
+    return tuple(word for share in shares for word in (repr(share.weight), share.path))
 
 
 def _begun(library: Library, sizes: Sizes, samples: int, written: Written) -> Datasets:
@@ -100,7 +100,10 @@ def _continued(
     history = history.model_copy(update={"segments": tuple(s.moved(paths) for s in history.segments)})
     first, unedited = history.segments[0], len(history.segments) == 1 and last.mixes(shares)
     # Validation keeps the blend with which the training began.
-    train, valid, test = library.build(words_of(first), (history.samples if unedited else 0, *sizes[1:]))
+    gone = [] if unedited or not library.shared else [s.path for s in first.shares if not _is_there(s)]
+    kept = tuple(share for share in first.shares if share.path not in gone)
+    evaluated = sizes[1:] if kept else (0, 0)
+    train, valid, test = library.build(words_of(kept), (history.samples if unedited else 0, *evaluated))
     planned = planned_samples([share.weight for share in first.shares], history.samples)[0]
     begun = train if isinstance(train, BlendedDataset) else None
     blend = ChangingBlend(history, library, max(sizes[0] or 0, sum(planned)), at, begun, words)
@@ -111,4 +114,10 @@ def _continued(
             if file is None:
                 raise
             blend.words = ()
+    if gone and any(sizes[1:]):
+        blend.remarks = (f"warning: validation goes on without {', '.join(gone)}, whose files are gone",)
     return blend, valid, test
+
+
+def _is_there(share: Share) -> bool:
+    return all(Path(f"{prefix_of(share.path)}{suffix}").is_file() for suffix in (".idx", ".bin"))
