@@ -62,7 +62,7 @@ class BlendFile:
         try:
             state = os.stat(self.path)
         except OSError as error:
-            self.problem = f"{self.path} cannot be read: {why_unreadable(error)}"
+            self.problem = why_unreadable(error)
             self._read = None
             return None
         now = (state.st_mtime_ns, state.st_ctime_ns, state.st_size, state.st_ino)

@@ -63,7 +63,8 @@ class BlendEdits(SharedConcern):
         if most[0]:
             self._take(now, self.file, self.blend)
         if self.file.problem is not None and now.due(self.interval):
-            self.monitor.message(f"warning: training keeps the blend that it has: {self.file.problem}")
+            why = f"{self.file.path} cannot be used: {self.file.problem}"
+            self.monitor.message(f"warning: training keeps the blend that it has: {why}")
             self.file.again()
         return CONTINUE
 
@@ -81,7 +82,7 @@ class BlendEdits(SharedConcern):
         except (DataError, OSError) as error:
             problem = str(error)
         failed = first_value(world, problem, device)
-        file.problem = None if failed is None else f"{file.path}, on rank {failed[0]}: {failed[1]}"
+        file.problem = None if failed is None else f"rank {failed[0]}: {failed[1]}"
         if failed is not None:
             return
         file.words = words

@@ -183,7 +183,7 @@ def looked_at(file: BlendFile) -> object:
 
 
 BROKEN = [
-    (None, "blend cannot be read: No such file or directory"),
+    (None, "No such file or directory"),
     ("", "but blend is empty"),
     ("  \n", "but blend is empty"),
     ("-1 a 1 b", "must be a number of at least 0, but is '-1'"),
