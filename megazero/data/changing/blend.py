@@ -7,7 +7,7 @@ Within a segment, sample i comes from the source that lags furthest behind its s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -32,10 +32,15 @@ class Sources(Protocol):
 
 
 class Mixture:
-    """The source of each sample of a segment, worked out as far as it is asked for."""
+    """The source of each sample of a segment, worked out as far as it is asked for.
 
-    def __init__(self, segment: Segment, first: BlendedDataset | None = None):
-        self.segment = segment
+    numbers: source -> its number among all sources. first: the blend, if it has been built.
+    """
+
+    def __init__(self, segment: Segment, numbers: Mapping[str, int], first: BlendedDataset | None = None):
+        self.segment, names = segment, [share.source for share in segment.shares]
+        self._numbers = np.array([numbers[name] for name in names])
+        self._taken = np.array([segment.taken.get(name, 0) for name in names])
         # Twice, as `BlendedDataset` gets them from `build_datasets`: ties depend on the last bit.
         self._shares = normalized(normalized([share.weight for share in segment.shares]))
         self._index = (np.empty(0, np.int16), np.empty(0, np.int64))
@@ -48,6 +53,12 @@ class Mixture:
         if len(index[0]) < count:
             self._index = index = build_blending_index(self._shares, max(count, 2 * len(index[0]), _LEAST))
         return index
+
+    def located(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The number of each sample's source, and of the sample in it; int64 [b] each."""
+        places = indices - self.segment.start
+        chosen, since = (array[places] for array in self.upto(int(places.max()) + 1))
+        return self._numbers[chosen], self._taken[chosen] + since
 
     def taken(self, sample: int) -> dict[str, int]:
         """The samples that each source has given before this one."""
@@ -77,7 +88,9 @@ class ChangingBlend(SampleDataset):
         words: tuple[str, ...] = (),
     ):
         self.library, self._size, self._first = library, size, first
-        self._mixtures: tuple[Mixture, ...] = (Mixture(history.segments[0], first),)
+        numbers = {share.source: number for number, share in enumerate(history.segments[0].shares)}
+        mixtures: tuple[Mixture, ...] = (Mixture(history.segments[0], numbers, first),)
+        self._in_use: tuple[list[Source], tuple[Mixture, ...]] = [], mixtures
         self._sources: dict[str, Source] = {}
         for share, dataset in zip(history.segments[0].shares, first.datasets if first else (), strict=False):
             planned = history.planned[share.source]
@@ -95,11 +108,13 @@ class ChangingBlend(SampleDataset):
         for share in (share for segment in history.segments for share in segment.shares):
             source = Source(share, history.planned.get(share.source, 0), self.library.make)
             self._sources.setdefault(share.source, source).path = share.path
-        known = self._mixtures
-        self._mixtures = tuple(
-            next((m for m in known if m.segment == segment), None) or Mixture(segment)
+        # Numbers are by the first mention: they stay as they are in segments that stay.
+        numbers = {name: number for number, name in enumerate(history.sources)}
+        mixtures = tuple(
+            next((m for m in self._in_use[1] if m.segment == segment), None) or Mixture(segment, numbers)
             for segment in history.segments
         )
+        self._in_use = [self._sources[name] for name in history.sources], mixtures
         self.history, self.words = history, words
 
     def edited(self, shares: tuple[Share, ...], at: int, origin: Origin | None) -> History:
@@ -110,34 +125,28 @@ class ChangingBlend(SampleDataset):
 
     def taken(self, sample: int) -> dict[str, int]:
         """The samples that each source has given before this one."""
-        return [m for m in self._mixtures if m.segment.start <= sample][-1].taken(sample)
+        return [m for m in self._in_use[1] if m.segment.start <= sample][-1].taken(sample)
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """The samples `indices` stacked, with `dataset_id` [b]: the source's place among all named so far."""
+        """The samples `indices` stacked, with `dataset_id` [b], the number of the source."""
         indices = check_sample_numbers(indices, len(self), "the train blend")
-        names, owners, samples = self.located(indices)
-        merged = gather_parts(lambda owner: self._sources[names[owner]], owners, samples)
-        return {**merged, "dataset_id": owners}
+        named, owners, samples = self.located(indices)
+        return {**gather_parts(named.__getitem__, owners, samples), "dataset_id": owners}
 
-    def located(self, indices: np.ndarray) -> tuple[list[str], np.ndarray, np.ndarray]:
-        """All sources, the place among them of each sample's source, and the sample's number in it."""
-        mixtures = self._mixtures
-        names = list(dict.fromkeys(share.source for m in mixtures for share in m.segment.shares))
+    def located(self, indices: np.ndarray) -> tuple[list[Source], np.ndarray, np.ndarray]:
+        """All sources, the number among them of each sample's source, and the sample's number in it."""
+        sources, mixtures = self._in_use
         within = np.searchsorted([m.segment.start for m in mixtures], indices, side="right") - 1
         owners, samples = np.empty(len(indices), np.int64), np.empty(len(indices), np.int64)
         for number in np.unique(within).tolist():
-            segment, rows = mixtures[number].segment, np.flatnonzero(within == number)
-            places = indices[rows] - segment.start
-            chosen, since = (array[places] for array in mixtures[number].upto(int(places.max()) + 1))
-            own = [share.source for share in segment.shares]
-            owners[rows] = np.array([names.index(name) for name in own])[chosen]
-            samples[rows] = np.array([segment.taken.get(name, 0) for name in own])[chosen] + since
-        return names, owners, samples
+            rows = np.flatnonzero(within == number)
+            owners[rows], samples[rows] = mixtures[number].located(indices[rows])
+        return sources, owners, samples
 
     def whereabouts(self, number: int) -> str:
         """Where the text of a sample lies, by its source."""
-        names, owners, samples = self.located(np.array([number]))
-        return self._sources[names[owners[0]]].whereabouts(int(samples[0]))
+        sources, owners, samples = self.located(np.array([number]))
+        return sources[int(owners[0])].whereabouts(int(samples[0]))
 
     @property
     def datasets(self) -> list[Source]:

@@ -52,7 +52,7 @@ class BlendFile:
     """
 
     def __init__(self, path: Path, words: tuple[str, ...]):
-        self.path, self.words = path, words
+        self.path, self._name, self.words = path, str(path), words
         self.problem: str | None = None
         self._seen: tuple[int, ...] | None = None
         self._read: tuple[int, ...] | None = None
@@ -60,7 +60,7 @@ class BlendFile:
     def look(self) -> Written | None:
         """A blend that is new, once the file has rested from one look to the next."""
         try:
-            state = os.stat(self.path)
+            state = os.stat(self._name)
         except OSError as error:
             self.problem = why_unreadable(error)
             self._read = None

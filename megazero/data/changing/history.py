@@ -78,9 +78,24 @@ class History(_Facts):
         return self
 
     @property
-    def sources(self) -> set[str]:
-        """All sources that the blend has had."""
-        return {share.source for segment in self.segments for share in segment.shares}
+    def sources(self) -> tuple[str, ...]:
+        """All sources that the blend has had, in the order of their first mention."""
+        return tuple(dict.fromkeys(share.source for segment in self.segments for share in segment.shares))
+
+    @property
+    def rows(self) -> list[tuple[str, str, str, str, str]]:
+        """A row of text for each share: path, origin, first sample, share, samples given before."""
+        return [
+            (
+                share.path,
+                f"{segment.origin.owner}, {segment.origin.time}" if segment.origin else "-",
+                f"{segment.start:,}",
+                f"{segment.percent[share.source]:.4g}%",
+                f"{segment.taken.get(share.source, 0):,}",
+            )
+            for segment in self.segments
+            for share in segment.shares
+        ]
 
     def until(self, sample: int) -> tuple[Segment, ...]:
         """The segments that begin at a sample or before."""

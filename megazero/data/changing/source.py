@@ -35,7 +35,10 @@ class Source(SampleDataset):
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples `indices` stacked."""
-        return gather_parts(self._part, *self.located(np.asarray(indices, dtype=np.int64)))
+        parts, samples = self.located(np.asarray(indices, dtype=np.int64))
+        if parts[0] == parts[-1] and (parts == parts[0]).all():
+            return self._part(int(parts[0])).batch(samples)
+        return gather_parts(self._part, parts, samples)
 
     def located(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The part in which each sample lies, and its number there; int64 [b] each."""

@@ -28,8 +28,10 @@ def begun(weights: Mapping[str, float], samples: int) -> History:
 
 
 def order(blend: ChangingBlend, places: Sequence[int]) -> list[tuple[str, int]]:
-    names, owners, samples = blend.located(np.array(places))
-    return [(names[owner], sample) for owner, sample in zip(owners.tolist(), samples.tolist(), strict=True)]
+    sources, owners, samples = blend.located(np.array(places))
+    return [
+        (sources[owner].name, sample) for owner, sample in zip(owners.tolist(), samples.tolist(), strict=True)
+    ]
 
 
 def drawn_edits(sources: int, count: int, rng: random.Random) -> Edits:

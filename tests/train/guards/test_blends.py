@@ -155,10 +155,9 @@ def test_kills_other_batches_and_edits_between_them_train_on_each_sample_once(fo
     whole = ChangingBlend.batch
 
     def noted(self, indices):
-        names, owners, samples = self.located(np.asarray(indices))
-        paths = {share.source: share.path for s in self.history.segments for share in s.shares}
+        sources, owners, samples = self.located(np.asarray(indices))
         for place, owner, sample in zip(indices, owners.tolist(), samples.tolist(), strict=True):
-            seen[int(place)] = (paths[names[owner]], sample)
+            seen[int(place)] = (sources[owner].path, sample)
         return whole(self, indices)
 
     monkeypatch.setattr(ChangingBlend, "batch", noted)
