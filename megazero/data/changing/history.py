@@ -1,4 +1,4 @@
-"""What a run's blend was from which sample on: segments, as checkpoints keep them."""
+"""The history of a run's blend: which shares acted from which sample on, as checkpoints keep it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Share(_Facts):
 
 
 class Origin(_Facts):
-    """Where a blend came from: the file, a hash of its text, its owner, and when the run noticed it."""
+    """The origin of a blend: the file, a hash of its text, its owner, and when the run noticed it."""
 
     file: str
     digest: str
@@ -107,7 +107,7 @@ class History(_Facts):
 
     @property
     def change(self) -> str:
-        """What the last segment changes, for a person; empty if there is only one."""
+        """The changes of the last segment, for a person; empty if there is only one."""
         if len(self.segments) == 1:
             return ""
         before, last = self.segments[-2:]

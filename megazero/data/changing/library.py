@@ -13,6 +13,7 @@ from megazero.config.compat.blends import part_of, prefix_of
 from megazero.config.tree.config import Config
 from megazero.data.blended import SampleDataset, parse_blend
 from megazero.data.build import Datasets, Sizes, default_cache
+from megazero.data.changing.blend import Sources
 from megazero.data.changing.history import Share
 from megazero.data.indexed.reader import IndexedDataset, content_hash, open_indexed
 from megazero.errors import DataError
@@ -96,3 +97,6 @@ class Library:
                 f"`{indexed.prefix}` must be made with this run's tokenizer, of {size} ids, but has {has}; "
                 "preprocess its text again."
             )
+
+
+_: type[Sources] = Library

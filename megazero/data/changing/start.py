@@ -19,7 +19,7 @@ from megazero.errors import DataError
 
 @dataclass(frozen=True)
 class Before:
-    """What a checkpoint says of a training's blend: its segments, if it has any, and the samples consumed."""
+    """The blend in a checkpoint: its history, if it has one, and the samples consumed."""
 
     history: History | None = None
     position: int = 0
