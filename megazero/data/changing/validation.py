@@ -84,9 +84,9 @@ Agree = Callable[[str | None], str | None]
 def validation_sets(
     config: Config, samples: int, build: Callable[[Config, Sizes], Datasets], agree: Agree
 ) -> ValidationSets | None:
-    """A set for each dataset that the validation data name, of so many samples; None without any.
+    """A set of so many samples for each dataset of the validation data, whatever its weight; None without.
 
-    Weights have no meaning here. Raises DataError if `validation_set_names` are not as many as the sets.
+    Raises DataError if `validation_set_names` are not as many as the sets, or if no set can be read.
     """
     data, field = config.data, "valid_data_path" if config.data.valid_data_path else "data_path"
     words = expanded(data.valid_data_path, "valid") or expanded(data.data_path, "train")
@@ -106,7 +106,7 @@ def validation_sets(
         try:
             dataset = build(config.model_copy(update={"data": own}), (0, samples, 0))[1]
             if dataset is None:
-                raise DataError(f"`{path}` gives it no samples")
+                raise DataError(f"`{path}` has no samples for it")
             sets.append(ValidationSet(name, dataset))
         except DataError as error:
             fault = str(error)
@@ -114,4 +114,6 @@ def validation_sets(
         if fault is not None:
             sets = [one for one in sets if one.name != name]
             faults.append(f"warning: there will be no loss of validation set {name}: {fault}")
+    if faults and not sets:
+        raise DataError(f"the validation data must have a set that can be read, but have none; {faults[0]}")
     return ValidationSets(sets, faults) if sets else None

@@ -155,7 +155,7 @@ function linesOf(title, names, option) {
       splits.forEach((split, s) => {  // of several sets, each has a colour
         const own = run.evaluations.filter(e => e.split === split && typeof e[name] === "number");
         const pairs = own.map(e => [placed(run, e.iteration), e[name]]).filter(([x]) => x !== null);
-        lines.addRings(pairs, splits.length > 2 && !many() ? colorOf(s + 1) : color, `${text} ${split}`.trim());
+        lines.addRings(pairs, split.startsWith("validation-") && !many() ? colorOf(s + 1) : color, `${text} ${split}`.trim());
       });
     });
   }

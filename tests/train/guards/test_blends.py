@@ -182,3 +182,21 @@ def test_kills_other_batches_and_edits_between_them_train_on_each_sample_once(fo
     assert starts(history) == [0, 12, 24, 42, 74, 102, 114]
     rule = [(s.start, {share.path: share.weight for share in s.shares}) for s in history.segments]
     assert [seen[place] for place in range(consumed)] == by_the_rule(rule, consumed)
+
+
+def test_each_validation_set_has_a_loss_and_a_broken_one_ends_nothing(folder, capsys):
+    """The last document of `late` has an id that the vocabulary has not."""
+    with IndexedDatasetWriter(folder / "late", np.uint16) as writer:
+        for number in range(40):
+            writer.add_document(np.full(9, 60 if number == 39 else number))
+    flags = "--train-data-path 1 a --valid-data-path c late d --multiple-validation-sets --log-interval 9"
+    words = [word for word in MODEL.split() if word not in ("--data-args-path", "blend")]
+    words += f"{flags} --train-iters 2 --eval-iters 8 --eval-interval 1 --global-batch-size 4".split()
+    world = ThreadWorld(2, timeout=60)
+    config = parse_config(words, world_size=2).config
+    world.run(lambda number: pretrain_on(config, thread_context(world, ProcessGrid(dp=2), number)))
+    records = [json.loads(line) for line in Path("run/metrics.eval.jsonl").read_text().splitlines()]
+    assert [(r["iteration"], r["split"]) for r in records if r["split"] != "validation-late"] == [
+        (iteration, f"validation-{name}") for iteration in (1, 2) for name in "cd"
+    ]
+    assert "warning: there is no validation-late loss: rank" in capsys.readouterr().out
