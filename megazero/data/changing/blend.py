@@ -6,6 +6,7 @@ Within a segment, sample i comes from the source that lags furthest behind its s
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
@@ -136,7 +137,11 @@ class ChangingBlend(SampleDataset):
     def located(self, indices: np.ndarray) -> tuple[list[Source], np.ndarray, np.ndarray]:
         """All sources, the number among them of each sample's source, and the sample's number in it."""
         sources, mixtures = self._in_use
-        within = np.searchsorted([m.segment.start for m in mixtures], indices, side="right") - 1
+        starts = [mixture.segment.start for mixture in mixtures]
+        number = bisect_right(starts, int(indices.min())) - 1
+        if number == len(starts) - 1 or int(indices.max()) < starts[number + 1]:
+            return sources, *mixtures[number].located(indices)  # as nearly always
+        within = np.searchsorted(starts, indices, side="right") - 1
         owners, samples = np.empty(len(indices), np.int64), np.empty(len(indices), np.int64)
         for number in np.unique(within).tolist():
             rows = np.flatnonzero(within == number)

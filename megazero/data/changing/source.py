@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -35,10 +36,11 @@ class Source(SampleDataset):
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples `indices` stacked."""
-        parts, samples = self.located(np.asarray(indices, dtype=np.int64))
-        if parts[0] == parts[-1] and (parts == parts[0]).all():
-            return self._part(int(parts[0])).batch(samples)
-        return gather_parts(self._part, parts, samples)
+        indices = np.asarray(indices, dtype=np.int64)
+        part = bisect_right(self._ends, int(indices.min())) - 1
+        if part + 1 < len(self._ends) and int(indices.max()) < self._ends[part + 1]:
+            return self._part(part).batch(indices - self._ends[part])  # as nearly always
+        return gather_parts(self._part, *self.located(indices))
 
     def located(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The part in which each sample lies, and its number there; int64 [b] each."""
