@@ -57,6 +57,20 @@ def whereabouts(dataset: SampleDataset, number: int) -> str:
     return "" if find is None else find(number)
 
 
+def gather_parts(
+    part: Callable[[int], SampleDataset], owners: np.ndarray, samples: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Stack samples of several datasets: number `samples[i]` of `part(owners[i])`, int64 [b] each."""
+    merged: dict[str, np.ndarray] = {}
+    for owner in np.unique(owners).tolist():
+        rows = np.flatnonzero(owners == owner)
+        for key, array in part(owner).batch(samples[rows]).items():
+            if key not in merged:
+                merged[key] = np.empty((len(owners), *array.shape[1:]), dtype=array.dtype)
+            merged[key][rows] = array
+    return merged
+
+
 def parse_blend(entries: Sequence[str], must_exist: bool = True) -> list[tuple[float | None, str]]:
     """Parse a `--data-path` into (weight, prefix) of each dataset.
 
@@ -151,14 +165,7 @@ class BlendedDataset(SampleDataset):
         """The samples `indices` stacked, arrays [b, T] and `dataset_id` [b]. IndexError past the end."""
         indices = check_sample_numbers(indices, len(self), f"the {self.name} blend")
         owners = self.dataset_index[indices].astype(np.int64)
-        samples = self.sample_index[indices]
-        merged: dict[str, np.ndarray] = {}
-        for owner in np.unique(owners):
-            rows = np.flatnonzero(owners == owner)
-            for key, part in self.datasets[owner].batch(samples[rows]).items():
-                if key not in merged:
-                    merged[key] = np.empty((len(indices), *part.shape[1:]), dtype=part.dtype)
-                merged[key][rows] = part
+        merged = gather_parts(self.datasets.__getitem__, owners, self.sample_index[indices])
         return {**merged, "dataset_id": owners}
 
     def whereabouts(self, number: int) -> str:

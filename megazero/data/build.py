@@ -8,6 +8,7 @@ larger, as a reserve. Prefixes without weights give one epoch each, mixed in pro
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from os.path import realpath
 from typing import Protocol
@@ -225,6 +226,12 @@ def _unweighted(
     return BlendedDataset(parts, None, blend_size, builder.settings.cache_dir, name, mentions)
 
 
+def planned_samples(weights: Sequence[float], size: int) -> tuple[list[int], list[int]]:
+    """The samples that a weighted blend of `size` takes of each dataset, and those that it builds."""
+    targets = [math.ceil(size * weight) for weight in normalized(weights).tolist()]
+    return targets, [math.ceil(target * (1 + _RESERVE)) for target in targets]
+
+
 def _weighted_blend(
     builder: DatasetBuilder, portions: list[_Portion], size: int | None, name: str, epochs: int | None
 ) -> BlendedDataset:
@@ -235,11 +242,12 @@ def _weighted_blend(
         )
     if size is None:
         raise DataError(f"`num_samples` must be given for the weighted {name} blend, but is None.")
-    weights = normalized([p.weight for p in portions if p.weight is not None]).tolist()
-    targets = [math.ceil(size * weight) for weight in weights]
+    weights = [p.weight for p in portions if p.weight is not None]
+    targets, planned = planned_samples(weights, size)
+    weights = normalized(weights).tolist()
     parts = [
-        builder.build(p.indexed, p.units, math.ceil(target * (1 + _RESERVE)), name, None)
-        for p, target in zip(portions, targets, strict=True)
+        builder.build(p.indexed, p.units, samples, name, None)
+        for p, samples in zip(portions, planned, strict=True)
     ]
     mentions = [portion.mentions for portion in portions]
     return BlendedDataset(parts, weights, sum(targets), builder.settings.cache_dir, name, mentions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megazero.data.blended import BlendedDataset, SampleDataset
+from megazero.data.blended import SampleDataset
 from megazero.data.indexed.reader import IndexedDataset, file_hashes
 from megazero.storage.urls import place_of
 
@@ -38,8 +38,8 @@ def contents(dataset: SampleDataset) -> list[dict[str, str | int | None]]:
     computed = {place_of(part.indexed.prefix) for part in parts if getattr(part, "is_computed", False)}
     by_prefix = {place_of(indexed.prefix): indexed for indexed in sources(dataset)}
     named = dict.fromkeys(by_prefix, 1)
-    if isinstance(dataset, BlendedDataset):
-        for part, times in zip(dataset.datasets, dataset.mentions, strict=True):
+    if mentions := getattr(dataset, "mentions", None):
+        for part, times in zip(getattr(dataset, "datasets", ()), mentions, strict=True):
             for indexed in sources(part):
                 named[place_of(indexed.prefix)] = max(times, named[place_of(indexed.prefix)])
     return [

@@ -8,7 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from megazero.config.steps import Step
+from megazero.data.changing.start import blend_file
 from megazero.models.batch import MicroBatch
+from megazero.train.guards.blends import BlendEdits
 from megazero.train.guards.concerns import DataUnchanged, ExitRequests, SkippedRow, SlowRankReports
 from megazero.train.guards.copies import EqualCopies
 from megazero.train.guards.spike_guard import SpikeGuard
@@ -61,6 +63,7 @@ class Loop:
         self.exits = ExitRequests(config.training)
         self.saving: Saving | None = None
         folder = restore = None
+        note = partial(Snapshots.note, snapshots) if snapshots is not None else lambda facts: None
         if snapshots is not None:
             self.saving = Saving(snapshots, config.checkpoint.save_interval, monitor, meters.timers)
             folder, restore = Path(snapshots.saver.directory), partial(restore_last, snapshots)
@@ -77,6 +80,7 @@ class Loop:
         shared: tuple[SharedConcern, ...] = (
             SlowRankReports(meters.stragglers, log),
             DataUnchanged(feeds, engine, intervals, lambda: self.exits.asked),
+            BlendEdits(self.feed, blend_file(config), context, monitor, interval, note),
             *saving,
             self.exits,
         )

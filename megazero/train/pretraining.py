@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping
 
 from megazero.checkpoint.disk import Disk
 from megazero.config.tree.config import Config
+from megazero.data.changing.start import Before
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.cpu_cores import others_running
 from megazero.mpu.launch import Launch
 from megazero.train.assemble import Run, TrainingTask, assemble
 from megazero.train.guards.agreement import samples_of
+from megazero.train.guards.blends import blend_facts
 from megazero.train.observe.evaluation import LossEvaluation, PeriodicEvaluation
 from megazero.train.observe.host import host_remarks, ranks_here
 from megazero.train.parts.chunks import DTYPES
@@ -49,6 +51,7 @@ class Pretraining(TrainingTask):
 
     def __init__(self) -> None:
         self._record: list[DataFacts] | None = None
+        self._blend: Mapping[str, object] = {}
         self._compared: tuple[str, ...] = ()
         self._origin: Mapping[str, object] | None = None
         self._others = others_running(own=ranks_here())  # before this program itself is busy
@@ -59,13 +62,17 @@ class Pretraining(TrainingTask):
         return take_foreign_weights(config, context, vocab_size, engine)
 
     def feeds(self, resumed: Resumed, vocabulary: Vocabulary, context: ParallelContext) -> Feeds:
-        return build_feeds(resumed.config, resumed.training_plan, vocabulary, context, resumed.stream_seed)
+        history = None if resumed.run is None else resumed.run.blend
+        before = Before(history, resumed.state.consumed_samples)
+        plan, seed = resumed.training_plan, resumed.stream_seed
+        return build_feeds(resumed.config, plan, vocabulary, context, seed, before)
 
     def samples(self, config: Config, feeds: Feeds) -> Mapping[str, str]:
         return samples_of(feeds.datasets)
 
     def check(self, resumed: Resumed, feeds: Feeds) -> None:
         self._record = data_record(feeds.datasets[0], resumed.engine.context)
+        self._blend = blend_facts(feeds.datasets[0])
         passes = not resumed.config.data.verify_data
         self._origin = resumed.origin or origin_of(resumed.config)
         before = None if resumed.run is None else resumed.run.data
@@ -84,7 +91,7 @@ class Pretraining(TrainingTask):
 
     def facts(self) -> Mapping[str, object]:
         origin = {} if self._origin is None else {"converted_from": dict(self._origin)}
-        return {"data": [record.model_dump() for record in self._record or ()], **origin}
+        return {"data": [record.model_dump() for record in self._record or ()], **self._blend, **origin}
 
     def evaluations(self, run: Run, disk: Disk | None) -> PeriodicEvaluation:
         samples, timers = run.resumed.training_plan.evaluations, run.meters.timers

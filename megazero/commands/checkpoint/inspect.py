@@ -10,7 +10,7 @@ from dataclasses import asdict
 from fnmatch import fnmatchcase
 
 from megazero.checkpoint.locate import is_checkpoint, one_checkpoint
-from megazero.checkpoint.manifest import Logical
+from megazero.checkpoint.manifest import STATE, Logical, parse
 from megazero.checkpoint.part import Key
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.remote.mirror import local_folder
@@ -27,6 +27,7 @@ from megazero.commands.checkpoint.summary import (
     totals_by_kind,
 )
 from megazero.commands.show import count_text, one_line, print_facts, print_table, size_text
+from megazero.data.changing.history import History
 
 _STATS = ("min", "max", "mean", "rms", "nan")
 
@@ -147,6 +148,10 @@ def _show_checkpoint(reader: CheckpointReader) -> None:
         print_table(
             ("model", "value"), ((name, value) for name, value in model.items() if value is not None), left=2
         )
+    if (blend := facts.get("blend")) is not None:
+        history = parse(History, json.dumps(blend).encode(), reader.folder / STATE)
+        print()
+        print_table(("blend", "by", "from sample", "share", "samples before"), history.rows, left=2)
 
 
 def _origin(reader: CheckpointReader) -> list[tuple[str, str]]:

@@ -37,6 +37,11 @@ def expanded(entries: Sequence[str], split: str) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         why = why_unreadable(error) if isinstance(error, OSError) else error
         raise DataError(f"a file with a blend must be readable text, but {path} is not: {why}.") from error
+    return blend_in(text, split, path)
+
+
+def blend_in(text: str, split: str, path: Path) -> tuple[str, ...]:
+    """Return the blend of a split in the text of a file, as `expanded` does, with the same errors."""
     if not text.strip():
         raise DataError(f"a file with a blend must name datasets, but {path} is empty; write one into it.")
     if text.lstrip().startswith("{"):

@@ -26,13 +26,21 @@ class DataConfig(Section):
     """Data"""
 
     data_path: tuple[str, ...] = option((), roles=Role.FILE | Role.SOURCE, needs=_NO_TASK)
-    """one dataset prefix, or WEIGHT PREFIX pairs to blend"""
+    """one dataset prefix, or WEIGHT PREFIX pairs to blend; @FILE: those in a file, which a run reads anew when
+    they change"""
     train_data_path: tuple[str, ...] = option((), roles=Role.FILE | Role.SOURCE, needs=_NO_TASK)
     """prefix or blend for training alone"""
     valid_data_path: tuple[str, ...] = option((), roles=Role.FILE | Role.SOURCE, needs=_NO_TASK)
     """prefix or blend for validation alone"""
     test_data_path: tuple[str, ...] = option((), roles=Role.FILE | Role.SOURCE, needs=_NO_TASK)
     """prefix or blend for testing alone"""
+    multiple_validation_sets: bool = option(
+        False,
+        needs=(_NO_TASK, here.mock_data.is_off.because("random tokens are one set")),
+    )
+    """validate on each dataset of the validation data by itself, and report a loss for each"""
+    validation_set_names: tuple[str, ...] = option((), roles=Role.QUIET, needs=here.multiple_validation_sets)
+    """names of these sets, in their order; default: those of the files"""
     split: Proportions = option("969, 30, 1")
     """train, validation and test proportions of --data-path"""
     data_cache_path: str | None = option(None, roles=Role.LOCAL)

@@ -151,11 +151,12 @@ function linesOf(title, names, option) {
       const dash = r >= colors().series.length && !several ? [6, 3] : null;
       const fitted = data && { xs, mean: fit(data.mean), low: fit(data.low), high: fit(data.high) };
       if (data) lines.add(fitted, { color, dash, text });
-      for (const split of option.points ? ["validation", "test"] : []) {
+      const splits = option.points ? [...new Set(run.evaluations.map(e => e.split))] : [];
+      splits.forEach((split, s) => {  // of several sets, each has a colour
         const own = run.evaluations.filter(e => e.split === split && typeof e[name] === "number");
         const pairs = own.map(e => [placed(run, e.iteration), e[name]]).filter(([x]) => x !== null);
-        lines.addRings(pairs, color, `${text} ${split}`.trim());
-      }
+        lines.addRings(pairs, split.startsWith("validation-") && !many() ? colorOf(s + 1) : color, `${text} ${split}`.trim());
+      });
     });
   }
   return lines;
@@ -266,7 +267,8 @@ function overview(run, r) {
   const recent = name => median(meansOf(run, name).slice(-200));
   const speed = recent("tokens_per_second"), share = recent("matmul_share"), flops = recent("tflops");
   const loss = ["lm_loss", "total_loss", "loss"].find(n => steps.series[n]);
-  const evaluated = run.evaluations.findLast(e => e.split === "validation");
+  const splits = [...new Set(run.evaluations.map(e => e.split))].filter(s => s.startsWith("validation"));
+  const evaluated = splits.map(s => run.evaluations.findLast(e => e.split === s));
   const tokens = lastOf(steps.x.tokens), hours = lastOf(steps.x.hours);
   const own = [0, 1, 2].map(i => lastOf(meansOf(run, "rank_seconds.own." + i)));
   const facts = {
@@ -274,7 +276,7 @@ function overview(run, r) {
       + (tokens ? `, ${number(tokens)} tokens` : ""),
     "time left": state.eta !== undefined && `${duration(state.eta)}, until ${clock(Date.now() / 1000 + state.eta)}`,
     [label(loss ?? "")]: loss && number(lastOf(meansOf(run, loss))),
-    validation: evaluated && loss && number(evaluated[loss]),
+    validation: loss && evaluated.map(e => `${e.split.slice(11)} ${number(e[loss])}`.trim()).join(", "),
     [`forecast of the ${label(forecast?.name ?? "")}`]: forecast && `${number(forecast.value)} ± `
       + `${number(forecast.spread)} at step ${number(forecast.step)}, if it goes on as over its latest half`,
     throughput: speed && `${number(speed)} tokens/s`,

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megazero.config.training_plan import TrainingPlan
 from megazero.config.tree.config import Config
 from megazero.data.blended import SampleDataset
+from megazero.data.build import Datasets, Sizes
+from megazero.data.changing.start import BEGINNING, Before, changing_datasets
+from megazero.data.changing.validation import ValidationSets, validation_sets
 from megazero.data.sampler import BatchSampler, SamplerKind, SamplerSpec
 from megazero.data_efficiency.curriculum import curriculum_sampler
 from megazero.errors import DataError
 from megazero.models.batch import MicroBatch
 from megazero.mpu.context import ParallelContext
+from megazero.mpu.messages import first_value
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary
 from megazero.train.step.feed import Feed, Feeds, make_feed
@@ -21,8 +27,12 @@ def build_feeds(
     vocabulary: Vocabulary,
     context: ParallelContext,
     stream_seed: int,
+    before: Before = BEGINNING,
 ) -> Feeds:
     """Make the feeds of the three splits.
+
+    Args:
+        before: what the training's blend has been.
 
     Raises:
         DataError: files are missing or damaged, or have too little data for one sample.
@@ -35,7 +45,15 @@ def build_feeds(
         training_plan.evaluations.samples_until(end.iteration),
         training_plan.evaluations.samples,
     )
-    train, valid, test = family.samples.datasets(config, vocabulary, sizes)
+
+    def build(config: Config, sizes: Sizes) -> Datasets:
+        return family.samples.datasets(config, vocabulary, sizes)
+
+    sets: ValidationSets | None = None
+    if data.multiple_validation_sets and sizes[1]:
+        sets = validation_sets(config, sizes[1], build, partial(_first_fault, context))
+        sizes = (sizes[0], 0, sizes[2])
+    train, valid, test = changing_datasets(config, sizes, build, vocabulary.size, before)
     if train is None and sizes[0]:
         how = f"with `--split` {data.split}; give it a larger share, or more data"
         if data.train_data_path:
@@ -62,4 +80,11 @@ def build_feeds(
         collate = family.samples.collate(config, vocabulary.size, context, seed)
         return make_feed(dataset, sampler or BatchSampler(spec), collate, ahead)
 
-    return Feeds(feed(train, data.num_workers, stream_seed), feed(valid), feed(test))
+    return Feeds(
+        feed(train, data.num_workers, stream_seed), feed(valid if sets is None else sets), feed(test)
+    )
+
+
+def _first_fault(context: ParallelContext, fault: str | None) -> str | None:
+    first = first_value(context.world, fault, context.device)
+    return None if first is None else str(first[1])

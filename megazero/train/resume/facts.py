@@ -22,6 +22,7 @@ from pydantic import (
 from megazero.checkpoint.manifest import STATE, parse
 from megazero.config.steps import BEGINNING, Progress
 from megazero.config.training_plan import LrLengths
+from megazero.data.changing.history import History
 from megazero.train.step.spikes import Recent
 from megazero.train.step.stability import RunningMoments, Stability
 from megazero.train.step.state import TrainState
@@ -143,6 +144,7 @@ class RunFacts(_FactsModel):
         written_by: the ranks that wrote it.
         lengths: the lengths of its schedules; None if they follow from the configuration.
         origin: the progress at which the training began with its present settings.
+        blend: the segments of its blend; None if it cannot change.
     """
 
     config: SavedConfig
@@ -156,6 +158,7 @@ class RunFacts(_FactsModel):
     written_by: WriterFacts = WriterFacts()
     lengths: LrLengths | None = None
     origin: Progress = BEGINNING
+    blend: History | None = None
 
 
 class ModelFacts(_FactsModel):

@@ -177,6 +177,10 @@ class ReadAhead:
             if s not in self._pending:
                 self._pending[s] = self._executor.submit(self._read, s)
 
+    def forget(self) -> None:
+        """Drop what has been read ahead, after the order of the samples has changed."""
+        self._pending = {}
+
     def close(self) -> None:
         """Stop reading."""
         self._executor.shutdown(wait=True, cancel_futures=True)

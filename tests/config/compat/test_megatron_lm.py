@@ -97,7 +97,7 @@ def test_what_is_absent_is_named() -> None:
         ("--heterogeneous-block-specs", "are given by `--heterogeneous-layers-config-path` or `--heterog"),
         ("--mtp-detach-heads", "further tokens are predicted by a layer each, on the last stage"),
         ("--perform-rl-step", "reinforcement learning is not offered"),
-        ("--multiple-validation-sets", "there is one validation set"),
+        ("--full-validation", "validation data are evaluated for `--eval-iters` batches"),
         ("--attention-backend cudnn", "`--attention-backend cudnn` is not accepted: choose auto"),
         ("--dist-ckpt-strictness lax", "choose raise_all or leave it out"),
         ("--rerun-mode report_stats", "choose validate_results or disabled"),

@@ -1,0 +1,1 @@
+"""Blends that change while a run goes on, without losing or repeating a sample; a loss by validation set."""
