@@ -8,6 +8,7 @@ larger, as a reserve. Prefixes without weights give one epoch each, mixed in pro
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from os.path import realpath
 from pathlib import Path
@@ -217,7 +218,7 @@ def _unweighted(
     ]
     total = sum(len(part) for part in parts)
     blend_size = None if size is None or epochs is not None else min(size, total)
-    return BlendedDataset(parts, None, blend_size, builder.settings.cache_dir, name, mentions)
+    return _blend_of(builder)(parts, None, blend_size, builder.settings.cache_dir, name, mentions)
 
 
 def _weighted_blend(
@@ -237,4 +238,10 @@ def _weighted_blend(
         for p, target in zip(portions, targets, strict=True)
     ]
     mentions = [portion.mentions for portion in portions]
-    return BlendedDataset(parts, weights, sum(targets), builder.settings.cache_dir, name, mentions)
+    return _blend_of(builder)(parts, weights, sum(targets), builder.settings.cache_dir, name, mentions)
+
+
+def _blend_of(builder: DatasetBuilder) -> Callable[..., BlendedDataset]:
+    """What mixes the datasets of a builder: its own `blend`, if it has one (a plan needs no order)."""
+    mix: Callable[..., BlendedDataset] = getattr(builder, "blend", BlendedDataset)
+    return mix
