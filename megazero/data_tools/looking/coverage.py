@@ -10,29 +10,20 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from megazero.data.gpt_dataset import GPTDataset, GPTSettings
 from megazero.data.indexed.reader import IndexedDataset
 
-_BLOCK = 1 << 22
 
-
-@dataclass(frozen=True)
-class Coverage:
-    """What samples 0..n-1 read of a split.
-
-    first_repeat: the first of these samples that reads a token again; None if none does. unseen_tokens,
-    unseen_sequences: tokens that none of them reads, and sequences all of whose tokens are such. is_exact:
-    whether this is counted in the index, rather than estimated.
-    """
+class Coverage(NamedTuple):
+    """The first sample that reads a token again (None if none does), and what no sample reads a token of."""
 
     first_repeat: int | None
     unseen_tokens: int
     unseen_sequences: int
-    is_exact: bool
 
 
 class PlannedDataset(GPTDataset):
@@ -41,47 +32,47 @@ class PlannedDataset(GPTDataset):
     def __init__(
         self, indexed: IndexedDataset, ids: range, num_samples: int | None, settings: GPTSettings, limit: int
     ):
-        self.split, self._limit = slice(ids.start, ids.stop), limit
+        self.limit, self.first, self.lengths = limit, ids.start, indexed.lengths[ids.start : ids.stop]
         super().__init__(indexed, ids, num_samples, settings)
 
     @property
-    def lengths(self) -> np.ndarray:
-        """The tokens of each sequence of the split, int32 [n]."""
-        return self.indexed.lengths[self.split]
-
-    def covered(self, samples: int) -> Coverage:
-        """What the first `samples` samples read."""
-        if not self._is_built:
-            return _estimated(self, samples)
-        pieces = _pieces(self)
-        first = _first_overlap(pieces, samples) if self.plan.epochs > 1 else None
-        return Coverage(first, *_unseen(self, pieces, samples), is_exact=True)
-
-    @property
-    def _is_built(self) -> bool:
-        return self.plan.epochs * self.lengths.size + self.plan.samples <= self._limit
+    def is_built(self) -> bool:
+        """Whether there is an index."""
+        return self.plan.epochs * self.lengths.size + self.plan.samples <= self.limit
 
     def _build(self) -> dict[str, np.ndarray]:
-        if self._is_built:
+        if self.is_built:
             return super()._build()
-        none = np.empty(0, dtype=np.int64)
-        return {"document_index": none, "sample_index": none, "shuffle_index": none}
+        return dict.fromkeys(("document_index", "sample_index", "shuffle_index"), np.empty(0, dtype=np.int64))
 
 
-@dataclass(frozen=True)
-class _Pieces:
-    """Texts that each lie in one sequence and one sample.
+def covered(dataset: PlannedDataset, samples: int) -> Coverage:
+    """What the first `samples` samples read: counted if there is an index, else estimated."""
+    if not dataset.is_built:
+        return _estimated(dataset, samples)
+    begins, ends, times = _pieces(dataset)
+    first = None
+    if dataset.plan.epochs > 1:
+        by_place = np.argsort(begins, kind="stable")
+        low, high, when = begins[by_place], ends[by_place], times[by_place]
 
-    begins, ends: tokens of the file, int64 [p]; times: the place of the sample in the order of the training,
-    int64 [p].
+        def overlap(count: int) -> bool:
+            """Whether two of the first `count` samples read the same token."""
+            return bool((low[when < count][1:] < high[when < count][:-1]).any())
+
+        first = bisect_left(range(samples + 1), True, key=overlap) - 1
+    undrawn = times >= samples
+    return Coverage(
+        first if first is not None and first < samples else None,
+        *_unseen(dataset, begins[undrawn], ends[undrawn]),
+    )
+
+
+def _pieces(dataset: PlannedDataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All texts that lie in one sequence and one sample, int64 [p] each.
+
+    Returns their first tokens and their ends in the file, and the place of their sample in the training.
     """
-
-    begins: np.ndarray
-    ends: np.ndarray
-    times: np.ndarray
-
-
-def _pieces(dataset: PlannedDataset) -> _Pieces:
     plan, index, indexed = dataset.plan, dataset.index, dataset.indexed
     documents, size = index.document_index, plan.sequence_length
     ends = np.cumsum(indexed.lengths[documents], dtype=np.int64)
@@ -90,35 +81,19 @@ def _pieces(dataset: PlannedDataset) -> _Pieces:
     sequences = documents[places]
     offsets = cuts[:-1] - (ends[places] - indexed.lengths[sequences])
     begins = indexed.offsets[sequences] // indexed.dtype.itemsize + offsets
-    # What no sample reads, at the end of the last epoch, comes after all samples.
-    times = np.full(plan.samples + 1, plan.samples, dtype=np.int64)
+    times = np.full(plan.samples + 1, plan.samples, dtype=np.int64)  # the rest of the last epoch never comes
     times[index.shuffle_index] = np.arange(plan.samples)
-    return _Pieces(begins, begins + np.diff(cuts), times[np.minimum(cuts[:-1] // size, plan.samples)])
+    return begins, begins + np.diff(cuts), times[np.minimum(cuts[:-1] // size, plan.samples)]
 
 
-def _first_overlap(pieces: _Pieces, samples: int) -> int | None:
-    order = np.argsort(pieces.begins, kind="stable")
-    begins, ends, times = pieces.begins[order], pieces.ends[order], pieces.times[order]
-
-    def overlap(count: int) -> bool:
-        """Whether two of the first `count` samples read the same token."""
-        drawn = times < count
-        return bool((begins[drawn][1:] < ends[drawn][:-1]).any())
-
-    first = bisect_left(range(samples + 1), True, key=overlap) - 1
-    return first if first < samples else None
-
-
-def _unseen(dataset: PlannedDataset, pieces: _Pieces, samples: int) -> tuple[int, int]:
-    """The tokens none of whose copies are in the first `samples` samples, and the sequences of such alone."""
-    undrawn, indexed = pieces.times >= samples, dataset.indexed
-    borders = np.concatenate([pieces.begins[undrawn], pieces.ends[undrawn]])
-    steps = np.repeat([1, -1], borders.size // 2)
+def _unseen(dataset: PlannedDataset, begins: np.ndarray, ends: np.ndarray) -> tuple[int, int]:
+    """The tokens and whole sequences of which no copy is drawn, by the pieces that are not."""
+    borders = np.concatenate([begins, ends])
     order = np.argsort(borders, kind="stable")
-    borders, copies = borders[order], np.cumsum(steps[order])
+    borders, copies = borders[order], np.cumsum(np.repeat([1, -1], begins.size)[order])
     missing = np.diff(borders) * (copies[:-1] == dataset.plan.epochs)
-    begins = borders[:-1][missing > 0] * indexed.dtype.itemsize
-    owners = np.searchsorted(indexed.offsets[dataset.split], begins, "right") - 1
+    places = borders[:-1][missing > 0] * dataset.indexed.dtype.itemsize
+    owners = np.searchsorted(dataset.indexed.offsets, places, "right") - 1 - dataset.first
     unread = np.bincount(owners, weights=missing[missing > 0], minlength=dataset.lengths.size)
     return int(missing.sum()), int(((unread == dataset.lengths) & (dataset.lengths > 0)).sum())
 
@@ -129,20 +104,16 @@ def _estimated(dataset: PlannedDataset, samples: int) -> Coverage:
     Of two copies of a sequence of L tokens, about 2 L / T + 1 pairs of samples read the same token. The mean
     number of samples until both of one pair have come is that of the birthday problem.
     """
-    plan, size = dataset.plan, dataset.plan.sequence_length
-    # The samples that are shuffled together before a last epoch of its own, and the copies of a token there.
-    whole, copies = plan.samples, plan.epochs
+    plan = dataset.plan
+    whole, copies = plan.samples, plan.epochs  # samples shuffled together, and copies of each token in them
     if plan.separate_last:
         whole, copies = plan.samples_before_last, plan.epochs - 1
     left = 1 - min(1.0, samples / max(1, whole))
-    sequences = pairs = 0.0
-    for begin in range(0, dataset.lengths.size, _BLOCK):
-        part = dataset.lengths[begin : begin + _BLOCK].astype(np.float64) / size
-        part = part[part > 0]
-        sequences += float((left ** (copies * (part + 1))).sum())
-        pairs += math.comb(copies, 2) * float((2 * part + 1).sum())
-    tokens = round(plan.tokens_per_epoch * left**copies)
-    if plan.epochs == 1:  # exact: no token is in two samples
-        tokens = plan.tokens_per_epoch - samples * size
+    parts = dataset.lengths[dataset.lengths > 0] / plan.sequence_length
+    pairs = math.comb(copies, 2) * float((2 * parts + 1).sum())
     first = round(whole * math.sqrt(math.pi / (4 * pairs))) if pairs else whole
-    return Coverage(first if plan.epochs > 1 and first < samples else None, tokens, round(sequences), False)
+    tokens = round(plan.tokens_per_epoch * left**copies)
+    if plan.epochs == 1:  # no token is in two samples
+        first, tokens = samples, plan.tokens_per_epoch - samples * plan.sequence_length
+    sequences = round(float((left ** (copies * (parts + 1))).sum()))
+    return Coverage(first if first < samples else None, tokens, sequences)

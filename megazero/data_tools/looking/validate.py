@@ -1,17 +1,17 @@
 """Check that datasets are whole: the format, every checksum, ids and loss masks, on several threads.
 
-`megazero data validate PREFIX... [--workers N] [--vocab-size N]` prints a line for each dataset and a sentence
-for each damage, and ends with status 1 if there is any. Checksums are compared where there is a `.sum`.
+`megazero data validate PREFIX... [--workers N] [--vocab-size N]` prints a line for each dataset and a
+sentence for each damage, and ends with status 1 if there is any. Where there is no `.sum`, it says so.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,176 +19,113 @@ from megazero.data.indexed.checksum import BLOCK, Sidecar, TokenBlocks
 from megazero.data.indexed.reader import IndexedDataset, content_hash, open_indexed
 from megazero.data.tokenizers.build import build_tokenizer
 from megazero.data_tools import cli
-from megazero.data_tools.looking.mask import loss_mask
+from megazero.data_tools.looking.outputs import loss_mask
 from megazero.errors import DataError
 
-_SPAN = 16 * BLOCK  # bytes of the `.bin` that a worker checks at once
+_SPAN = 16 * BLOCK  # bytes of the `.bin` that a thread checks at once
 _MOST_SHOWN = 20
 
 
-@dataclass(frozen=True)
-class _Fault:
-    """Something wrong: a sentence, and for ids and masks how many tokens it is said of."""
+class _Opened(NamedTuple):
+    """A dataset, and what there is to check its tokens by."""
 
-    sentence: str
-    kind: str = ""
-    count: int = 1
+    dataset: IndexedDataset
+    blocks: TokenBlocks | None
+    mask: np.ndarray | None
 
 
-@dataclass
-class _Verdict:
-    """What was seen of one dataset; `dataset` is None if it cannot be opened."""
+def _open(prefix: str) -> _Opened:
+    """Open a dataset, which checks all of it but its tokens. Raises DataError."""
+    dataset = open_indexed(prefix)
+    sidecar, content = Sidecar.load(dataset.path_sum), dataset.tokens.view(np.uint8)
+    tables = dataset.offsets, dataset.document_index
+    blocks = None if sidecar is None else TokenBlocks(sidecar, dataset.path_sum, content, *tables)
+    return _Opened(dataset, blocks, loss_mask(dataset))
 
-    prefix: str
-    dataset: IndexedDataset | None = None
-    blocks: TokenBlocks | None = None
-    mask: np.ndarray | None = None
-    faults: list[_Fault] = field(default_factory=list)
-    same_as: str | None = None
 
-    @staticmethod
-    def of(prefix: str) -> _Verdict:
-        """Open a dataset, which checks all but its tokens."""
-        verdict = _Verdict(prefix)
+def _faults(opened: _Opened, begin: int, limit: int | None) -> Iterator[str]:
+    """What is wrong with a span of the tokens, from byte `begin` on; ids must be below `limit`."""
+    dataset, blocks, mask = opened
+    width, largest = dataset.dtype.itemsize, (limit or np.iinfo(dataset.dtype).max + 1) - 1
+    for at in range(begin, min(begin + _SPAN, dataset.tokens.nbytes), BLOCK):
+        place, ids = at // width, dataset.tokens[at // width : (at + BLOCK) // width]
         try:
-            dataset = verdict.dataset = open_indexed(prefix)
-            sidecar = Sidecar.load(dataset.path_sum)
-            if sidecar is not None:
-                content = dataset.tokens.view(np.uint8)
-                offsets, documents = dataset.offsets, dataset.document_index
-                verdict.blocks = TokenBlocks(sidecar, dataset.path_sum, content, offsets, documents)
-            verdict.mask = loss_mask(dataset)
+            if blocks is not None:
+                blocks.check(at // BLOCK)
         except DataError as error:
-            verdict.faults.append(_Fault(str(error)))
-        return verdict
+            yield str(error)
+        if (ids.dtype.kind == "i" and int(ids.min()) < 0) or (limit is not None and int(ids.max()) > largest):
+            wrong = np.flatnonzero((ids < 0) | (ids > largest))
+            yield (
+                f"`token ids` of {dataset.path_bin} must be in 0..{largest}, but token "
+                f"{place + int(wrong[0]):,} is {int(ids[wrong[0]])}, and {wrong.size - 1:,} of the next "
+                f"{ids.size:,} are others; use the tokenizer the dataset was made with."
+            )
+        if mask is not None and int(mask[place : place + ids.size].max()) > 1:
+            place += int((mask[place : place + ids.size] > 1).argmax())
+            yield (
+                f"`{dataset.prefix}.mask` must be 0 or 1 for each token, but is {mask[place]} for token "
+                f"{place:,}; make the dataset again."
+            )
 
-    def sentences(self) -> list[str]:
-        """The faults, those of one kind as one."""
-        said = {}
-        for fault in self.faults:
-            first, count = said.get(fault.kind or fault.sentence, (fault.sentence, 0))
-            said[fault.kind or fault.sentence] = first, count + fault.count
-        return [line if count == 1 else f"{line} {count - 1:,} more are like it." for line, count in said.values()]
 
-
-def check(prefixes: Sequence[str], workers: int, vocabulary: int | None) -> list[_Verdict]:
-    """Check the datasets, with progress on a terminal."""
+def check(opened: Mapping[str, _Opened], workers: int, limit: int | None) -> dict[str, list[str]]:
+    """The faults in the tokens of each dataset, with progress on a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import track
 
-    verdicts = [_Verdict.of(prefix) for prefix in prefixes]
-    seen: dict[str, str] = {}
-    for verdict in verdicts:
-        if verdict.dataset is not None and verdict.dataset.total_tokens:
-            first = seen.setdefault(content_hash(verdict.dataset), verdict.prefix)
-            verdict.same_as = first if first != verdict.prefix else None
-    spans = [
-        (verdict, begin)
-        for verdict in verdicts
-        if verdict.dataset is not None
-        for begin in range(0, verdict.dataset.tokens.nbytes, _SPAN)
-    ]
-    total = sum(verdict.dataset.tokens.nbytes for verdict in verdicts if verdict.dataset is not None)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    console = Console(file=sys.stderr)
-    with (
-        Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bars,
-        ThreadPoolExecutor(workers) as pool,
-    ):
-        task = bars.add_task("validate", total=total)
-        checks = pool.map(lambda span: list(_faults(*span, vocabulary)), spans)
-        for (verdict, _), faults in zip(spans, checks, strict=True):
-            verdict.faults += faults
-            bars.advance(task, _SPAN)
-    return verdicts
+    faults: dict[str, list[str]] = {prefix: [] for prefix in opened}
+    spans = [(p, at) for p, one in opened.items() for at in range(0, one.dataset.tokens.nbytes, _SPAN)]
+    with ThreadPoolExecutor(workers) as pool:
+        results = pool.map(lambda span: list(_faults(opened[span[0]], span[1], limit)), spans)
+        console, silent = Console(file=sys.stderr), not sys.stderr.isatty()
+        done = track(results, "checking", len(spans), console=console, transient=True, disable=silent)
+        for (prefix, _), sentences in zip(spans, done, strict=True):
+            faults[prefix] += sentences
+    return faults
 
 
-def _faults(verdict: _Verdict, begin: int, vocabulary: int | None) -> Iterator[_Fault]:
-    """What is wrong with a span of the tokens from byte `begin` on."""
-    dataset, size = verdict.dataset, verdict.blocks
-    assert dataset is not None
-    width, end = dataset.dtype.itemsize, min(begin + _SPAN, dataset.tokens.nbytes)
-    for at in range(begin, end, BLOCK):
-        if size is not None:
-            try:
-                size.check(at // BLOCK)
-            except DataError as error:
-                yield _Fault(str(error))
-        first = at // width
-        ids = dataset.tokens[first : min(at + BLOCK, end) // width]
-        limit = vocabulary or np.iinfo(dataset.dtype).max + 1
-        if int(ids.min()) < 0 or int(ids.max()) >= limit:
-            yield _outside(dataset, first, ids, limit)
-        if verdict.mask is not None:
-            values = verdict.mask[first : first + ids.size]
-            if int(values.max()) > 1:
-                wrong = np.flatnonzero(values > 1)
-                yield _Fault(
-                    f"`{dataset.prefix}.mask` must be 0 or 1 for each token, but is {int(values[wrong[0]])} for "
-                    f"token {first + int(wrong[0]):,}; make the dataset again.",
-                    "mask",
-                    wrong.size,
-                )
-
-
-def _outside(dataset: IndexedDataset, first: int, ids: np.ndarray, limit: int) -> _Fault:
-    wrong = np.flatnonzero((ids < 0) | (ids >= limit))
-    place = first + int(wrong[0])
-    sequence = int(np.searchsorted(dataset.offsets, place * dataset.dtype.itemsize, "right")) - 1
-    document = int(np.searchsorted(dataset.document_index, sequence, "right")) - 1
-    return _Fault(
-        f"`token ids` of {dataset.path_bin} must be in 0..{limit - 1}, but token {place:,}, in document {document:,}, "
-        f"is {int(ids[wrong[0]])}; use the tokenizer the dataset was made with.",
-        "ids",
-        wrong.size,
-    )
+def _facts(opened: Mapping[str, _Opened]) -> Iterator[tuple[str, str]]:
+    """What was checked of each dataset, and which earlier one it is a copy of."""
+    sizes = Counter((len(one.dataset), one.dataset.tokens.nbytes) for one in opened.values())
+    firsts: dict[str, str] = {}
+    for prefix, (dataset, blocks, mask) in opened.items():
+        facts = [f"{dataset.document_index.size - 1:,} documents", f"{dataset.total_tokens:,} tokens"]
+        facts.append("no checksums (.sum is missing)" if blocks is None else "every checksum right")
+        facts += [] if mask is None else ["a loss mask"]
+        if sizes[len(dataset), dataset.tokens.nbytes] > 1:
+            first = firsts.setdefault(content_hash(dataset), prefix)
+            facts += [] if first == prefix else [f"the same as {first}"]
+        yield prefix, ", ".join(facts)
 
 
 def validate(args: argparse.Namespace) -> None:
     """Print what was checked of each dataset. Raises DataError if any is damaged."""
-    vocabulary = args.vocab_size
+    limit = args.vocab_size
     if args.tokenizer_type is not None:
-        vocabulary = build_tokenizer(cli.tokenizer_spec(args)).vocab_size
-    verdicts = check(args.prefix, args.workers, vocabulary)
-    if args.json:
-        print(json.dumps([_as_json(verdict) for verdict in verdicts]))
-    else:
-        for verdict in verdicts:
-            print(_line(verdict, vocabulary))
-            sentences = verdict.sentences()
-            for sentence in sentences[:_MOST_SHOWN]:
-                print(f"  {sentence}")
-            if len(sentences) > _MOST_SHOWN:
-                print(f"  and {len(sentences) - _MOST_SHOWN:,} more damaged blocks")
-    damaged = [verdict.prefix for verdict in verdicts if verdict.faults]
+        limit = build_tokenizer(cli.tokenizer_spec(args)).vocab_size
+    faults: dict[str, list[str]] = {}
+    opened = {}
+    for prefix in dict.fromkeys(args.prefix):
+        try:
+            opened[prefix] = _open(prefix)
+        except DataError as error:
+            faults[prefix] = [str(error)]
+    faults |= check(opened, args.workers, limit)
+    facts = dict(_facts(opened))
+    for prefix in dict.fromkeys(args.prefix):
+        sentences = faults[prefix]
+        print(f"damaged  {prefix}" if sentences else f"whole    {prefix}: {facts[prefix]}")
+        for sentence in sentences[:_MOST_SHOWN]:
+            print(f"  {sentence}")
+        if len(sentences) > _MOST_SHOWN:
+            print(f"  and {len(sentences) - _MOST_SHOWN:,} more faults")
+    damaged = [prefix for prefix, sentences in faults.items() if sentences]
     if damaged:
         raise DataError(
-            f"`datasets` must be whole, but {len(damaged)} of {len(verdicts)} are not: {', '.join(damaged)}; make "
-            "them again, or fetch them from where they are whole."
+            f"`datasets` must be whole, but {len(damaged)} of {len(faults)} are not: {', '.join(damaged)}; "
+            "make them again, or fetch them from where they are whole."
         )
-
-
-def _line(verdict: _Verdict, vocabulary: int | None) -> str:
-    dataset = verdict.dataset
-    if dataset is None or verdict.faults:
-        return f"damaged  {verdict.prefix}"
-    facts = [f"{dataset.document_index.size - 1:,} documents", f"{dataset.total_tokens:,} tokens"]
-    facts += ["every checksum right" if verdict.blocks else "no checksums (.sum is missing)"]
-    facts += [f"ids below {vocabulary:,}"] if vocabulary else []
-    facts += ["a loss mask"] if verdict.mask is not None else []
-    facts += [f"the same as {verdict.same_as}"] if verdict.same_as else []
-    return f"whole    {verdict.prefix}: {', '.join(facts)}"
-
-
-def _as_json(verdict: _Verdict) -> dict[str, object]:
-    return {
-        "prefix": verdict.prefix,
-        "valid": not verdict.faults,
-        "faults": verdict.sentences(),
-        "checksums": verdict.blocks is not None,
-        "mask": verdict.mask is not None,
-        "same_as": verdict.same_as,
-    }
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
@@ -197,7 +134,6 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     add = parser.add_argument
     add("prefix", nargs="+", metavar="PREFIX", help="path of a dataset without .bin or .idx")
     add("--workers", type=cli.positive_int, default=2, metavar="N", help="threads (2)")
-    add("--json", action="store_true", help="a JSON list instead of lines")
     cli.add_tokenizer_flags(parser, required=False)
     args = parser.parse_args(argv)
     if args.vocab_size is not None and args.vocab_size < 1:
