@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megazero.data.indexed.reader import IndexedDataset, map_file, prefix_path
+from megazero.data_tools import cli
 from megazero.errors import DataError, printable
 from megazero.pictures.style import LIGHT, SUFFIXES, THEMES, Theme, save, styled
 
@@ -42,13 +43,18 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     """Add `--json`, `--picture FILE` and `--theme`."""
     add = parser.add_argument
     add("--json", action="store_true", help="one JSON object instead of a table")
-    add(
-        "--picture",
-        type=_picture,
-        metavar="FILE",
-        help=f"also draw it ({', '.join(SUFFIXES)}; needs matplotlib)",
-    )
+    text = f"also draw it ({', '.join(SUFFIXES)}; needs matplotlib)"
+    add("--picture", type=_picture, metavar="FILE", help=text)
     add("--theme", choices=tuple(THEMES), default=LIGHT.name, help="paper of the picture (light)")
+
+
+def parsed_with_tokenizer(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse flags, with those of a tokenizer, which may be left out, added to them."""
+    cli.add_tokenizer_flags(parser, required=False)
+    args = parser.parse_args(argv)
+    if args.vocab_size is not None and args.vocab_size < 1:
+        parser.error(f"`--vocab-size` must be at least 1, but is {args.vocab_size}")
+    return args
 
 
 def present(
@@ -84,7 +90,7 @@ def loss_mask(dataset: IndexedDataset) -> np.ndarray | None:
     mask = map_file(path) if path.exists() else None
     if mask is not None and mask.size != dataset.total_tokens:
         raise DataError(
-            f"`{path}` must be {dataset.total_tokens:,} bytes, one for each token, but is {mask.size:,}; make "
-            "the dataset again."
+            f"`{path}` must be {dataset.total_tokens:,} bytes, one for each token, but is {mask.size:,}; "
+            "make the dataset again."
         )
     return mask

@@ -17,7 +17,12 @@ from megazero.data.tokenizers.build import build_tokenizer
 from megazero.data_tools import cli
 from megazero.data_tools.dataset_facts import document_lengths, histogram, print_histogram, token_counts
 from megazero.data_tools.looking.duplicates import count_duplicates
-from megazero.data_tools.looking.outputs import add_output_flags, present, print_columns
+from megazero.data_tools.looking.outputs import (
+    add_output_flags,
+    parsed_with_tokenizer,
+    present,
+    print_columns,
+)
 from megazero.data_tools.looking.pictures import stats_figure
 
 _QUANTILES = (0, 5, 25, 50, 75, 95, 99, 100)
@@ -96,7 +101,7 @@ def _tokens(
         "first_never_used": unused[:20].tolist(),
         "tokens_outside": int(counts[size or counts.size :].sum()),
     }
-    end = {"id": eod}
+    end: dict[str, float | None] = {"id": eod}
     if eod is not None:
         ends = _sum(ends, np.zeros(counts.size, dtype=np.int64))
         end["share_of_tokens"] = float(counts[eod] / max(1, counts.sum()))
@@ -145,22 +150,17 @@ def _print_tokens(ids: dict[str, Any], end: dict[str, Any], twins: dict[str, Any
     of = "" if ids["vocabulary"] is None else f" of {ids['vocabulary']:,}"
     some = ", ".join(map(str, ids["first_never_used"])) + ", ..." * (ids["never_used"] > 20)
     never = f"; {ids['never_used']:,} never do ({some})" if ids["never_used"] else ""
-    outside = (
-        f"; {ids['tokens_outside']:,} tokens are outside the vocabulary" if ids["tokens_outside"] else ""
-    )
-    print(f"ids: {ids['used']:,}{of} occur{never}{outside}")
+    print(f"ids: {ids['used']:,}{of} occur{never}")
+    if ids["tokens_outside"]:
+        print(f"{ids['tokens_outside']:,} tokens are outside the vocabulary")
     if end["id"] is not None:
         documents, tokens = f"{end['share_of_documents']:.2%}", f"{end['share_of_tokens']:.2%}"
-        print(
-            f"end of document: id {end['id']} ends {documents} of the documents, and is {tokens} of the tokens"
-        )
+        print(f"end of document: id {end['id']} ends {documents} of documents, and is {tokens} of tokens")
     if twins["example"]:
         prefix, number = twins["example"]
         equal = f"{sum(twins['documents']):,} documents with {twins['tokens']:,} tokens equal an earlier one"
-        most = (
-            f"the most frequent is there {twins['largest']:,} times, first as document {number:,} of {prefix}"
-        )
-        print(f"duplicates: {equal}; of {twins['texts']:,} such texts, {most}")
+        most = f"{twins['largest']:,} times, first as document {number:,} of {prefix}"
+        print(f"duplicates: {equal}; of {twins['texts']:,} such texts, the most frequent is there {most}")
 
 
 def stats(args: argparse.Namespace) -> None:
@@ -178,5 +178,4 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     add("--sample-documents", type=cli.positive_int, default=256, metavar="N", help=text)
     add("--seed", type=int, default=1234, help="of this sample (1234)")
     add_output_flags(parser)
-    cli.add_tokenizer_flags(parser, required=False)
-    return cli.run(stats, parser.parse_args(argv))
+    return cli.run(stats, parsed_with_tokenizer(parser, argv))
