@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megazero.data.indexed.reader import IndexedDataset, map_file, prefix_path
-from megazero.data_tools import cli
 from megazero.errors import DataError, printable
 from megazero.pictures.style import LIGHT, SUFFIXES, THEMES, Theme, save, styled
 
@@ -46,15 +45,6 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     text = f"also draw it ({', '.join(SUFFIXES)}; needs matplotlib)"
     add("--picture", type=_picture, metavar="FILE", help=text)
     add("--theme", choices=tuple(THEMES), default=LIGHT.name, help="paper of the picture (light)")
-
-
-def parsed_with_tokenizer(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse flags, with those of a tokenizer, which may be left out, added to them."""
-    cli.add_tokenizer_flags(parser, required=False)
-    args = parser.parse_args(argv)
-    if args.vocab_size is not None and args.vocab_size < 1:
-        parser.error(f"`--vocab-size` must be at least 1, but is {args.vocab_size}")
-    return args
 
 
 def present(

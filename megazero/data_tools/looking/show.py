@@ -22,7 +22,7 @@ from megazero.data.indexed.reader import open_indexed
 from megazero.data.tokenizers.base import Tokenizer
 from megazero.data.tokenizers.build import build_tokenizer
 from megazero.data_tools import cli
-from megazero.data_tools.looking.outputs import count, loss_mask, parsed_with_tokenizer
+from megazero.data_tools.looking.outputs import count, loss_mask
 from megazero.errors import DataError, printable
 
 
@@ -126,7 +126,8 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     add("--eod-mask-loss", action="store_true", help="no loss after the end of a document, in samples")
     add("--ids", action="store_true", help="the ids, too")
     add("--limit", type=cli.positive_int, default=2048, metavar="N", help="tokens shown of each piece (2048)")
-    args = parsed_with_tokenizer(parser, argv)
+    cli.add_tokenizer_flags(parser, required=False)
+    args = parser.parse_args(argv)
     if (args.sample is None) != (args.seq_length is None):
         parser.error("`--sample` and `--seq-length` must be given together")
     return cli.run(show, args)

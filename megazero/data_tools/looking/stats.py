@@ -17,12 +17,7 @@ from megazero.data.tokenizers.build import build_tokenizer
 from megazero.data_tools import cli
 from megazero.data_tools.dataset_facts import document_lengths, histogram, print_histogram, token_counts
 from megazero.data_tools.looking.duplicates import count_duplicates
-from megazero.data_tools.looking.outputs import (
-    add_output_flags,
-    parsed_with_tokenizer,
-    present,
-    print_columns,
-)
+from megazero.data_tools.looking.outputs import add_output_flags, present, print_columns
 from megazero.data_tools.looking.pictures import stats_figure
 
 _QUANTILES = (0, 5, 25, 50, 75, 95, 99, 100)
@@ -65,26 +60,20 @@ def _bytes_per_token(
     random, there = np.random.default_rng(args.seed), dataset.document_index.size - 1
     documents = tokens = size = 0
     for number in random.choice(there, min(there, args.sample_documents), replace=False).tolist():
-        ids = [
-            int(i) for part in dataset.document(number) for i in part[:_MOST_DECODED] if i != tokenizer.eod
-        ]
+        text = [part[:_MOST_DECODED].tolist() for part in dataset.document(number)]
+        ids = [token for part in text for token in part if token != tokenizer.eod]
         documents, tokens = documents + 1, tokens + len(ids)
         size += len(tokenizer.decode(ids).encode("utf-8", "replace"))
         if tokens >= _MOST_DECODED:
             break
-    return {
-        "mean": size / tokens if tokens else None,
-        "sampled_documents": documents,
-        "sampled_tokens": tokens,
-    }
+    return {"mean": size / tokens if tokens else None, "documents": documents, "tokens": tokens}
 
 
 def _tokens(
     datasets: Sequence[IndexedDataset], rows: Sequence[dict[str, Any]], size: int | None, eod: int | None
 ) -> dict[str, Any]:
     """What the tokens are. eod: the id that ends documents; by default the one that most of them end with."""
-    counts = np.zeros(0, dtype=np.int64)
-    ends = np.zeros(0, dtype=np.int64)
+    counts, ends = np.zeros((2, 0), dtype=np.int64)
     for dataset, row in zip(datasets, rows, strict=True):
         own = token_counts(dataset)
         row["ids_used"] = int((own > 0).sum())
@@ -96,11 +85,9 @@ def _tokens(
         eod = int(ends.argmax())
     counts = _sum(counts, np.zeros(max(size or 0, (eod or 0) + 1), dtype=np.int64))
     unused = np.flatnonzero(counts[:size] == 0)
-    ids = {"vocabulary": size, "used": int((counts > 0).sum()), "never_used": unused.size}
-    ids |= {
-        "first_never_used": unused[:20].tolist(),
-        "tokens_outside": int(counts[size or counts.size :].sum()),
-    }
+    outside = int(counts[size or counts.size :].sum())
+    ids = {"vocabulary": size, "used": int((counts > 0).sum()), "tokens_outside": outside}
+    ids |= {"never_used": unused.size, "first_never_used": unused[:20].tolist()}
     end: dict[str, float | None] = {"id": eod}
     if eod is not None:
         ends = _sum(ends, np.zeros(counts.size, dtype=np.int64))
@@ -139,7 +126,7 @@ def print_stats(facts: dict[str, Any]) -> None:
         lengths = ", ".join(f"{name} {value:,}" for name, value in facts["lengths"].items())
         print(f"lengths: {lengths}; mean {facts['mean_length']:,.1f}")
     if "bytes_per_token" in rows[0]:
-        sampled = sum(row["bytes_per_token"]["sampled_documents"] for row in rows)
+        sampled = sum(row["bytes_per_token"]["documents"] for row in rows)
         print(f"bytes per token: decoded from {sampled:,} random documents, without the ends of documents")
     if read:
         _print_tokens(facts["ids"], facts["end_of_document"], facts["duplicates"])
@@ -178,4 +165,5 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     add("--sample-documents", type=cli.positive_int, default=256, metavar="N", help=text)
     add("--seed", type=int, default=1234, help="of this sample (1234)")
     add_output_flags(parser)
-    return cli.run(stats, parsed_with_tokenizer(parser, argv))
+    cli.add_tokenizer_flags(parser, required=False)
+    return cli.run(stats, parser.parse_args(argv))

@@ -19,7 +19,7 @@ from megazero.data.indexed.checksum import BLOCK, Sidecar, TokenBlocks
 from megazero.data.indexed.reader import IndexedDataset, content_hash, open_indexed
 from megazero.data.tokenizers.build import build_tokenizer
 from megazero.data_tools import cli
-from megazero.data_tools.looking.outputs import loss_mask, parsed_with_tokenizer
+from megazero.data_tools.looking.outputs import loss_mask
 from megazero.errors import DataError
 
 _SPAN = 16 * BLOCK  # bytes of the `.bin` that a thread checks at once
@@ -134,4 +134,5 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     add = parser.add_argument
     add("prefix", nargs="+", metavar="PREFIX", help="path of a dataset without .bin or .idx")
     add("--workers", type=cli.positive_int, default=2, metavar="N", help="threads (2)")
-    return cli.run(validate, parsed_with_tokenizer(parser, argv))
+    cli.add_tokenizer_flags(parser, required=False)
+    return cli.run(validate, parser.parse_args(argv))

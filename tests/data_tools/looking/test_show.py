@@ -112,7 +112,7 @@ def test_a_sample_shows_its_sequences_and_what_has_loss(
         (["PREFIX", "--sample", "0", "--seq-length", "400"], 1, "must be at least sequence_length + 1"),
         (["PREFIX", "--sample", "0", "--seq-length", "4", "--eod-mask-loss"], 1, "`eod_token` must be given"),
         (["PREFIX", "--document", "0", "--sample", "0"], 2, "not allowed with argument"),
-        (["PREFIX", "--tokenizer-type", "GPT2BPETokenizer"], 1, "`--vocab-file` must name"),
+        (["PREFIX", "--tokenizer-type", "GPT2BPETokenizer"], 1, "`vocab_file` must name"),
     ],
 )
 def test_wrong_input(

@@ -48,7 +48,7 @@ def test_facts_as_json(two: list[str], capsys: pytest.CaptureFixture[str]) -> No
     assert (one["prefix"], one["documents"], one["sequences"], one["tokens"]) == (two[0], 5, 4, 22)
     assert (one["share"], other["share"]) == (22 / 32, 10 / 32)
     assert (one["ids_used"], other["ids_used"]) == (9, 8)
-    assert one["bytes_per_token"] == {"mean": 1.0, "sampled_documents": 5, "sampled_tokens": 18}
+    assert one["bytes_per_token"] == {"mean": 1.0, "documents": 5, "tokens": 18}
 
 
 def test_facts_for_people(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_the_sample_that_is_decoded_is_seeded(tmp_path: Path, capsys: pytest.Cap
         assert main([prefix, "--json", "--sample-documents", "3", "--seed", seed, *BYTES]) == 0
         means.append(json.loads(capsys.readouterr().out)["sources"][0]["bytes_per_token"])
     assert means[0] == means[1] != means[2]
-    assert [mean["sampled_documents"] for mean in means] == [3, 3, 3]
+    assert [mean["documents"] for mean in means] == [3, 3, 3]
 
 
 def test_an_empty_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +116,7 @@ def test_ids_that_no_vocabulary_has_are_refused(tmp_path: Path, capsys: pytest.C
         (["s3:/bucket/x"], 1, "must be a readable file"),
         ([], 2, "the following arguments are required: PREFIX"),
         (["x", "--sample-documents", "0"], 2, "must be at least 1"),
-        (["x", "--vocab-size", "-1"], 2, "`--vocab-size` must be at least 1"),
+        (["x", "--vocab-size", "-1"], 2, "must be at least 1, but is -1"),
         (["x", "--picture", "nowhere/x.png"], 2, "in a folder, but is nowhere/x.png"),
     ],
 )
