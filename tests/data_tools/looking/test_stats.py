@@ -84,6 +84,15 @@ def test_ids_without_a_vocabulary_count_up_to_the_largest(
     }
 
 
+def test_empty_documents_end_with_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with IndexedDatasetWriter(str(tmp_path / "d"), np.uint16) as writer:
+        for ids in ([1, 2], [], [3, 4], [2, 4]):
+            writer.add_document([np.array(ids)] if ids else [])
+    assert main([str(tmp_path / "d"), "--json"]) == 0
+    end = json.loads(capsys.readouterr().out)["end_of_document"]
+    assert end == {"id": 4, "share_of_tokens": 2 / 6, "share_of_documents": 2 / 3}
+
+
 def test_the_sample_that_is_decoded_is_seeded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = write(tmp_path / "d", ["é" * number for number in range(1, 40)])
     means = []
