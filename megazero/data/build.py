@@ -242,6 +242,6 @@ def _weighted_blend(
 
 
 def _blend_of(builder: DatasetBuilder) -> Callable[..., BlendedDataset]:
-    """What mixes the datasets of a builder: its own `blend`, if it has one (a plan needs no order)."""
+    """Return how a builder mixes datasets: by its own `blend`, if it has one (a plan needs no order)."""
     mix: Callable[..., BlendedDataset] = getattr(builder, "blend", BlendedDataset)
     return mix

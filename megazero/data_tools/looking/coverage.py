@@ -1,4 +1,4 @@
-"""What the first samples of a GPT dataset read of its text: where some comes again, and what never comes.
+"""Say what the first samples of a GPT dataset read: where text comes again, and which text never comes.
 
 Sample k reads the inputs k T to k T + T - 1 of the shuffled sequences laid end to end, epoch after epoch. So
 each token of the split is there once for each epoch, and two samples that read one token of the file are a
@@ -47,7 +47,7 @@ class PlannedDataset(GPTDataset):
 
 
 def covered(dataset: PlannedDataset, samples: int) -> Coverage:
-    """What the first `samples` samples read: counted if there is an index, else estimated."""
+    """Say what the first `samples` samples read: counted if there is an index, else estimated."""
     if not dataset.is_built:
         return _estimated(dataset, samples)
     begins, ends, times = _pieces(dataset)

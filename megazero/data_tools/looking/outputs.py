@@ -1,4 +1,4 @@
-"""What the tools that look at data share: columns, quantities, where pictures go, and loss masks."""
+"""The parts that tools share which look at data: columns, quantities, pictures, loss masks."""
 
 from __future__ import annotations
 

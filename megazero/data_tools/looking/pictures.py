@@ -23,7 +23,7 @@ def first_repeat(row: dict[str, Any]) -> str:
 
 
 def never_seen(row: dict[str, Any]) -> str:
-    """What is never seen of a source of a plan, in words."""
+    """The text of a source of a plan that is never seen, in words."""
     tokens, texts, all_tokens = row["unseen_tokens"], row["unseen_sequences"], row["tokens"]
     words = f"{tokens / all_tokens:.1%} of tokens" if tokens >= all_tokens / 1000 else f"{tokens:,} tokens"
     words += f", {texts:,} of {row['sequences']:,} texts" if texts else ""

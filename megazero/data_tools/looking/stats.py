@@ -72,7 +72,7 @@ def _bytes_per_token(
 def _tokens(
     datasets: Sequence[IndexedDataset], rows: Sequence[dict[str, Any]], size: int | None, eod: int | None
 ) -> dict[str, Any]:
-    """What the tokens are. eod: the id that ends documents; by default the one that most of them end with."""
+    """Describe the tokens. eod: the id that ends documents; by default the one that most of them end with."""
     counts, ends = np.zeros((2, 0), dtype=np.int64)
     for dataset, row in zip(datasets, rows, strict=True):
         own = token_counts(dataset)

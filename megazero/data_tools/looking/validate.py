@@ -44,7 +44,7 @@ def _open(prefix: str) -> _Opened:
 
 
 def _faults(opened: _Opened, begin: int, limit: int | None) -> Iterator[str]:
-    """What is wrong with a span of the tokens, from byte `begin` on; ids must be below `limit`."""
+    """Yield the faults in a span of the tokens, from byte `begin` on; ids must be below `limit`."""
     dataset, blocks, mask = opened
     width, largest = dataset.dtype.itemsize, (limit or np.iinfo(dataset.dtype).max + 1) - 1
     for at in range(begin, min(begin + _SPAN, dataset.tokens.nbytes), BLOCK):
@@ -86,7 +86,7 @@ def check(opened: Mapping[str, _Opened], workers: int, limit: int | None) -> dic
 
 
 def _facts(opened: Mapping[str, _Opened]) -> Iterator[tuple[str, str]]:
-    """What was checked of each dataset, and which earlier one it is a copy of."""
+    """Say what was checked of each dataset, and which earlier one it is a copy of."""
     sizes = Counter((len(one.dataset), one.dataset.tokens.nbytes) for one in opened.values())
     firsts: dict[str, str] = {}
     for prefix, (dataset, blocks, mask) in opened.items():
