@@ -8,7 +8,7 @@ larger, as a reserve. Prefixes without weights give one epoch each, mixed in pro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os.path import realpath
 from typing import Protocol
@@ -223,7 +223,7 @@ def _unweighted(
     ]
     total = sum(len(part) for part in parts)
     blend_size = None if size is None or epochs is not None else min(size, total)
-    return BlendedDataset(parts, None, blend_size, builder.settings.cache_dir, name, mentions)
+    return _blend_of(builder)(parts, None, blend_size, builder.settings.cache_dir, name, mentions)
 
 
 def planned_samples(weights: Sequence[float], size: int) -> tuple[list[int], list[int]]:
@@ -250,4 +250,10 @@ def _weighted_blend(
         for p, samples in zip(portions, planned, strict=True)
     ]
     mentions = [portion.mentions for portion in portions]
-    return BlendedDataset(parts, weights, sum(targets), builder.settings.cache_dir, name, mentions)
+    return _blend_of(builder)(parts, weights, sum(targets), builder.settings.cache_dir, name, mentions)
+
+
+def _blend_of(builder: DatasetBuilder) -> Callable[..., BlendedDataset]:
+    """Return how a builder mixes datasets: by its own `blend`, if it has one (a plan needs no order)."""
+    mix: Callable[..., BlendedDataset] = getattr(builder, "blend", BlendedDataset)
+    return mix

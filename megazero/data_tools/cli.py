@@ -86,7 +86,8 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, required: bool) -> None
     group.add_argument(
         "--tokenizer-model", metavar="PATH", help="SentencePiece .model, or tokenizer.json or its directory"
     )
-    group.add_argument("--vocab-size", type=int, metavar="N", help="vocabulary size of NullTokenizer")
+    size = "vocabulary size of NullTokenizer"
+    group.add_argument("--vocab-size", type=positive_int, metavar="N", help=size)
     group.add_argument(
         "--vocab-extra-ids", type=int, default=0, metavar="N", help="sentinel tokens after the vocabulary"
     )

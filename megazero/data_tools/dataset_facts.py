@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.packed.packing import PackingFacts, pack
+from megazero.errors import DataError
 
+_BAR = 50
 _BLOCK = 1 << 24
+_LARGEST_ID = (1 << 26) - 1
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,15 @@ def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
     return [(first, last, int(count)) for (first, last), count in zip(edges, bins, strict=True)]
 
 
+def print_histogram(rows: Sequence[tuple[int, int, int]]) -> None:
+    """Print the rows of `histogram` with bars."""
+    print("  documents by length in tokens")
+    most = max((count for _, _, count in rows), default=1)
+    for first, last, count in rows:
+        bar = "#" * -(-count * _BAR // most)
+        print(f"  {first:>12,} - {last:<12,} {count:>10,} {bar}".rstrip())
+
+
 def packing_costs(dataset: IndexedDataset, length: int) -> dict[str, int]:
     """The costs of `--pack best-fit` with sequences of `length` tokens.
 
@@ -73,15 +86,27 @@ def packing_costs(dataset: IndexedDataset, length: int) -> dict[str, int]:
     }
 
 
+def token_counts(dataset: IndexedDataset) -> np.ndarray:
+    """How often each id occurs, int64 [largest id + 1]. DataError for ids that no vocabulary has."""
+    counts = np.zeros(0, dtype=np.int64)
+    for start in range(0, dataset.total_tokens, _BLOCK):
+        block = dataset.tokens[start : start + _BLOCK]
+        if int(block.min()) < 0 or int(block.max()) > _LARGEST_ID:
+            raise DataError(
+                f"`token ids` of {dataset.prefix} must be in 0..{_LARGEST_ID}, but are "
+                f"{int(block.min())} to {int(block.max())}; the dataset is damaged."
+            )
+        longer = np.bincount(block, minlength=len(counts))
+        longer[: len(counts)] += counts
+        counts = longer
+    return counts
+
+
 def unigram_entropy(dataset: IndexedDataset) -> float:
     """Entropy of the tokens' frequencies in nats per token; 0 for an empty dataset.
 
     It is the lowest loss of a model that predicts each token without its context.
     """
-    counts = np.zeros(0, dtype=np.int64)
-    for start in range(0, dataset.total_tokens, _BLOCK):
-        longer = np.bincount(dataset.tokens[start : start + _BLOCK], minlength=len(counts))
-        longer[: len(counts)] += counts
-        counts = longer
+    counts = token_counts(dataset)
     seen = counts[counts > 0] / max(dataset.total_tokens, 1)
     return math.fsum(-seen * np.log(seen))

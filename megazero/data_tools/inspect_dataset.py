@@ -22,8 +22,6 @@ from megazero.data_tools import cli
 if TYPE_CHECKING:
     from megazero.data.indexed.reader import IndexedDataset
 
-_BAR = 50
-
 
 def inspect_dataset(args: argparse.Namespace) -> None:
     """Print what the flags ask for. Raises DataError for a damaged dataset or a missing document."""
@@ -95,6 +93,8 @@ def _document(dataset: IndexedDataset, args: argparse.Namespace) -> dict[str, An
 
 def print_facts(facts: dict[str, Any]) -> None:
     """Print the facts as lines for people."""
+    from megazero.data_tools.dataset_facts import print_histogram
+
     print(facts["prefix"])
     for name in ("documents", "sequences", "tokens", "bin_bytes", "idx_bytes"):
         print(f"  {name:<17} {facts[name]:,}")
@@ -132,11 +132,7 @@ def print_facts(facts: dict[str, Any]) -> None:
         cut = f"{row['cut']:,} of {row['documents']:,}; {row['cut_end_to_end']:,} if laid end to end"
         print(f"  {'documents cut':<17} {cut}")
     if "histogram" in facts:
-        print("  documents by length in tokens")
-        most = max((count for _, _, count in facts["histogram"]), default=1)
-        for first, last, count in facts["histogram"]:
-            bar = "#" * -(-count * _BAR // most)
-            print(f"  {first:>12,} - {last:<12,} {count:>10,} {bar}".rstrip())
+        print_histogram(facts["histogram"])
     if "document" in facts:
         shown = facts["document"]
         print(f"  document {shown['number']}: {len(shown['ids'])} sequences")

@@ -1,0 +1,1 @@
+"""Looking at data: what a blend would give a training, what is in datasets, and whether they are whole."""
