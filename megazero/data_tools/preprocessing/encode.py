@@ -18,9 +18,9 @@ from megazero.data_tools.preprocessing.parsing import (
     Column,
     Parsed,
     Problem,
+    Rows,
     parse,
     parse_carefully,
-    split_lines,
 )
 from megazero.data_tools.preprocessing.sentences import SentenceRules, SentenceSplitter
 from megazero.errors import DataError
@@ -39,6 +39,7 @@ class EncodeJob:
         keys: the JSON keys of the texts.
         append_eod: whether to end documents with the tokenizer's end-of-document token.
         skip_bad_lines: whether to leave out bad lines instead of ending the run.
+        list_bad_lines: whether to return all bad lines of a chunk, and not only the first few.
         sentences: how to split texts into sentences; None leaves them whole.
         fast: whether to use the fast encoder if there is one.
         seed: seed of the choice of texts that are checked.
@@ -48,6 +49,7 @@ class EncodeJob:
     keys: tuple[str, ...]
     append_eod: bool = False
     skip_bad_lines: bool = False
+    list_bad_lines: bool = False
     sentences: SentenceRules | None = None
     fast: bool = True
     seed: int = 0
@@ -80,14 +82,16 @@ class EncodedChunk:
 
     Attributes:
         path: the chunk's file.
+        item: what a row of the file is called.
         lines, bytes: the chunk's size.
         columns: the documents of each key; empty if the chunk was not encoded.
-        problems: the first few bad lines.
+        problems: the bad lines, or the first few of them.
         problem_counts: the number of bad lines by reason.
         disagreement: names a text on which the fast encoder was wrong; None if there was none.
     """
 
     path: str
+    item: str
     lines: int
     bytes: int
     columns: list[EncodedColumn]
@@ -142,38 +146,40 @@ class ChunkEncoder:
     def __call__(self, chunk: JsonlChunk) -> EncodedChunk:
         """Encode a chunk, in the order of its lines."""
         if chunk.beyond is not None:
-            nothing = Parsed(1, [Column([]) for _ in self.job.keys], [Problem.of_length(chunk)])
+            nothing = Parsed(1, [Column([]) for _ in self.job.keys], [chunk.too_long()])
             return self._finish(chunk, chunk.end - chunk.start, nothing)
         data = chunk.read()
-        lines = split_lines(chunk, data)
+        rows = chunk.rows(data)
         try:
-            parsed = parse(lines, self.job.keys, self._split)
+            parsed = parse(rows, self.job.keys, self._split)
             if parsed.problems and not self.job.skip_bad_lines:
                 # The run will end; if an earlier line cannot be tokenized, that line must be named.
-                (first, *_) = self._try_each(lines[: parsed.problems[0].line + 1]).problems
+                (first, *_) = self._try_each(rows.first(parsed.problems[0].line + 1)).problems
                 parsed = Parsed(parsed.lines, [], [first, *parsed.problems[1:]])
             return self._finish(chunk, len(data), parsed)
         except DataError:
             # Encode each text by itself, to find the bad line.
-            parsed = self._try_each(lines)
+            parsed = self._try_each(rows)
             if not parsed.problems:
                 raise
             return self._finish(chunk, len(data), parsed)
 
-    def _try_each(self, lines: Sequence[bytes]) -> Parsed:
-        return parse_carefully(lines, self.job.keys, self.tokenizer.encode, self._split)
+    def _try_each(self, rows: Rows) -> Parsed:
+        return parse_carefully(rows, self.job.keys, self.tokenizer.encode, self._split)
 
     def _finish(self, chunk: JsonlChunk, size: int, parsed: Parsed) -> EncodedChunk:
         counts = Counter(problem.reason for problem in parsed.problems)
+        head = chunk.path, chunk.item, parsed.lines, size
         if parsed.problems and not self.job.skip_bad_lines:
-            return EncodedChunk(chunk.path, parsed.lines, size, [], parsed.problems[:1], counts)
+            return EncodedChunk(*head, [], parsed.problems[:1], counts)
         columns = []
         for key, column in zip(self.job.keys, parsed.columns, strict=True):
             batch, disagreement = self._encode(column, chunk, key)
             if batch is None:
-                return EncodedChunk(chunk.path, parsed.lines, size, [], disagreement=disagreement)
+                return EncodedChunk(*head, [], disagreement=disagreement)
             columns.append(self._assemble(batch, column.counts))
-        return EncodedChunk(chunk.path, parsed.lines, size, columns, parsed.problems[:KEPT_PROBLEMS], counts)
+        listed = parsed.problems if self.job.list_bad_lines else parsed.problems[:KEPT_PROBLEMS]
+        return EncodedChunk(*head, columns, listed, counts)
 
     def _encode(self, column: Column, chunk: JsonlChunk, key: str) -> tuple[TokenBatch | None, str | None]:
         if self.fast is None:
