@@ -100,8 +100,8 @@ def _saved(folder: str) -> list[str]:
         return []
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"`{folder}/state.json` must list the files of a saved dataset, but does not ({error!r}); save it "
-            "again."
+            f"`{folder}/state.json` must list the files of a saved dataset, but does not ({error!r}); save "
+            "it again."
         ) from error
     missing = next((path for path in files if not os.path.isfile(path)), None)
     if missing is not None or state.get("_indices_data_files") or state.get("_indices_files"):
@@ -140,10 +140,10 @@ def tokenizer_spec(args: argparse.Namespace) -> TokenizerSpec:
 
 
 class Shard(NamedTuple):
-    """One of `count` machines or jobs, by its number from 0."""
+    """One of `shards` machines or jobs, by its number from 0."""
 
     number: int
-    count: int
+    shards: int
 
 
 def shard(text: str) -> Shard:

@@ -247,11 +247,9 @@ def _by_units(run: PreprocessRun, args: argparse.Namespace) -> None:
         units = plan.share(args.shard)
         make_units(run, folder, units)
         left = len(folder.missing(plan.units))
-        print(
-            f"shard {args.shard.number} of {args.shard.count}: {len(units):,} units are whole in "
-            f"{folder.path}; "
-            + (f"{left:,} of all {len(plan.units):,} are missing" if left else "--merge can join them")
-        )
+        number, shards = args.shard
+        rest = f"{left:,} of all {len(plan.units):,} are missing" if left else "`--merge` can join them"
+        print(f"shard {number} of {shards}: {len(units):,} units are whole in {folder.path}; {rest}")
         return
     if args.executor == "ray":
         make_units(run, folder, plan.units, args.ray_address)

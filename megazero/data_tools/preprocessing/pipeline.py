@@ -26,7 +26,8 @@ from megazero.data_tools.preprocessing.chunks import (
 )
 from megazero.data_tools.preprocessing.encode import KEPT_PROBLEMS, EncodedChunk, EncodeJob, EncoderFacts
 from megazero.data_tools.preprocessing.inputs import STDIN
-from megazero.data_tools.preprocessing.pool import InlinePool, WorkerPool
+from megazero.data_tools.preprocessing.parsing import Problem
+from megazero.data_tools.preprocessing.pool import EncoderPool, InlinePool, WorkerPool
 from megazero.data_tools.preprocessing.progress import ProgressDisplay, RunTotals
 from megazero.data_tools.preprocessing.watch import PATIENCE, WorkerPatience
 from megazero.errors import DataError
@@ -58,7 +59,7 @@ class PreprocessRun:
     longest_line: int = LONGEST_LINE
     bad_lines: str | None = None
 
-    def pool(self) -> InlinePool | WorkerPool:
+    def pool(self) -> EncoderPool:
         """Start the processes that encode a partition; this process alone is enough for one worker."""
         workers = self.workers
         if workers.count == 1:
@@ -164,13 +165,15 @@ def _in_parts(run: PreprocessRun, tally: Tally) -> str:
         for names in prefixes:
             for writer, name in zip(writers, names, strict=True):
                 writer.append_dataset(name)
-        join_files(_open_bad_lines(stack, run.bad_lines), [f"{names[0]}.bad" for names in prefixes])
+        bad = _open_bad_lines(stack, run.bad_lines)
+        if bad is not None:
+            join_files(bad, [f"{names[0]}.bad" for names in prefixes])
     return facts.encoder
 
 
 def _write_part(
     run: PreprocessRun,
-    pool: InlinePool | WorkerPool,
+    pool: EncoderPool,
     part: list[FileSegment],
     prefixes: list[str],
     tally: Tally,
@@ -185,9 +188,9 @@ def _open_bad_lines(stack: ExitStack, path: str | None) -> IO[bytes] | None:
     return None if path is None else stack.enter_context(whole_file(path))
 
 
-def join_files(target: IO[bytes] | None, paths: Iterable[str]) -> None:
-    """Copy files to the end of another, if there is one."""
-    for path in paths if target is not None else ():
+def join_files(target: IO[bytes], paths: Iterable[str]) -> None:
+    """Copy files to the end of another."""
+    for path in paths:
         with open(path, "rb") as source:
             shutil.copyfileobj(source, target)
 
@@ -201,7 +204,7 @@ def open_writers(
 
 def write(
     run: PreprocessRun,
-    pool: InlinePool | WorkerPool,
+    pool: EncoderPool,
     sources: Sequence[str | FileSegment],
     writers: list[IndexedDatasetWriter],
     tally: Tally,
@@ -228,14 +231,18 @@ def write(
                 remedy = f"none of the first {lines} can be used, so look at `--json-keys` and the file"
             raise DataError(f"{problems[0]}; {remedy}.")
         skipped += problems[: KEPT_PROBLEMS - len(skipped)]
-        for problem in chunk.problems if bad is not None else ():
-            place = {"file": chunk.path, "line": first_line + problem.line}
-            row = {**place, "reason": problem.reason, "detail": problem.detail}
-            bad.write(json.dumps(row).encode() + b"\n")
+        if bad is not None:
+            bad.writelines(_listed(chunk, first_line, problem) for problem in chunk.problems)
         for writer, column in zip(writers, chunk.columns, strict=True):
             writer.add_raw(column.tokens, column.lengths, column.document_lengths)
         tally.add(chunk)
     return skipped
+
+
+def _listed(chunk: EncodedChunk, first_line: int, problem: Problem) -> bytes:
+    """A bad line as a line of the file that sets them aside."""
+    row = {"file": chunk.path, "line": first_line + problem.line}
+    return json.dumps({**row, "reason": problem.reason, "detail": problem.detail}).encode() + b"\n"
 
 
 class Tally:

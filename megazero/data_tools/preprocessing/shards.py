@@ -22,7 +22,7 @@ from megazero.data_tools.preprocessing.pipeline import (
     say_if_slow,
     write,
 )
-from megazero.data_tools.preprocessing.pool import InlinePool, WorkerPool
+from megazero.data_tools.preprocessing.pool import EncoderPool, InlinePool
 from megazero.data_tools.preprocessing.progress import ProgressDisplay, RunTotals
 from megazero.data_tools.preprocessing.units import Unit, UnitFolder
 from megazero.errors import DataError, MegazeroError
@@ -58,9 +58,7 @@ def _by_workers(run: PreprocessRun, folder: UnitFolder, units: list[Unit], _: st
                 _write_unit(run, pool, folder, unit, tally)
 
 
-def _write_unit(
-    run: PreprocessRun, pool: InlinePool | WorkerPool, folder: UnitFolder, unit: Unit, whole: Tally
-) -> None:
+def _write_unit(run: PreprocessRun, pool: EncoderPool, folder: UnitFolder, unit: Unit, whole: Tally) -> None:
     """Write the datasets of a unit, then that they are whole."""
     tally = Tally(run.job.keys, whole.progress, whole)
     with ExitStack() as stack:

@@ -157,6 +157,7 @@ def _open(pa: Any, path: str, kind: InputKind) -> Any:
 def _pyarrow(path: str, kind: InputKind) -> Iterator[Any]:
     """Yield the library, and turn its errors into DataErrors that name the file."""
     pa = library("pyarrow", "pyarrow", path)
+    library("pyarrow.compute", "pyarrow", path)
     try:
         yield pa
     except (pa.ArrowException, OSError) as error:
@@ -198,22 +199,18 @@ def _leaf(pa: Any, schema: Any, key: str, path: str) -> tuple[list[str], Any]:
 
 
 def _column(pa: Any, batch: Any, path: Sequence[str]) -> Any:
-    import pyarrow.compute as pc
-
     column = batch.column(path[0])
     for name in path[1:]:
-        column = pc.struct_field(column, name)
+        column = pa.compute.struct_field(column, name)
     return column
 
 
 def _size(pa: Any, batch: Any) -> int:
     """The bytes of all texts."""
-    import pyarrow.compute as pc
-
     total = 0
     for column in batch.columns:
         texts = column.flatten() if pa.types.is_large_list(column.type) else column
-        total += pc.sum(pc.binary_length(texts)).as_py() or 0
+        total += pa.compute.sum(pa.compute.binary_length(texts)).as_py() or 0
     return total
 
 

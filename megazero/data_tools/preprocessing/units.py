@@ -106,7 +106,7 @@ class UnitPlan:
         total, before, share = sum(unit.bytes for unit in self.units), 0, []
         for unit in self.units:
             middle = 2 * before + unit.bytes
-            if min(middle * shard.count // max(2 * total, 1), shard.count - 1) == shard.number:
+            if min(middle * shard.shards // max(2 * total, 1), shard.shards - 1) == shard.number:
                 share.append(unit)
             before += unit.bytes
         return share
@@ -187,7 +187,7 @@ class UnitFolder:
             file.write(json.dumps(asdict(totals)).encode())
 
     def merge(self, prefix: str, bad_lines: str | None) -> RunTotals:
-        """Join all units in the order of the input. If one is missing, raises DataError and writes nothing."""
+        """Join all units in the order of the input. DataError if one is missing; then nothing is written."""
         missing = self.missing(self.plan.units)
         if missing:
             raise DataError(
