@@ -165,7 +165,7 @@ def stopped_often(run: PreprocessRun, workers: int) -> None:
     pipeline.cut = cut
     try:
         for stops in itertools.count():
-            left = itertools.count(3 * stops + 5, -1)
+            left = itertools.count(2 * stops + 4, -1)
             some = PreprocessRun(
                 run.paths, run.prefix, run.job, Workers(workers + stops % 2), chunk_bytes=1200
             )
@@ -176,7 +176,7 @@ def stopped_often(run: PreprocessRun, workers: int) -> None:
                 continue
     finally:
         pipeline.cut = real
-    assert stops > 3
+    assert stops > 1
     UnitFolder.existing(f"{run.prefix}.units").merge(run.prefix, None)
 
 
@@ -209,7 +209,7 @@ def check(kind: str, way: str, folder: Path, expected: list[bytes]) -> None:
     ("kind", "way"),
     [
         ("plain", "3 workers"),
-        ("mixed", "3 parts of 2"),
+        ("mixed", "2 parts"),
         ("mixed", "3 shards of 2"),
         ("plain", "stopped often"),
     ],

@@ -25,7 +25,7 @@ from megazero.data_tools.preprocessing.chunks import (
     lines_before,
 )
 from megazero.data_tools.preprocessing.encode import KEPT_PROBLEMS, EncodedChunk, EncodeJob, EncoderFacts
-from megazero.data_tools.preprocessing.inputs import STDIN
+from megazero.data_tools.preprocessing.inputs import STDIN, is_table, kind_of, library
 from megazero.data_tools.preprocessing.parsing import Problem
 from megazero.data_tools.preprocessing.pool import EncoderPool, InlinePool, WorkerPool
 from megazero.data_tools.preprocessing.progress import ProgressDisplay, RunTotals
@@ -62,6 +62,8 @@ class PreprocessRun:
     def pool(self) -> EncoderPool:
         """Start the processes that encode a partition; this process alone is enough for one worker."""
         workers = self.workers
+        if any(is_table(kind_of(path)) for path in self.paths):
+            library("pyarrow", "pyarrow", "--input")  # before the fork, so that not every worker imports it
         if workers.count == 1:
             return InlinePool(self.job)
         return WorkerPool(self.job, workers.count // workers.partitions, self.chunk_bytes, workers.patience)
