@@ -141,7 +141,7 @@ def _groups(file: Any, kind: InputKind, start: int, end: int | None, names: list
 
 def _open(pa: Any, path: str, kind: InputKind) -> Any:
     if kind == "parquet":
-        return library("pyarrow.parquet", "pyarrow", path).ParquetFile(path)
+        return library("pyarrow.parquet", "pyarrow", path).ParquetFile(path, page_checksum_verification=True)
     source = pa.memory_map(path)
     if kind == "arrow":
         return pa.ipc.open_file(source)
@@ -164,8 +164,8 @@ def _pyarrow(path: str, kind: InputKind) -> Iterator[Any]:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise DataError(
-            f"`{path}` must be a whole file of kind {kind}, but is damaged ({str(error).splitlines()[0]}); "
-            "fetch it again."
+            f"`{path}` must be a whole {'Parquet' if kind == 'parquet' else 'Arrow'} file, but is damaged "
+            f"({str(error).splitlines()[0]}); fetch it again."
         ) from error
 
 
