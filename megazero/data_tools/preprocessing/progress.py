@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import IO, Any
 
 from megazero.data_tools.preprocessing.encode import KEPT_PROBLEMS, EncodedChunk, EncodedColumn
@@ -49,9 +50,14 @@ class RunTotals:
 
     @classmethod
     def of(cls, content: dict[str, Any]) -> RunTotals:
-        """The totals that `dataclasses.asdict` has made into JSON."""
+        """The totals that `to_json` has written."""
         keys = {key: KeyTotals(**counts) for key, counts in content["keys"].items()}
         return cls(**{**content, "keys": keys, "problems": Counter(content["problems"])})
+
+    def to_json(self) -> str:
+        """The totals as JSON."""
+        keys = {key: asdict(counts) for key, counts in self.keys.items()}
+        return json.dumps({**vars(self), "keys": keys})
 
     def join(self, other: RunTotals) -> None:
         """Add the totals of a part that follows."""

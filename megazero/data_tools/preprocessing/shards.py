@@ -88,29 +88,23 @@ def _by_ray(run: PreprocessRun, folder: UnitFolder, units: list[Unit], address: 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if local:
         quiet |= {"num_cpus": run.workers.count, "include_dashboard": False}
-    ray.init(address=address, **quiet)
     try:
+        ray.init(address=address, **quiet)
         task = ray.remote(num_cpus=1, max_retries=_RETRIES)(_as_task)
         waiting = [task.remote(run, folder, unit) for unit in units]
         tally = Tally(run.job.keys, ProgressDisplay((), run.log_interval))
         while waiting:
             ready, waiting = ray.wait(waiting)
-            for totals in _results(ray, ready):
+            for totals in ray.get(ready):
                 tally.totals.join(totals)
                 tally.progress.show(tally.totals)
+    except Exception as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause or error, (MegazeroError, Disagreement)):
+            raise (cause or error) from error
+        raise DataError(
+            f"`--executor ray` must have a cluster that finishes its tasks, but {type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0]}; run again, which keeps the units that are whole."
+        ) from error
     finally:
         ray.shutdown()
-
-
-def _results(ray: Any, tasks: list[Any]) -> list[RunTotals]:
-    try:
-        results: list[RunTotals] = ray.get(tasks)
-        return results
-    except ray.exceptions.RayError as error:
-        cause = getattr(error, "cause", None)
-        if isinstance(cause, (MegazeroError, Disagreement, OSError)):
-            raise cause from error
-        raise DataError(
-            f"`--executor ray` must finish its tasks, but one failed ({type(error).__name__}: "
-            f"{str(error).strip().splitlines()[0]}); run again, which keeps the units that are whole."
-        ) from error

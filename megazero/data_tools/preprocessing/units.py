@@ -155,7 +155,8 @@ class UnitFolder:
             if different:
                 raise DataError(
                     f"`{self.path}` must hold the units of one run, but {path.name} is of one with another "
-                    f"{' and '.join(different)}; give the same flags, or delete the folder."
+                    f"{' and '.join(f'`{name}`' for name in different)}; give the same flags, or delete the "
+                    "folder."
                 )
             raise DataError(
                 f"`{self.path}` must hold the units of one run, but {path.name} is of one with other inputs; "
@@ -184,7 +185,7 @@ class UnitFolder:
     def finish(self, unit: Unit, totals: RunTotals) -> None:
         """Write down that the files of a unit are whole."""
         with whole_file(f"{self.base(unit)}.json") as file:
-            file.write(json.dumps(asdict(totals)).encode())
+            file.write(totals.to_json().encode())
 
     def merge(self, prefix: str, bad_lines: str | None) -> RunTotals:
         """Join all units in the order of the input. DataError if one is missing; then nothing is written."""
@@ -266,7 +267,7 @@ def _content(path: Path) -> str:
         return str(path)
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(path.glob("*.json")) + sorted(path.glob("*.model")) if path.is_dir() else [path]:
-        digest.update(file.name.encode() + b"\0" + read_regular(file))
+        digest.update(read_regular(file))
     return digest.hexdigest()
 
 
