@@ -73,6 +73,24 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
         action="store_true",
         help="documents keep their order in the input; they do so without this too",
     )
+    _add_bad_line_flags(parser)
+    parser.add_argument(
+        "--log-interval",
+        type=cli.positive_int,
+        default=100_000,
+        metavar="N",
+        help="documents between log lines",
+    )
+    parser.add_argument(
+        "--dataset-impl",
+        choices=("mmap",),
+        default="mmap",
+        help="kind of dataset; mmap is the one Megatron trains on",
+    )
+    return parser
+
+
+def _add_bad_line_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on-bad-line",
         "--on-error",
@@ -91,20 +109,6 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
         metavar="N",
         help="megabytes (MiB) that a line may have, unpacked; a longer one is a bad line (256)",
     )
-    parser.add_argument(
-        "--log-interval",
-        type=cli.positive_int,
-        default=100_000,
-        metavar="N",
-        help="documents between log lines",
-    )
-    parser.add_argument(
-        "--dataset-impl",
-        choices=("mmap",),
-        default="mmap",
-        help="kind of dataset; mmap is the one Megatron trains on",
-    )
-    return parser
 
 
 def _add_sentence_flags(parser: argparse.ArgumentParser) -> None:
@@ -211,7 +215,6 @@ def preprocess_data(args: argparse.Namespace) -> None:
         tuple(args.json_keys),
         append_eod=args.append_eod,
         skip_bad_lines=args.on_bad_line == "skip",
-        list_bad_lines=args.bad_lines is not None,
         sentences=rules,
     )
     paths = tuple(cli.expand_inputs(args.input))
@@ -222,12 +225,11 @@ def preprocess_data(args: argparse.Namespace) -> None:
         Workers(args.workers, args.partitions, WorkerPatience(busy=60.0 * args.worker_timeout)),
         args.log_interval,
         longest_line=args.max_line_mib << 20,
-        bad_lines=args.bad_lines,
     )
     if args.shard is not None or args.merge or args.executor == "ray":
         _by_units(run, args)
         return
-    result = preprocess(run)
+    result = preprocess(run, args.bad_lines)
     print_table(result.totals, run.outputs(), result.encoder, result.seconds, sentences=args.split_sentences)
 
 
@@ -253,7 +255,7 @@ def _by_units(run: PreprocessRun, args: argparse.Namespace) -> None:
         return
     if args.executor == "ray":
         make_units(run, folder, plan.units, args.ray_address)
-    totals = UnitFolder(folder.path, plan).merge(run.prefix, run.bad_lines)
+    totals = UnitFolder(folder.path, plan).merge(run.prefix, args.bad_lines)
     seconds = time.perf_counter() - started
     print_table(totals, run.outputs(), "all shards", seconds, sentences=args.split_sentences)
     if args.executor == "ray":

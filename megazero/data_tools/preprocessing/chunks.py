@@ -47,7 +47,7 @@ class JsonlChunk:
 
     @property
     def item(self) -> str:
-        """What a row is called."""
+        """The name of a row."""
         return "row" if self.is_table else "line"
 
     def too_long(self) -> Problem:

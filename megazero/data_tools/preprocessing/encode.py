@@ -39,7 +39,6 @@ class EncodeJob:
         keys: the JSON keys of the texts.
         append_eod: whether to end documents with the tokenizer's end-of-document token.
         skip_bad_lines: whether to leave out bad lines instead of ending the run.
-        list_bad_lines: whether to return all bad lines of a chunk, and not only the first few.
         sentences: how to split texts into sentences; None leaves them whole.
         fast: whether to use the fast encoder if there is one.
         seed: seed of the choice of texts that are checked.
@@ -49,7 +48,6 @@ class EncodeJob:
     keys: tuple[str, ...]
     append_eod: bool = False
     skip_bad_lines: bool = False
-    list_bad_lines: bool = False
     sentences: SentenceRules | None = None
     fast: bool = True
     seed: int = 0
@@ -85,8 +83,7 @@ class EncodedChunk:
         item: what a row of the file is called.
         lines, bytes: the chunk's size.
         columns: the documents of each key; empty if the chunk was not encoded.
-        problems: the bad lines, or the first few of them.
-        problem_counts: the number of bad lines by reason.
+        problems: the bad lines.
         disagreement: names a text on which the fast encoder was wrong; None if there was none.
     """
 
@@ -96,8 +93,12 @@ class EncodedChunk:
     bytes: int
     columns: list[EncodedColumn]
     problems: list[Problem] = field(default_factory=list)
-    problem_counts: Counter[str] = field(default_factory=Counter)
     disagreement: str | None = None
+
+    @property
+    def problem_counts(self) -> Counter[str]:
+        """The number of bad lines by reason."""
+        return Counter(problem.reason for problem in self.problems)
 
 
 @dataclass(frozen=True)
@@ -168,18 +169,16 @@ class ChunkEncoder:
         return parse_carefully(rows, self.job.keys, self.tokenizer.encode, self._split)
 
     def _finish(self, chunk: JsonlChunk, size: int, parsed: Parsed) -> EncodedChunk:
-        counts = Counter(problem.reason for problem in parsed.problems)
         head = chunk.path, chunk.item, parsed.lines, size
         if parsed.problems and not self.job.skip_bad_lines:
-            return EncodedChunk(*head, [], parsed.problems[:1], counts)
+            return EncodedChunk(*head, [], parsed.problems)
         columns = []
         for key, column in zip(self.job.keys, parsed.columns, strict=True):
             batch, disagreement = self._encode(column, chunk, key)
             if batch is None:
                 return EncodedChunk(*head, [], disagreement=disagreement)
             columns.append(self._assemble(batch, column.counts))
-        listed = parsed.problems if self.job.list_bad_lines else parsed.problems[:KEPT_PROBLEMS]
-        return EncodedChunk(*head, columns, listed, counts)
+        return EncodedChunk(*head, columns, parsed.problems)
 
     def _encode(self, column: Column, chunk: JsonlChunk, key: str) -> tuple[TokenBatch | None, str | None]:
         if self.fast is None:

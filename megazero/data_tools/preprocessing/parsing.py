@@ -63,7 +63,7 @@ class Rows(Protocol):
     """The rows of a chunk.
 
     Attributes:
-        item: what a row is called.
+        item: the name of a row.
     """
 
     item: str

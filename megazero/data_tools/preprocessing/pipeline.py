@@ -46,8 +46,7 @@ class Workers:
 class PreprocessRun:
     """The inputs and settings of a run.
 
-    `log_interval` is in documents, `longest_line` in bytes; `bad_lines` is the file that bad lines are set
-    aside in.
+    `log_interval` is in documents, `longest_line` in bytes.
     """
 
     paths: tuple[str, ...]
@@ -57,7 +56,6 @@ class PreprocessRun:
     log_interval: int = 100_000
     chunk_bytes: int = CHUNK_BYTES
     longest_line: int = LONGEST_LINE
-    bad_lines: str | None = None
 
     def pool(self) -> EncoderPool:
         """Start the processes that encode a partition; this process alone is enough for one worker."""
@@ -92,17 +90,17 @@ class Disagreement(Exception):
     """The fast encoder was wrong on a text; the run starts again without it."""
 
 
-def preprocess(run: PreprocessRun) -> PreprocessResult:
-    """Carry out a run. The output does not depend on the numbers of workers and partitions.
+def preprocess(run: PreprocessRun, bad_lines: str | None = None) -> PreprocessResult:
+    """Carry out a run; the output does not depend on the numbers of workers and partitions.
 
-    Raises DataError for bad lines (unless skipped), an unfit tokenizer, a killed worker or a full disk, and
-    then leaves no output.
+    `bad_lines` is a file that the skipped lines are listed in. Raises DataError for bad lines (unless
+    skipped), an unfit tokenizer, a killed worker or a full disk, and then leaves no output.
     """
     # `--workers` alone decides how many cores are used, and no library may have threads at a fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     progress = ProgressDisplay(run.paths, run.log_interval)
     try:
-        totals, encoder = _attempt(run, progress)
+        totals, encoder = _attempt(run, progress, bad_lines)
     except Disagreement as disagreement:
         if STDIN in run.paths:
             raise DataError(
@@ -110,17 +108,17 @@ def preprocess(run: PreprocessRun) -> PreprocessResult:
                 f"again where {disagreement}."
             ) from disagreement
         print(f"note: {disagreement}; starting again with the slower tokenizer itself.", file=sys.stderr)
-        totals, encoder = _attempt(replace(run, job=replace(run.job, fast=False)), progress)
+        totals, encoder = _attempt(replace(run, job=replace(run.job, fast=False)), progress, bad_lines)
     return PreprocessResult(totals, encoder, progress.seconds())
 
 
-def _attempt(run: PreprocessRun, progress: ProgressDisplay) -> tuple[RunTotals, str]:
+def _attempt(run: PreprocessRun, progress: ProgressDisplay, bad_lines: str | None) -> tuple[RunTotals, str]:
     tally = Tally(run.job.keys, progress)
-    encoder = _in_one(run, tally) if run.workers.partitions == 1 else _in_parts(run, tally)
+    encoder = (_in_one if run.workers.partitions == 1 else _in_parts)(run, tally, bad_lines)
     return tally.totals, encoder
 
 
-def _in_one(run: PreprocessRun, tally: Tally) -> str:
+def _in_one(run: PreprocessRun, tally: Tally, bad_lines: str | None) -> str:
     """Encode all inputs by one pool; returns the encoder's name."""
     with ExitStack() as stack:
         workers = stack.enter_context(run.pool())
@@ -129,13 +127,13 @@ def _in_one(run: PreprocessRun, tally: Tally) -> str:
         # fork.
         stack.enter_context(tally.progress)
         writers = open_writers(stack, run.outputs().values(), workers.facts)
-        bad = _open_bad_lines(stack, run.bad_lines)
+        bad = _open_bad_lines(stack, bad_lines)
         tally.totals.first_problems = write(run, workers, run.paths, writers, tally, bad)
         require_documents(tally.totals)
     return workers.facts.encoder
 
 
-def _in_parts(run: PreprocessRun, tally: Tally) -> str:
+def _in_parts(run: PreprocessRun, tally: Tally, bad_lines: str | None) -> str:
     """Encode each part by a pool of its own into its own datasets, all at the same time; then append these.
 
     Returns the encoder's name.
@@ -167,7 +165,7 @@ def _in_parts(run: PreprocessRun, tally: Tally) -> str:
         for names in prefixes:
             for writer, name in zip(writers, names, strict=True):
                 writer.append_dataset(name)
-        bad = _open_bad_lines(stack, run.bad_lines)
+        bad = _open_bad_lines(stack, bad_lines)
         if bad is not None:
             join_files(bad, [f"{names[0]}.bad" for names in prefixes])
     return facts.encoder
@@ -182,7 +180,7 @@ def _write_part(
 ) -> list[str]:
     with ExitStack() as stack:
         writers = open_writers(stack, prefixes, pool.facts)
-        bad = _open_bad_lines(stack, None if run.bad_lines is None else f"{prefixes[0]}.bad")
+        bad = _open_bad_lines(stack, f"{prefixes[0]}.bad")
         return write(run, pool, part, writers, tally, bad)
 
 

@@ -7,12 +7,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any
+from importlib import import_module
 
 from megazero.data.files import whole_file
 from megazero.data_tools.preprocessing.chunks import aligned
-from megazero.data_tools.preprocessing.encode import EncodeJob
 from megazero.data_tools.preprocessing.inputs import library
 from megazero.data_tools.preprocessing.pipeline import (
     Disagreement,
@@ -24,13 +22,15 @@ from megazero.data_tools.preprocessing.pipeline import (
 )
 from megazero.data_tools.preprocessing.pool import EncoderPool, InlinePool
 from megazero.data_tools.preprocessing.progress import ProgressDisplay, RunTotals
-from megazero.data_tools.preprocessing.units import Unit, UnitFolder
+from megazero.data_tools.preprocessing.units import UnitFolder, WorkUnit
 from megazero.errors import DataError, MegazeroError
 
-_RETRIES = 3  # of a task whose process dies
+_RETRIES = 3  # of a unit whose process dies
 
 
-def make_units(run: PreprocessRun, folder: UnitFolder, units: Sequence[Unit], ray: str | None = None) -> None:
+def make_units(
+    run: PreprocessRun, folder: UnitFolder, units: Sequence[WorkUnit], ray: str | None = None
+) -> None:
     """Make the units that are not whole. Raises DataError as `preprocess` does; what is whole is kept.
 
     ray: the address of a cluster, "local" to start one here, None for the workers of this machine.
@@ -41,7 +41,7 @@ def make_units(run: PreprocessRun, folder: UnitFolder, units: Sequence[Unit], ra
         kept = len(units) - len(missing)
         if kept:
             print(f"{kept:,} of {len(units):,} units are whole and are kept", file=sys.stderr)
-        job = replace(run.job, fast=not folder.is_exact, list_bad_lines=run.job.skip_bad_lines)
+        job = replace(run.job, fast=not folder.is_exact)
         try:
             (_by_workers if ray is None else _by_ray)(replace(run, job=job), folder, missing, ray)
         except Disagreement as disagreement:
@@ -49,7 +49,7 @@ def make_units(run: PreprocessRun, folder: UnitFolder, units: Sequence[Unit], ra
             folder.refuse_fast(str(disagreement))
 
 
-def _by_workers(run: PreprocessRun, folder: UnitFolder, units: list[Unit], _: str | None) -> None:
+def _by_workers(run: PreprocessRun, folder: UnitFolder, units: list[WorkUnit], _: str | None) -> None:
     tally = Tally(run.job.keys, ProgressDisplay((), run.log_interval))
     with run.pool() as pool:
         say_if_slow(pool.facts)
@@ -58,50 +58,49 @@ def _by_workers(run: PreprocessRun, folder: UnitFolder, units: list[Unit], _: st
                 _write_unit(run, pool, folder, unit, tally)
 
 
-def _write_unit(run: PreprocessRun, pool: EncoderPool, folder: UnitFolder, unit: Unit, whole: Tally) -> None:
+def _write_unit(
+    run: PreprocessRun, pool: EncoderPool, folder: UnitFolder, unit: WorkUnit, whole: Tally
+) -> None:
     """Write the datasets of a unit, then that they are whole."""
     tally = Tally(run.job.keys, whole.progress, whole)
     with ExitStack() as stack:
         writers = open_writers(stack, folder.prefixes(unit), pool.facts)
-        bad = stack.enter_context(whole_file(f"{folder.base(unit)}.bad")) if run.job.list_bad_lines else None
+        bad = stack.enter_context(whole_file(f"{folder.base(unit)}.bad")) if run.job.skip_bad_lines else None
         sources = [aligned(segment) for segment in unit.segments]
         tally.totals.first_problems = write(run, pool, sources, writers, tally, bad)
     folder.finish(unit, tally.totals)
 
 
-@lru_cache(maxsize=1)
-def _own_pool(job: EncodeJob) -> InlinePool:
-    return InlinePool(job)
+class _RayWorker:
+    """A process of Ray that makes units, with its encoder."""
+
+    def __init__(self, run: PreprocessRun, folder: UnitFolder):
+        self._run, self._folder, self._pool = run, folder, InlinePool(run.job)
+
+    def make(self, unit: WorkUnit) -> RunTotals:
+        """Make a unit; returns its totals."""
+        with open(os.devnull, "w") as nowhere:
+            whole = Tally(self._run.job.keys, ProgressDisplay((), self._run.log_interval, nowhere))
+            _write_unit(self._run, self._pool, self._folder, unit, whole)
+        return whole.totals
 
 
-def _as_task(run: PreprocessRun, folder: UnitFolder, unit: Unit) -> RunTotals:
-    """Make a unit in a process of Ray; returns its totals."""
-    with open(os.devnull, "w") as nowhere:
-        tally = Tally(run.job.keys, ProgressDisplay((), run.log_interval, nowhere))
-        _write_unit(run, _own_pool(run.job), folder, unit, tally)
-    return tally.totals
-
-
-def _by_ray(run: PreprocessRun, folder: UnitFolder, units: list[Unit], address: str | None) -> None:
+def _by_ray(run: PreprocessRun, folder: UnitFolder, units: list[WorkUnit], address: str | None) -> None:
     ray = library("ray", "ray", "--executor ray")
-    local = address == "local"
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    if local:
-        quiet |= {"num_cpus": run.workers.count, "include_dashboard": False}
+    local = {"num_cpus": run.workers.count, "include_dashboard": False} if address == "local" else {}
     try:
-        ray.init(address=address, **quiet)
-        task = ray.remote(num_cpus=1, max_retries=_RETRIES)(_as_task)
-        waiting = [task.remote(run, folder, unit) for unit in units]
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **local)
+        kind = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=_RETRIES)(_RayWorker)
+        count = min(len(units), int(ray.cluster_resources().get("CPU", 1)))
+        workers = import_module("ray.util").ActorPool([kind.remote(run, folder) for _ in range(count)])
         tally = Tally(run.job.keys, ProgressDisplay((), run.log_interval))
-        while waiting:
-            ready, waiting = ray.wait(waiting)
-            for totals in ray.get(ready):
-                tally.totals.join(totals)
-                tally.progress.show(tally.totals)
+        for totals in workers.map_unordered(lambda worker, unit: worker.make.remote(unit), units):
+            tally.totals.join(totals)
+            tally.progress.show(tally.totals)
     except Exception as error:
-        cause = getattr(error, "cause", None)
-        if isinstance(cause or error, (MegazeroError, Disagreement)):
-            raise (cause or error) from error
+        cause = getattr(error, "cause", None) or error
+        if isinstance(cause, (MegazeroError, Disagreement)):
+            raise cause from error
         raise DataError(
             f"`--executor ray` must have a cluster that finishes its tasks, but {type(error).__name__}: "
             f"{str(error).strip().splitlines()[0]}; run again, which keeps the units that are whole."

@@ -43,7 +43,7 @@ _LIBRARIES = ("tokenizers", "sentencepiece", "regex", "sentencex")
 
 
 @dataclass(frozen=True)
-class Unit:
+class WorkUnit:
     """A unit: its name, its nominal segments in the order of the input, and their bytes."""
 
     name: str
@@ -62,7 +62,7 @@ class UnitPlan:
 
     settings: dict[str, Any]
     outputs: dict[str, str]
-    units: tuple[Unit, ...]
+    units: tuple[WorkUnit, ...]
 
     @classmethod
     def of(cls, run: PreprocessRun, unit_bytes: int) -> UnitPlan:
@@ -71,7 +71,7 @@ class UnitPlan:
         units = []
         for segments, size in _grouped(run.paths, unit_bytes):
             parts = [[*_identity(part.path), part.start, part.end] for part in segments]
-            units.append(Unit(cache_key({"settings": settings, "parts": parts})[:24], segments, size))
+            units.append(WorkUnit(cache_key({"settings": settings, "parts": parts})[:24], segments, size))
         outputs = {key: prefix[len(run.prefix) :] for key, prefix in run.outputs().items()}
         return cls(settings, outputs, tuple(units))
 
@@ -83,7 +83,7 @@ class UnitPlan:
             if content["format"] != _FORMAT:
                 raise ValueError("unknown format")
             units = (
-                Unit(name, tuple(FileSegment(*part) for part in parts), size)
+                WorkUnit(name, tuple(FileSegment(*part) for part in parts), size)
                 for name, parts, size in content["units"]
             )
             return cls(content["settings"], content["outputs"], tuple(units))
@@ -101,7 +101,7 @@ class UnitPlan:
         content = {"settings": self.settings, "outputs": self.outputs, "units": units}
         return json.dumps({"format": _FORMAT, **content}, indent=1, sort_keys=True)
 
-    def share(self, shard: Shard) -> list[Unit]:
+    def share(self, shard: Shard) -> list[WorkUnit]:
         """The units of a shard: those whose middle byte lies in its share of all bytes."""
         total, before, share = sum(unit.bytes for unit in self.units), 0, []
         for unit in self.units:
@@ -168,21 +168,21 @@ class UnitFolder:
         with whole_file(self.path / "exact.json") as file:
             file.write(json.dumps({"reason": reason}).encode())
 
-    def base(self, unit: Unit) -> str:
+    def base(self, unit: WorkUnit) -> str:
         """The start of the names of a unit's files."""
         return str(self.path / unit.name[:2] / f"{unit.name}{'-exact' if self.is_exact else ''}")
 
-    def prefixes(self, unit: Unit) -> list[str]:
+    def prefixes(self, unit: WorkUnit) -> list[str]:
         """The prefixes of a unit's datasets, by key."""
         return [f"{self.base(unit)}{ending}" for ending in self.plan.outputs.values()]
 
-    def missing(self, units: Sequence[Unit]) -> list[Unit]:
+    def missing(self, units: Sequence[WorkUnit]) -> list[WorkUnit]:
         """The units that are not whole, each once."""
         return list(
             {unit.name: unit for unit in units if not os.path.exists(f"{self.base(unit)}.json")}.values()
         )
 
-    def finish(self, unit: Unit, totals: RunTotals) -> None:
+    def finish(self, unit: WorkUnit, totals: RunTotals) -> None:
         """Write down that the files of a unit are whole."""
         with whole_file(f"{self.base(unit)}.json") as file:
             file.write(totals.to_json().encode())
@@ -242,7 +242,7 @@ def _identity(path: str) -> tuple[str, int, int]:
 
 
 def _settings(job: EncodeJob) -> dict[str, Any]:
-    """What a unit's bytes depend on besides the input, named as users know it."""
+    """The things that a unit's bytes depend on besides the input, named as users know them."""
     spec = asdict(job.spec)
     for name in ("vocab_file", "merge_file", "model"):
         spec[name] = None if spec[name] is None else _content(Path(spec[name]))
