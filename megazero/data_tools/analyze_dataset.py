@@ -3,6 +3,7 @@
 `megazero data analyze --data-path P --seq-length 512 --vocab-size 50257 --output DIR --metric
 total_vocab_freq vocab_rarity --analyzing-num-threads 8` writes, for each metric, the index files that
 DeepSpeed and megazero read, in a folder of its own in DIR. A stopped analysis goes on where it stopped.
+With `--shard I/N` on each of N machines, and `--merge` on one after that, many machines share the work.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     cli.add_tokenizer_flags(parser, required=False)
     group = parser.add_argument_group("who does what")
     add = group.add_argument
+    add("--shard", type=cli.shard, metavar="I/N", help="measure share I (from 0) of N; a rerun goes on")
+    add("--merge", action="store_true", help="make the index files of what all shards have measured")
     add("--analyzing-num-workers", type=number, default=1, metavar="N", help="machines that map")
     add("--analyzing-worker-id", type=int, default=0, metavar="I", help="which of them this is, from 0")
     add("--analyzing-num-threads", type=number, default=1, metavar="N", help="processes of this machine")
@@ -100,6 +103,7 @@ def analyze_dataset(args: argparse.Namespace) -> None:
     from megazero.data_efficiency.reduce import is_reduced
     from megazero.data_tools.analysis import MetricChoice, TrainSplit
 
+    _take_shard(args)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # to import a user's modules
     if args.analyzing_task is None and (args.analyzing_num_workers > 1 or args.analyzing_specific_threads):
@@ -127,6 +131,20 @@ def analyze_dataset(args: argparse.Namespace) -> None:
             _map(MapJob(split, todo), assignment, dataset)
         if args.analyzing_task != "map":
             _reduce([folder for _, folder in pairs], [folder for _, folder in todo], facts, args)
+
+
+def _take_shard(args: argparse.Namespace) -> None:
+    """Translate `--shard` and `--merge` to Megatron-DeepSpeed's flags. DataError if these say it too."""
+    if args.shard is None and not args.merge:
+        return
+    if args.analyzing_task is not None or args.analyzing_num_workers > 1 or (args.shard and args.merge):
+        raise DataError(
+            "`--shard` and `--merge` must come one at a time and without `--analyzing-task` and "
+            "`--analyzing-num-workers`, but more are given; leave some out."
+        )
+    args.analyzing_task = "reduce" if args.merge else "map"
+    if args.shard is not None:
+        args.analyzing_worker_id, args.analyzing_num_workers = args.shard
 
 
 def _map(job: MapJob, assignment: ChunkAssignment, dataset: SampleDataset) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import glob
+import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import NamedTuple
 
 from megazero.data.tokenizers.build import TOKENIZER_KINDS, TokenizerSpec
 from megazero.errors import DataError, MegazeroError
+from megazero.regular_file import read_regular
 
 
 class Terminated(BaseException):
@@ -62,17 +65,49 @@ def _fail(message: str, status: int) -> int:
 
 
 def expand_inputs(patterns: Sequence[str]) -> list[str]:
-    """The files of these paths and globs, in their order, a glob's sorted. DataError if one matches none."""
+    """The files of these paths and globs, in their order, a glob's sorted; `-` is standard input.
+
+    A folder that `save_to_disk` of Hugging Face's datasets has written stands for its files. Raises DataError
+    for a pattern that matches none.
+    """
     paths: list[str] = []
     for pattern in patterns:
+        if pattern == "-":
+            paths.append(pattern)
+            continue
         matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-        files = [path for path in matches if os.path.isfile(path)]
+        files = [file for path in matches for file in ([path] if os.path.isfile(path) else _saved(path))]
         if not files:
             what = "is a directory" if os.path.isdir(pattern) else "matches no file"
             what = "is not a regular file" if os.path.exists(pattern) and not os.path.isdir(pattern) else what
             raise DataError(f"`--input` must name existing files, but {pattern} {what}; correct the path.")
         paths += files
+    if paths.count("-") > 1:
+        raise DataError("`--input` must name standard input once, but has `-` twice; leave one out.")
     return paths
+
+
+def _saved(folder: str) -> list[str]:
+    """The Arrow files of a dataset that was saved to disk, in their order; none of any other path."""
+    try:
+        state = json.loads(read_regular(os.path.join(folder, "state.json")))
+        files = [os.path.join(folder, file["filename"]) for file in state["_data_files"]]
+    except OSError:
+        splits = sorted(glob.glob(os.path.join(glob.escape(folder), "*", "state.json")))
+        if splits:
+            names = ", ".join(os.path.dirname(path) for path in splits)
+            raise DataError(f"`--input` must name one split, but {folder} has {names}; name it.") from None
+        return []
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"`{folder}/state.json` must list the files of a saved dataset, but does not ({error!r}); save "
+            "it again."
+        ) from error
+    missing = next((path for path in files if not os.path.isfile(path)), None)
+    if missing is not None or state.get("_indices_data_files") or state.get("_indices_files"):
+        why = "lists rows by an index of its own" if missing is None else f"lacks {missing}"
+        raise DataError(f"`{folder}` must be a whole saved dataset, but {why}; save it again.")
+    return files
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, required: bool) -> None:
@@ -103,6 +138,21 @@ def tokenizer_spec(args: argparse.Namespace) -> TokenizerSpec:
         vocab_size=args.vocab_size,
         extra_ids=args.vocab_extra_ids,
     )
+
+
+class Shard(NamedTuple):
+    """One of `shards` machines or jobs, by its number from 0."""
+
+    number: int
+    shards: int
+
+
+def shard(text: str) -> Shard:
+    """An argparse type: I/N, the number of a shard from 0 and how many there are."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise argparse.ArgumentTypeError(f"must be I/N with I in 0..N-1, but is {text}")
+    return Shard(int(number), int(count))
 
 
 def positive_int(text: str) -> int:

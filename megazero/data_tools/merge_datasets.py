@@ -2,6 +2,7 @@
 
 `megazero data merge --input DIR_OR_PREFIX ... --output-prefix p`: a directory stands for all
 its datasets, sorted by name. Documents keep their order; the datasets must have the same dtype.
+A folder of units, which `preprocess --shard` has made, is joined in the order of its input.
 """
 
 from __future__ import annotations
@@ -43,6 +44,12 @@ def merge_datasets(args: argparse.Namespace) -> None:
     from megazero.data.indexed.reader import open_indexed
     from megazero.data.indexed.writer import IndexedDatasetWriter
 
+    folders = [name for name in args.input if any(Path(name).glob("plan-*.json"))]
+    if folders:
+        _merge_units(args, folders[0])
+        return
+    if args.bad_lines is not None:
+        raise DataError("`--bad-lines` must come with a folder of units, but there is none; leave it out.")
     prefixes = input_prefixes(args.input, args.output_prefix)
     with IndexedDatasetWriter(args.output_prefix, open_indexed(prefixes[0]).dtype) as writer:
         for prefix in prefixes:
@@ -53,6 +60,23 @@ def merge_datasets(args: argparse.Namespace) -> None:
     print(f"{args.output_prefix}: {writer.documents:,} documents, {writer.tokens:,} tokens")
 
 
+def _merge_units(args: argparse.Namespace, folder: str) -> None:
+    from megazero.data_tools.preprocessing.progress import print_skipped
+    from megazero.data_tools.preprocessing.units import UnitFolder
+
+    if len(args.input) > 1:
+        raise DataError(
+            f"`--input` must be one folder of units, but names {len(args.input)} things and {folder} is one; "
+            "merge it by itself first."
+        )
+    units = UnitFolder.existing(folder)
+    totals = units.merge(args.output_prefix, args.bad_lines)
+    for key, ending in units.plan.outputs.items():
+        counts = totals.keys[key]
+        print(f"{args.output_prefix}{ending}: {counts.documents:,} documents, {counts.tokens:,} tokens")
+    print_skipped(totals)
+
+
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run the tool; returns 0 if the merged dataset is whole."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.split("\n")[0])
@@ -60,6 +84,10 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         "--input", nargs="+", required=True, metavar="PATH", help="directories or dataset prefixes"
     )
     parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="path of the output without suffix"
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="path of the output without suffix; of units, that of `preprocess`",
     )
+    parser.add_argument("--bad-lines", metavar="FILE", help="of units: list the lines that were skipped")
     return cli.run(merge_datasets, parser.parse_args(argv))

@@ -1,11 +1,12 @@
-"""Convert jsonl to Megatron's indexed dataset.
+"""Convert texts to Megatron's indexed dataset.
 
 `megazero data preprocess --input f.jsonl --output-prefix p --tokenizer-type ... --append-eod`
 
-Each line is a JSON object; the value of each of `--json-keys` is a document's text, or a list of texts, one
-per sequence of the document. The output is `{prefix}_{key}_document.bin` and `.idx`. With
-`--split-sentences`, each sentence of a text is a sequence, and `_document` becomes `_sentence`. The output
-depends on the input, the tokenizer and the rules for sentences, and not on `--workers` or `--partitions`.
+Inputs are JSON lines (plain, or packed by gzip, zstd, bzip2 or xz), Parquet or Arrow. The value of each of
+`--json-keys` is a document's text, or a list of texts, one per sequence of the document. The output is
+`{prefix}_{key}_document.bin` and `.idx`. With `--split-sentences`, each sentence of a text is a sequence, and
+`_document` becomes `_sentence`. The output depends on the input, the tokenizer and the rules for sentences,
+and not on `--workers`, `--partitions`, `--shard` or `--executor`.
 """
 
 from __future__ import annotations
@@ -14,28 +15,42 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megazero.data_tools import cli
 from megazero.errors import DataError
+
+if TYPE_CHECKING:
+    from megazero.data_tools.preprocessing.pipeline import PreprocessRun
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Build a parser of the flags, named as in Megatron."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--input", nargs="+", required=True, metavar="FILE", help="jsonl files or globs; gzip is fine"
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="files or globs: JSON lines (plain, gzip, zstd, bzip2, xz), Parquet, Arrow, folders that "
+        "`datasets` saved; - is standard input",
     )
     parser.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="path of the output without suffix"
     )
     parser.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to take text from"
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys to take text from; a.b is the key b in a",
     )
     cli.add_tokenizer_flags(parser, required=True)
     parser.add_argument(
         "--append-eod", action="store_true", help="end each document with the tokenizer's eod"
     )
     _add_sentence_flags(parser)
+    _add_unit_flags(parser)
     parser.add_argument(
         "--workers", type=cli.positive_int, default=1, metavar="N", help="processes that tokenize"
     )
@@ -58,19 +73,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
         action="store_true",
         help="documents keep their order in the input; they do so without this too",
     )
-    parser.add_argument(
-        "--on-error",
-        choices=("stop", "skip"),
-        default="stop",
-        help="what to do about a bad line (default: stop)",
-    )
-    parser.add_argument(
-        "--max-line-mib",
-        type=cli.positive_int,
-        default=256,
-        metavar="N",
-        help="megabytes (MiB) that a line may have, unpacked; a longer one is a bad line (256)",
-    )
+    _add_bad_line_flags(parser)
     parser.add_argument(
         "--log-interval",
         type=cli.positive_int,
@@ -87,6 +90,27 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
+def _add_bad_line_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--on-bad-line",
+        "--on-error",
+        dest="on_bad_line",
+        choices=("stop", "skip"),
+        default="stop",
+        help="what to do about a bad line (default: stop)",
+    )
+    parser.add_argument(
+        "--bad-lines", metavar="FILE", help="set skipped lines aside: file, line and reason, as JSON lines"
+    )
+    parser.add_argument(
+        "--max-line-mib",
+        type=cli.positive_int,
+        default=256,
+        metavar="N",
+        help="megabytes (MiB) that a line may have, unpacked; a longer one is a bad line (256)",
+    )
+
+
 def _add_sentence_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sentences")
     group.add_argument(
@@ -97,6 +121,35 @@ def _add_sentence_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--lang", metavar="LANGUAGE", help="language of the texts, as a name or a code (default: english)"
+    )
+
+
+def _add_unit_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("many machines")
+    group.add_argument(
+        "--shard",
+        type=cli.shard,
+        metavar="I/N",
+        help="make share I (from 0) of N of the units in PREFIX.units; a rerun keeps what is whole",
+    )
+    group.add_argument(
+        "--merge", action="store_true", help="join the units of all shards, made with the same flags"
+    )
+    group.add_argument(
+        "--unit-mib",
+        type=cli.positive_int,
+        default=256,
+        metavar="N",
+        help="megabytes (MiB) of input in a unit, as far as the files can be divided (256)",
+    )
+    group.add_argument(
+        "--executor", choices=("local", "ray"), default="local", help="who makes the units (default: local)"
+    )
+    group.add_argument(
+        "--ray-address",
+        default="local",
+        metavar="ADDRESS",
+        help="a cluster of Ray; auto is the one that this machine is in (default: local, one of --workers)",
     )
 
 
@@ -114,11 +167,31 @@ def _check(args: argparse.Namespace) -> None:
             f"`--workers` must be a multiple of `--partitions` ({args.partitions}), but is {args.workers}; "
             f"set it to {-(-args.workers // args.partitions) * args.partitions}."
         )
+    if args.bad_lines is not None and args.on_bad_line == "stop":
+        raise DataError("`--bad-lines` must come with `--on-bad-line skip`, but does not; add that.")
+    _check_units(args)
     for flag, is_set in (("--keep-newlines", args.keep_newlines), ("--lang", args.lang is not None)):
         if is_set and not args.split_sentences:
             raise DataError(
                 f"`{flag}` must come with `--split-sentences`, but it does not; add that or leave this out."
             )
+
+
+def _check_units(args: argparse.Namespace) -> None:
+    ways = {"--shard": args.shard is not None, "--merge": args.merge, "--executor": args.executor == "ray"}
+    chosen = [flag for flag, is_set in ways.items() if is_set]
+    others = {
+        "--partitions": args.partitions > 1,
+        "--input -": "-" in args.input,
+        "--bad-lines": args.bad_lines is not None and args.shard is not None,
+    }
+    if len(chosen) > 1:
+        raise DataError(f"`{chosen[0]}` must come without `{chosen[1]}`, but both are given; leave one out.")
+    for flag in (flag for flag, is_set in others.items() if is_set and chosen):
+        raise DataError(
+            f"`{chosen[0]}` must come without `{flag}`, but both are given; leave `{flag}` out"
+            + (", and give it to `--merge`." if flag == "--bad-lines" else ".")
+        )
 
 
 def preprocess_data(args: argparse.Namespace) -> None:
@@ -141,7 +214,7 @@ def preprocess_data(args: argparse.Namespace) -> None:
         cli.tokenizer_spec(args),
         tuple(args.json_keys),
         append_eod=args.append_eod,
-        skip_bad_lines=args.on_error == "skip",
+        skip_bad_lines=args.on_bad_line == "skip",
         sentences=rules,
     )
     paths = tuple(cli.expand_inputs(args.input))
@@ -153,10 +226,45 @@ def preprocess_data(args: argparse.Namespace) -> None:
         args.log_interval,
         longest_line=args.max_line_mib << 20,
     )
-    result = preprocess(run)
+    if args.shard is not None or args.merge or args.executor == "ray":
+        _by_units(run, args)
+        return
+    result = preprocess(run, args.bad_lines)
     print_table(result.totals, run.outputs(), result.encoder, result.seconds, sentences=args.split_sentences)
+
+
+def _by_units(run: PreprocessRun, args: argparse.Namespace) -> None:
+    """Make units, or merge them, or both."""
+    import shutil
+    import time
+
+    from megazero.data_tools.preprocessing.progress import print_table
+    from megazero.data_tools.preprocessing.shards import make_units
+    from megazero.data_tools.preprocessing.units import UnitFolder, UnitPlan
+
+    started = time.perf_counter()
+    plan = UnitPlan.of(run, args.unit_mib << 20)
+    folder = UnitFolder(f"{run.prefix}.units", plan)
+    if args.shard is not None:
+        units = plan.share(args.shard)
+        make_units(run, folder, units)
+        left = len(folder.missing(plan.units))
+        number, shards = args.shard
+        rest = f"{left:,} of all {len(plan.units):,} are missing" if left else "`--merge` can join them"
+        print(f"shard {number} of {shards}: {len(units):,} units are whole in {folder.path}; {rest}")
+        return
+    if args.executor == "ray":
+        make_units(run, folder, plan.units, args.ray_address)
+    totals = UnitFolder(folder.path, plan).merge(run.prefix, args.bad_lines)
+    seconds = time.perf_counter() - started
+    print_table(totals, run.outputs(), "all shards", seconds, sentences=args.split_sentences)
+    if args.executor == "ray":
+        shutil.rmtree(folder.path)
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run the tool; returns 0 if the datasets are whole, else an error's status and leaves no dataset."""
-    return cli.run(preprocess_data, build_parser(prog).parse_args(argv))
+    args = build_parser(prog).parse_args(argv)
+    units = args.shard is not None or args.executor == "ray"
+    left = "units that are whole are kept: the same command goes on from there"
+    return cli.run(preprocess_data, args, left if units else "nothing was left behind")

@@ -22,7 +22,7 @@ from megazero.data.build_report import ProgressLog
 from megazero.data.files import whole_file
 from megazero.data_tools import cli
 from megazero.data_tools.preprocessing.chunks import cut
-from megazero.data_tools.preprocessing.parsing import Problem, parse, split_lines
+from megazero.data_tools.preprocessing.parsing import Problem, parse
 from megazero.data_tools.wordpiece_training import train_wordpiece
 from megazero.errors import DataError
 
@@ -35,33 +35,31 @@ _INTERVAL = 1.0  # seconds between two looks at the progress
 
 
 def texts(paths: Sequence[str], key: str, limit: float | None) -> Iterator[str]:
-    """Yield the texts of `key` in the first `limit` bytes of jsonl. Raises DataError naming a bad line."""
+    """Yield the texts of `key` in the first `limit` bytes of rows. Raises DataError naming a bad line."""
     used, path, line = 0, None, 1
-    for chunk in cut(paths):
+    for chunk in cut(paths, keys=[key]):
         if limit is not None and used >= limit:
             return
         if chunk.path != path:
             path, line = chunk.path, 1
         if chunk.beyond is not None:
-            raise _bad_line(path, line, Problem.of_length(chunk))
-        lines = split_lines(chunk, chunk.read())
+            raise _bad_line(f"{path}, {chunk.item}", line, chunk.too_long())
+        rows = chunk.rows(chunk.read())
         if limit is not None:
             kept = 0
-            while kept < len(lines) and used < limit:
-                used += len(lines[kept]) + 1
+            while kept < len(rows) and used < limit:
+                used += rows.size(kept)
                 kept += 1
-            lines = lines[:kept]
-        parsed = parse(lines, [key])
+            rows = rows.first(kept)
+        parsed = parse(rows, [key])
         if parsed.problems:
-            raise _bad_line(path, line, parsed.problems[0])
+            raise _bad_line(f"{path}, {chunk.item}", line, parsed.problems[0])
         line += parsed.lines
         yield from parsed.columns[0].texts
 
 
-def _bad_line(path: str, line: int, problem: Problem) -> DataError:
-    return DataError(
-        f"{path}, line {line + problem.line}: {problem.reason}: {problem.detail}; correct the line."
-    )
+def _bad_line(what: str, number: int, problem: Problem) -> DataError:
+    return DataError(f"{what} {number + problem.line}: {problem.reason}: {problem.detail}; correct it.")
 
 
 class TrainingProgress:

@@ -302,3 +302,23 @@ def test_pictures(text, tmp_path):
     )
     names = [f"{metric}/{metric}_histogram.svg" for metric in ("total_vocab_freq", "vocab_rarity")]
     assert all(os.path.getsize(tmp_path / name) > 1000 for name in names)
+
+
+def test_shards_and_a_merge_give_what_one_machine_gives(text, tmp_path, capsys):
+    metric = ("--metric", "total_vocab_freq")
+    assert main(gpt(text, tmp_path / "one", *metric)) == 0
+    for shard in ("1/2", "0/2"):
+        assert main(gpt(text, tmp_path / "two", *metric, "--shard", shard)) == 0
+        assert not (tmp_path / "two/total_vocab_freq/total_vocab_freq_metric_value.idx").exists()
+    capsys.readouterr()
+    assert main(gpt(text, tmp_path / "three", *metric, "--shard", "0/2")) == 0
+    assert main(gpt(text, tmp_path / "three", *metric, "--merge")) == 1
+    assert "1536 are missing, the first are 1024..2047" in capsys.readouterr().err
+    assert main(gpt(text, tmp_path / "two", *metric, "--merge")) == 0
+    names = sorted(path.name for path in (tmp_path / "one/total_vocab_freq").glob("*metric_value*"))
+    assert len(names) >= 2
+    for name in names:
+        one, two = (tmp_path / folder / "total_vocab_freq" / name for folder in ("one", "two"))
+        assert one.read_bytes() == two.read_bytes()
+    assert main(gpt(text, tmp_path, *metric, "--shard", "0/2", "--merge")) == 1
+    assert "must come one at a time" in capsys.readouterr().err

@@ -141,7 +141,7 @@ def test_bad_line_stops_the_run_naming_file_line_and_reason(tmp_path, out, capsy
     assert main(["--input", first, second, "--output-prefix", str(out / "p"), *flags]) == 1
     error = capsys.readouterr().err
     assert f"bad.jsonl, line 3: {words}" in error
-    assert "--on-error skip" in error
+    assert "--on-bad-line skip" in error
     assert visible(out) == []
 
 
@@ -150,7 +150,7 @@ def test_skipping_is_not_advised_where_it_leaves_nothing(tmp_path, out, capsys):
     assert main(["--input", path, "--output-prefix", str(out / "p"), *NULL]) == 1
     error = capsys.readouterr().err
     assert "line 1: missing key: key `text` is missing (keys: content); none of the first 3 lines" in error
-    assert "--on-error" not in error
+    assert "--on-bad-line" not in error
 
 
 def test_skipped_lines_are_counted_by_reason_and_the_first_listed(tmp_path, out, capsys):
@@ -291,7 +291,7 @@ def test_a_line_without_end_is_a_bad_line(tmp_path, out, capsys, packed, workers
     assert main(command) == 1
     assert capsys.readouterr().err == (
         f"error: {path}, line 4: too long: the line has more than 1048576 bytes; correct the line or pass "
-        "`--on-error skip`.\n"
+        "`--on-bad-line skip`.\n"
     )
     assert visible(out) == []
     assert main([*command, "--on-error", "skip"]) == 0

@@ -9,7 +9,6 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megazero.config.compat.hub import fetched
 from megazero.data.tokenizers.base import (
     FastSource,
     TokenBatch,
@@ -152,6 +151,8 @@ def load_tokenizer_json(model: str | None, kind: str) -> LibraryTokenizer:
     ends documents, and a WordPiece has BERT's special tokens.
     """
     import tokenizers
+
+    from megazero.config.compat.hub import fetched
 
     model = fetched(model)
     if model is not None and Path(model).is_dir():

@@ -1,14 +1,23 @@
-"""Cut jsonl files at newlines: into chunks for workers, and into contiguous parts for partitions."""
+"""Cut inputs between rows: into chunks for workers, and into contiguous parts for partitions."""
 
 from __future__ import annotations
 
-import gzip
 import os
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
 
+from megazero.data_tools.preprocessing.inputs import (
+    STDIN,
+    InputKind,
+    is_table,
+    kind_of,
+    open_unpacked,
+    read_unpacked,
+    size_of,
+)
+from megazero.data_tools.preprocessing.parsing import LineRows, Problem, Rows
+from megazero.data_tools.preprocessing.tables import TableRows, TableSlices, groups_of, rows_before
 from megazero.errors import DataError
 
 # Small enough that a chunk, its lines, texts and tokens stay in the processor's cache, and that the allocator
@@ -17,13 +26,15 @@ CHUNK_BYTES = 2 << 20
 LONGEST_LINE = 256 << 20
 """The most bytes of a line by default; a few kilobytes of gzip can unpack to a line that fills memory."""
 _STEP = 1 << 20
+_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
 class JsonlChunk:
     """Whole lines of a file: bytes `start` to `end`, or `data` itself if the file is compressed.
 
-    If the chunk is a single line that is too long to read, `beyond` is the limit that it exceeds, in bytes.
+    Or rows of a table, from `start` to `end`, which `data` holds. If the chunk is a single line or row that
+    is too long to read, `beyond` is the limit that it exceeds, in bytes.
     """
 
     number: int
@@ -32,6 +43,25 @@ class JsonlChunk:
     end: int
     data: bytes | None = None
     beyond: int | None = None
+    is_table: bool = False
+
+    @property
+    def item(self) -> str:
+        """The name of a row."""
+        return "row" if self.is_table else "line"
+
+    def too_long(self) -> Problem:
+        """The problem of a chunk with `beyond`."""
+        return Problem.of_length(self.item, self.beyond)
+
+    def rows(self, data: bytes) -> Rows:
+        """Divide the bytes that were read into rows; a byte order mark at the start of a file is dropped."""
+        if self.is_table:
+            return TableRows.of(data)
+        if self.start == 0 and data.startswith(_BOM):
+            data = data[len(_BOM) :]
+        lines = data.split(b"\n")
+        return LineRows(lines if lines[-1] else lines[:-1])
 
     def read(self) -> bytes:
         """Read the chunk's bytes. Raises DataError if the file has become shorter."""
@@ -45,13 +75,18 @@ class JsonlChunk:
         return data
 
     def __str__(self) -> str:
+        if self.is_table:
+            return f"rows {self.start}..{self.end} of {self.path}"
         kind = "" if self.data is None else " when unpacked"
         return f"bytes {self.start}..{self.end} of {self.path}{kind}"
 
 
 @dataclass(frozen=True)
 class FileSegment:
-    """Whole lines of a file, from byte `start` to `end` (None: to its end); all of a compressed file."""
+    """Whole lines of a file, from byte `start` to `end` (None: to its end); all of a compressed file.
+
+    Of a table, `start` and `end` count row groups (Parquet) or record batches (Arrow).
+    """
 
     path: str
     start: int = 0
@@ -64,34 +99,42 @@ def cut(
     longest: int = LONGEST_LINE,
     *,
     goes_on: bool = False,
+    keys: Sequence[str] = ("text",),
 ) -> Iterator[JsonlChunk]:
     """Yield the chunks of files or segments in order; their ends depend on the arguments alone.
 
-    A chunk is `chunk_bytes` long, plus the rest of its last line. Compressed files (gzip, recognized by their
-    first bytes) are unpacked here; other files are read by `JsonlChunk.read`. A line of more than `longest`
-    bytes, without its newline, is a chunk of its own and never wholly in memory; it is the last chunk unless
-    `goes_on`.
+    A chunk is `chunk_bytes` long, plus the rest of its last line. Compressed files and tables, of which the
+    columns `keys` are taken, are unpacked here; other files are read by `JsonlChunk.read`. A line or row of
+    more than `longest` bytes, without its newline, is a chunk of its own and never wholly in memory; it is
+    the last chunk unless `goes_on`.
     """
     # With steps of at most `longest` bytes, only the last line of a chunk can be too long.
     step, number = min(chunk_bytes, longest), 0
     for source in sources:
         segment = FileSegment(source) if isinstance(source, str) else source
-        cut_file = _cut_gzip if is_gzip(segment.path) else _cut_plain
-        for start, end, data, fits in cut_file(segment, step, longest, goes_on):
-            yield JsonlChunk(number, segment.path, start, end, data, None if fits else longest)
+        kind = kind_of(segment.path)
+        path = "standard input" if segment.path == STDIN else segment.path
+        for start, end, data, fits in _pieces(segment, kind, keys, step, longest, goes_on):
+            yield JsonlChunk(number, path, start, end, data, None if fits else longest, is_table(kind))
             if not fits and not goes_on:
                 return
             number += 1
 
 
-def is_gzip(path: str) -> bool:
-    """Whether a file is compressed, by its first bytes."""
-    with open(path, "rb") as file:
-        return file.read(2) == b"\x1f\x8b"
-
-
 # (start, end, the bytes if the file is compressed, whether the piece is short enough to read)
 _Piece = tuple[int, int, bytes | None, bool]
+
+
+def _pieces(
+    segment: FileSegment, kind: InputKind, keys: Sequence[str], step: int, longest: int, goes_on: bool
+) -> Iterator[_Piece]:
+    if is_table(kind):
+        if segment.path == STDIN:
+            raise DataError(f"`--input -` must be JSON lines, but is {kind}; give the file itself.")
+        return iter(TableSlices(segment.path, kind, keys, segment.start, segment.end, step, longest))
+    if kind == "plain" and segment.path != STDIN:
+        return _cut_plain(segment, step, longest, goes_on)
+    return _cut_unpacked(segment.path, kind, step, longest, goes_on)
 
 
 def _cut_plain(stretch: FileSegment, step: int, longest: int, goes_on: bool) -> Iterator[_Piece]:
@@ -139,13 +182,13 @@ def _last_line(file: IO[bytes], start: int, size: int) -> int:
     return file.read(size).rfind(b"\n") + 1
 
 
-def _cut_gzip(stretch: FileSegment, step: int, longest: int, goes_on: bool) -> Iterator[_Piece]:
-    with gzip.open(stretch.path, "rb") as file:
+def _cut_unpacked(path: str, kind: InputKind, step: int, longest: int, goes_on: bool) -> Iterator[_Piece]:
+    with open_unpacked(path, kind) as file:
         start = 0
-        while data := _unpacked(stretch.path, file.read, step):
+        while data := read_unpacked(path, kind, file.read, step):
             begin = data.rfind(b"\n") + 1
             rest, room = [], longest + 1 - (len(data) - begin) if begin < len(data) else 0
-            while room > 0 and (piece := _unpacked(stretch.path, file.readline, min(room, _STEP))):
+            while room > 0 and (piece := read_unpacked(path, kind, file.readline, min(room, _STEP))):
                 rest.append(piece)
                 room = 0 if piece.endswith(b"\n") else room - len(piece)
             end = start + len(data) + sum(map(len, rest))
@@ -158,7 +201,7 @@ def _cut_gzip(stretch: FileSegment, step: int, longest: int, goes_on: bool) -> I
             if begin:
                 yield start, start + begin, data[:begin], True
             rest.clear()
-            while goes_on and (piece := _unpacked(stretch.path, file.readline, _STEP)):
+            while goes_on and (piece := read_unpacked(path, kind, file.readline, _STEP)):
                 end += len(piece)
                 if piece.endswith(b"\n"):
                     break
@@ -166,36 +209,40 @@ def _cut_gzip(stretch: FileSegment, step: int, longest: int, goes_on: bool) -> I
             start = end
 
 
-def _unpacked(path: str, read: Callable[[int], bytes], size: int) -> bytes:
-    try:
-        return read(size)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(
-            f"`{path}` must be a whole gzip file, but is damaged ({error}); fetch it again."
-        ) from error
-
-
 def divide(paths: Sequence[str], parts: int) -> list[list[FileSegment]]:
     """Divide files into `parts` contiguous lists of segments of about equal size, whose concatenation is all.
 
-    A plain file is cut after newlines, a compressed file never; a list may be empty.
+    A plain file is cut after newlines, a table between row groups, a compressed file never; a list may be
+    empty.
     """
-    sizes = [os.path.getsize(path) for path in paths]
+    sizes = [size_of(path) for path in paths]
     total = max(sum(sizes), 1)
     shares: list[list[FileSegment]] = [[] for _ in range(parts)]
     before = 0
     for path, size in zip(paths, sizes, strict=True):
-        part, start = min(before * parts // total, parts - 1), 0
-        if is_gzip(path):
+        part, start, kind = min(before * parts // total, parts - 1), 0, kind_of(path)
+        count = groups_of(path, kind) if is_table(kind) else size
+        if (kind != "plain" and not is_table(kind)) or path == STDIN:
             shares[part].append(FileSegment(path))
-            start = size
-        while start < size:
-            end = _line_end(path, max(start, total * (part + 1) // parts - before), size)
+            start = count
+        while start < count:
+            at = max(0, total * (part + 1) // parts - before)
+            end = max(start, at * count // size) if is_table(kind) else _line_end(path, max(start, at), size)
+            end = min(end, count)
             if end > start:
                 shares[part].append(FileSegment(path, start, end))
             part, start = part + 1, end
         before += size
     return shares
+
+
+def aligned(nominal: FileSegment) -> FileSegment:
+    """The whole lines that begin in a range of bytes of a plain file; any other segment as it is."""
+    if nominal.end is None or kind_of(nominal.path) != "plain":
+        return nominal
+    size = size_of(nominal.path)
+    start, end = (_line_end(nominal.path, at, size) for at in (nominal.start, nominal.end))
+    return FileSegment(nominal.path, start, end)
 
 
 def _line_end(path: str, at: int, size: int) -> int:
@@ -209,7 +256,9 @@ def _line_end(path: str, at: int, size: int) -> int:
 
 
 def lines_before(stretch: FileSegment) -> int:
-    """Count the lines of the file before a segment."""
+    """Count the lines, or the rows, of the file before a segment."""
+    if is_table(kind := kind_of(stretch.path)):
+        return rows_before(stretch.path, kind, stretch.start)
     count, left = 0, stretch.start
     with open(stretch.path, "rb") as file:
         while left and (block := file.read(min(left, _STEP))):

@@ -18,9 +18,9 @@ from megazero.data_tools.preprocessing.parsing import (
     Column,
     Parsed,
     Problem,
+    Rows,
     parse,
     parse_carefully,
-    split_lines,
 )
 from megazero.data_tools.preprocessing.sentences import SentenceRules, SentenceSplitter
 from megazero.errors import DataError
@@ -80,20 +80,25 @@ class EncodedChunk:
 
     Attributes:
         path: the chunk's file.
+        item: what a row of the file is called.
         lines, bytes: the chunk's size.
         columns: the documents of each key; empty if the chunk was not encoded.
-        problems: the first few bad lines.
-        problem_counts: the number of bad lines by reason.
+        problems: the bad lines.
         disagreement: names a text on which the fast encoder was wrong; None if there was none.
     """
 
     path: str
+    item: str
     lines: int
     bytes: int
     columns: list[EncodedColumn]
     problems: list[Problem] = field(default_factory=list)
-    problem_counts: Counter[str] = field(default_factory=Counter)
     disagreement: str | None = None
+
+    @property
+    def problem_counts(self) -> Counter[str]:
+        """The number of bad lines by reason."""
+        return Counter(problem.reason for problem in self.problems)
 
 
 @dataclass(frozen=True)
@@ -142,38 +147,38 @@ class ChunkEncoder:
     def __call__(self, chunk: JsonlChunk) -> EncodedChunk:
         """Encode a chunk, in the order of its lines."""
         if chunk.beyond is not None:
-            nothing = Parsed(1, [Column([]) for _ in self.job.keys], [Problem.of_length(chunk)])
+            nothing = Parsed(1, [Column([]) for _ in self.job.keys], [chunk.too_long()])
             return self._finish(chunk, chunk.end - chunk.start, nothing)
         data = chunk.read()
-        lines = split_lines(chunk, data)
+        rows = chunk.rows(data)
         try:
-            parsed = parse(lines, self.job.keys, self._split)
+            parsed = parse(rows, self.job.keys, self._split)
             if parsed.problems and not self.job.skip_bad_lines:
                 # The run will end; if an earlier line cannot be tokenized, that line must be named.
-                (first, *_) = self._try_each(lines[: parsed.problems[0].line + 1]).problems
+                (first, *_) = self._try_each(rows.first(parsed.problems[0].line + 1)).problems
                 parsed = Parsed(parsed.lines, [], [first, *parsed.problems[1:]])
             return self._finish(chunk, len(data), parsed)
         except DataError:
             # Encode each text by itself, to find the bad line.
-            parsed = self._try_each(lines)
+            parsed = self._try_each(rows)
             if not parsed.problems:
                 raise
             return self._finish(chunk, len(data), parsed)
 
-    def _try_each(self, lines: Sequence[bytes]) -> Parsed:
-        return parse_carefully(lines, self.job.keys, self.tokenizer.encode, self._split)
+    def _try_each(self, rows: Rows) -> Parsed:
+        return parse_carefully(rows, self.job.keys, self.tokenizer.encode, self._split)
 
     def _finish(self, chunk: JsonlChunk, size: int, parsed: Parsed) -> EncodedChunk:
-        counts = Counter(problem.reason for problem in parsed.problems)
+        head = chunk.path, chunk.item, parsed.lines, size
         if parsed.problems and not self.job.skip_bad_lines:
-            return EncodedChunk(chunk.path, parsed.lines, size, [], parsed.problems[:1], counts)
+            return EncodedChunk(*head, [], parsed.problems)
         columns = []
         for key, column in zip(self.job.keys, parsed.columns, strict=True):
             batch, disagreement = self._encode(column, chunk, key)
             if batch is None:
-                return EncodedChunk(chunk.path, parsed.lines, size, [], disagreement=disagreement)
+                return EncodedChunk(*head, [], disagreement=disagreement)
             columns.append(self._assemble(batch, column.counts))
-        return EncodedChunk(chunk.path, parsed.lines, size, columns, parsed.problems[:KEPT_PROBLEMS], counts)
+        return EncodedChunk(*head, columns, parsed.problems)
 
     def _encode(self, column: Column, chunk: JsonlChunk, key: str) -> tuple[TokenBatch | None, str | None]:
         if self.fast is None:

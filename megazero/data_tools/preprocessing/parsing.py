@@ -1,13 +1,12 @@
-"""Parse lines of jsonl, naming every bad line."""
+"""Take texts out of the rows of a chunk, lines of JSON or rows of a table, and name every bad row."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from megazero.data_tools.preprocessing.chunks import JsonlChunk
 from megazero.errors import DataError
 
 # Integers as floats may have any number of digits; their values are not used.
@@ -15,7 +14,13 @@ _STRICT = json.JSONDecoder(parse_int=float)
 # JSON texts with half of a surrogate pair, in each position.
 _HALVES = (rb'"\ud800"', rb'"\udc00"', rb'"\ud800a"', rb'"\ud800\u0041"', rb'"\udc00\ud800"')
 Split = Callable[[str], list[str]]  # text -> its sentences
-_BOM = b"\xef\xbb\xbf"
+
+
+class BadRow(NamedTuple):
+    """Why a row cannot be used: the class of problem, and the details."""
+
+    reason: str
+    detail: str
 
 
 @dataclass(frozen=True)
@@ -27,9 +32,9 @@ class Problem:
     detail: str
 
     @classmethod
-    def of_length(cls, chunk: JsonlChunk) -> Problem:
-        """The problem of a line that is too long."""
-        return cls(0, "too long", f"the line has more than {chunk.beyond} bytes")
+    def of_length(cls, item: str, limit: int | None) -> Problem:
+        """The problem of a line or row that is too long."""
+        return cls(0, "too long", f"the {item} has more than {limit} bytes")
 
 
 @dataclass
@@ -54,12 +59,107 @@ class Parsed:
     problems: list[Problem] = field(default_factory=list)
 
 
-def split_lines(chunk: JsonlChunk, data: bytes) -> list[bytes]:
-    """Split a chunk into lines without newlines, and drop a byte order mark at the start of a file."""
-    if chunk.start == 0 and data.startswith(_BOM):
-        data = data[len(_BOM) :]
-    lines = data.split(b"\n")
-    return lines[:-1] if not lines[-1] else lines
+class Rows(Protocol):
+    """The rows of a chunk.
+
+    Attributes:
+        item: the name of a row.
+    """
+
+    item: str
+
+    def __len__(self) -> int: ...
+
+    def size(self, number: int) -> int:
+        """The bytes of a row."""
+
+    def first(self, count: int) -> Rows:
+        """The first rows."""
+
+    def columns(self, keys: Sequence[str]) -> list[list[str]] | None:
+        """The texts of each key, if each row has a plain string for every key; else None."""
+
+    def row(self, number: int) -> dict[str, Any] | BadRow | None:
+        """A row by itself; None if it is blank."""
+
+
+@dataclass(frozen=True)
+class LineRows(Rows):
+    """Lines of JSON, without newlines.
+
+    JSON is what Python's `json` accepts: the last of two equal keys counts, and NaN is a number. But UTF-8
+    must be strict, and a text must not have half of a surrogate pair.
+    """
+
+    lines: Sequence[bytes]
+    item: str = "line"
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def size(self, number: int) -> int:
+        """The bytes of a line and its newline."""
+        return len(self.lines[number]) + 1
+
+    def first(self, count: int) -> LineRows:
+        """The first lines."""
+        return LineRows(self.lines[:count])
+
+    def columns(self, keys: Sequence[str]) -> list[list[str]] | None:
+        """The texts of each key, if each line is an object with a plain string for every key."""
+        loads = fast_loads()
+        try:
+            rows = [loads(line) for line in self.lines]
+        except (ValueError, RecursionError):
+            return None  # parse_carefully finds the line and the reason
+        columns = strings_of(rows, keys)
+        # The search for halves takes a tenth of a chunk's time, and is skipped if the parser refuses them.
+        for texts in [] if columns is None or _refuses_halves(loads) else columns:
+            for line, text in zip(self.lines, texts, strict=True):
+                # Half of a surrogate pair can only come from an escape; isascii() costs nothing.
+                if not text.isascii() and (b"\\ud" in line or b"\\uD" in line) and not _is_unicode(text):
+                    return None
+        return columns
+
+    def row(self, number: int) -> dict[str, Any] | BadRow | None:
+        """Parse one line."""
+        line = self.lines[number]
+        if not line.strip():
+            return None
+        try:
+            row = _STRICT.decode(str(line, "utf-8"))
+        except UnicodeDecodeError as error:
+            byte = f"byte 0x{line[error.start]:02x} at column {error.start + 1}"
+            return BadRow("not UTF-8", f"{byte} is not UTF-8")
+        except RecursionError:
+            return BadRow("malformed JSON", "it is nested too deeply")
+        except ValueError as error:
+            return BadRow("malformed JSON", str(error))
+        if not isinstance(row, dict):
+            return BadRow("not an object", f"the line must be a JSON object, but is {_kind(row)}")
+        return row
+
+
+def value_of(row: Mapping[str, Any], key: str) -> Any:
+    """The value of a key, or else of the path that its dots spell. KeyError or TypeError if it is missing."""
+    if "." not in key or key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        value = value[part]
+    return value
+
+
+def strings_of(rows: Sequence[Any], keys: Sequence[str]) -> list[list[str]] | None:
+    """The values of each key, if every row is an object in which they are strings; else None."""
+    try:
+        columns = [
+            [value_of(row, key) for row in rows] if "." in key else [row[key] for row in rows] for key in keys
+        ]
+    except (KeyError, TypeError, IndexError):
+        return None
+    types = set(map(type, rows)) <= {dict}
+    return columns if types and all(set(map(type, texts)) <= {str} for texts in columns) else None
 
 
 def fast_loads() -> Callable[[bytes], Any]:
@@ -87,41 +187,17 @@ def _refuses_halves(loads: Callable[[bytes], Any]) -> bool:
     return True
 
 
-def parse(lines: Sequence[bytes], keys: Sequence[str], split: Split | None = None) -> Parsed:
-    """Parse the documents of lines.
+def parse(rows: Rows, keys: Sequence[str], split: Split | None = None) -> Parsed:
+    """Parse the documents of rows.
 
-    JSON is what Python's `json` accepts: the last of two equal keys counts, and NaN is a number. But UTF-8
-    must be strict, and a text must not have half of a surrogate pair. `split` divides each text into several,
-    but not the texts of a list; its errors are raised.
+    `split` divides each text into several, but not the texts of a list; its errors are raised.
     """
-    columns = _parse_all_good(lines, keys)
+    columns = rows.columns(keys)
     if columns is None:
-        return parse_carefully(lines, keys, split=split)
+        return parse_carefully(rows, keys, split=split)
     if split is None:
-        return Parsed(len(lines), [Column(texts) for texts in columns])
-    return Parsed(len(lines), [Column.of(list(map(split, texts))) for texts in columns])
-
-
-def _parse_all_good(lines: Sequence[bytes], keys: Sequence[str]) -> list[list[str]] | None:
-    """Parse all lines if each is an object with a plain string for every key; else return None."""
-    loads = fast_loads()
-    try:
-        rows = [loads(line) for line in lines]
-        columns = [[row[key] for row in rows] for key in keys]
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
-        return None  # parse_carefully finds the line and the reason
-    if not {type(row) for row in rows} <= {dict}:
-        return None
-    for texts in columns:
-        if not set(map(type, texts)) <= {str}:
-            return None
-    # The search for halves takes a tenth of a chunk's time, and is skipped if the parser refuses them.
-    for texts in [] if _refuses_halves(loads) else columns:
-        for line, text in zip(lines, texts, strict=True):
-            # Half of a surrogate pair can only come from an escape; isascii() costs nothing.
-            if not text.isascii() and (b"\\ud" in line or b"\\uD" in line) and not _is_unicode(text):
-                return None
-    return columns
+        return Parsed(len(rows), [Column(texts) for texts in columns])
+    return Parsed(len(rows), [Column.of(list(map(split, texts))) for texts in columns])
 
 
 def _is_unicode(text: str) -> bool:
@@ -133,66 +209,61 @@ def _is_unicode(text: str) -> bool:
 
 
 def parse_carefully(
-    lines: Sequence[bytes],
+    rows: Rows,
     keys: Sequence[str],
     accept: Callable[[str], object] | None = None,
     split: Split | None = None,
 ) -> Parsed:
-    """Parse line by line. A line that is bad for one key is left out for all, so that columns stay aligned.
+    """Parse row by row. A row that is bad for one key is left out for all, so that columns stay aligned.
 
     `accept`, and `split` as in `parse`, may raise DataError to refuse a text.
     """
     columns: list[list[list[str]]] = [[] for _ in keys]
     problems: list[Problem] = []
-    for number, line in enumerate(lines):
-        if not line.strip():
+    for number in range(len(rows)):
+        row = rows.row(number)
+        if row is None:
             continue
-        row = _parse_line(line, keys, accept, split)
-        if isinstance(row, tuple):
-            problems.append(Problem(number, *row))
+        documents = row if isinstance(row, BadRow) else _documents(row, keys, accept, split)
+        if isinstance(documents, BadRow):
+            problems.append(Problem(number, *documents))
             continue
-        for column, texts in zip(columns, row, strict=True):
+        for column, texts in zip(columns, documents, strict=True):
             column.append(texts)
-    return Parsed(len(lines), [Column.of(documents) for documents in columns], problems)
+    return Parsed(len(rows), [Column.of(documents) for documents in columns], problems)
 
 
-def _parse_line(
-    line: bytes, keys: Sequence[str], accept: Callable[[str], object] | None, split: Split | None
-) -> list[list[str]] | tuple[str, str]:
-    """Parse one line; returns a list of texts per key, or the reason and detail of its problem."""
-    try:
-        row = _STRICT.decode(str(line, "utf-8"))
-    except UnicodeDecodeError as error:
-        return "not UTF-8", f"byte 0x{line[error.start]:02x} at column {error.start + 1} is not UTF-8"
-    except RecursionError:
-        return "malformed JSON", "it is nested too deeply"
-    except ValueError as error:
-        return "malformed JSON", str(error)
-    if not isinstance(row, dict):
-        return "not an object", f"the line must be a JSON object, but is {_kind(row)}"
+def _documents(
+    row: dict[str, Any],
+    keys: Sequence[str],
+    accept: Callable[[str], object] | None,
+    split: Split | None,
+) -> list[list[str]] | BadRow:
+    """Return a list of texts per key, or the problem."""
     columns = []
     for key in keys:
-        if key not in row:
+        try:
+            value = value_of(row, key)
+        except (KeyError, TypeError):
             have = ", ".join(list(row)[:5]) or "none"
-            return "missing key", f"key `{key}` is missing (keys: {have})"
-        texts = [row[key]] if isinstance(row[key], str) else row[key]
+            return BadRow("missing key", f"key `{key}` is missing (keys: {have})")
+        texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            return (
-                "wrong type",
-                f"key `{key}` must be a string or a list of strings, but is {_kind(row[key])}",
-            )
+            must = f"key `{key}` must be a string or a list of strings"
+            return BadRow("wrong type", f"{must}, but is {_kind(value)}")
         try:
             for text in texts:
                 text.encode("utf-8")
-            if split is not None and isinstance(row[key], str):
-                texts = split(row[key])
+            if split is not None and isinstance(value, str):
+                texts = split(value)
             if accept is not None:
                 for text in texts:
                     accept(text)
         except UnicodeEncodeError as error:
-            return "lone surrogate", f"key `{key}` holds {text[error.start]!a}, half of a surrogate pair"
+            half = f"{text[error.start]!a}, half of a surrogate pair"
+            return BadRow("lone surrogate", f"key `{key}` holds {half}")
         except DataError as error:
-            return "not tokenizable", f"key `{key}`: {error}"
+            return BadRow("not tokenizable", f"key `{key}`: {error}")
         columns.append(texts)
     return columns
 

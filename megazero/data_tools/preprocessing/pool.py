@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Protocol
 
 from megazero.data.workers import can_fork, or_raise, result_or_error, signals_held, start_worker
 from megazero.data_tools.preprocessing.chunks import CHUNK_BYTES, JsonlChunk
@@ -33,7 +33,20 @@ from megazero.errors import DataError
 _QUEUED, _AHEAD = 2, 8
 
 
-class InlinePool:
+class EncoderPool(Protocol):
+    """A context manager of what encodes chunks; `facts` describes the encoder."""
+
+    facts: EncoderFacts
+
+    def results(self, chunks: Iterable[JsonlChunk]) -> Iterator[EncodedChunk]:
+        """Encode chunks in order. The arrays of a result stay valid until the next result is requested."""
+
+    def __enter__(self) -> EncoderPool: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class InlinePool(EncoderPool):
     """This process as the only worker."""
 
     def __init__(self, job: EncodeJob):
@@ -112,7 +125,7 @@ class _Worker(Watched):
         )
 
 
-class WorkerPool:
+class WorkerPool(EncoderPool):
     """Several worker processes; a context manager that ends them.
 
     Raises what a worker raises, and DataError naming a worker that is killed, or stopped or busy for longer

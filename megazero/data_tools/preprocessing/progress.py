@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import IO
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import IO, Any
 
-from megazero.data_tools.preprocessing.encode import EncodedChunk, EncodedColumn
+from megazero.data_tools.preprocessing.encode import KEPT_PROBLEMS, EncodedChunk, EncodedColumn
+from megazero.data_tools.preprocessing.inputs import STDIN, kind_of, size_of
 
 
 @dataclass
@@ -42,6 +43,33 @@ class RunTotals:
     problems: Counter[str] = field(default_factory=Counter)
     first_problems: list[str] = field(default_factory=list)
 
+    @classmethod
+    def empty(cls, keys: Iterable[str]) -> RunTotals:
+        """The totals before the first chunk."""
+        return cls({key: KeyTotals() for key in keys})
+
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> RunTotals:
+        """The totals that `to_json` has written."""
+        keys = {key: KeyTotals(**counts) for key, counts in content["keys"].items()}
+        return cls(**{**content, "keys": keys, "problems": Counter(content["problems"])})
+
+    def to_json(self) -> str:
+        """The totals as JSON."""
+        keys = {key: asdict(counts) for key, counts in self.keys.items()}
+        return json.dumps({**vars(self), "keys": keys})
+
+    def join(self, other: RunTotals) -> None:
+        """Add the totals of a part that follows."""
+        self.lines += other.lines
+        self.bytes += other.bytes
+        self.problems += other.problems
+        self.first_problems = (self.first_problems + other.first_problems)[:KEPT_PROBLEMS]
+        for key, counts in other.keys.items():
+            for count in fields(counts):
+                total = getattr(self.keys[key], count.name) + getattr(counts, count.name)
+                setattr(self.keys[key], count.name, total)
+
     def add(self, chunk: EncodedChunk) -> None:
         """Add a chunk."""
         self.lines += chunk.lines
@@ -67,7 +95,8 @@ class ProgressDisplay:
             columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
             self._bar = Bars(*columns, console=Console(file=stream), transient=True)
             # A compressed file unpacks to an unknown number of bytes.
-            size = None if any(path.endswith(".gz") for path in paths) else sum(map(os.path.getsize, paths))
+            known = all(path != STDIN and kind_of(path) == "plain" for path in paths)
+            size = sum(map(size_of, paths)) if known else None
             self._task = self._bar.add_task("preprocess", total=size)
 
     def __enter__(self) -> ProgressDisplay:
@@ -114,7 +143,7 @@ def print_table(
     console = Console(file=sys.stdout)
     console.print(table)
     speed = totals.bytes / 1e6 / max(seconds, 1e-9)
-    print(f"{totals.bytes / 1e6:,.1f} MB of jsonl in {seconds:.1f} s: {speed:,.1f} MB/s")
+    print(f"{totals.bytes / 1e6:,.1f} MB of input in {seconds:.1f} s: {speed:,.1f} MB/s")
     short = sum(key.single for key in totals.keys.values())
     if sentences and short:
         print(f"{short:,} documents of one sentence give no samples to BERT's binary head, which needs two.")
@@ -122,7 +151,7 @@ def print_table(
 
 
 def print_skipped(totals: RunTotals) -> None:
-    """Print the lines that `--on-error skip` left out: the number by reason, and the first few lines."""
+    """Print the lines that `--on-bad-line skip` left out: the number by reason, and the first few lines."""
     if not totals.problems:
         return
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(totals.problems.items()))
