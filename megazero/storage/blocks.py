@@ -15,9 +15,11 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from zlib import crc32
 
 import numpy as np
@@ -75,39 +77,39 @@ class ObjectBlocks:
         if item.size:  # an empty file cannot be mapped
             self.array = np.memmap(content.name, np.uint8, "r").view(np.ndarray)
         self._mutex, self._holders = threading.Lock(), 0
+        self._kept = contextlib.closing(SimpleNamespace(close=self._let_go))
         self._checked = np.zeros(self._count, dtype=bool)
         self._unchecked = self._count
         self._whole = -1  # how often room had been made when all blocks were there and checked
         self._stamped = 0.0
 
-    @contextlib.contextmanager
-    def using(self, spans: Spans) -> Iterator[None]:
-        """Keep the bytes of some spans in `array` while the block runs; see `Guard.before_use`.
+    def using(self, spans: Spans) -> AbstractContextManager[object]:
+        """Fetch the bytes of some spans into `array`; they stay until the context that is returned ends.
 
         Raises:
             StorageError: they cannot be fetched, or the object was replaced.
         """
         table = self._table
-        with self._held():
-            if self._whole == int(table.turn[0]):
-                if time.time() > self._stamped + _PATIENCE:
-                    self._stamped = time.time()
-                    table.used[:] = int(self._stamped)
-                yield
-                return
+        self._keep()
+        if self._whole == int(table.turn[0]):
+            if time.time() > self._stamped + _PATIENCE:
+                self._stamped = time.time()
+                table.used[:] = int(self._stamped)
+            return self._kept
+        self._let_go()
         numbers = self._numbers(*spans())
         fits = numbers.size * self._block <= self._cache.bytes
         for attempt in range(_ROUNDS if fits else 0):
-            with contextlib.ExitStack() as stack:
-                if attempt > _ROUNDS // 2:  # others take the room again and again: one after the other
-                    stack.enter_context(alone(self._cache.path / "turn.lock"))
+            # When others take the room again and again, one is served after the other.
+            turn = alone(self._cache.path / "turn.lock") if attempt > _ROUNDS // 2 else nullcontext()
+            with turn:
                 self._fetch(numbers)
-                stack.enter_context(self._held())
+                self._keep()
                 if table.sums[numbers].all() and self._verify(numbers):
                     table.used[numbers] = int(time.time())
                     self._whole = int(table.turn[0]) if not self._unchecked and table.sums.all() else -1
-                    yield
-                    return
+                    return self._kept
+                self._let_go()
         raise StorageError(
             f"`--object-storage-cache-gib` must hold what the ranks of a host read at once, but is "
             f"{self._cache.gib:g}; raise it."
@@ -154,20 +156,18 @@ class ObjectBlocks:
             np.arange(int(counts.sum())) + np.repeat(first - (np.cumsum(counts) - counts), counts)
         )
 
-    @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
-        """Keep all blocks that are there."""
+    def _keep(self) -> None:
+        """Let nobody make room in the object, until `_let_go`."""
         with self._mutex:
             if not self._holders:
                 fcntl.flock(self._lock, fcntl.LOCK_SH)
             self._holders += 1
-        try:
-            yield
-        finally:
-            with self._mutex:
-                self._holders -= 1
-                if not self._holders:
-                    fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _let_go(self) -> None:
+        with self._mutex:
+            self._holders -= 1
+            if not self._holders:
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def _verify(self, numbers: np.ndarray) -> bool:
         """Whether blocks that this process uses for the first time have their checksums; forgets others."""
@@ -216,7 +216,8 @@ class ObjectBlocks:
     def _fetch_run(self, numbers: np.ndarray) -> None:
         begin, end = self._bounds(int(numbers[0]))[0], self._bounds(int(numbers[-1]))[1]
         piece = self._piece(begin, end)
-        with self._held():
+        self._keep()
+        with self._kept:
             try:
                 with open(self._folder / "content", "r+b") as file:
                     os.pwrite(file.fileno(), piece, begin)

@@ -84,7 +84,7 @@ class Guard:
             f"{sums_command(self.prefix)}",
         )
 
-    def using(self, spans: Callable[[], tuple[np.ndarray, np.ndarray]]) -> AbstractContextManager[None]:
+    def using(self, spans: Callable[[], tuple[np.ndarray, np.ndarray]]) -> AbstractContextManager[object]:
         """`before_use`; while the block runs, the tokens stay, which a dataset in a store fetches first."""
         self.before_use(spans)
         return nullcontext() if self._stored is None else self._stored.blocks.using(spans)
