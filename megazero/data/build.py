@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from os.path import realpath
-from pathlib import Path
 from typing import Protocol
 
 from megazero.config.compat.blends import part_of, prefix_of
@@ -22,7 +21,6 @@ from megazero.data.indexed.reader import IndexedDataset, open_indexed
 from megazero.data.splits import SPLIT_NAMES, SplitReading, split_ranges, warn_of_empty
 from megazero.errors import DataError
 from megazero.storage.cached import Cache
-from megazero.storage.urls import is_url
 
 _RESERVE = 0.005  # of the samples that a weighted blend takes of a dataset, the share built in addition
 _MOCK_EPOCH = 100_000  # samples, the number of sequences of Megatron-Core's mock data
@@ -134,9 +132,7 @@ def default_cache(paths: tuple[str, ...], cache: Cache | None = None) -> str | N
     if not paths:
         return None
     _, prefix = parse_blend(paths, must_exist=False)[0]
-    if is_url(prefix):
-        return str((cache or Cache()).path / "index-cache")
-    return str(Path(prefix).parent / "index-cache")
+    return str((cache or Cache()).beside(prefix) / "index-cache")
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from os.path import abspath
 
 from megazero.data.blended import BlendedDataset, SampleDataset
 from megazero.data.indexed.reader import IndexedDataset, file_hashes
-from megazero.storage.urls import is_url
+from megazero.storage.urls import place_of
 
 
 def sources(dataset: SampleDataset) -> Iterator[IndexedDataset]:
@@ -34,14 +33,10 @@ def contents(dataset: SampleDataset) -> list[dict[str, str | int | None]]:
     `named` is how often a blend names the dataset; older checkpoints lack it, and mixed the dataset with
     itself.
     """
-    by_prefix = {_place(indexed): indexed for indexed in sources(dataset)}
+    by_prefix = {place_of(indexed.prefix): indexed for indexed in sources(dataset)}
     named = dict.fromkeys(by_prefix, 1)
     if isinstance(dataset, BlendedDataset):
         for part, times in zip(dataset.datasets, dataset.mentions, strict=True):
             for indexed in sources(part):
-                named[_place(indexed)] = max(times, named[_place(indexed)])
+                named[place_of(indexed.prefix)] = max(times, named[place_of(indexed.prefix)])
     return [{"prefix": p, **file_hashes(indexed), "named": named[p]} for p, indexed in by_prefix.items()]
-
-
-def _place(indexed: IndexedDataset) -> str:
-    return indexed.prefix if is_url(indexed.prefix) else abspath(indexed.prefix)

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
@@ -38,36 +37,15 @@ _ROUNDS = 8
 _SPARE = 0.95  # of the cache: what is left when room is made
 
 
-@dataclass(frozen=True)
 class _Table:
     """The rows of an object's blocks, shared by all processes.
 
-    rows: uint64 [1 + 3 n]: how often room was made, then checksums, times and fetches.
+    turn: uint64 [1]: how often room was made. sums, used, claims: uint64 [n]: checksums, times, fetches.
     """
 
-    rows: np.ndarray
-
-    @classmethod
-    def open(cls, path: Path, blocks: int) -> _Table:
-        with open(path, "ab") as file:
-            file.truncate(8 * (1 + 3 * blocks))
-        return cls(np.memmap(path, np.uint64, "r+").view(np.ndarray))
-
-    def column(self, number: int) -> np.ndarray:
-        count = (self.rows.size - 1) // 3
-        return self.rows[1 + number * count : 1 + (number + 1) * count]
-
-    @property
-    def sums(self) -> np.ndarray:
-        return self.column(0)
-
-    @property
-    def used(self) -> np.ndarray:
-        return self.column(1)
-
-    @property
-    def claims(self) -> np.ndarray:
-        return self.column(2)
+    def __init__(self, path: Path):
+        rows = np.memmap(path, np.uint64, "r+").view(np.ndarray)
+        self.turn, (self.sums, self.used, self.claims) = rows[:1], rows[1:].reshape(3, -1)
 
 
 class ObjectBlocks:
@@ -84,16 +62,18 @@ class ObjectBlocks:
         self._count = -(-item.size // block)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with open(self._folder / "content", "ab") as file:
-                file.truncate(item.size)
-            self._table = _Table.open(self._folder / "table", self._count)
+            with open(self._folder / "content", "ab") as content, open(self._folder / "table", "ab") as table:
+                content.truncate(item.size)
+                os.posix_fallocate(
+                    table.fileno(), 0, 8 * (1 + 3 * self._count)
+                )  # a map cannot say: disk full
+            self._table = _Table(self._folder / "table")
             self._lock = open(self._folder / "lock", "ab")  # noqa: SIM115 (held as long as the object)
         except OSError as error:
             raise disk_error(self._folder, error) from error
-        content = self._folder / "content"
-        self.array = (
-            np.memmap(content, np.uint8, "r").view(np.ndarray) if item.size else np.empty(0, np.uint8)
-        )
+        self.array = np.empty(0, np.uint8)
+        if item.size:  # an empty file cannot be mapped
+            self.array = np.memmap(content.name, np.uint8, "r").view(np.ndarray)
         self._mutex, self._holders = threading.Lock(), 0
         self._checked = np.zeros(self._count, dtype=bool)
         self._unchecked = self._count
@@ -107,30 +87,42 @@ class ObjectBlocks:
         Raises:
             StorageError: they cannot be fetched, or the object was replaced.
         """
-        rows = self._table.rows
+        table = self._table
         with self._held():
-            if self._whole == int(rows[0]):
+            if self._whole == int(table.turn[0]):
                 if time.time() > self._stamped + _PATIENCE:
                     self._stamped = time.time()
-                    self._table.used[:] = int(self._stamped)
+                    table.used[:] = int(self._stamped)
                 yield
                 return
         numbers = self._numbers(*spans())
         fits = numbers.size * self._block <= self._cache.bytes
-        for _ in range(_ROUNDS if fits else 0):
-            self._fetch(numbers)
-            with self._held():
-                if self._table.sums[numbers].all():
-                    self._verify(numbers)
-                if self._table.sums[numbers].all():
-                    self._table.used[numbers] = int(time.time())
-                    self._whole = int(rows[0]) if not self._unchecked and self._table.sums.all() else -1
+        for attempt in range(_ROUNDS if fits else 0):
+            with contextlib.ExitStack() as stack:
+                if attempt > _ROUNDS // 2:  # others take the room again and again: one after the other
+                    stack.enter_context(alone(self._cache.path / "turn.lock"))
+                self._fetch(numbers)
+                stack.enter_context(self._held())
+                if table.sums[numbers].all() and self._verify(numbers):
+                    table.used[numbers] = int(time.time())
+                    self._whole = int(table.turn[0]) if not self._unchecked and table.sums.all() else -1
                     yield
                     return
         raise StorageError(
             f"`--object-storage-cache-gib` must hold what the ranks of a host read at once, but is "
             f"{self._cache.gib:g}; raise it."
         )
+
+    def whole(self) -> np.ndarray:
+        """A copy of all bytes, which are in the cache as far as it has room."""
+        copy = np.empty_like(self.array)
+        step = max(self._block, self._cache.bytes // 2 // self._block * self._block)
+        for begin in range(0, copy.size, step):
+            end = min(begin + step, copy.size)
+            span = np.array([begin]), np.array([end])
+            with self.using(lambda: span):  # noqa: B023 (called at once)
+                copy[begin:end] = self.array[begin:end]
+        return copy
 
     def bytes_at(self, begins: list[int], size: int) -> list[bytes]:
         """Some bytes straight from the store, without the cache."""
@@ -177,14 +169,16 @@ class ObjectBlocks:
                 if not self._holders:
                     fcntl.flock(self._lock, fcntl.LOCK_UN)
 
-    def _verify(self, numbers: np.ndarray) -> None:
-        """Compare blocks with their checksums when this process first uses them; forget damaged ones."""
-        for number in numbers[~self._checked[numbers]].tolist():
+    def _verify(self, numbers: np.ndarray) -> bool:
+        """Whether blocks that this process uses for the first time have their checksums; forgets others."""
+        fresh = numbers[~self._checked[numbers]].tolist()
+        for number in fresh:
             begin, end = self._bounds(number)
             if int(self._table.sums[number]) == _HERE | crc32(self.array[begin:end].data):
                 self._note_checked(number)
             else:
                 self._table.sums[number] = 0
+        return bool(self._checked[fresh].all())
 
     def _note_checked(self, number: int) -> None:
         with self._mutex:
@@ -243,7 +237,7 @@ def make_room(cache: Cache, size: int) -> None:
     if taken + size <= cache.bytes:
         return
     with alone(cache.path / "room.lock"):
-        tables = [_Table(np.memmap(folder / "table", np.uint64, "r+")) for folder in folders]
+        tables = [_Table(folder / "table") for folder in folders]
         present = [np.flatnonzero(table.sums) for table in tables]
         owners = np.repeat(np.arange(len(tables)), [len(numbers) for numbers in present])
         numbers = np.concatenate(present)
@@ -264,7 +258,7 @@ def _give_up(folder: Path, table: _Table, numbers: np.ndarray, block: int) -> No
         stack.enter_context(alone(folder / "lock"))
         file = stack.enter_context(open(folder / "content", "r+b"))
         content = stack.enter_context(mmap.mmap(file.fileno(), 0))
-        table.rows[0] += np.uint64(1)
+        table.turn += np.uint64(1)
         table.sums[numbers] = 0
         for begin in (numbers * block).tolist():
             content.madvise(mmap.MADV_REMOVE, begin, min(block, len(content) - begin))

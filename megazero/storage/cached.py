@@ -13,12 +13,18 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megazero.errors import StorageError
 from megazero.storage.objects import Item, MissingObjectError, Objects
 from megazero.storage.urls import Url, is_url
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 CACHE_GIB = 64.0
 _AT_ONCE = 4  # files of a folder
@@ -45,6 +51,10 @@ class Cache:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         return Path(self.folder) if self.folder else Path(base).expanduser() / "megazero" / "objects"
 
+    def beside(self, path: str) -> Path:
+        """The folder that a file is in, or this one for a URL."""
+        return self.path if is_url(path) else Path(path).parent
+
     @property
     def bytes(self) -> int:
         return int(self.gib * (1 << 30))
@@ -66,6 +76,12 @@ class Cache:
         except MissingObjectError:
             return self.model_folder(path)
         return str(self.together(objects, [item], [item]) / item.name)
+
+    def local(self, settings: T, *fields: str) -> T:
+        """Settings, a dataclass, with paths of local copies in those fields that are URLs of `file`."""
+        paths = {name: getattr(settings, name) for name in fields}
+        copies: dict[str, Any] = {name: path and self.file(path) for name, path in paths.items()}
+        return replace(settings, **copies)
 
     def model_folder(self, path: str, *, weights: bool = False) -> str:
         """The path of the local copy of a folder; a path is returned as it is.

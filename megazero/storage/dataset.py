@@ -9,7 +9,7 @@ from megazero.errors import DataError
 from megazero.storage.blocks import BLOCK, ObjectBlocks
 from megazero.storage.cached import Cache
 from megazero.storage.objects import Item, MissingObjectError, Objects
-from megazero.storage.urls import Url
+from megazero.storage.urls import Url, is_url
 
 
 class StoredDataset:
@@ -51,12 +51,16 @@ class StoredDataset:
         return [f"{self.url}.bin was replaced in the store"] if self.blocks.replaced() else []
 
 
-def whole_copy(prefix: str) -> str:
-    """Copy a dataset whole; returns the prefix of the copy.
+def opened(prefix: str, cache: Cache | None, sum_block: int | None) -> tuple[str, StoredDataset | None]:
+    """A prefix, and its dataset if it is a URL; without a cache, the prefix of a whole copy.
 
     Raises:
-        DataError: it is larger than the cache.
+        DataError: a dataset to be copied is larger than the user's cache.
     """
+    if not is_url(prefix):
+        return prefix, None
+    if cache is not None:
+        return prefix, StoredDataset(prefix, cache, sum_block)
     cache = Cache()
     objects, items, name = _files(Url.parse(prefix))
     if items[".bin"].size > cache.bytes:
@@ -64,13 +68,17 @@ def whole_copy(prefix: str) -> str:
             f"`{prefix}.bin` must fit into a cache of {cache.gib:g} GiB to be looked at whole, but is "
             f"{items['.bin'].size / (1 << 30):.1f} GiB; copy the dataset to a disk."
         )
-    return str(cache.together(objects, list(items.values()), list(items.values())) / name)
+    return str(cache.together(objects, list(items.values()), list(items.values())) / name), None
 
 
 def _files(url: Url) -> tuple[Objects, dict[str, Item], str]:
     objects, items = Objects(url.parent), {}
-    for suffix in (".idx", ".bin"):
-        items[suffix] = objects.item(f"{url.name}{suffix}")
+    try:
+        for suffix in (".idx", ".bin"):
+            items[suffix] = objects.item(f"{url.name}{suffix}")
+    except MissingObjectError:
+        next(objects.names(deep=False), None)  # raises the better error where there is no such bucket
+        raise
     with contextlib.suppress(MissingObjectError):
         items[".sum"] = objects.item(f"{url.name}.sum")
     return objects, items, url.name

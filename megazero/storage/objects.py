@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megazero.errors import StorageError
 from megazero.storage.urls import Url
 
 if TYPE_CHECKING:
     from obstore import GetOptions
-    from obstore.store import ObjectStore
+    from obstore.store import ObjectStore, RetryConfig
 
 RETRIES = 10
 PATIENCE = timedelta(minutes=3)
@@ -269,10 +269,46 @@ def _open(url: Url) -> ObjectStore:
         raise StorageError(
             f"`obstore` must be installed to reach {url}, but is not; run: pip install 'megazero[objects]'"
         ) from error
+    address, options = _of_profile(url) if url.scheme == "msc" else (str(url), {})
+    retries: RetryConfig = {"max_retries": RETRIES, "retry_timeout": PATIENCE}
     try:
-        return from_url(str(url), retry_config={"max_retries": RETRIES, "retry_timeout": PATIENCE})
+        return from_url(address, retry_config=retries, **options)
     except Exception as error:
         if not type(error).__module__.startswith("obstore"):
             raise
         reason = str(error).partition("\n")[0]
         raise StorageError(f"`{url}` must be a URL that can be opened, but is not: {reason}.") from None
+
+
+def _of_profile(url: Url) -> tuple[str, dict[str, Any]]:
+    """The address and the options of an object at msc://, by the files of multi-storage-client."""
+    try:
+        from multistorageclient.config import StorageClientConfig
+    except ImportError as error:
+        raise StorageError(
+            f"`multi-storage-client` must be installed to reach {url}, but is not; run: pip install "
+            "multi-storage-client"
+        ) from error
+    profile = ((StorageClientConfig.read_msc_config()[0] or {}).get("profiles") or {}).get(url.bucket) or {}
+    provider = profile.get("storage_provider") or {}
+    scheme = {"s3": "s3", "gcs": "gs", "azure": "az"}.get(str(provider.get("type")))
+    if scheme is None:
+        raise StorageError(
+            f"`{url}` must name a profile of multi-storage-client for S3, Google Cloud Storage or Azure, but "
+            f"{url.bucket} is none; add it to its file, or give the address itself."
+        )
+    given = provider.get("options") or {}
+    keys = (profile.get("credentials_provider") or {}).get("options") or {}
+    if scheme != "s3":
+        given, keys = {"base_path": given.get("base_path")}, {}
+    options = {
+        "endpoint": given.get("endpoint_url"),
+        "region": given.get("region_name"),
+        "access_key_id": keys.get("access_key"),
+        "secret_access_key": keys.get("secret_key"),
+        "session_token": keys.get("session_token"),
+    }
+    address = f"{scheme}://{str(given.get('base_path', '')).strip('/')}/{url.key}".rstrip("/")
+    if str(options["endpoint"]).startswith("http:"):
+        options["client_options"] = {"allow_http": True}
+    return address, {name: value for name, value in options.items() if value}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,11 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 def is_url(text: object) -> bool:
     """Whether a user's text is a URL, of whatever scheme, and no path of a file."""
     return _SCHEME.match(str(text)) is not None
+
+
+def place_of(text: str) -> str:
+    """An absolute path, or a URL as it is."""
+    return text if is_url(text) else os.path.abspath(text)
 
 
 @dataclass(frozen=True)

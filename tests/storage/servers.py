@@ -85,6 +85,8 @@ def seaweed(key: str = KEY, secret: str = SECRET) -> Iterator[Server]:
         *(weed, "server", f"-dir={folder}/data", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-volume.max=20"),
         *("-master.volumeSizeLimitMB=64", f"-master.port={master}", f"-volume.port={volume}"),
         *("-filer", f"-filer.port={filer}", "-s3", f"-s3.port={s3}", f"-s3.config={folder}/ids.json"),
+        # No further servers at fixed ports, and nothing told to anybody.
+        *("-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"),
     ]
     with _running(command, folder, f"http://127.0.0.1:{s3}", key, secret) as server:
         yield server

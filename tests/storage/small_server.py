@@ -284,8 +284,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(answer.body)
-            with self.small.lock:
+            with self.small.lock:  # before the client has it, and asks for the number
                 self.small.sent += len(answer.body)
+            self.wfile.write(answer.body)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve

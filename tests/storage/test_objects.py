@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -100,6 +102,29 @@ def test_errors_are_a_sentence_without_secrets(
 def test_a_missing_object_is_told_apart(store: SmallServer):
     with pytest.raises(MissingObjectError):
         _objects().tag("x")
+
+
+def test_a_profile_of_multi_storage_client_is_read(store: SmallServer, monkeypatch: pytest.MonkeyPatch):
+    store.put("bucket/base/run/x", b"content")
+    for name in store.environment:
+        monkeypatch.delenv(name)
+    provider = {"endpoint_url": store.endpoint, "base_path": "bucket/base", "region_name": "us-east-1"}
+    profile = {
+        "storage_provider": {"type": "s3", "options": provider},
+        "credentials_provider": {"type": "S3Credentials", "options": {"access_key": "a", "secret_key": "b"}},
+    }
+    kind = SimpleNamespace(read_msc_config=lambda: ({"profiles": {"p": profile}}, "config.yaml"))
+    monkeypatch.setitem(sys.modules, "multistorageclient", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "multistorageclient.config", SimpleNamespace(StorageClientConfig=kind))
+    assert Objects(Url.parse("msc://p/run")).read("x")[0] == b"content"
+    with pytest.raises(StorageError, match="`msc://q/run` must name a profile of multi-storage-client"):
+        Objects(Url.parse("msc://q/run"))
+
+
+def test_without_multi_storage_client_its_urls_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "multistorageclient.config", None)
+    with pytest.raises(StorageError, match="run: pip install multi-storage-client$"):
+        Objects(Url.parse("msc://p/run"))
 
 
 @pytest.mark.parametrize(

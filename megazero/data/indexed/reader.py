@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -23,8 +22,8 @@ from megazero.data.indexed.guard import FileState, Guard, sums_command
 from megazero.errors import DataError
 from megazero.regular_file import open_regular
 from megazero.storage.cached import Cache
-from megazero.storage.dataset import StoredDataset, whole_copy
-from megazero.storage.urls import Url, is_url
+from megazero.storage.dataset import StoredDataset, opened
+from megazero.storage.urls import Url
 
 _FULL_HASH_LIMIT = 64 << 20
 _SAMPLE_BLOCKS = 64
@@ -85,8 +84,9 @@ class IndexedDataset:
         self._index = map_file(self.path_idx)
         self._bytes = map_file(self.path_bin) if stored is None else stored.blocks.array
         self._sidecar = Sidecar.load(self.path_sum)
+        sums = self.path_sum if stored is None else Url.parse(f"{self.prefix}.sum")  # for messages
         if self._sidecar is not None:
-            self._sidecar.check_index(self._sums, self._idx_hash, self._index.size, self._bytes.size)
+            self._sidecar.check_index(sums, self._idx_hash, self._index.size, self._bytes.size)
         tables = self._parse()
         self.dtype, self.total_tokens = tables.dtype, tables.total_tokens
         self.lengths, self.offsets, self.modes = tables.lengths, tables.offsets, tables.modes
@@ -95,22 +95,14 @@ class IndexedDataset:
         self._check_signs()
         self._blocks: TokenBlocks | None = None
         if self._sidecar is not None:
-            self._blocks = TokenBlocks(
-                self._sidecar, self._sums, self._bytes, self.offsets, self.document_index
-            )
-        if stored is not None:
-            files = {}
-            if stored.compares and self._blocks is not None:
-                stored.blocks.check = self._blocks.check
-        checked = self._blocks if guarded and stored is None else None
-        self.guard = Guard(self.prefix, files if guarded else {}, checked, stored)
+            self._blocks = TokenBlocks(self._sidecar, sums, self._bytes, self.offsets, self.document_index)
+        self.guard = Guard(self.prefix, {}, None, stored)
+        if stored is not None and stored.compares and self._blocks is not None:
+            stored.blocks.check = self._blocks.check
+        elif stored is None and guarded:
+            self.guard = Guard(self.prefix, files, self._blocks)
         if verify:
             self._check_bin()
-
-    @property
-    def _sums(self) -> Path | Url:
-        """The name of the sidecar for messages."""
-        return self.path_sum if self._stored is None else Url.parse(f"{self.prefix}.sum")
 
     def _parse(self) -> IndexTables:
         return parse_mmididx(self.path_idx, self._index, self._bytes.size, self._multimodal)
@@ -210,9 +202,7 @@ class IndexedDataset:
     def _bin_hash(self) -> str:
         """The hash of the `.bin` up to 64 MiB, else of samples of it."""
         if self._bytes.size <= _FULL_HASH_LIMIT:
-            whole = np.array([0]), np.array([self._bytes.size])
-            with nullcontext() if self._stored is None else self._stored.blocks.using(lambda: whole):
-                return hash_bytes(self._bytes)
+            return hash_bytes(self._bytes if self._stored is None else self._stored.blocks.whole())
         return hash_bytes(np.concatenate(self._samples))
 
     @cached_property
@@ -288,14 +278,9 @@ def open_indexed(
 
     A dataset at a URL is read block by block through `cache`; without one, it is copied whole.
     """
-    stored = None
-    if is_url(prefix):
-        if cache is None:
-            prefix = whole_copy(str(prefix))
-        else:
-            stored = StoredDataset(str(prefix), cache, BLOCK if guarded else None)
-    path_idx = prefix_path(prefix, ".idx") if stored is None else stored.path(".idx")
-    head = map_file(path_idx)[: len(TNTIDX_MAGIC)]
+    prefix, stored = opened(str(prefix), cache, BLOCK if guarded else None)
+    path = prefix_path(prefix, ".idx") if stored is None else stored.path(".idx")
+    head = map_file(path)[: len(TNTIDX_MAGIC)]
     kind = LegacyIndexedDataset if bytes(head) == TNTIDX_MAGIC else IndexedDataset
     return kind(prefix, multimodal, verify, guarded, stored)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from megazero.data.tokenizers.base import Tokenizer
@@ -37,12 +37,6 @@ class TokenizerSpec:
     vocab_size: int | None = None
     extra_ids: int = 0
     wordpiece_first: str = "bos"
-
-    def local(self, cache: Cache) -> TokenizerSpec:
-        """The same with paths of local copies for URLs."""
-        paths = (self.vocab_file, self.merge_file, self.model)
-        vocab, merge, model = (path and cache.file(path) for path in paths)
-        return replace(self, vocab_file=vocab, merge_file=merge, model=model)
 
 
 def _tokenizer_json(spec: TokenizerSpec) -> Tokenizer:
@@ -100,7 +94,7 @@ def build_tokenizer(spec: TokenizerSpec, cache: Cache | None = None) -> Tokenize
             f"`vocab_extra_ids` must be 0 with {spec.kind}, but is {spec.extra_ids}; "
             f"it is read by {users} only."
         )
-    tokenizer = kind.make(spec.local(cache or Cache()))
+    tokenizer = kind.make((cache or Cache()).local(spec, "vocab_file", "merge_file", "model"))
     if not kind.needs_vocab_size and spec.vocab_size not in (None, tokenizer.vocab_size):
         raise DataError(
             f"`vocab_size` must be {tokenizer.vocab_size}, the size of this {spec.kind}'s vocabulary, "

@@ -13,9 +13,12 @@ import numpy as np
 from megazero.config.steps import Step
 from megazero.data.blended import SampleDataset, whereabouts
 from megazero.data.sampler import BatchSampler, SamplerSpec
-from megazero.data.sources import changed_files
+from megazero.data.sources import changed_files, sources
 from megazero.models.batch import Collate, M, M_co, MicroBatch, SampleIndex
 from megazero.mpu.threads import helper_pool
+from megazero.storage.urls import is_url
+
+_AHEAD_IN_STORE, _THREADS_IN_STORE = 16, 8  # micro-batches
 
 
 class Sampler(Protocol):
@@ -152,14 +155,14 @@ class ReadAhead:
     """Reads up to `ahead` micro-batches in the background.
 
     An error while reading is raised when its micro-batch is taken. Micro-batches past the end of the training
-    are never taken, so their errors do not matter.
+    are never taken, so their errors do not matter. `threads` of them are read at the same time.
     """
 
-    def __init__(self, read: Callable[[int], dict[str, np.ndarray]], ahead: int):
+    def __init__(self, read: Callable[[int], dict[str, np.ndarray]], ahead: int, threads: int = 1):
         self._read = read
         self._ahead = ahead
         self._pending: dict[int, Future[dict[str, np.ndarray]]] = {}
-        self._executor = helper_pool(1, "read-ahead")
+        self._executor = helper_pool(threads, "read-ahead")
 
     def take(self, start: int) -> dict[str, np.ndarray]:
         """Return the micro-batch at `start`; read it now if it was not expected."""
@@ -180,9 +183,14 @@ class ReadAhead:
 
 
 def make_feed(dataset: SampleDataset, sampler: Sampler, collate: Collate[M], ahead: int) -> Feed[M]:
-    """Make a feed that reads `ahead` micro-batches in the background; with 0 it reads on demand."""
-    feed = Feed(dataset, sampler, collate)
-    return replace(feed, reader=ReadAhead(feed._read, ahead)) if ahead else feed
+    """Make a feed that reads `ahead` micro-batches in the background; with 0 it reads on demand.
+
+    Of datasets in a store it reads more, several at the same time, as each waits for the store.
+    """
+    feed, threads = Feed(dataset, sampler, collate), 1
+    if ahead and any(is_url(indexed.prefix) for indexed in sources(dataset)):
+        ahead, threads = max(ahead, _AHEAD_IN_STORE), _THREADS_IN_STORE
+    return replace(feed, reader=ReadAhead(feed._read, ahead, threads)) if ahead else feed
 
 
 @dataclass(frozen=True)
