@@ -13,7 +13,6 @@ import secrets
 import shutil
 import sys
 import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +41,6 @@ _UPLOADS = 4
 _HIDDEN = re.compile(r"\.(iter_[0-9]{7,18})\.(partial|replaced|removed)")
 _OURS = re.compile(r"(iter_[0-9]{7,18}\.[0-9a-f]{16})/.*|\.probe\.[0-9a-f]{16}")
 _TRIES = 5
-_PAUSES = (0.1, 0.4, 1.6)  # seconds between attempts of a conditional write
 
 
 class RemoteFile(File):
@@ -73,7 +71,7 @@ class RemoteFile(File):
             while self._sent:
                 self._sent.popleft().result()
             if not self._number:
-                _put_if(self._objects, self._name, bytes(self._buffer), "")
+                self._objects.create(self._name, bytes(self._buffer))
 
     def close(self) -> None:
         """Let go of the file; what was not synced may not arrive. A second call does nothing."""
@@ -87,7 +85,7 @@ class RemoteFile(File):
             while len(self._sent) >= _UPLOADS:
                 self._sent.popleft().result()
         name, self._number = piece_name(self._name, self._number), self._number + 1
-        self._sent.append(self._pool.submit(_put_if, self._objects, name, bytes(self._buffer), ""))
+        self._sent.append(self._pool.submit(self._objects.create, name, bytes(self._buffer)))
         self._buffer.clear()
 
 
@@ -336,19 +334,8 @@ def put_file(path: Path) -> None:
 
 
 def _put_if(objects: Objects, name: str, content: bytes, tag: str) -> str:
-    """Replace the object that has this tag; without one there must be none. Returns the new tag.
-
-    The library does not repeat such a write when the connection ends, but it may be: what is there already is
-    compared with the content.
-    """
-    for pause in (*_PAUSES, None):
-        try:
-            return objects.swap(name, content, tag) if tag else objects.create(name, content)
-        except StorageError as error:
-            if pause is None or isinstance(error, LostRaceError):
-                raise
-            time.sleep(pause)
-    raise AssertionError("the last attempt returns or raises")
+    """Replace the object that has this tag; without one there must be none. Returns the new tag."""
+    return objects.swap(name, content, tag) if tag else objects.create(name, content)
 
 
 def _without(places: Mapping[str, str], name: str) -> dict[str, str]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.checkpoint.remote.index import LATEST, RunIndex, piece_name, read_contents, read_index
+from megazero.checkpoint.remote.patient import PatientObjects
 from megazero.errors import CheckpointError, DamagedCheckpointError, StorageError
 from megazero.storage.cached import alone
 from megazero.storage.objects import MissingObjectError, Objects
@@ -86,7 +87,7 @@ def in_mirror(path: str | Path) -> bool:
 def open_objects(folder: Path) -> Objects:
     """The objects that a folder in a mirror shows."""
     scheme, bucket, *key = folder.relative_to(_root()).parts
-    return Objects(Url(scheme, bucket, "/".join(key)))
+    return PatientObjects(Url(scheme, bucket, "/".join(key)))
 
 
 def refresh(folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.checkpoint.remote import disk, mirror
+from megazero.checkpoint.remote import mirror
 from tests.checkpoint.remote.memory import MemoryObjects, Store
 from tests.storage.conftest import bad_server, good_server, rclone, seaweed, store  # noqa: F401
 
@@ -31,7 +31,6 @@ def another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
 def memory(another_host: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> Store:
     """A store in memory, which all URLs mean."""
     there = Store()
-    monkeypatch.setattr(mirror, "Objects", lambda url: MemoryObjects(url, there))
-    monkeypatch.setattr(disk, "_PAUSES", ())
+    monkeypatch.setattr(mirror, "PatientObjects", lambda url: MemoryObjects(url, there))
     monkeypatch.setattr(mirror.os, "fsync", lambda descriptor: None)
     return there
