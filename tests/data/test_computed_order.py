@@ -191,12 +191,10 @@ def test_one_process_builds_and_a_killed_one_is_replaced(tmp_path):
 @over_table("content", [b"", b"of another program\n", b"123\nelsewhere\n"])
 def test_a_lock_file_without_a_holder_is_waited_for_in_vain_but_not_for_ever(tmp_path, monkeypatch, content):
     monkeypatch.setattr(cache, "_LEASE_SECONDS", 0.1)
-    folder = tmp_path / content.hex()
-    folder.mkdir()
-    (folder / f"t-{cache.cache_key({'k': 1})}.lock").write_bytes(content)
-    arrays = cached_arrays(folder, "t", {"k": 1}, ("a",), lambda: {"a": np.arange(3)}, lambda arrays: None)
+    (tmp_path / f"t-{cache.cache_key({'k': 1})}.lock").write_bytes(content)
+    arrays = cached_arrays(tmp_path, "t", {"k": 1}, ("a",), lambda: {"a": np.arange(3)}, lambda arrays: None)
     assert arrays["a"].tolist() == [0, 1, 2]
-    assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".npy"]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".npy"]
 
 
 def test_who_waits_says_so(tmp_path, monkeypatch, capsys):
