@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from io import BytesIO
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -81,12 +82,11 @@ def _encoded(
     """Yield ids and mask of each line. Adds a bad line to `bad` or raises DataError."""
     from megazero.data.conversations.rows import BadRow, read_row
     from megazero.data_tools.preprocessing.chunks import cut
-    from megazero.data_tools.preprocessing.parsing import split_lines
 
     path, number = "", 0
     for chunk in cut(paths, goes_on=skip):
         path, number = chunk.path, number if chunk.path == path else 0
-        lines = [b""] if chunk.beyond is not None else split_lines(chunk, chunk.read())
+        lines: Iterable[bytes] = [b""] if chunk.beyond is not None else BytesIO(chunk.read())
         for line in lines:
             number += 1
             try:

@@ -68,7 +68,7 @@ def counted(prefix: Path, tokenizer: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz"])
 def test_every_form_in_one_file(tmp_path, folder, convert, name):
-    status, out, err = convert([*GOOD, "", ASKED], name=name)
+    status, out, err = convert(["\ufeff" + json.dumps(GOOD[0]), *GOOD[1:], "\r", ASKED], name=name)
     assert (status, err) == (0, "")
     assert counted(tmp_path / "out", folder) == ["Rome.<|im_end|>", *["b<|im_end|>"] * 3]
     dataset = open_indexed(tmp_path / "out", verify=True)

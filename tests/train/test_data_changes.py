@@ -150,7 +150,7 @@ def test_a_resume_goes_on_with_the_same_data(tmp_path, capsys):
     run(prefix, folder=folder, iterations=2)
     (facts,) = json.loads((iteration_folder(folder, 2) / STATE).read_text())["data"]
     assert facts["prefix"] == prefix
-    assert set(facts) == {"prefix", "idx", "bin", "blocks", "named", "order"}
+    assert set(facts) == {"prefix", "idx", "bin", "mask", "blocks", "named", "order"}
     touch(f"{prefix}.bin")
     capsys.readouterr()
     run(prefix, folder=folder, iterations=40)  # which asks for more samples of them

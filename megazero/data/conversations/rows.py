@@ -50,7 +50,7 @@ class Conversation:
 def read_row(line: bytes) -> Conversation:
     """The conversation of a line of JSON. Raises BadRow."""
     try:
-        row = json.loads(str(line, "utf-8"))
+        row = json.loads(str(line, "utf-8-sig"))
         if b"\\ud" in line or b"\\uD" in line:
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
