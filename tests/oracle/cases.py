@@ -266,6 +266,8 @@ NOT_STATED = MappingProxyType(
         ),
         "data.train_data_path": "another way to name the documents: tests/data/test_build.py",
         "data.valid_data_path": "no training reads it",
+        "data.multiple_validation_sets": "no training reads them",
+        "data.validation_set_names": "they are names",
         "data.test_data_path": "no training reads it",
         "data.data_cache_path": "where an index lies",
         "data.train_data_exact_num_epochs": "the length of an index: tests/data/test_index_build.py",

@@ -10,7 +10,7 @@ from megazero.data.gpt_dataset import DocumentEnds, GPTSettings, finish_batch
 from megazero.data.sampler import BatchSampler, SamplerSpec, batch_indices
 from megazero.errors import DataError
 from megazero.mpu.rng import sample_keys
-from megazero.train.step.feed import crop, make_feed
+from megazero.train.step.feed import ReadAhead, crop, make_feed
 from tests.tables import over_table
 
 
@@ -104,3 +104,20 @@ def test_documents_in_a_row_are_those_of_a_row_of_its_own(length, rows):
         arrays["document_ids"] = arrays["document_ids"] - arrays["document_ids"][:, :1]
     for name, array in wanted.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def test_what_was_read_ahead_is_dropped_when_the_order_changes():
+    order = {"is": 0}
+
+    def read(start: int) -> dict[str, np.ndarray]:
+        return {"tokens": np.array([start + order["is"]])}
+
+    reader = ReadAhead(read, ahead=2)
+    reader.expect(4, 4)
+    assert reader.take(4)["tokens"].tolist() == [4]
+    reader.expect(8, 4)
+    reader._pending[8].result()  # it has been read
+    order["is"] = 100
+    reader.forget()
+    assert reader.take(8)["tokens"].tolist() == [108]
+    reader.close()

@@ -26,8 +26,8 @@ class DataConfig(Section):
     """Data"""
 
     data_path: tuple[str, ...] = option((), roles=Role.FILE | Role.SOURCE, needs=_NO_TASK)
-    """one dataset prefix, or WEIGHT PREFIX pairs to blend; @FILE: those in a file, which a run reads anew when
-    they change"""
+    """one dataset prefix, or WEIGHT PREFIX pairs to blend; @FILE: those in a file, which a run reads anew
+    when they change"""
     train_data_path: tuple[str, ...] = option((), roles=Role.FILE | Role.SOURCE, needs=_NO_TASK)
     """prefix or blend for training alone"""
     valid_data_path: tuple[str, ...] = option((), roles=Role.FILE | Role.SOURCE, needs=_NO_TASK)

@@ -11,6 +11,7 @@ import pytest
 
 from megazero.checkpoint.folder import iteration_folder
 from megazero.checkpoint.manifest import STATE
+from megazero.commands.checkpoint import main as inspect
 from megazero.config.resolve import parse_config
 from megazero.data.changing.blend import ChangingBlend
 from megazero.data.changing.history import History
@@ -109,6 +110,10 @@ def test_an_edit_acts_on_all_ranks_and_a_broken_one_on_none(folder, monkeypatch,
     facts = json.loads((iteration_folder(Path("run"), 9) / STATE).read_text())
     assert [Path(data["prefix"]).name for data in facts["data"]] == ["b", "c"]
     assert "another blend" in Path("run/metrics.run.jsonl").read_text()
+    assert inspect(["inspect", "run/iter_0000009"]) == 0
+    shown = capsys.readouterr().out
+    rows = [line.split()[-3:] for line in shown.splitlines() if line[:1] in "abc" and "%" in line]
+    assert rows == [["0", "70%", "0"], ["0", "30%", "0"], ["12", "50%", "4"], ["12", "50%", "0"]]
 
 
 def losses(run: str) -> list[float]:
