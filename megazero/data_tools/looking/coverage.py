@@ -76,7 +76,9 @@ def _pieces(dataset: PlannedDataset) -> tuple[np.ndarray, np.ndarray, np.ndarray
     plan, index, indexed = dataset.plan, dataset.index, dataset.indexed
     documents, size = index.document_index, plan.sequence_length
     ends = np.cumsum(indexed.lengths[documents], dtype=np.int64)
-    cuts = np.unique(np.concatenate([ends, np.arange(plan.samples + 1, dtype=np.int64) * size]))
+    borders = np.arange(plan.samples + 1, dtype=np.int64) * size
+    cuts = np.sort(np.concatenate([ends, borders]), kind="stable")  # which merges two runs
+    cuts = cuts[np.diff(cuts, prepend=-1) > 0]
     places = np.searchsorted(ends, cuts[:-1], side="right")
     sequences = documents[places]
     offsets = cuts[:-1] - (ends[places] - indexed.lengths[sequences])

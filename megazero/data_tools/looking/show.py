@@ -83,8 +83,8 @@ def _marked(ids: np.ndarray, loss: np.ndarray, tokenizer: Tokenizer | None, *, p
         words = " ".join(map(str, numbers)) if tokenizer is None else tokenizer.decode(numbers)
         has_loss = low == high or bool(loss[low])
         words = printable(words, kept="\n\t")
+        text.append(" " if tokenizer is None and low else "")
         text.append(f"⟦{words}⟧" if plain and not has_loss else words, "green" if has_loss else "dim")
-        text.append("" if tokenizer else " ")
     return text
 
 

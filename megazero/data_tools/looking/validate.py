@@ -85,13 +85,14 @@ def check(opened: Mapping[str, _Opened], workers: int, limit: int | None) -> dic
     return faults
 
 
-def _facts(opened: Mapping[str, _Opened]) -> Iterator[tuple[str, str]]:
+def _facts(opened: Mapping[str, _Opened], limit: int | None) -> Iterator[tuple[str, str]]:
     """Say what was checked of each dataset, and which earlier one it is a copy of."""
     sizes = Counter((len(one.dataset), one.dataset.tokens.nbytes) for one in opened.values())
     firsts: dict[str, str] = {}
     for prefix, (dataset, blocks, mask) in opened.items():
         facts = [f"{dataset.document_index.size - 1:,} documents", f"{dataset.total_tokens:,} tokens"]
         facts.append("no checksums (.sum is missing)" if blocks is None else "every checksum right")
+        facts += [] if limit is None else [f"ids below {limit:,}"]
         facts += [] if mask is None else ["a loss mask"]
         if sizes[len(dataset), dataset.tokens.nbytes] > 1:
             first = firsts.setdefault(content_hash(dataset), prefix)
@@ -112,7 +113,7 @@ def validate(args: argparse.Namespace) -> None:
         except DataError as error:
             faults[prefix] = [str(error)]
     faults |= check(opened, args.workers, limit)
-    facts = dict(_facts(opened))
+    facts = dict(_facts(opened, limit))
     for prefix in dict.fromkeys(args.prefix):
         sentences = faults[prefix]
         print(f"damaged  {prefix}" if sentences else f"whole    {prefix}: {facts[prefix]}")

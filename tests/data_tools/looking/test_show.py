@@ -49,9 +49,8 @@ def test_ids_alone_without_a_tokenizer_or_beside_the_text(
     prefix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ids = "104 101 108 108 111 256"
-    assert [line.rstrip() for line in shown(capsys, prefix, "--document", "0")][1:] == [ids]
-    beside = shown(capsys, prefix, "--document", "0", "--ids", *BYTES)[1:]
-    assert [line.rstrip() for line in beside] == ["hello<|endoftext|>", ids]
+    assert shown(capsys, prefix, "--document", "0")[1:] == [ids]
+    assert shown(capsys, prefix, "--document", "0", "--ids", *BYTES)[1:] == ["hello<|endoftext|>", ids]
     cut = shown(capsys, prefix, "--document", "0", "--limit", "4", *BYTES)
     assert cut[1:] == ["hell", "... and 2 more tokens (`--limit N`)"]
 

@@ -39,10 +39,10 @@ def test_a_line_for_each_whole_dataset(
     empty = write(tmp_path / "empty", [])
     assert main([prefix, str(tmp_path / "copy"), prefix, empty, "--vocab-size", "11", "--workers", "3"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"whole    {prefix}: 3 documents, 8 tokens, every checksum right, a loss mask",
-        f"whole    {tmp_path}/copy: 3 documents, 8 tokens, no checksums (.sum is missing), "
+        f"whole    {prefix}: 3 documents, 8 tokens, every checksum right, ids below 11, a loss mask",
+        f"whole    {tmp_path}/copy: 3 documents, 8 tokens, no checksums (.sum is missing), ids below 11, "
         f"the same as {prefix}",
-        f"whole    {empty}: 0 documents, 0 tokens, every checksum right",
+        f"whole    {empty}: 0 documents, 0 tokens, every checksum right, ids below 11",
     ]
 
 
