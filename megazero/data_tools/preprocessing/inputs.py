@@ -40,8 +40,7 @@ def library(name: str, package: str, what: str) -> Any:
         return import_module(name)
     except ImportError as error:
         raise DataError(
-            f"`{what}` must have the package {package} to be read, but it is not installed; run `pip install "
-            f"{package}`."
+            f"`{what}` must have the package {package}, but it is not installed; run `pip install {package}`."
         ) from error
 
 
@@ -83,8 +82,12 @@ def open_unpacked(path: str, kind: InputKind) -> IO[bytes]:
         return source
     if kind == "gzip":
         return cast(IO[bytes], _gzip_reader(source))
-    pieces = {"zstd": _zstd_blocks, "bzip2": _bzip2_pieces, "xz": _xz_pieces}[kind]
-    return io.BufferedReader(_PieceReader(pieces(source, path)), _STEP)
+    if kind == "zstd":
+        pieces = _zstd_blocks(source, path)
+    else:
+        module, name = ("bz2", "BZ2Decompressor") if kind == "bzip2" else ("lzma", "LZMADecompressor")
+        pieces = _streams(source, getattr(library(module, f"{module} (a part of Python)", path), name))
+    return io.BufferedReader(_PieceReader(pieces), _STEP)
 
 
 def read_unpacked(path: str, kind: InputKind, read: Callable[[int], bytes], size: int) -> bytes:
@@ -127,14 +130,6 @@ class _PieceReader(io.RawIOBase):
         buffer[:count] = self._rest[:count]
         self._rest = self._rest[count:]
         return count
-
-
-def _bzip2_pieces(file: IO[bytes], path: str) -> Iterator[bytes]:
-    return _streams(file, library("bz2", "bz2 (a part of Python)", path).BZ2Decompressor)
-
-
-def _xz_pieces(file: IO[bytes], path: str) -> Iterator[bytes]:
-    return _streams(file, library("lzma", "lzma (a part of Python)", path).LZMADecompressor)
 
 
 def _streams(file: IO[bytes], decompressor: Callable[[], Any]) -> Iterator[bytes]:

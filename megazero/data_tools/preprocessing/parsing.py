@@ -85,7 +85,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class LineRows(Rows):
-    """Lines of JSON, without newlines.
+    """Lines of JSON, without newlines; the size counts these.
 
     JSON is what Python's `json` accepts: the last of two equal keys counts, and NaN is a number. But UTF-8
     must be strict, and a text must not have half of a surrogate pair.
@@ -98,15 +98,12 @@ class LineRows(Rows):
         return len(self.lines)
 
     def size(self, number: int) -> int:
-        """The bytes of a line and its newline."""
         return len(self.lines[number]) + 1
 
     def first(self, count: int) -> LineRows:
-        """The first lines."""
         return LineRows(self.lines[:count])
 
     def columns(self, keys: Sequence[str]) -> list[list[str]] | None:
-        """The texts of each key, if each line is an object with a plain string for every key."""
         loads = fast_loads()
         try:
             rows = [loads(line) for line in self.lines]
@@ -122,7 +119,6 @@ class LineRows(Rows):
         return columns
 
     def row(self, number: int) -> dict[str, Any] | BadRow | None:
-        """Parse one line."""
         line = self.lines[number]
         if not line.strip():
             return None

@@ -36,6 +36,8 @@ def make_units(
     ray: the address of a cluster, "local" to start one here, None for the workers of this machine.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if ray is not None:
+        library("ray", "ray", "--executor ray")
     folder.store_plan()
     while missing := (folder := UnitFolder(folder.path, folder.plan)).missing(units):
         kept = len(units) - len(missing)
@@ -103,7 +105,7 @@ def _by_ray(run: PreprocessRun, folder: UnitFolder, units: list[WorkUnit], addre
             raise cause from error
         raise DataError(
             f"`--executor ray` must have a cluster that finishes its tasks, but {type(error).__name__}: "
-            f"{str(error).strip().splitlines()[0]}; run again, which keeps the units that are whole."
+            f"{str(error).strip().splitlines()[0].rstrip('.')}; run again, which keeps what is whole."
         ) from error
     finally:
         ray.shutdown()

@@ -80,22 +80,18 @@ class TableRows(Rows):
         return len(self.batch)
 
     def size(self, number: int) -> int:
-        """The bytes of a row."""
         return int(self.batch.slice(number, 1).nbytes)
 
     def first(self, count: int) -> TableRows:
-        """The first rows."""
         return TableRows(self.batch.slice(0, count))
 
     def columns(self, keys: Sequence[str]) -> list[list[str]] | None:
-        """The texts of each key, if all are strings."""
         try:
             return strings_of(self.batch.to_pylist(), keys)
         except UnicodeDecodeError:
             return None
 
     def row(self, number: int) -> dict[str, Any] | BadRow | None:
-        """Decode one row."""
         row = {}
         for name in self.batch.schema.names:
             try:
