@@ -2,7 +2,7 @@
 
 `megazero data conversations --input f.jsonl --output-prefix p --tokenizer-model DIR`
 
-Each line is a JSON object in one of the usual forms, recognized line by line: messages (OpenAI, TRL),
+Each line or row is an object in one of the usual forms, recognized line by line: messages (OpenAI, TRL),
 ShareGPT, Alpaca, or prompt and completion. The tokenizer's chat template makes a text of it. The output is
 `p.bin`, `p.idx` and `p.mask`, a byte for each token: 1 for answers and what ends them, 0 for all else.
 """
@@ -10,6 +10,7 @@ ShareGPT, Alpaca, or prompt and completion. The tokenizer's chat template makes 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from io import BytesIO
@@ -30,7 +31,13 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Build a parser of the flags."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="jsonl files or globs; gzip is fine")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSON lines, Parquet or Arrow",
+    )
     add("--output-prefix", required=True, metavar="PREFIX", help="path of the output without suffix")
     add("--tokenizer-model", required=True, metavar="PATH", help="tokenizer.json or its directory")
     add("--chat-template", metavar="FILE", help="a jinja template to use instead of the tokenizer's")
@@ -81,23 +88,37 @@ def _encoded(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield ids and mask of each line. Adds a bad line to `bad` or raises DataError."""
     from megazero.data.conversations.rows import BadRow, read_row
-    from megazero.data_tools.preprocessing.chunks import cut
 
-    path, number = "", 0
-    for chunk in cut(paths, goes_on=skip):
-        path, number = chunk.path, number if chunk.path == path else 0
-        lines: Iterable[bytes] = [b""] if chunk.beyond is not None else BytesIO(chunk.read())
-        for line in lines:
-            number += 1
-            try:
-                if chunk.beyond is not None:
-                    raise BadRow(f"it has more than {chunk.beyond >> 20} MiB")
-                if line.strip():
-                    yield encoder.encode(read_row(line))
-            except (BadRow, RecursionError) as error:
-                bad.append(f"{path}, line {number}: {error}")
-                if not skip:
-                    raise DataError(f"{bad[0]}; correct the line or pass `--on-bad-line skip`.") from error
+    for place, line in _lines(paths, goes_on=skip):
+        try:
+            if isinstance(line, int):
+                raise BadRow(f"it has more than {line >> 20} MiB")
+            if line.strip():
+                yield encoder.encode(read_row(line))
+        except (BadRow, RecursionError) as error:
+            bad.append(f"{place}: {error}")
+            if not skip:
+                raise DataError(f"{bad[0]}; correct the line or pass `--on-bad-line skip`.") from error
+
+
+def _lines(paths: Sequence[str], *, goes_on: bool) -> Iterator[tuple[str, bytes | int]]:
+    """Yield each line's place and bytes, or the limit that it exceeds; rows of tables as lines of JSON."""
+    from megazero.data_tools.preprocessing.chunks import cut
+    from megazero.data_tools.preprocessing.inputs import is_table, kind_of
+    from megazero.data_tools.preprocessing.tables import whole_rows
+
+    for path in paths:
+        kind, number = kind_of(path), 0
+        if is_table(kind):
+            for row in whole_rows(path, kind):
+                number += 1
+                yield f"{path}, row {number}", json.dumps(row, ensure_ascii=False, default=str).encode()
+            continue
+        for chunk in cut([path], goes_on=goes_on):
+            lines: Iterable[bytes | int] = BytesIO(chunk.read()) if chunk.beyond is None else [chunk.beyond]
+            for line in lines:
+                number += 1
+                yield f"{chunk.path}, line {number}", line
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:

@@ -64,7 +64,8 @@ class IndexedDataset:
     lengths: int32 [S], tokens of each sequence; offsets: int64 [S], first byte of each sequence in the
     `.bin`; document_index: int64 [documents + 1], first sequence of each document, then S; modes: int8 [S]
     for a multimodal dataset, else None; tokens: `dtype` [total_tokens], all sequences concatenated; mask:
-    uint8 [total_tokens], 1 where a token counts in the loss as a label, None if all do.
+    uint8 [total_tokens], 1 where a token counts in the loss as a label, None if all do; blocks: those of the
+    `.bin` and of the `.mask`, with their checksums, none without a sidecar.
     """
 
     def __init__(
@@ -98,19 +99,19 @@ class IndexedDataset:
         self._check_signs()
         self.mask = map_file(self.path_mask) if self.path_mask.exists() else None
         check_mask(self.path_mask, self.mask, self._sidecar, self.total_tokens)
-        self._blocks: list[TokenBlocks] = []
+        self.blocks: list[TokenBlocks] = []
         if self._sidecar is not None:
             places, name = (self.offsets, self.document_index), sums.with_suffix
-            self._blocks = [TokenBlocks(name(".bin"), self._sidecar.bin_blocks, self._bytes, *places)]
+            self.blocks = [TokenBlocks(name(".bin"), self._sidecar.bin_blocks, self._bytes, *places)]
             if self.mask is not None and self._sidecar.mask_blocks is not None:
                 mask = name(".mask"), self._sidecar.mask_blocks, self.mask
-                self._blocks.append(TokenBlocks(*mask, *places, self.dtype.itemsize))
+                self.blocks.append(TokenBlocks(*mask, *places, self.dtype.itemsize))
         if stored is not None:  # whose `.bin` is compared when it arrives
-            self.guard = Guard(self.prefix, {}, self._blocks[1:] if guarded else (), stored)
-            if stored.compares and self._blocks:
-                stored.blocks.check = self._blocks[0].check
+            self.guard = Guard(self.prefix, {}, self.blocks[1:] if guarded else (), stored)
+            if stored.compares and self.blocks:
+                stored.blocks.check = self.blocks[0].check
         else:
-            self.guard = Guard(self.prefix, files, self._blocks) if guarded else Guard(self.prefix, {})
+            self.guard = Guard(self.prefix, files, self.blocks) if guarded else Guard(self.prefix, {})
         if verify:
             self._check_bin()
 
@@ -250,12 +251,12 @@ class IndexedDataset:
                     )
 
     def _check_bin(self) -> None:
-        if not self._blocks:
+        if not self.blocks:
             raise DataError(
                 f"`{self.path_sum}` must exist to verify the tokens of {self.prefix}, but does not; open "
                 f"without `verify`, or write it with: {sums_command(self.prefix)}"
             )
-        for blocks in self._blocks:
+        for blocks in self.blocks:
             for number in range(len(blocks)):
                 blocks.check(number)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megazero.data.gpt_dataset import GPTDataset, GPTSettings
+from megazero.data.index_build import GPTIndex
 from megazero.data.indexed.reader import IndexedDataset
 
 
@@ -40,10 +41,9 @@ class PlannedDataset(GPTDataset):
         """Whether there is an index."""
         return self.plan.epochs * self.lengths.size + self.plan.samples <= self.limit
 
-    def _build(self) -> dict[str, np.ndarray]:
-        if self.is_built:
-            return super()._build()
-        return dict.fromkeys(("document_index", "sample_index", "shuffle_index"), np.empty(0, dtype=np.int64))
+    def _cached_index(self) -> GPTIndex:
+        empty = np.empty(0, dtype=np.int64)
+        return super()._cached_index() if self.is_built else GPTIndex(empty, empty, empty)
 
 
 def covered(dataset: PlannedDataset, samples: int) -> Coverage:
@@ -74,7 +74,7 @@ def _pieces(dataset: PlannedDataset) -> tuple[np.ndarray, np.ndarray, np.ndarray
     Returns their first tokens and their ends in the file, and the place of their sample in the training.
     """
     plan, index, indexed = dataset.plan, dataset.index, dataset.indexed
-    documents, size = index.document_index, plan.sequence_length
+    documents, size = index.document_index[:], plan.sequence_length
     ends = np.cumsum(indexed.lengths[documents], dtype=np.int64)
     borders = np.arange(plan.samples + 1, dtype=np.int64) * size
     cuts = np.sort(np.concatenate([ends, borders]), kind="stable")  # which merges two runs
@@ -84,7 +84,7 @@ def _pieces(dataset: PlannedDataset) -> tuple[np.ndarray, np.ndarray, np.ndarray
     offsets = cuts[:-1] - (ends[places] - indexed.lengths[sequences])
     begins = indexed.offsets[sequences] // indexed.dtype.itemsize + offsets
     times = np.full(plan.samples + 1, plan.samples, dtype=np.int64)  # the rest of the last epoch never comes
-    times[index.shuffle_index] = np.arange(plan.samples)
+    times[index.shuffle_index[:]] = np.arange(plan.samples)
     return begins, begins + np.diff(cuts), times[np.minimum(cuts[:-1] // size, plan.samples)]
 
 

@@ -1,4 +1,4 @@
-"""The parts that tools share which look at data: columns, quantities, pictures, loss masks."""
+"""The parts that tools share which look at data: columns, quantities, pictures."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from megazero.data.indexed.reader import IndexedDataset, map_file, prefix_path
-from megazero.errors import DataError, printable
+from megazero.errors import printable
 from megazero.pictures.style import LIGHT, SUFFIXES, THEMES, Theme, save, styled
 
 if TYPE_CHECKING:
@@ -69,18 +66,3 @@ def _picture(text: str) -> Path:
     if path.suffix.lower() not in SUFFIXES or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"must end in {' or '.join(SUFFIXES)}, in a folder, but is {text}")
     return path
-
-
-def loss_mask(dataset: IndexedDataset) -> np.ndarray | None:
-    """The bytes of `PREFIX.mask`, uint8 [total_tokens], 1 for a token with loss; None without the file.
-
-    Raises DataError for a file of another size.
-    """
-    path = prefix_path(dataset.prefix, ".mask")
-    mask = map_file(path) if path.exists() else None
-    if mask is not None and mask.size != dataset.total_tokens:
-        raise DataError(
-            f"`{path}` must be {dataset.total_tokens:,} bytes, one for each token, but is {mask.size:,}; "
-            "make the dataset again."
-        )
-    return mask

@@ -22,7 +22,7 @@ from megazero.data.indexed.reader import open_indexed
 from megazero.data.tokenizers.base import Tokenizer
 from megazero.data.tokenizers.build import build_tokenizer
 from megazero.data_tools import cli
-from megazero.data_tools.looking.outputs import count, loss_mask
+from megazero.data_tools.looking.outputs import count
 from megazero.errors import DataError, printable
 
 
@@ -37,7 +37,7 @@ class _Passage(NamedTuple):
 def _documents(prefix: str, numbers: Sequence[int] | None) -> Iterator[_Passage]:
     """The sequences of documents; by default of the first three."""
     dataset = open_indexed(prefix)
-    mask = loss_mask(dataset)
+    mask = dataset.mask
     for number in range(min(3, dataset.document_index.size - 1)) if numbers is None else numbers:
         sequences = dataset.document(number) or [np.empty(0, dtype=dataset.dtype)]
         begin = dataset.tokens.size

@@ -11,49 +11,31 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 
-from megazero.data.indexed.checksum import BLOCK, Sidecar, TokenBlocks
+from megazero.data.indexed.checksum import BLOCK
 from megazero.data.indexed.reader import IndexedDataset, content_hash, open_indexed
 from megazero.data.tokenizers.build import build_tokenizer
 from megazero.data_tools import cli
-from megazero.data_tools.looking.outputs import loss_mask
 from megazero.errors import DataError
 
 _SPAN = 16 * BLOCK  # bytes of the `.bin` that a thread checks at once
 _MOST_SHOWN = 20
 
 
-class _Opened(NamedTuple):
-    """A dataset, and what there is to check its tokens by."""
-
-    dataset: IndexedDataset
-    blocks: TokenBlocks | None
-    mask: np.ndarray | None
-
-
-def _open(prefix: str) -> _Opened:
-    """Open a dataset, which checks all of it but its tokens. Raises DataError."""
-    dataset = open_indexed(prefix)
-    sidecar, content = Sidecar.load(dataset.path_sum), dataset.tokens.view(np.uint8)
-    tables = dataset.offsets, dataset.document_index
-    blocks = None if sidecar is None else TokenBlocks(sidecar, dataset.path_sum, content, *tables)
-    return _Opened(dataset, blocks, loss_mask(dataset))
-
-
-def _faults(opened: _Opened, begin: int, limit: int | None) -> Iterator[str]:
+def _faults(dataset: IndexedDataset, begin: int, limit: int | None) -> Iterator[str]:
     """Yield the faults in a span of the tokens, from byte `begin` on; ids must be below `limit`."""
-    dataset, blocks, mask = opened
-    width, largest = dataset.dtype.itemsize, (limit or np.iinfo(dataset.dtype).max + 1) - 1
+    mask, width = dataset.mask, dataset.dtype.itemsize
+    largest = (limit or np.iinfo(dataset.dtype).max + 1) - 1
     for at in range(begin, min(begin + _SPAN, dataset.tokens.nbytes), BLOCK):
         place, ids = at // width, dataset.tokens[at // width : (at + BLOCK) // width]
-        try:
-            if blocks is not None:
-                blocks.check(at // BLOCK)
-        except DataError as error:
-            yield str(error)
+        for blocks in dataset.blocks:
+            try:
+                if at % (BLOCK * blocks.scale) == 0:
+                    blocks.check(at // (BLOCK * blocks.scale))
+            except DataError as error:
+                yield str(error)
         if (ids.dtype.kind == "i" and int(ids.min()) < 0) or (limit is not None and int(ids.max()) > largest):
             wrong = np.flatnonzero((ids < 0) | (ids > largest))
             yield (
@@ -69,13 +51,13 @@ def _faults(opened: _Opened, begin: int, limit: int | None) -> Iterator[str]:
             )
 
 
-def check(opened: Mapping[str, _Opened], workers: int, limit: int | None) -> dict[str, list[str]]:
+def check(opened: Mapping[str, IndexedDataset], workers: int, limit: int | None) -> dict[str, list[str]]:
     """The faults in the tokens of each dataset, with progress on a terminal."""
     from rich.console import Console
     from rich.progress import track
 
     faults: dict[str, list[str]] = {prefix: [] for prefix in opened}
-    spans = [(p, at) for p, one in opened.items() for at in range(0, one.dataset.tokens.nbytes, _SPAN)]
+    spans = [(p, at) for p, one in opened.items() for at in range(0, one.tokens.nbytes, _SPAN)]
     with ThreadPoolExecutor(workers) as pool:
         results = pool.map(lambda span: list(_faults(opened[span[0]], span[1], limit)), spans)
         console, silent = Console(file=sys.stderr), not sys.stderr.isatty()
@@ -85,15 +67,15 @@ def check(opened: Mapping[str, _Opened], workers: int, limit: int | None) -> dic
     return faults
 
 
-def _facts(opened: Mapping[str, _Opened], limit: int | None) -> Iterator[tuple[str, str]]:
+def _facts(opened: Mapping[str, IndexedDataset], limit: int | None) -> Iterator[tuple[str, str]]:
     """Say what was checked of each dataset, and which earlier one it is a copy of."""
-    sizes = Counter((len(one.dataset), one.dataset.tokens.nbytes) for one in opened.values())
+    sizes = Counter((len(one), one.tokens.nbytes) for one in opened.values())
     firsts: dict[str, str] = {}
-    for prefix, (dataset, blocks, mask) in opened.items():
+    for prefix, dataset in opened.items():
         facts = [f"{dataset.document_index.size - 1:,} documents", f"{dataset.total_tokens:,} tokens"]
-        facts.append("no checksums (.sum is missing)" if blocks is None else "every checksum right")
+        facts.append("every checksum right" if dataset.blocks else "no checksums (.sum is missing)")
         facts += [] if limit is None else [f"ids below {limit:,}"]
-        facts += [] if mask is None else ["a loss mask"]
+        facts += [] if dataset.mask is None else ["a loss mask"]
         if sizes[len(dataset), dataset.tokens.nbytes] > 1:
             first = firsts.setdefault(content_hash(dataset), prefix)
             facts += [] if first == prefix else [f"the same as {first}"]
@@ -109,7 +91,7 @@ def validate(args: argparse.Namespace) -> None:
     opened = {}
     for prefix in dict.fromkeys(args.prefix):
         try:
-            opened[prefix] = _open(prefix)
+            opened[prefix] = open_indexed(prefix)
         except DataError as error:
             faults[prefix] = [str(error)]
     faults |= check(opened, args.workers, limit)

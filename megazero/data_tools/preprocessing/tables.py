@@ -120,7 +120,16 @@ def rows_before(path: str, kind: InputKind, group: int) -> int:
         return sum(len(batch) for batch in _groups(file, kind, 0, group, []))
 
 
-def _groups(file: Any, kind: InputKind, start: int, end: int | None, names: list[str]) -> Iterator[Any]:
+def whole_rows(path: str, kind: InputKind) -> Iterator[dict[str, Any]]:
+    """Yield all rows, with all of their columns. Raises DataError for a damaged file."""
+    with _pyarrow(path, kind) as pa:
+        for batch in _groups(_open(pa, path, kind), kind, 0, None, None):
+            yield from batch.to_pylist()
+
+
+def _groups(
+    file: Any, kind: InputKind, start: int, end: int | None, names: list[str] | None
+) -> Iterator[Any]:
     if kind == "parquet":
         groups = range(start, file.metadata.num_row_groups if end is None else end)
         yield from file.iter_batches(_ROWS, row_groups=groups, columns=names, use_threads=False)
