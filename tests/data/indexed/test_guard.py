@@ -145,7 +145,7 @@ def test_without_a_guard_or_without_sums_nothing_is_compared(tmp_path):
     ],
 )
 def test_which_blocks_bytes_lie_in(tmp_path, spans, blocks):
-    held = open_indexed(write_lengths(tmp_path / "d", LENGTHS))._blocks[0]
+    held = open_indexed(write_lengths(tmp_path / "d", LENGTHS)).blocks[0]
     assert held.covering(*np.array(spans).T) == blocks
 
 

@@ -61,6 +61,7 @@ def test_tokens_without_loss_are_marked_or_dim(
     mask = np.ones(22, dtype=np.uint8)
     mask[[0, 1, 4, 17]] = 0
     mask.tofile(tmp_path / "d.mask")
+    (tmp_path / "d.sum").unlink()
     words = [prefix, *BYTES, "--document", "0", "3"]
     plain = [
         *("--- document 0: 6 tokens, 3 with loss ---", "⟦he⟧ll⟦o⟧<|endoftext|>"),
