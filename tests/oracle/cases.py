@@ -236,6 +236,7 @@ NOT_STATED = MappingProxyType(
             ("model.extra_vocab_size", "model.pad_vocab_size_to"),
             "rows of a table: tests/train/test_vocabulary.py",
         ),
+        "data.index_memory_gib": "another order of samples: tests/data/test_computed_order.py",
         "data.train_idx_path": "a BERT's prepared sentences: tests/data/test_prepared.py",
         **dict.fromkeys(
             (f"data.train_{kind}_idx_path" for kind in ("doc", "sample", "shuffle")),
