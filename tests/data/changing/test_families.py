@@ -39,7 +39,10 @@ def packed(seed: int, cache: str | None) -> GPTBuilder:
     return GPTBuilder(GPTSettings(16, seed, cache, SIZE, ends), pack=True)
 
 
-@pytest.mark.parametrize("family", [bert, t5, packed])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("family", [bert, pytest.param(t5, marks=SLOW), pytest.param(packed, marks=SLOW)])
 def test_epochs_and_edits(family: Callable[[int, str | None], DatasetBuilder], tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     for name, documents in (("a", 20), ("b", 12), ("c", 9)):

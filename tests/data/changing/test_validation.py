@@ -42,6 +42,14 @@ def test_what_cannot_be_read_is_said_and_left_out(folder):  # noqa: F811
         sets("--train-data-path a --valid-data-path b c --validation-set-names x x")
 
 
+def test_a_set_that_another_rank_cannot_read_is_left_out_here_too(folder):  # noqa: F811
+    config = config_of("--multiple-validation-sets --train-data-path a --valid-data-path b c")
+    others = iter(["rank 1 has no b", None])
+    made = validation_sets(config, 8, build, lambda fault: next(others))
+    assert made is not None
+    assert [one.name for one in made.datasets] == ["c"]
+
+
 def test_a_sample_that_cannot_be_read_later_is_no_error():
     class Later:
         notes, padding_share, description = (), 0.0, {}
