@@ -21,6 +21,7 @@ from megazero.data.build import (
     build_datasets,
     default_cache,
 )
+from megazero.data.conversations.mask import refuse_mask
 from megazero.data.fim import infill_of
 from megazero.data.gpt_dataset import DocumentEnds, GPTDataset, GPTSettings
 from megazero.data.indexed.reader import IndexedDataset
@@ -72,6 +73,8 @@ class GPTBuilder:
     def build(
         self, indexed: IndexedDataset, units: range, num_samples: int | None, name: str, epochs: int | None
     ) -> GPTDataset | PackedDataset:
+        if self.settings.ends.infill is not None:
+            refuse_mask(indexed.prefix, indexed.mask, "with --fim-data", "leave that out")
         if self.prepared is not None and name == SPLIT_NAMES[0]:
             return GPTDataset(indexed, units, num_samples, self.settings, name, epochs, self.prepared)
         kind = PackedDataset if self.pack else GPTDataset

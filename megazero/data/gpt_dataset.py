@@ -142,7 +142,7 @@ class GPTDataset(SampleDataset):
         numbers = self.index.shuffle_index[indices].astype(np.int64)
         if infill is not None:
             infill.rewrite(batch, self.indexed, self._pieces(numbers), end_to_end=True)
-        if mask is not None:
+        elif mask is not None:
             begins, ends = (place // self.indexed.dtype.itemsize for place in self._spans(numbers))
             batch["loss_mask"] *= label_mask(mask, begins, ends, tokens.shape)
         return batch

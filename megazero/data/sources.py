@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from megazero.data.blended import SampleDataset
 from megazero.data.indexed.reader import IndexedDataset, file_hashes
@@ -27,6 +26,14 @@ def changed_files(dataset: SampleDataset) -> list[str]:
     return [clause for indexed in sources(dataset) for clause in indexed.guard.changed()]
 
 
+def _computed(dataset: SampleDataset) -> Iterator[str]:
+    """The places of the indexed datasets whose order is computed."""
+    for part in getattr(dataset, "datasets", ()):
+        yield from _computed(part)
+    if getattr(dataset, "is_computed", False):
+        yield from (place_of(indexed.prefix) for indexed in sources(dataset))
+
+
 def contents(dataset: SampleDataset) -> list[dict[str, str | int | None]]:
     """For each indexed dataset: its absolute `prefix`, the hashes of `file_hashes`, `named` and `order`.
 
@@ -34,8 +41,7 @@ def contents(dataset: SampleDataset) -> list[dict[str, str | int | None]]:
     `named` is how often a blend names the dataset; older checkpoints lack it, and mixed the dataset with
     itself. `order` is "computed" where it is not Megatron's.
     """
-    parts: Sequence[Any] = getattr(dataset, "datasets", (dataset,))
-    computed = {place_of(part.indexed.prefix) for part in parts if getattr(part, "is_computed", False)}
+    computed = set(_computed(dataset))
     by_prefix = {place_of(indexed.prefix): indexed for indexed in sources(dataset)}
     named = dict.fromkeys(by_prefix, 1)
     if mentions := getattr(dataset, "mentions", None):

@@ -11,7 +11,7 @@ import pytest
 from megazero.config.fim import FimConfig
 from megazero.config.resolve import parse_config
 from megazero.data.fim import Infill, infill_of
-from megazero.data.from_config import gpt_datasets
+from megazero.data.from_config import GPTBuilder, gpt_datasets
 from megazero.data.gpt_dataset import DocumentEnds, GPTDataset, GPTSettings
 from megazero.data.indexed.reader import open_indexed
 from megazero.data.indexed.writer import IndexedDatasetWriter
@@ -271,3 +271,14 @@ def test_tokens_that_cannot_be_marks(flags, tokenizer, match):
 def test_random_tokens_have_no_documents():
     with pytest.raises(ConfigError, match="`--fim-data`.*random tokens have no documents"):
         parse_config([*SMALL, "--vocab-size", "50", "--mock-data", "--fim-data"])
+
+
+def test_a_dataset_with_a_mask_is_refused(tmp_path):
+    prefix = str(tmp_path / "d")
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        writer.add_raw(np.arange(40), np.array([40]), mask=np.arange(40) > 20)
+    builder = GPTBuilder(settings(infill(fim_rate=1.0)))
+    with pytest.raises(
+        DataError, match=r"`.*/d` must have no .mask with --fim-data, but has one; leave that"
+    ):
+        builder.build(open_indexed(prefix), range(1), None, "train", None)

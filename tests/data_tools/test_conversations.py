@@ -136,3 +136,17 @@ def test_a_line_that_is_too_long(convert, monkeypatch):
 def test_without_transformers(convert, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "but is not; pip install transformers" in convert([GOOD[0]])[2]
+
+
+def test_rows_of_tables(tmp_path, folder, convert):
+    """A table gives the tokens that its rows give as lines."""
+    pa = pytest.importorskip("pyarrow")
+    rows = [{"messages": TURNS}, {"messages": TURNS * 2}]
+    convert(rows)
+    wanted = [bytes((tmp_path / f"out{suffix}").read_bytes()) for suffix in (".bin", ".mask")]
+    from pyarrow import parquet
+
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
+    where = ["--input", str(tmp_path / "in.parquet"), "--output-prefix", str(tmp_path / "table")]
+    assert main([*where, "--tokenizer-model", str(folder)]) == 0
+    assert [bytes((tmp_path / f"table{suffix}").read_bytes()) for suffix in (".bin", ".mask")] == wanted

@@ -46,10 +46,12 @@ def check_values(path: Path, mask: np.ndarray) -> None:
         raise DataError(f"`{path}` must hold 0 and 1 alone, but holds {mask.max()}; make the dataset again.")
 
 
-def refuse_mask(prefix: str, mask: np.ndarray | None) -> None:
+def refuse_mask(
+    prefix: str, mask: np.ndarray | None, why: str = "for BERT or T5", remedy: str = "train a GPT on it"
+) -> None:
     """Raise DataError if a dataset has a mask, for samples that choose themselves what counts in the loss."""
     if mask is not None:
-        raise DataError(f"`{prefix}` must have no .mask for BERT or T5, but has one; train a GPT on it.")
+        raise DataError(f"`{prefix}` must have no .mask {why}, but has one; {remedy}.")
 
 
 def label_mask(mask: np.ndarray, begins: np.ndarray, ends: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
