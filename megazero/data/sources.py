@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megazero.data.blended import SampleDataset
 from megazero.data.indexed.reader import IndexedDataset, file_hashes
-from megazero.storage.urls import place_of
+from megazero.storage.urls import is_url, place_of
 
 
 def sources(dataset: SampleDataset) -> Iterator[IndexedDataset]:
@@ -16,6 +16,11 @@ def sources(dataset: SampleDataset) -> Iterator[IndexedDataset]:
     indexed = getattr(dataset, "indexed", None)
     if indexed is not None:
         yield indexed
+
+
+def are_stored(dataset: SampleDataset) -> bool:
+    """Whether some of the indexed datasets are in a store, and not in files."""
+    return any(is_url(indexed.prefix) for indexed in sources(dataset))
 
 
 def changed_files(dataset: SampleDataset) -> list[str]:

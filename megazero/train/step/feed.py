@@ -13,10 +13,9 @@ import numpy as np
 from megazero.config.steps import Step
 from megazero.data.blended import SampleDataset, whereabouts
 from megazero.data.sampler import BatchSampler, SamplerSpec
-from megazero.data.sources import changed_files, sources
+from megazero.data.sources import are_stored, changed_files
 from megazero.models.batch import Collate, M, M_co, MicroBatch, SampleIndex
 from megazero.mpu.threads import helper_pool
-from megazero.storage.urls import is_url
 
 _AHEAD_IN_STORE, _THREADS_IN_STORE = 16, 8  # micro-batches
 
@@ -192,7 +191,7 @@ def make_feed(dataset: SampleDataset, sampler: Sampler, collate: Collate[M], ahe
     Of datasets in a store it reads more, several at the same time, as each waits for the store.
     """
     feed, threads = Feed(dataset, sampler, collate), 1
-    if ahead and any(is_url(indexed.prefix) for indexed in sources(dataset)):
+    if ahead and are_stored(dataset):
         ahead, threads = max(ahead, _AHEAD_IN_STORE), _THREADS_IN_STORE
     return replace(feed, reader=ReadAhead(feed._read, ahead, threads)) if ahead else feed
 
