@@ -170,9 +170,7 @@ def main() -> int:
                 print(f"{number + 1} kills, {wrong} wrong, iteration {newest}", flush=True)
         newest = max(map(int, report.read_text().split()))
         wrong += in_child(lambda: (save(report, newest + 1, 1, 0), check(newest + 1), check_left())) != 0
-        begun_uploads = (
-            list(server.uploads) if flags.server == "small" else unfinished_uploads(server.endpoint)
-        )
+        begun_uploads = list(small.uploads) if small else unfinished_uploads(server)
         wrong += len(begun_uploads)
     print(
         f"{flags.kills} kills ({ended} jobs had ended by themselves), iteration {newest + 1}, "

@@ -51,7 +51,7 @@ class RemoteFile(File):
         self._buffer = bytearray()
         self._number = 0
         self._pool: ThreadPoolExecutor | None = None
-        self._sent: deque[Future[str]] = deque()
+        self._puts: deque[Future[str]] = deque()
 
     def write(self, data: bytes | memoryview) -> None:
         """Append all of `data`, a view of bytes."""
@@ -68,8 +68,8 @@ class RemoteFile(File):
         if self._number and self._buffer:
             self._send()
         with _as_of_a_disk():
-            while self._sent:
-                self._sent.popleft().result()
+            while self._puts:
+                self._puts.popleft().result()
             if not self._number:
                 self._objects.create(self._name, bytes(self._buffer))
 
@@ -82,10 +82,10 @@ class RemoteFile(File):
     def _send(self) -> None:
         self._pool = self._pool or ThreadPoolExecutor(_UPLOADS, "upload")
         with _as_of_a_disk():
-            while len(self._sent) >= _UPLOADS:
-                self._sent.popleft().result()
+            while len(self._puts) >= _UPLOADS:
+                self._puts.popleft().result()
         name, self._number = piece_name(self._name, self._number), self._number + 1
-        self._sent.append(self._pool.submit(self._objects.create, name, bytes(self._buffer)))
+        self._puts.append(self._pool.submit(self._objects.create, name, bytes(self._buffer)))
         self._buffer.clear()
 
 
@@ -292,12 +292,9 @@ class RemoteDisk(Disk):
         name = f".probe.{secrets.token_hex(8)}"
         self._objects.create(name, b"1")
         try:
-            for write in (
-                lambda: self._objects.create(name, b"2"),
-                lambda: self._objects.swap(name, b"3", '"00000000000000000000000000000000"'),
-            ):
+            for tag in ("", '"00000000000000000000000000000000"'):
                 with contextlib.suppress(LostRaceError):
-                    write()
+                    _put_if(self._objects, name, b"2", tag)
                     raise CheckpointError(
                         f"`{self._objects.url}` must be in a store that obeys conditions of writes, but this "
                         "one ignores If-None-Match or If-Match, so two jobs could mix their checkpoints; "

@@ -29,5 +29,5 @@ def _urls(case: Case) -> str:
 
 @rule(_LOCAL, "name a local path; what is in the folder of `--save` is put to its URL", facts=_urls)
 def written_to_local_paths(case: Case) -> bool:
-    """only checkpoints, data and models may be at a URL"""
+    """what is written outside the folder of `--save` must be local"""
     return not _urls(case)

@@ -59,8 +59,12 @@ def test_a_training_of_300_steps_under_faults_is_the_one_on_disk(
         another_host()
         assert [folder.name[-3:] for folder in candidates(url).folders] == ["300", "290", "280"]
         assert main(["verify", url]) == 0
-        assert main(["diff", local, url]) == 0
-        assert "equal bit for bit" in capfd.readouterr().out
+        main(["diff", local, url])
+        said = capfd.readouterr().out
+        # The processes' own generators begin anew on another number of ranks, wherever the checkpoint is.
+        apart = re.findall(r"^\S+ +(\S+) +(?:uint8|int64|float32) ", said, re.MULTILINE)
+        assert set(apart) <= {"rng"}
+        assert f"{89 - len(apart)} of 89 tensors that both have are equal bit for bit" in said
         spoilt = sum(count for fault, count in proxy.happened.items() if fault)
         assert spoilt > 50
     assert unfinished_uploads(seaweed.endpoint) == []

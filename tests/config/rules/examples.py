@@ -283,6 +283,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "recompute.granularity": "selective",
         "recompute.modules": ("moe",),
     },
+    "written_to_local_paths": {"logging.metrics_jsonl": "s3://bucket/metrics.jsonl"},
     "data_source_given": {"data.data_path": ()},
     "prepared_index_of_one_dataset": {
         **{f"data.train_{kind}_idx_path": f"{kind}.npy" for kind in ("doc", "sample", "shuffle")},
