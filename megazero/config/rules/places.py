@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from megazero.config.fields import paths
+from megazero.config.fields import fields_with
 from megazero.config.rules.rule import Case, display_name, rule, value_at
+from megazero.config.tree.roles import Role
 from megazero.storage.urls import is_url
 
-_LOCAL = (
-    paths.data.data_cache_path,
-    paths.finetune.predictions,
-    paths.logging.comet_offline_dir,
-    paths.logging.csv_dir,
-    paths.logging.metrics_jsonl,
-    paths.logging.tensorboard_dir,
-    paths.logging.trackio_dir,
-    paths.logging.wandb_save_dir,
-    paths.offload.path,
-    paths.profiling.flops_profiler_output_file,
-    paths.profiling.memory_snapshot_path,
-    paths.profiling.profile_dir,
-)
+_LOCAL = tuple(spec.path for spec in fields_with(Role.OUTPUT))
 
 
 def _urls(case: Case) -> str:

@@ -43,7 +43,7 @@ class DataConfig(Section):
     """names of these sets, in their order; default: those of the files"""
     split: Proportions = option("969, 30, 1")
     """train, validation and test proportions of --data-path"""
-    data_cache_path: str | None = option(None, roles=Role.LOCAL)
+    data_cache_path: str | None = option(None, roles=Role.LOCAL | Role.OUTPUT)
     """folder for built indexes; default: beside the data"""
     object_storage_cache_path: str | None = option(None, roles=Role.LOCAL)
     """folder on a local disk for what is fetched from URLs of objects (s3://, gs://, az://, https://), shared

@@ -53,7 +53,7 @@ class FinetuneConfig(Section):
     pretrained_checkpoint: str | None = option(None)
     """folder of a run, or of one checkpoint, to take the weights from"""
     predictions: str | None = option(
-        None, roles=Role.LOCAL, needs=(here.task, here.valid_data | here.test_data)
+        None, roles=Role.LOCAL | Role.OUTPUT, needs=(here.task, here.valid_data | here.test_data)
     )
     """file that gets the id, label, prediction and probabilities of each test sample, or of each validation
     sample without --test-data: TSV, or JSONL by its name"""

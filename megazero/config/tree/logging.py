@@ -30,9 +30,9 @@ class LoggingConfig(Section):
 
     log_interval: PositiveInt = option(100, unit="iterations")
     """iterations between log lines"""
-    metrics_jsonl: str | None = option(None, roles=Role.LOCAL)
+    metrics_jsonl: str | None = option(None, roles=Role.LOCAL | Role.OUTPUT)
     """file that gets one JSON object per iteration; `metrics.jsonl` in the folder of `--save` by default"""
-    tensorboard_dir: str | None = option(None, roles=Role.LOCAL, package="tensorboard")
+    tensorboard_dir: str | None = option(None, roles=Role.LOCAL | Role.OUTPUT, package="tensorboard")
     """folder for TensorBoard events"""
     tensorboard_log_interval: PositiveInt = option(1, roles=Role.LOCAL, unit="iterations")
     """iterations between events"""
@@ -56,7 +56,7 @@ class LoggingConfig(Section):
     """the operations that it times; all by default"""
     comms_logger_verbose: bool = option(False, needs=here.comms_logger)
     """also print each call on the first rank"""
-    csv_dir: str | None = option(None, roles=Role.LOCAL)
+    csv_dir: str | None = option(None, roles=Role.LOCAL | Role.OUTPUT)
     """folder for one CSV file per metric"""
     log_params_norm: bool = option(False)
     """also record the norm of the parameters"""
@@ -80,7 +80,7 @@ class LoggingConfig(Section):
     """Weights & Biases project; needs the wandb package"""
     wandb_exp_name: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_WANDB)
     """Weights & Biases run name"""
-    wandb_save_dir: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_WANDB)
+    wandb_save_dir: str | None = option(None, roles=Role.LOCAL | Role.OUTPUT, idle_without=_NO_WANDB)
     """Weights & Biases local folder"""
     wandb_entity: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_WANDB)
     """Weights & Biases team"""
@@ -102,13 +102,13 @@ class LoggingConfig(Section):
     """Comet experiment name"""
     comet_workspace: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_COMET)
     """Comet workspace"""
-    comet_offline_dir: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_COMET)
+    comet_offline_dir: str | None = option(None, roles=Role.LOCAL | Role.OUTPUT, idle_without=_NO_COMET)
     """folder for an archive that `comet upload` sends later; nothing is sent while the training runs"""
     trackio_project: str | None = option(None, roles=Role.LOCAL, package="trackio")
     """Trackio project; needs the trackio package"""
     trackio_run_name: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_TRACKIO)
     """Trackio run name"""
-    trackio_dir: str | None = option(None, roles=Role.LOCAL, idle_without=_NO_TRACKIO)
+    trackio_dir: str | None = option(None, roles=Role.LOCAL | Role.OUTPUT, idle_without=_NO_TRACKIO)
     """folder for Trackio's data; default: as TRACKIO_DIR says"""
     notify: SecretUrl = option(None, roles=Role.LOCAL | Role.SECRET)
     """URL to which incidents, a failure and the end are posted, as JSON that Slack, Discord and Mattermost

@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from megazero.config.condition import config, here, when
 from megazero.config.tree.optimizer import ELEMENTWISE_NAMES
 from megazero.config.tree.option import Section, option
+from megazero.config.tree.roles import Role
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 """A fraction from 0 to 1, both included."""
@@ -74,7 +75,7 @@ class OffloadConfig(Section):
         40, flag="--delayed-param-update-start", unit="updates", needs=here.delayed_param_update
     )
     """updates that are made at once before they are delayed, while weights change fast"""
-    path: str | None = option(None, flag="--offload-path")
+    path: str | None = option(None, roles=Role.OUTPUT, flag="--offload-path")
     """folder on the disk to offload to; nothing is left there at the end"""
     block_size: PositiveInt = option(8 << 20, flag="--offload-block-size", unit="bytes")
     """size of a read or write"""

@@ -25,7 +25,7 @@ class ProfilingConfig(Section):
 
     roles = Role.QUIET
 
-    profile_dir: str = option("profile")
+    profile_dir: str = option("profile", roles=Role.OUTPUT)
     """folder of traces, pictures and tables, which is made if need be"""
     profile_ranks: tuple[RankOrAll, ...] = option((0,), idle_without=_UNTRACED)
     """ranks that write traces, pictures and tables of communication; -1 for all"""
@@ -45,7 +45,7 @@ class ProfilingConfig(Section):
     """the iteration whose memory is drawn over time, by what it holds"""
     record_memory_history: bool = option(False)
     """keep the history of CUDA's allocator, and write it at every `--log-interval`"""
-    memory_snapshot_path: str = option("snapshot.pickle", needs=here.record_memory_history)
+    memory_snapshot_path: str = option("snapshot.pickle", roles=Role.OUTPUT, needs=here.record_memory_history)
     """file of that history, to whose name each rank adds its number"""
     flops_profiler: bool = option(
         False,
@@ -63,7 +63,7 @@ class ProfilingConfig(Section):
     """types of modules that are named at each depth"""
     flops_profiler_detailed: bool = option(True, needs=here.flops_profiler)
     """list all modules"""
-    flops_profiler_output_file: str | None = option(None, needs=here.flops_profiler)
+    flops_profiler_output_file: str | None = option(None, roles=Role.OUTPUT, needs=here.flops_profiler)
     """file for these tables, instead of standard output"""
     flops_profiler_recompute_fwd_factor: NonNegativeFloat = option(0.0, needs=here.flops_profiler)
     """the share of the forward pass that backward computes again"""

@@ -30,6 +30,7 @@ class Role(enum.Flag):
     YARN = enum.auto()  # of YaRN's scaling, named as in Megatron
 
     FILE = enum.auto()  # names files, whose content is compared instead
+    OUTPUT = enum.auto()  # names what a run writes outside the folder of `--save`, on a local path
     SECRET = enum.auto()  # is shown and saved in part alone (`secret.py`)
     LOCAL = enum.auto()  # of one machine or rank; others may have another
     SOURCE = enum.auto()  # names what pretraining reads; one is given, or none
