@@ -19,7 +19,7 @@ from megazero.errors import StorageError
 from megazero.storage.urls import Url
 
 if TYPE_CHECKING:
-    from obstore import GetOptions
+    from obstore import GetOptions, ObjectMeta, PutResult, UpdateVersion
     from obstore.store import ObjectStore, RetryConfig
 
 RETRIES = 10
@@ -76,20 +76,23 @@ class Objects:
         return self._head(name).size
 
     def tag(self, name: str) -> str:
-        """The tag of an object's present content. Raises MissingObjectError."""
-        return self._head(name).tag
+        """The tag of an object's present content, for `swap`. Raises MissingObjectError."""
+        import obstore
+
+        with self._errors(name):
+            return _version(obstore.head(self._store, name))
 
     def item(self, name: str) -> Item:
         """The size and the tag of an object. Raises MissingObjectError."""
         return self._head(name)
 
     def read(self, name: str) -> tuple[bytes, str]:
-        """The content of an object and its tag. Raises MissingObjectError."""
+        """The content of an object and its tag, for `swap`. Raises MissingObjectError."""
         import obstore
 
         with self._errors(name):
             answer = obstore.get(self._store, name)
-            return bytes(answer.bytes()), answer.meta["e_tag"] or ""
+            return bytes(answer.bytes()), _version(answer.meta)
 
     def ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[memoryview]:
         """Bytes [start, end) for each pair; near ones are fetched together, and all at the same time.
@@ -173,7 +176,7 @@ class Objects:
         import obstore
 
         with self._errors(name):
-            return obstore.put(self._store, name, content)["e_tag"] or ""
+            return _version(obstore.put(self._store, name, content))
 
     def create(self, name: str, content: bytes) -> str:
         """Put an object that is not there yet; returns its tag.
@@ -189,7 +192,7 @@ class Objects:
 
         with self._errors(name):
             try:
-                return obstore.put(self._store, name, content, mode="create")["e_tag"] or ""
+                return _version(obstore.put(self._store, name, content, mode="create"))
             except AlreadyExistsError:
                 return self._mine(name, content)
 
@@ -202,9 +205,11 @@ class Objects:
         import obstore
         from obstore.exceptions import PreconditionError
 
+        e_tag, _, version = tag.partition(" ")
+        known: UpdateVersion = {"e_tag": e_tag, "version": version} if version else {"e_tag": e_tag}
         with self._errors(name):
             try:
-                return obstore.put(self._store, name, content, mode={"e_tag": tag})["e_tag"] or ""
+                return _version(obstore.put(self._store, name, content, mode=known))
             except (PreconditionError, FileNotFoundError):
                 return self._mine(name, content)
 
@@ -245,6 +250,11 @@ class Objects:
             if not isinstance(error, OSError) and not type(error).__module__.startswith("obstore"):
                 raise
             raise _sentence(self.url / name, error) from None
+
+
+def _version(meta: PutResult | ObjectMeta) -> str:
+    """An object's tag, and behind a space its version, by which Google Cloud Storage tells contents apart."""
+    return " ".join(filter(None, [meta["e_tag"], meta["version"]]))
 
 
 def _shorter(url: Url, end: int) -> StorageError:

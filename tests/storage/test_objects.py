@@ -140,3 +140,21 @@ def test_a_wrong_url_is_refused(text: str, sentence: str):
     assert is_url(text)
     with pytest.raises(StorageError, match=sentence.replace("?", r"\?")):
         Url.parse(text)
+
+
+def test_a_store_with_versions_is_asked_by_them(monkeypatch: pytest.MonkeyPatch):
+    """Google Cloud Storage compares generations and not e-tags."""
+    import obstore
+    from obstore.store import MemoryStore
+
+    asked = []
+
+    def put(store: object, name: str, content: bytes, mode: object = None) -> dict[str, str]:
+        asked.append(mode)
+        return {"e_tag": "e", "version": f"{len(asked)}"}
+
+    monkeypatch.setattr(obstore, "put", put)
+    objects = Objects(Url.parse("gs://bucket/run"), MemoryStore())
+    tag = objects.swap("latest", b"2", objects.create("latest", b"1"))
+    assert tag == objects.swap("latest", b"2", "e").replace("3", "2")
+    assert asked == ["create", {"e_tag": "e", "version": "1"}, {"e_tag": "e"}]
