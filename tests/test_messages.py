@@ -98,6 +98,7 @@ def allowed_by_room() -> dict[str, set[str] | frozenset[str] | None]:
         "megazero.commands.config": {"--schema", *TRAINING},
         "megazero.commands.launch": launch,
         "megazero.commands.training_words": TRAINING,
+        "megazero.data.conversations": declared_in("megazero.data_tools.conversations"),
         "megazero.data.tokenizers": set(),
         "megazero.data_tools": spelled_in("megazero/data_tools"),
         "megazero.data_efficiency.map": declared_in("megazero.data_tools.analyze_dataset"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,12 @@ def write_jsonl(path: Path, rows: list) -> str:
 
 def visible(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(autouse=True)
+def without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers be forked: no test here reads a store, but an earlier one of this process may have."""
+    monkeypatch.delitem(sys.modules, "obstore", raising=False)
 
 
 @pytest.fixture

@@ -271,6 +271,8 @@ NOT_STATED = MappingProxyType(
         "data.validation_set_names": "they are names",
         "data.test_data_path": "no training reads it",
         "data.data_cache_path": "where an index lies",
+        "data.object_storage_cache_path": "where copies lie",
+        "data.object_storage_cache_gib": "the room that copies may take: tests/storage/test_dataset.py",
         "data.train_data_exact_num_epochs": "the length of an index: tests/data/test_index_build.py",
         "data.dataloader_type": "its order is a law of its own: tests/data/test_sampler.py",
         "data.data_sharding": "a law of its own too: tests/data/test_sampler.py",

@@ -130,7 +130,7 @@ def test_a_training_whose_own_file_gives_nothing_blames_no_split():
     said = "the train split must have samples, but is empty in `--train-data-path`; give more data"
     patched = mock.patch("megazero.train.parts.feeds.family_of", return_value=family)
     with patched, pytest.raises(DataError, match=said):
-        build_feeds(config, training_plan_of(config, 1), None, solo_context(), 0)
+        build_feeds(config, training_plan_of(config, 1), SimpleNamespace(size=9), solo_context(), 0)
 
 
 def test_exact_epochs_of_pairs_are_refused():

@@ -190,10 +190,10 @@ def test_kills_other_batches_and_edits_between_them_train_on_each_sample_once(fo
 
 
 def test_each_validation_set_has_a_loss_and_a_broken_one_ends_nothing(folder, capsys):
-    """The last document of `late` has an id that the vocabulary has not."""
+    """A document of `late` that is not read first has an id that the vocabulary has not."""
     with IndexedDatasetWriter(folder / "late", np.uint16) as writer:
         for number in range(40):
-            writer.add_document(np.full(9, 60 if number == 39 else number))
+            writer.add_document(np.full(9, 60 if number == 20 else number))
     flags = "--train-data-path 1 a --valid-data-path c late d --multiple-validation-sets --log-interval 9"
     words = [word for word in MODEL.split() if word not in ("--data-args-path", "blend")]
     words += f"{flags} --train-iters 2 --eval-iters 6 --eval-interval 1 --global-batch-size 4".split()
