@@ -266,7 +266,10 @@ def _sentence(url: Url, error: Exception) -> StorageError:
     code, status = _CODE.search(text), _STATUS.search(text)
     if code is not None and code[1] == "NoSuchBucket":
         return StorageError(f"`{url}` must be in a bucket that exists, but {url.bucket} does not; create it.")
-    why, remedy = _MEANINGS.get(type(error).__name__, ("the store does not answer", "try again"))
+    name = type(error).__name__
+    if status is not None and status[1][:3] in ("401", "403"):  # also where keys are asked for
+        name = "PermissionDeniedError"
+    why, remedy = _MEANINGS.get(name, ("the store does not answer", "try again"))
     detail = ", ".join(match[1].strip() for match in (status, code) if match is not None)
     kind = MissingObjectError if isinstance(error, FileNotFoundError) else StorageError
     return kind(f"`{url}` must be within reach, but {why}{detail and f' ({detail})'}; {remedy}.")

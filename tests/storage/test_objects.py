@@ -158,3 +158,19 @@ def test_a_store_with_versions_is_asked_by_them(monkeypatch: pytest.MonkeyPatch)
     tag = objects.swap("latest", b"2", objects.create("latest", b"1"))
     assert tag == objects.swap("latest", b"2", "e").replace("3", "2")
     assert asked == ["create", {"e_tag": "e", "version": "1"}, {"e_tag": "e"}]
+
+
+def test_keys_that_are_refused_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch):
+    """The library calls it a general error, and tries again in vain."""
+    import obstore
+    from obstore.exceptions import GenericError
+    from obstore.store import MemoryStore
+
+    def head(store: object, name: str) -> None:
+        raise GenericError(
+            "Error performing PUT in 3s - Server returned non-2xx status code: 403 Forbidden: "
+        )
+
+    monkeypatch.setattr(obstore, "head", head)
+    with pytest.raises(StorageError, match=r"access is denied \(403 Forbidden\); check the keys"):
+        Objects(Url.parse("s3://bucket/run"), MemoryStore()).size("a")
