@@ -129,9 +129,7 @@ class Objects:
                     f"`{self.url / name}` must stay as it is while it is read, but was replaced."
                 ) from None
         if len(piece) != end - start:
-            raise StorageError(
-                f"`{self.url / name}` must have {end} bytes, but is shorter; it may be damaged."
-            )
+            raise _shorter(self.url / name, end)
         return piece
 
     def download(self, name: str, path: Path) -> Item:

@@ -20,6 +20,8 @@ from megazero.errors import CheckpointError, DamagedCheckpointError, LostFolderE
 from megazero.mpu.context import solo_context
 from tests.checkpoint.test_killed import holds, parts_of, save_all
 
+pytestmark = pytest.mark.fast
+
 URL = "s3://bucket/run"
 
 
