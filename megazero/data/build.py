@@ -95,7 +95,7 @@ class DatasetRequest:
 
     train_exact_num_epochs: the exact length of the training split, in epochs. guarded: notice damage to the
     files and changes while they are read, see `indexed/guard.py`. cache: where blocks of datasets at URLs are
-    kept; None to copy these whole.
+    kept; None to copy these whole. blend: mixes datasets, with the arguments of `BlendedDataset`.
     """
 
     builder: DatasetBuilder
@@ -104,6 +104,7 @@ class DatasetRequest:
     train_exact_num_epochs: int | None = None
     guarded: bool = False
     cache: Cache | None = None
+    blend: Callable[..., BlendedDataset] = BlendedDataset
 
 
 def build_datasets(request: DatasetRequest) -> Datasets:
@@ -183,8 +184,8 @@ def _build_split(
                 "larger share."
             )
     if portions[0].weight is not None:
-        return _weighted_blend(builder, portions, size, name, epochs)
-    return _unweighted(builder, portions, size, name, epochs)
+        return _weighted_blend(request, portions, size, name, epochs)
+    return _unweighted(request, portions, size, name, epochs)
 
 
 def _portions(request: DatasetRequest, number: int, opened: dict[str, IndexedDataset]) -> list[_Portion]:
@@ -210,9 +211,9 @@ def _portions(request: DatasetRequest, number: int, opened: dict[str, IndexedDat
 
 
 def _unweighted(
-    builder: DatasetBuilder, portions: list[_Portion], size: int | None, name: str, epochs: int | None
+    request: DatasetRequest, portions: list[_Portion], size: int | None, name: str, epochs: int | None
 ) -> SampleDataset:
-    mentions = [portion.mentions for portion in portions]
+    builder, mentions = request.builder, [portion.mentions for portion in portions]
     if mentions == [1]:
         return builder.build(portions[0].indexed, portions[0].units, size, name, epochs)
     parts = [
@@ -223,7 +224,7 @@ def _unweighted(
     ]
     total = sum(len(part) for part in parts)
     blend_size = None if size is None or epochs is not None else min(size, total)
-    return _blend_of(builder)(parts, None, blend_size, builder.settings.cache_dir, name, mentions)
+    return request.blend(parts, None, blend_size, builder.settings.cache_dir, name, mentions)
 
 
 def planned_samples(weights: Sequence[float], size: int) -> tuple[list[int], list[int]]:
@@ -233,7 +234,7 @@ def planned_samples(weights: Sequence[float], size: int) -> tuple[list[int], lis
 
 
 def _weighted_blend(
-    builder: DatasetBuilder, portions: list[_Portion], size: int | None, name: str, epochs: int | None
+    request: DatasetRequest, portions: list[_Portion], size: int | None, name: str, epochs: int | None
 ) -> BlendedDataset:
     if epochs is not None:
         raise DataError(
@@ -242,7 +243,7 @@ def _weighted_blend(
         )
     if size is None:
         raise DataError(f"`num_samples` must be given for the weighted {name} blend, but is None.")
-    weights = [p.weight for p in portions if p.weight is not None]
+    builder, weights = request.builder, [p.weight for p in portions if p.weight is not None]
     targets, planned = planned_samples(weights, size)
     weights = normalized(weights).tolist()
     parts = [
@@ -250,10 +251,4 @@ def _weighted_blend(
         for p, samples in zip(portions, planned, strict=True)
     ]
     mentions = [portion.mentions for portion in portions]
-    return _blend_of(builder)(parts, weights, sum(targets), builder.settings.cache_dir, name, mentions)
-
-
-def _blend_of(builder: DatasetBuilder) -> Callable[..., BlendedDataset]:
-    """Return how a builder mixes datasets: by its own `blend`, if it has one (a plan needs no order)."""
-    mix: Callable[..., BlendedDataset] = getattr(builder, "blend", BlendedDataset)
-    return mix
+    return request.blend(parts, weights, sum(targets), builder.settings.cache_dir, name, mentions)

@@ -48,6 +48,10 @@ class MissingObjectError(StorageError):
     """There is no object of this name."""
 
 
+class PassingError(StorageError):
+    """The store does not answer, or its answer is cut: another attempt may mend it."""
+
+
 class LostRaceError(StorageError):
     """Another writer has put an object first, or has replaced it since it was read."""
 
@@ -256,7 +260,7 @@ def _version(meta: PutResult | ObjectMeta) -> str:
 
 
 def _shorter(url: Url, end: int) -> StorageError:
-    return StorageError(f"`{url}` must have {end} bytes, but is shorter; it may be damaged.")
+    return PassingError(f"`{url}` must have {end} bytes, but is shorter; it may be damaged.")
 
 
 def _sentence(url: Url, error: Exception) -> StorageError:
@@ -268,8 +272,9 @@ def _sentence(url: Url, error: Exception) -> StorageError:
     if status is not None and status[1][:3] in ("401", "403"):  # also where keys are asked for
         name = "PermissionDeniedError"
     why, remedy = _MEANINGS.get(name, ("the store does not answer", "try again"))
+    kind = StorageError if name in _MEANINGS else PassingError
     detail = ", ".join(match[1].strip() for match in (status, code) if match is not None)
-    kind = MissingObjectError if isinstance(error, FileNotFoundError) else StorageError
+    kind = MissingObjectError if isinstance(error, FileNotFoundError) else kind
     return kind(f"`{url}` must be within reach, but {why}{detail and f' ({detail})'}; {remedy}.")
 
 

@@ -104,7 +104,7 @@ class RemoteDisk(Disk):
         self._doubtful: set[str] = set()  # hidden folders of which the index may have become visible or not
         self._put: dict[str, tuple[int, int]] = {}  # the run's other files, as they were put last
         self._lock = threading.Lock()
-        self._index, self._tag = RunIndex(), ""
+        self._index = RunIndex()
         with reading():
             self._objects = open_objects(folder)
 
@@ -121,20 +121,15 @@ class RemoteDisk(Disk):
         self._token = secrets.token_hex(16)
         with reading(), locked(self._folder):
             self._check_store()
-            for _ in range(_TRIES):
-                before, self._tag = read_index(self._objects)
+            index, holder = RunIndex(), this_process()
+
+            def own(before: RunIndex | None) -> RunIndex:
+                nonlocal index
                 index = before or RunIndex()
-                owned = replace(
-                    index, owner=self._token, holder=this_process(), folder=index.folder or identity
-                )
-                with contextlib.suppress(LostRaceError):
-                    self._write(owned)
-                    break
-            else:
-                raise CheckpointError(
-                    f"`{self._objects.url}` must be written by one job at a time, but several start; end one"
-                )
-            if index.owner and index.holder.partition(" on ")[2] != owned.holder.partition(" on ")[2]:
+                return replace(index, owner=self._token, holder=holder, folder=index.folder or identity)
+
+            self._index = _replace_index(self._objects, own)
+            if index.owner and index.holder.partition(" on ")[2] != holder.partition(" on ")[2]:
                 warnings.warn(
                     f"{self._objects.url} was last written by {index.holder}, which has not let go: if "
                     "that job still runs, it saves nothing more",
@@ -149,7 +144,7 @@ class RemoteDisk(Disk):
             self._objects.delete([name for name, match in ours if match[1] not in visible])
             if self._index.latest is not None:
                 self._say_latest(f"{self._index.latest}\n")
-        return owned.folder
+        return self._index.folder
 
     def release(self) -> None:
         """Put the run's files, and let go of the folder; a failure is printed."""
@@ -169,7 +164,7 @@ class RemoteDisk(Disk):
     def make_folder(self, path: Path) -> None:
         """Begin a save, if the folder is still this job's; the store has no folders."""
         with self._lock, _as_of_a_disk():
-            self._read()
+            self._owned(read_index(self._objects)[0])
         path.mkdir(parents=True)
         self.begin(path, secrets.token_hex(8))
 
@@ -229,13 +224,7 @@ class RemoteDisk(Disk):
     def _change(self, change: Callable[[RunIndex], RunIndex]) -> None:
         """Change the index, if the folder is this job's; then let the mirror show it."""
         with self._lock, _as_of_a_disk(), locked(self._folder):
-            for _ in range(_TRIES):
-                self._read()
-                with contextlib.suppress(LostRaceError):
-                    self._write(change(self._index))
-                    break
-            else:
-                raise StorageError(f"`{self._objects.url / INDEX}` must be replaced, but others do so too.")
+            self._index = _replace_index(self._objects, lambda index: change(self._owned(index)))
             with contextlib.suppress(StorageError, OSError):  # what is visible has changed
                 materialize(self._folder, self._objects, self._index)
 
@@ -245,20 +234,19 @@ class RemoteDisk(Disk):
             tag = self._objects.tag(LATEST)
         except MissingObjectError:
             tag = ""
-        self._read()
+        self._owned(read_index(self._objects)[0])
         try:
             _put_if(self._objects, LATEST, text.encode(), tag)
         except LostRaceError:
-            self._read()
+            self._owned(read_index(self._objects)[0])
             raise
 
-    def _read(self) -> None:
-        """Read the index.
+    def _owned(self, index: RunIndex | None) -> RunIndex:
+        """The index as it is.
 
         Raises:
             LostFolderError: it has another job's name.
         """
-        index, self._tag = read_index(self._objects)
         if index is None or index.owner != self._token:
             holder = "nobody" if index is None else index.holder or "another run"
             raise LostFolderError(
@@ -266,12 +254,7 @@ class RemoteDisk(Disk):
                 f"job ran, and now belongs to {holder}; this job writes nothing more there: begin it again "
                 "with another folder to save to"
             )
-        self._index = index
-
-    def _write(self, index: RunIndex) -> None:
-        index = replace(index, changes=index.changes + 1)
-        self._tag = _put_if(self._objects, INDEX, index.dump(), self._tag)
-        self._index = index
+        return index
 
     def _put_files(self, index: RunIndex) -> dict[str, str]:
         """Put what else lies in the run's folder and has changed; returns all such files with their tags."""
@@ -320,14 +303,31 @@ def put_file(path: Path) -> None:
     with reading():
         objects = open_objects(path.parent)
         tag = objects.put(path.name, path.read_bytes())
-        for _ in range(_TRIES):
-            index, index_tag = read_index(objects)
-            if index is None or not index_tag:
-                return
-            noted = replace(index, files={**index.files, path.name: tag}, changes=index.changes + 1)
-            with contextlib.suppress(LostRaceError):
-                objects.swap(INDEX, noted.dump(), index_tag)
-                return
+        if read_index(objects)[1]:  # else nothing was ever saved there, or it is a plain copy
+
+            def note(index: RunIndex | None) -> RunIndex:
+                index = index or RunIndex()
+                return replace(index, files={**index.files, path.name: tag})
+
+            _replace_index(objects, note)
+
+
+def _replace_index(objects: Objects, change: Callable[[RunIndex | None], RunIndex]) -> RunIndex:
+    """Replace a run's index by what `change` makes of it; returns the new one.
+
+    Raises:
+        StorageError: others replace it again and again.
+    """
+    for _ in range(_TRIES):
+        before, tag = read_index(objects)
+        after = change(before)
+        after = replace(after, changes=after.changes + 1)
+        with contextlib.suppress(LostRaceError):
+            _put_if(objects, INDEX, after.dump(), tag)
+            return after
+    raise StorageError(
+        f"`{objects.url / INDEX}` must be replaced by one job at a time, but several do so; end the others."
+    )
 
 
 def _put_if(objects: Objects, name: str, content: bytes, tag: str) -> str:

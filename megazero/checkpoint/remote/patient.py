@@ -8,11 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from megazero.errors import StorageError
-from megazero.storage.objects import Item, Objects
+from megazero.storage.objects import Item, Objects, PassingError
 
 _PAUSES = (0.1, 0.4, 1.6)  # seconds between attempts
-_PASSING = ("does not answer", "is shorter")  # what another attempt may mend
 _Result = TypeVar("_Result")
 
 
@@ -52,8 +50,6 @@ def _again(request: Callable[[], _Result]) -> _Result:
     for pause in _PAUSES:
         try:
             return request()
-        except StorageError as error:
-            if not any(words in str(error) for words in _PASSING):
-                raise
+        except PassingError:
             time.sleep(pause)
     return request()

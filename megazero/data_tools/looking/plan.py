@@ -87,7 +87,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     blend = [f"{MARK}{args.data_args_path}"] if args.data_args_path else args.blend
     sources = DataSources(data_path=expanded(blend, "train"), split=args.split)
     builder = _Planner(GPTSettings(args.seq_length, args.seed), exact=args.exact)
-    dataset = build_datasets(DatasetRequest(builder, (wanted, 0, 0), sources))[0]
+    dataset = build_datasets(DatasetRequest(builder, (wanted, 0, 0), sources, blend=builder.blend))[0]
     if dataset is None:
         raise DataError(f"the train split must have samples, but `--split` {args.split} gives it none.")
     samples, rows = min(wanted, len(dataset)), []
