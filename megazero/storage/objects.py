@@ -75,10 +75,6 @@ class Objects:
         self.url = url
         self._store = _open(url) if store is None else store
 
-    def size(self, name: str) -> int:
-        """The size of an object in bytes. Raises MissingObjectError."""
-        return self._head(name).size
-
     def tag(self, name: str) -> str:
         """The tag of an object's present content, for `swap`. Raises MissingObjectError."""
         import obstore
@@ -88,7 +84,11 @@ class Objects:
 
     def item(self, name: str) -> Item:
         """The size and the tag of an object. Raises MissingObjectError."""
-        return self._head(name)
+        import obstore
+
+        with self._errors(name):
+            meta = obstore.head(self._store, name)
+        return Item(name, meta["size"], meta["e_tag"] or "")
 
     def read(self, name: str) -> tuple[bytes, str]:
         """The content of an object and its tag, for `swap`. Raises MissingObjectError."""
@@ -233,13 +233,6 @@ class Objects:
                 f"`{self.url / name}` must be written by one run, but another wrote it first."
             )
         return tag
-
-    def _head(self, name: str) -> Item:
-        import obstore
-
-        with self._errors(name):
-            meta = obstore.head(self._store, name)
-        return Item(name, meta["size"], meta["e_tag"] or "")
 
     @contextlib.contextmanager
     def _errors(self, name: str) -> Iterator[None]:

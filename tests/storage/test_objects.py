@@ -26,7 +26,7 @@ def test_what_is_put_is_read_and_listed(store: SmallServer, tmp_path: Path):
     tags = {name: objects.put(name, name.encode() * 3) for name in ("a", "b", "c/d", "c/e", "cc/f")}
     assert store.content("bucket/run/c/d") == b"c/dc/dc/d"
     assert objects.read("b") == (b"bbb", tags["b"])
-    assert (objects.size("c/d"), objects.tag("c/d")) == (9, tags["c/d"])
+    assert (objects.item("c/d").size, objects.tag("c/d")) == (9, tags["c/d"])
     assert [(item.name, item.size) for item in objects.names()] == [
         *(("a", 3), ("b", 3), ("c/d", 9), ("c/e", 9), ("cc/f", 12))
     ]
@@ -173,4 +173,4 @@ def test_keys_that_are_refused_where_they_are_asked_for(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(obstore, "head", head)
     with pytest.raises(StorageError, match=r"access is denied \(403 Forbidden\); check the keys"):
-        Objects(Url.parse("s3://bucket/run"), MemoryStore()).size("a")
+        Objects(Url.parse("s3://bucket/run"), MemoryStore()).item("a")
