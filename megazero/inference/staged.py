@@ -87,30 +87,37 @@ class StagedModel(Generic[M]):
         """The logits of the token after `batch`, float32 [b, v], the same on every stage."""
 
         def last_logits(head: nn.Module, hidden: Tensor) -> Tensor:
-            logits: Tensor = head(hidden[-1:])
-            return logits[0]
+            return self.unsliced(head(hidden[-1:])[0])
 
-        return self._run(batch, len(batch.tokens), last_logits, cache)
+        shape = len(batch.tokens), self.vocab_size
+        return self.run(batch, last_logits, shape, lambda chunk: self._core(cache, chunk))
 
     def masked_logits(self: StagedModel[BertBatch], batch: BertBatch) -> Tensor:
         """The logits at the m masked places, float32 [m, v], the same on every stage."""
 
         def logits_at_masks(head: nn.Module, hidden: Tensor) -> Tensor:
-            logits: Tensor = head(hidden, batch)[0]
-            return logits.squeeze(1)
+            return self.unsliced(head(hidden, batch)[0].squeeze(1))
 
-        return self._run(batch, len(batch.targets.masked), logits_at_masks)
+        return self.run(batch, logits_at_masks, (len(batch.targets.masked), self.vocab_size))
 
-    def _run(
+    def unsliced(self, logits: Tensor) -> Tensor:
+        """Logits [..., v] of the whole vocabulary, without padding, from this rank's slice [..., v/tp]."""
+        return gather_features(logits, self.placement.tp)[..., : self.vocab_size]
+
+    def run(
         self,
         batch: M,
-        rows: int,
         apply: Callable[[nn.Module, Tensor], Tensor],
-        cache: Cache | None = None,
+        shape: tuple[int, ...],
+        core_of: Callable[[StagedChunk[M]], AttentionCore] | None = None,
     ) -> Tensor:
-        """Run the batch through all stages and `apply(head, hidden states)`; return [rows, v] on every stage.
+        """Run the batch through all stages and `apply(head, hidden states)`; return its result everywhere.
 
-        `apply` returns logits sliced over tensor-parallel ranks, which are gathered.
+        Args:
+            batch: the tokens, the same on every rank of the model.
+            apply: computes the result on the last stage's ranks, from hidden states [s, b, h].
+            shape: the result's shape; it is float32.
+            core_of: the attention core of a chunk; None for the layers' own.
         """
         hidden = None
         for number, stage in enumerate(self.stage_of):
@@ -120,19 +127,17 @@ class StagedModel(Generic[M]):
             if number > 0 and self.stage_of[number - 1] != stage:
                 hidden = chunk.input_boundary(batch).empty(batch.tokens.device)
                 self._move("recv", hidden, self.stage_of[number - 1], number)
-            core = None if cache is None else self._core(cache, chunk)
-            hidden = chunk.hidden(batch, hidden, core=core)
+            hidden = chunk.hidden(batch, hidden, core=core_of and core_of(chunk))
             if number + 1 < len(self.stage_of) and self.stage_of[number + 1] != stage:
                 self._move("send", hidden.contiguous(), self.stage_of[number + 1], number + 1)
-        whole = torch.empty(rows, self.vocab_size, device=batch.tokens.device)
+        result = torch.empty(shape, device=batch.tokens.device)
         if self.stage_of[-1] == self.pp.rank:
             head = self.chunks[len(self.stage_of) - 1].head
             assert head is not None, "the last chunk has the head"
             assert hidden is not None, "the last chunk has computed"
-            sliced = apply(head, hidden)
-            whole.copy_(gather_features(sliced, self.placement.tp)[:, : self.vocab_size])
-        self.pp.broadcast(whole, self.stage_of[-1]).wait()
-        return whole
+            result.copy_(apply(head, hidden))
+        self.pp.broadcast(result, self.stage_of[-1]).wait()
+        return result
 
     def _core(self, cache: Cache, chunk: StagedChunk[M]) -> AttentionCore:
         if isinstance(cache, SharedCache):
