@@ -8,20 +8,27 @@ is summed in order of depth (csrc/linear), and sums over ranks are added in orde
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 
 from megazero.errors import ConfigError
 from megazero.inference.staged import StagedModel
+from megazero.layers.attention import SelfAttention
 from megazero.layers.fp8 import Fp8Scaling
 from megazero.layers.latent import LatentAttention
 from megazero.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, column_linear
+from megazero.layers.mlp import MLP
 from megazero.models.gpt import Head
 from megazero.moe.experts import Experts
 from megazero.moe.mlp import MoEMLP
@@ -58,6 +65,8 @@ def make_invariant(model: StagedModel[Any]) -> None:
                 module.product = multiply.grouped
             elif isinstance(module, LatentAttention):
                 module.by_heads = True
+            if isinstance(module, (SelfAttention, MLP, MoEMLP)) and "forward" not in vars(module):
+                vars(module)["forward"] = partial(_steadily, module.forward)
             if isinstance(module, RowParallelLinear):
                 module.tp = _ordered(module.tp)
             elif isinstance(module, MoEMLP):
@@ -80,7 +89,7 @@ class _OrderedGroup(WrappingGroup):
         if call.operation == "all_reduce":
             self.inner.all_gather(parts, given).wait()
         else:
-            self.inner.all_to_all(parts, given).wait()
+            self.inner.all_to_all(parts, given.view(parts.shape)).wait()
         total = parts[0].to(compute_dtype(given.dtype))
         for part in parts[1:]:
             total = total + part
@@ -111,6 +120,36 @@ def _check(model: StagedModel[Any]) -> None:
                 "`softcap` of attention must be unset in a batch-invariant model, but is set; leave batch "
                 "invariance out"
             )
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    if approximate == "none":
+        return x * (0.5 * (1 + torch.erf(x * math.sqrt(0.5))))
+    return x * (0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))))
+
+
+_STEADY = MappingProxyType({torch.sigmoid: _sigmoid, Tensor.sigmoid: _sigmoid, F.gelu: _gelu})
+
+
+class _Steady(TorchFunctionMode):
+    """Makes some functions of others: torch computes a tensor's last elements by other code than the rest.
+
+    exp, tanh and erf have one code for all, and sums and products have but one result.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _STEADY.get(func, func)(*args, **(kwargs or {}))
+
+
+def _steadily(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _Steady():  # type: ignore[no-untyped-call]
+        return forward(*args, **kwargs)
 
 
 class _OrderedLinear(Function):
