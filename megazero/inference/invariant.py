@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -31,7 +31,7 @@ from megazero.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowPa
 from megazero.layers.mlp import MLP
 from megazero.models.gpt import Head
 from megazero.moe.experts import Experts
-from megazero.moe.mlp import MoEMLP
+from megazero.moe.mlp import MoEMLP, TokenLinear
 from megazero.moe.router import Router
 from megazero.mpu.group import DONE, Group, Work
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
@@ -39,6 +39,7 @@ from megazero.ops.autograd import Context, Gradients, apply
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.grouped_linear import Groups
 from megazero.ops.native import NATIVE, NATIVE_DTYPES, address, available
+from megazero.spec.parts import ActivationSpec
 
 _PANEL = 16
 
@@ -55,27 +56,32 @@ def make_invariant(model: StagedModel[Any]) -> None:
     """
     _check(model)
     multiply = OrderedProduct()
-    for chunk in model.chunks.values():
-        for module in chunk.modules():
-            if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, Head)):
-                module.product = partial(column_linear, multiply=multiply)
-            elif isinstance(module, Router):
-                module.multiply = multiply
-            elif isinstance(module, Experts):
-                module.product = multiply.grouped
-            elif isinstance(module, LatentAttention):
-                module.by_heads = True
-            if isinstance(module, (SelfAttention, MLP, MoEMLP)) and "forward" not in vars(module):
-                vars(module)["forward"] = partial(_steadily, module.forward)
-            if isinstance(module, RowParallelLinear):
-                module.tp = _ordered(module.tp)
-            elif isinstance(module, MoEMLP):
-                groups = module.placement.groups
-                groups = {**groups, "expert": _ordered(groups["expert"])}
-                module.placement = replace(module.placement, groups=groups)
-                for linear in (module.shared_gate, module.coefficient):
-                    if linear is not None:
-                        linear.multiply = multiply
+    for module in [module for chunk in model.chunks.values() for module in chunk.modules()]:
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, Head)):
+            module.product = partial(column_linear, multiply=multiply)
+        if isinstance(module, RowParallelLinear):
+            module.tp = _ordered(module.tp)
+        if isinstance(module, (Router, TokenLinear)):
+            module.multiply = multiply
+        if isinstance(module, Experts):
+            module.product = multiply.grouped
+        if isinstance(module, LatentAttention):
+            module.by_heads = True
+        if isinstance(module, MoEMLP):
+            groups = module.placement.groups
+            groups = {**groups, "expert": _ordered(groups["expert"])}
+            module.placement = replace(module.placement, groups=groups)
+        if _unsteady(module) and "forward" not in vars(module):
+            vars(module)["forward"] = partial(_steadily, module.forward)
+
+
+def _unsteady(module: nn.Module) -> bool:
+    """Whether torch computes activations or gates of a module, and no kernel that does all rows alike."""
+    if isinstance(module, (MLP, Experts)):
+        return module.kind not in (ActivationSpec("gelu"), ActivationSpec("swiglu"))
+    if isinstance(module, SelfAttention):
+        return len(module.heads) == 4
+    return isinstance(module, Router) or (isinstance(module, MoEMLP) and module.shared_gate is not None)
 
 
 class _OrderedGroup(WrappingGroup):
@@ -144,11 +150,11 @@ class _Steady(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return _STEADY.get(func, func)(*args, **(kwargs or {}))
+        return _STEADY.get(func, func)(*args, **(kwargs or {}))  # type: ignore[no-untyped-call]
 
 
 def _steadily(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _Steady():  # type: ignore[no-untyped-call]
+    with _Steady():
         return forward(*args, **kwargs)
 
 
