@@ -110,20 +110,21 @@ class PageBuffers:
         """Attend over pages in compiled code, for a layer that `serves`: q [T, 1, n, d] -> [T, 1, n d]."""
         kept, q = self._kept[attends.layer], adjacent(q)
         (rows, _, n, d), g, steps = q.shape, kept.keys.shape[1], ragged.steps
-        narrow, threads = q.dtype == torch.bfloat16, torch.get_num_threads()
-        sizes = rows, self.page, len(ragged.counts), n, g, d, threads
-        shape, limits = (
-            NATIVE.AttentionShape(*sizes, attends.scale_of(q), narrow, narrow),
+        narrow, (left, _), limits = (
+            q.dtype == torch.bfloat16,
+            attends.pattern.sides(True),
             NATIVE.AttentionLimits(),
         )
-        left, _ = attends.pattern.sides(True)
+        sizes = rows, self.page, len(ragged.counts), n, g, d, torch.get_num_threads()
+        shape = NATIVE.AttentionShape(*sizes, attends.scale_of(q), narrow, narrow)
         limits.places(0, 0, left, 0, 0)
-        if slopes is not None:
-            limits.slopes(address(slopes.by_head))
+        by_head = None if slopes is None else slopes.by_head.float().contiguous()
+        if by_head is not None:
+            limits.slopes(address(by_head))
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        sinks, buffers = attends.pattern.sinks if left >= 0 else 0, (kept.keys, kept.values)
-        tensors = *map(address, (steps, *buffers)), *map(heads_of, (q, out))
-        NATIVE.paged_attention(shape, limits, sinks, steps.shape[1] - 2, *tensors)
+        sinks, own = attends.pattern.sinks if left >= 0 else 0, (steps, kept.keys, kept.values)
+        ends = heads_of(q), heads_of(out)
+        NATIVE.paged_attention(shape, limits, sinks, steps.shape[1] - 2, *map(address, own), *ends)
         return out.flatten(2)
 
     def serves(self, attends: Attends, bias: Bias | None, offset: Tensor | None) -> bool:
@@ -153,6 +154,7 @@ class _Kept:
     native: bool
 
     @classmethod
+    @torch.inference_mode(False)  # other tensors may not be written in other modes
     def made(cls, pages: int, page: int, key: Tensor, value: Tensor) -> _Kept:
         """Empty pages for keys [T, g, d] and values [T, g, e]; zeros, as not all of a page is written."""
         (_, g, d), (_, groups, e) = key.shape, value.shape

@@ -49,7 +49,7 @@ LAYOUTS = [
 
 def differing(settings: dict[str, object], others: int, page: int) -> list[str]:
     """How the first of some texts fares differently from how it does alone, over all ranks."""
-    layout = Layout(sequence=192, **settings)
+    layout = Layout(sequence=192, **{name: value for name, value in settings.items() if name != "invariant"})
     world, config = ThreadWorld(layout.world_size), layout.config()
 
     def work(rank: int) -> list[str]:
@@ -58,7 +58,8 @@ def differing(settings: dict[str, object], others: int, page: int) -> list[str]:
         for parameter in {p for chunk in chunks.values() for p in chunk.parameters()}:
             parameter.data.mul_(3.0)
         model = StagedModel(chunks, schedule_of(PipelineShape.of(config)).stage_of, context.pp)
-        make_invariant(model)
+        if settings.get("invariant", True):
+            make_invariant(model)
         rng = random.Random(others)
         texts = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 60))] for _ in range(others)]
         text = [rng.randrange(VOCABULARY) for _ in range(150)]
@@ -76,3 +77,17 @@ def differing(settings: dict[str, object], others: int, page: int) -> list[str]:
 def test_a_request_among_seven(settings):
     page = (16, 32, 64)[LAYOUTS.index(settings) % 3]
     assert differing(settings, 7, page) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [LAYOUTS[i] for i in (0, 1, 6, 10, 11, 16)], ids=lambda settings: Layout(**settings).name
+)
+def test_a_request_among_sixty_three(settings):
+    assert differing(settings, 63, 32) == []
+
+
+def test_without_it_there_are_other_bits():
+    """Or the sweep would show nothing."""
+    ordinary = {"shape": "gpt2", "invariant": False}
+    assert differing(ordinary, 7, 16) != []
