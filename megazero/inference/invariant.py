@@ -90,12 +90,11 @@ class _OrderedGroup(WrappingGroup):
     def _collective(self, call: GroupCall) -> Work:
         if call.detail != "sum":
             return super()._collective(call)
-        given, output = call.given, call.arguments[0]
-        parts = given.new_empty(self.size, *output.shape)
-        if call.operation == "all_reduce":
-            self.inner.all_gather(parts, given).wait()
-        else:
-            self.inner.all_to_all(parts, given.view(parts.shape)).wait()
+        given, output = call.given.flatten(), call.arguments[0]
+        parts = given.new_empty(self.size * output.numel())
+        move = self.inner.all_gather if call.operation == "all_reduce" else self.inner.all_to_all
+        move(parts, given).wait()
+        parts = parts.view(self.size, *output.shape)
         total = parts[0].to(compute_dtype(given.dtype))
         for part in parts[1:]:
             total = total + part

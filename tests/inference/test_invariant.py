@@ -128,7 +128,7 @@ def test_other_rows_change_no_bit_of_what_is_not_a_product(width):
 
 @pytest.mark.gloo
 def test_sums_over_ranks_are_in_order_wherever_an_element_is(pool):
-    """Gloo's ring adds in an order that depends on the place: without ours, rows that are alike would not be."""
+    """Gloo's ring adds in an order that depends on the place; there, equal rows have different sums."""
     assert pool.run(_sums_of_equal_rows, 3) == [[True, True]] * 3
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ def trained(model: StagedModel[Batch], text: Sequence[int]) -> Tensor:
     return model.run(batch, _scored(model), (len(text), model.vocab_size)).detach()
 
 
-def _scored(model: StagedModel[Batch]):  # noqa: ANN202 -- what `run` applies
+def _scored(model: StagedModel[Batch]) -> Callable[[nn.Module, Tensor], Tensor]:
     def apply(head: nn.Module, hidden: Tensor) -> Tensor:
         return model.unsliced(head(hidden)).squeeze(1).float().log_softmax(-1)
 

@@ -1,4 +1,4 @@
-"""The law: a request's log-probabilities have the same bits alone, among others, and in training's forward."""
+"""The law: log-probabilities have the same bits alone, among others, and in training's forward."""
 
 from __future__ import annotations
 
