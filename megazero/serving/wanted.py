@@ -45,6 +45,7 @@ class Penalties:
 
 
 NO_PENALTIES = Penalties()
+_OWN_DISTRIBUTION = Sampling()
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Wanted:
 
     prompt: tuple[int, ...]
     max_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = _OWN_DISTRIBUTION
     number: int = 0
     stop_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
