@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,19 @@ class Share:
         grid, width = context.grid, stage_of_one_model(context.grid)
         stage = grid.world_size // grid.pp
         return cls(context.rank % stage // width, stage // width, tuple(range(0, stage, width)))
+
+    def gathered(self, own: Any, problem: str, context: ParallelContext) -> list[Any]:
+        """The results of all copies, as JSON, on every rank; each rank calls this with its copy's.
+
+        Raises NumericsError with the first copy's `problem` that is not empty.
+        """
+        rows = [(own, problem)]
+        if context.world.size > 1:
+            everyone = gather_values(context.world, rows[0], context.device)
+            rows = [everyone[first] for first in self.firsts]
+        if wrong := next((problem for _, problem in rows if problem), ""):
+            raise NumericsError(wrong)
+        return [result for result, _ in rows]
 
 
 class Scorer:
@@ -108,12 +121,17 @@ class Scorer:
         work = [number for number, target in enumerate(targets) if target]
         packs = pack([inputs[number] for number in work], self.tokens)
         own: list[tuple[int, float, bool]] = []
-        with torch.inference_mode(), varying_shapes():
-            for one in packs[self.share.number :: self.share.copies]:
-                own += self._scores(one, {place: targets[work[place]] for place in one.paths})
+        problem = ""
+        try:
+            with torch.inference_mode(), varying_shapes():
+                for one in packs[self.share.number :: self.share.copies]:
+                    own += self._scores(one, {place: targets[work[place]] for place in one.paths})
+        except NumericsError as error:  # of one copy, while the others wait for its scores
+            problem = str(error)
         scores = [Score(0.0, True)] * len(pairs)
-        for place, logprob, greedy in self._everyones(own):
-            scores[work[place]] = Score(logprob, greedy)
+        for rows in self.share.gathered(own, problem, self.context):
+            for place, logprob, greedy in rows:
+                scores[work[place]] = Score(logprob, greedy)
         return scores
 
     def rolling(self, texts: Sequence[Ids], prefix: int) -> list[float]:
@@ -172,12 +190,6 @@ class Scorer:
             )
         for number, part in zip(targets, answers.split([len(ids) for ids in targets.values()]), strict=True):
             yield number, float(part[:, 0].sum()), bool(part[:, 1].all())
-
-    def _everyones(self, own: list[tuple[int, float, bool]]) -> list[tuple[int, float, bool]]:
-        if self.share.copies == 1:
-            return own
-        everyone = gather_values(self.context.world, own, self.context.device)
-        return [tuple(row) for first in self.share.firsts for row in everyone[first]]
 
 
 def rolling_windows(tokens: Ids, prefix: int, length: int) -> Iterator[tuple[list[int], list[int]]]:
