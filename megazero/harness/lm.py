@@ -83,9 +83,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return self.text.decode(tokens, special=not skip_special_tokens)
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]], **_: Any
+        self, requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]], **others: Any
     ) -> list[tuple[float, bool]]:
-        args: tuple[str, str] | None
         scores = self.answers.score([(context, continuation) for _, context, continuation in requests])
         for (args, _, _), score in zip(requests, scores, strict=True):
             if args is not None:
