@@ -35,9 +35,12 @@ LEVELS = {
     **dict.fromkeys(("account", "models", "checkpoint", "formats", "report"), 3),
     "train": 4,
     **dict.fromkeys(
-        ("ablate", "data_tools", "deepspeed", "env", "inference", "launch", "plan", "serving"), 5
+        (
+            *("ablate", "data_tools", "deepspeed", "env", "harness", "inference", "launch", "plan"),
+            *("serving", "verify"),
+        ),
+        5,
     ),
-    "verify": 5,
     "commands": 6,
     "cli": 7,
 }
@@ -48,6 +51,8 @@ SAME_LEVEL = {
     ("models", "account"),
     ("formats", "checkpoint"),
     ("deepspeed", "inference"),
+    ("harness", "inference"),
+    ("harness", "serving"),
     ("serving", "inference"),
 }
 # A module of the core -> the module of an annex whose names it shows, and imports when one is asked for.
