@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from megazero.config.tree.config import Config
 from megazero.config.tree.roles import Role
 from megazero.errors import CheckpointError, ConfigError, DataError, exit_status
 from megazero.regular_file import read_regular, why_unreadable
-from megazero.train.folders import read_folder
+from megazero.train.folders import described_by, read_folder
 
 WIKITEXT, LAMBADA = "WIKITEXT103", "LAMBADA"
 
@@ -49,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--pretrained-checkpoint", metavar="DIR", help="the weights, where --load names none")
     add("--epochs", type=int, help="fine-tuning: passes over the training data; 0 evaluates only")
     add("--keep-last", action="store_true", help="no effect: the short last batch is always used")
+    add("--trust-pickle", action="store_true", help="read a checkpoint of Megatron, whose files are pickles")
     return parser
 
 
@@ -69,6 +71,7 @@ def _fine_tune(flags: argparse.Namespace, rest: list[str]) -> int:
     epochs = flags.epochs if flags.epochs is not None or given.get("finetune.train_data") else 0
     weights = flags.pretrained_checkpoint
     words += [] if epochs is None else ["--epochs", str(epochs)]
+    words += ["--lr", "1"] if epochs == 0 and "schedule.lr" not in given else []  # of no optimizer
     words += [] if weights is None else ["--pretrained-checkpoint", weights]
     folder = {**given, "finetune.task": flags.task, "finetune.pretrained_checkpoint": weights}
     if "model.family" not in given and read_folder(folder) is None:
@@ -81,19 +84,21 @@ def _fine_tune(flags: argparse.Namespace, rest: list[str]) -> int:
 
 def _zero_shot(flags: argparse.Namespace, rest: list[str]) -> None:
     given = _given(rest)
-    if "checkpoint.load" not in given and flags.pretrained_checkpoint is None:
-        raise ConfigError("`--load` must name the checkpoint to evaluate, but is missing; add it")
+    if "checkpoint.load" not in given:
+        if flags.pretrained_checkpoint is None:
+            raise ConfigError("`--load` must name the checkpoint to evaluate, but is missing; add it")
+        given["checkpoint.load"] = flags.pretrained_checkpoint
+        rest = [*rest, "--load", flags.pretrained_checkpoint]
     if len(flags.valid_data) != 1:
         raise ConfigError(f"`--valid-data` must be one file, but is {len(flags.valid_data)}; name one")
-    rest = rest if "checkpoint.load" in given else [*rest, "--load", flags.pretrained_checkpoint]
-    config = resolve_or_exit([*rest, *_of_training(given)], "megazero evaluate", _checkpoint)
+    config = resolve_or_exit([*rest, *_of_training(given)], "megazero evaluate", partial(_checkpoint, flags))
     path = flags.valid_data[0]
     try:
         content = read_regular(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = why_unreadable(error) if isinstance(error, OSError) else error
         raise DataError(f"`--valid-data` must be readable UTF-8 text, but {path} is not: {why}") from error
-    _evaluate(flags, config, content)
+    _evaluate(flags, given, config, content)
 
 
 def _given(words: list[str]) -> dict[str, Any]:
@@ -103,12 +108,33 @@ def _given(words: list[str]) -> dict[str, Any]:
     return {setting.spec.path: setting.value for setting in [*document.settings, *flags.settings]}
 
 
-def _checkpoint(given: Mapping[str, Any]) -> Stated:
-    stated = read_folder(given)
-    if stated is None:
-        folder = given["checkpoint.load"]
-        raise CheckpointError(f"`load` must hold a checkpoint, but {folder} has none; check the path")
-    return stated
+def _checkpoint(flags: argparse.Namespace, given: Mapping[str, Any]) -> Stated:
+    """Read what `--load` says of its model. Raises MegazeroError if it holds none that can be read."""
+    from megazero.formats.foreign import open_foreign
+    from megazero.inference.job import import_options
+    from megazero.train.resume.saved import read_saved_model
+
+    place = _place(flags, given)
+    if foreign := open_foreign(place.load, import_options(place), place.ckpt_step):
+        with closing(foreign):
+            saved = read_saved_model(foreign.facts, foreign.folder, foreign.shapes)
+            return described_by(saved, given, anew=True)
+    if stated := read_folder(given):
+        return stated
+    raise CheckpointError(f"`load` must hold a checkpoint, but {place.load} has none; check the path")
+
+
+def _place(flags: argparse.Namespace, given: Mapping[str, Any]) -> argparse.Namespace:
+    """The flags of `add_sizes`, by settings (path -> value)."""
+    from megazero.inference.job import add_sizes
+
+    parser = argparse.ArgumentParser()
+    add_sizes(parser)
+    place = parser.parse_args(["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1"])
+    names = {path.rpartition(".")[2]: value for path, value in given.items()}
+    vars(place).update({name: names[name] for name in vars(place) if name in names})
+    place.load, place.trust_pickle = given["checkpoint.load"], flags.trust_pickle
+    return place
 
 
 def _of_training(given: dict[str, Any]) -> list[str]:
@@ -123,7 +149,7 @@ def _of_training(given: dict[str, Any]) -> list[str]:
     return [word for words, paths in lacking.items() if not paths & given.keys() for word in words.split()]
 
 
-def _evaluate(flags: argparse.Namespace, config: Config, content: str) -> None:
+def _evaluate(flags: argparse.Namespace, given: Mapping[str, Any], config: Config, content: str) -> None:
     from megazero.harness.megatron import lambada, wikitext
     from megazero.harness.megatron.windows import score
     from megazero.inference.job import loaded_model
@@ -137,10 +163,8 @@ def _evaluate(flags: argparse.Namespace, config: Config, content: str) -> None:
             f"`--load` must hold a model that reads from left to right for {flags.task}, but its family is "
             f"{config.model.family}; name another"
         )
-    sizes = {name: size for name, size in config.parallel if name.endswith("model_parallel_size")}
-    cp = config.parallel.context_parallel_size
-    place = argparse.Namespace(load=config.checkpoint.load, context_parallel_size=cp, **sizes)
-    with loaded_model(place, Launch.from_environment(), "generate", LanguageModel.of) as (loaded, model):
+    place, launch = _place(flags, given), Launch.from_environment()
+    with loaded_model(place, launch, "generate", LanguageModel.of, replicas=True) as (loaded, model):
         tokenizer, size = build_vocabulary(config).tokenizer, config.batch.micro_batch_size
         assert tokenizer is not None, "a model without a tokenizer was refused"
         scorer = partial(score, model=model, batch_size=size, copies=loaded.context.data)
@@ -152,6 +176,12 @@ def _evaluate(flags: argparse.Namespace, config: Config, content: str) -> None:
             texts, strict = content.split("\n"), flags.strict_lambada
             lines = lambada.report(texts, path, tokenizer.encode, length, scorer, strict=strict)
         if loaded.context.rank == 0:
+            wanted, dtype = given.get("precision.dtype"), model.placement.dtype
+            if wanted and not str(dtype).endswith(wanted.replace("fp", ".float").replace("bf", "bfloat")):
+                print(
+                    f"warning: the model computes in {dtype}, as it was trained, not {wanted}",
+                    file=sys.stderr,
+                )
             figures = f" validation results on {flags.task} | {lines[0]}"
             rule = "-" * (len(figures) + 1)
             print("\n".join([rule, figures, rule, *lines[1:]]))

@@ -41,7 +41,7 @@ def detokenize(text: str, path: str) -> str:
         if isinstance(rule, tuple):
             text = text.replace(*rule)
             continue
-        opening, closing = rule
+        opening, closing = rule[0], rule[1]
         inside = rf"\{opening}\s*([^\{closing}]*?)\s*\{closing}"
         text = re.sub(inside, rf"{opening}\1{closing}", text)
     return text
