@@ -32,12 +32,8 @@ SHAPE = (
 )
 GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file {0}/vocab.json --merge-file {0}/merges.txt"
 WIKI = " = Fox = \n \n The fox , it 's said , jumps @-@ over N dogs . \n"
-TEXTS = [
-    "The fox jumps",
-    "it jumps over",
-    "the dogs over the fox jumps over the dogs, it is said",
-    "fox fox fox fox",
-]
+TEXTS = ["The fox jumps over the", "the dogs", "it jumps over the fox", "a fox jumps", "the fox , dogs"]
+LONG = "the dogs over the fox jumps over the dogs, it is said"
 
 
 def write_gpt2(folder: Path) -> None:
@@ -117,7 +113,8 @@ def test_wikitext(trained, capsys, stride, s):
 def test_lambada(trained, capsys, strict):
     flags = ["--task", "LAMBADA", "--load", f"{trained}/run", *["--strict-lambada"] * strict, "--valid-data"]
     _, line, _, scored, theirs = shown(capsys, *flags, f"{trained}/short.jsonl")
-    right = literal.lambada_correct(*model_and_encode(trained), TEXTS, strict=strict)
+    logits, encode = model_and_encode(trained)
+    right = literal.lambada_correct(logits, TEXTS, encode, strict=strict)
     assert 0 < sum(right) < len(TEXTS)
     assert line == (
         f" validation results on LAMBADA | number correct: {sum(right):.4E} | total examples: "
