@@ -122,11 +122,6 @@ class ProcessGrid:
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
     @property
-    def copies(self) -> int:
-        """The number of whole models that the ranks hold, where ranks of ``cp`` share one."""
-        return self.dp * self.cp * self.tp // math.lcm(self.cp * self.tp, self.ep * self.etp)
-
-    @property
     def world_size(self) -> int:
         return math.prod(self[axis] for axis in _DENSE)
 
@@ -287,6 +282,11 @@ def slice_axes(replicas: str) -> tuple[str, ...]:
     """The axes over which a parameter may be cut if its replicas are the ranks of the group `replicas`."""
     names = numbering(COMMUNICATORS[replicas])
     return tuple(name for name in SLICE_AXES if name in names)
+
+
+def stage_of_one_model(grid: ProcessGrid, sharers: int = 1) -> int:
+    """The ranks of a pipeline stage that compute one model together, with `sharers` of its sequences."""
+    return math.lcm(sharers * grid.tp, grid.ep * grid.etp)
 
 
 def layout_words(grid: ProcessGrid, chunks: int = 1) -> str:

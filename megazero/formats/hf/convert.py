@@ -72,7 +72,7 @@ def convert_from_hf(hf_dir: str | Path, out_dir: str | Path, *, disk: Disk | Non
 
 
 def facts_of(reader: HFReader, tokenizer: TokenizerConfig | None = None) -> dict[str, object]:
-    """What the checkpoint of a Hugging Face model says of it; the tokenizer is the folder's by default."""
+    """The facts of a checkpoint of a Hugging Face model; the tokenizer is the folder's by default."""
     description = reader.description
     tokenizer = tokenizer or TokenizerConfig(**tokenizer_settings(reader.folder, description.vocab_size))
     return {

@@ -15,7 +15,6 @@ from megazero.config.derive import PipelineShape
 from megazero.config.tree.config import Config
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.config.tree.recompute import RecomputeConfig
-from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.config.tree.zero import ZeroConfig
 from megazero.data.tokenizers.base import Tokenizer
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
@@ -24,6 +23,7 @@ from megazero.formats.megatron.reader import ImportOptions
 from megazero.models.batch import Collate, MicroBatch
 from megazero.moe.loads import RouterLoads
 from megazero.mpu.context import ParallelContext, with_whole_sequences
+from megazero.mpu.grid import stage_of_one_model
 from megazero.mpu.group import Group
 from megazero.mpu.launch import Launch, grid_of, join
 from megazero.train.parts.chunks import Chunks, build_chunks, schedule_of
@@ -57,7 +57,6 @@ class Loaded:
         remarks: remarks about checkpoints that were skipped.
         collate: turns a dataset's arrays into micro-batches, without dropout.
         iteration: that of the checkpoint.
-        tokenizer_settings: those that the tokenizer was made from.
     """
 
     context: ParallelContext
@@ -67,7 +66,6 @@ class Loaded:
     remarks: tuple[str, ...]
     collate: Collate[MicroBatch]
     iteration: int = 0
-    tokenizer_settings: TokenizerConfig | None = None
 
     @property
     def sharers(self) -> Group:
@@ -133,16 +131,7 @@ def _load(
     assert vocabulary.tokenizer is not None, "a model without a tokenizer was refused"
     collate = family_of(config.model).samples.collate(config, vocabulary.size, whole, None)
     stage_of = schedule_of(PipelineShape.of(config)).stage_of
-    return Loaded(
-        context,
-        chunks,
-        stage_of,
-        vocabulary.tokenizer,
-        tuple(remarks),
-        collate,
-        iteration,
-        config.tokenizer,
-    )
+    return Loaded(context, chunks, stage_of, vocabulary.tokenizer, tuple(remarks), collate, iteration)
 
 
 def load_chunks(
@@ -203,10 +192,11 @@ def _config_of(saved: SavedModel, launch: Launch, sizes: AxisSizes, folder: str,
         expert_model_parallel_size=sizes.expert,
     )
     grid = grid_of(parallel, launch.world_size)
-    if not sizes.replicas and (copies := grid.copies) > 1:
+    one = grid.pp * stage_of_one_model(grid, grid.cp)
+    if not sizes.replicas and grid.world_size > one:
         raise ConfigError(
-            f"`world size` must be {grid.world_size // copies} for one model of these parallel sizes, but is "
-            f"{grid.world_size}; `megazero {verb}` has no use for {copies} copies, so start fewer ranks"
+            f"`world size` must be {one} for one model of these parallel sizes, but is {grid.world_size}; "
+            f"`megazero {verb}` has no use for more, so start fewer ranks"
         )
     # Without padding of the vocabulary, which only training needs.
     model = config.model.model_copy(update={"make_vocab_size_divisible_by": 1, "pad_vocab_size_to": None})
