@@ -151,7 +151,7 @@ def _of_training(given: dict[str, Any]) -> list[str]:
 
 def _evaluate(flags: argparse.Namespace, given: Mapping[str, Any], config: Config, content: str) -> None:
     from megazero.harness.megatron import lambada, wikitext
-    from megazero.harness.megatron.windows import score
+    from megazero.harness.scoring import Scorer
     from megazero.inference.job import loaded_model
     from megazero.models.language_model import LanguageModel
     from megazero.mpu.launch import Launch
@@ -165,16 +165,16 @@ def _evaluate(flags: argparse.Namespace, given: Mapping[str, Any], config: Confi
         )
     place, launch = _place(flags, given), Launch.from_environment()
     with loaded_model(place, launch, "generate", LanguageModel.of, replicas=True) as (loaded, model):
-        tokenizer, size = build_vocabulary(config).tokenizer, config.batch.micro_batch_size
+        tokenizer, length = build_vocabulary(config).tokenizer, config.model.seq_length
         assert tokenizer is not None, "a model without a tokenizer was refused"
-        scorer = partial(score, model=model, batch_size=size, copies=loaded.context.data)
-        length, path = config.model.seq_length, flags.valid_data[0]
+        row = config.batch.micro_batch_size * length
+        scorer, path = Scorer(model, loaded.context, max_length=length, tokens=row), flags.valid_data[0]
         if flags.task == WIKITEXT:
-            spans = length, max(1, flags.overlapping_eval or length)
-            lines = wikitext.report(content, path, tokenizer, spans, scorer)
+            stride = max(1, flags.overlapping_eval or length)
+            lines = wikitext.report(content, path, tokenizer, stride, scorer)
         else:
             texts, strict = content.split("\n"), flags.strict_lambada
-            lines = lambada.report(texts, path, tokenizer.encode, length, scorer, strict=strict)
+            lines = lambada.report(texts, path, tokenizer, scorer, strict=strict)
         if loaded.context.rank == 0:
             wanted, dtype = given.get("precision.dtype"), model.placement.dtype
             if wanted and not str(dtype).endswith(wanted.replace("fp", ".float").replace("bf", "bfloat")):

@@ -6,37 +6,43 @@ import json
 import math
 from collections.abc import Callable, Sequence
 
+from megazero.data.tokenizers.base import Tokenizer
 from megazero.errors import DataError
-from megazero.harness.megatron.windows import Scorer, Window
+from megazero.harness.scoring import Scorer
+from megazero.harness.text import HarnessTokenizer
 
 Encode = Callable[[str], list[int]]
 """Text to ids."""
+Split = tuple[list[int], list[int]]
+"""The tokens of a text: its context, and those that count."""
 
 
 def report(
-    lines: Sequence[str], path: str, encode: Encode, length: int, score: Scorer, *, strict: bool
+    lines: Sequence[str], path: str, tokenizer: Tokenizer, scorer: Scorer, *, strict: bool
 ) -> list[str]:
     """Evaluate the texts of a file; returns Megatron's figures, the count of tokens, the harness's figures.
 
     Every rank calls this. All tokens of the last word must be right if `strict`, else the last token. A text
-    of more than `length` + 1 tokens, which stops Megatron, loses its beginning.
+    that is too long for the model, which stops Megatron, loses its beginning.
 
     Raises DataError if a line has no usable `text`.
     """
-    texts = read_texts(lines, path)
-    whole = [last_word(text, encode) if strict else Window(encode(text), 1) for text in texts]
-    scores = score([fitted(window, length, path) for window in whole])
-    theirs = score([fitted(harness_window(text, encode), length, path) for text in texts])
-    examples, correct = len(texts), int((scores[:, 1] == 0).sum())
-    cut = sum(len(window.tokens) > length + 1 for window in whole)
+    texts, most = read_texts(lines, path), scorer.max_length + 1
+    splits = [
+        last_word(text, tokenizer.encode) if strict else last_token(text, tokenizer.encode) for text in texts
+    ]
+    examples, correct = len(texts), sum(score.greedy for score in scorer.score(splits))
+    cut = sum(len(context) + len(counted) > most for context, counted in splits)
+    theirs = scorer.score([harness_split(text, HarnessTokenizer(tokenizer).encode) for text in texts])
+    # The harness's perplexity is of words: the mean is over texts, not over tokens.
+    mean = -sum(score.logprob for score in theirs) / examples
     return [
         f"number correct: {correct:.4E} | total examples: {examples:.4E} | avg accuracy: "
         f"{correct / examples:.4E}",
-        f"scored {sum(window.counted for window in whole):,} tokens of {examples:,} texts, each once"
-        + (f"; the beginning of {cut:,} was cut, to {length + 1} tokens" if cut else ""),
-        # The harness's perplexity is of words: the mean is over texts, not over tokens.
-        f"by lm-evaluation-harness: acc: {(theirs[:, 1] == 0).mean():.6g}, perplexity: "
-        f"{math.exp(min(700, theirs[:, 0].mean())):.6g}",
+        f"scored {sum(len(counted) for _, counted in splits):,} tokens of {examples:,} texts, each once"
+        + (f"; the beginning of {cut:,} was cut, to {most} tokens" if cut else ""),
+        f"by lm-evaluation-harness: acc: {sum(score.greedy for score in theirs) / examples:.6g}, perplexity: "
+        f"{math.exp(min(700, mean)):.6g}",
     ]
 
 
@@ -62,27 +68,19 @@ def read_texts(lines: Sequence[str], path: str) -> list[str]:
     return texts
 
 
-def last_word(text: str, encode: Encode) -> Window:
-    """Megatron's strict window of a text: its last word counts, encoded apart from what is before."""
+def last_token(text: str, encode: Encode) -> Split:
+    """Megatron's loose split of a text: its last token counts."""
+    ids = encode(text)
+    return ids[:-1], ids[-1:]
+
+
+def last_word(text: str, encode: Encode) -> Split:
+    """Megatron's strict split of a text: its last word counts, encoded apart from what is before."""
     word = text.split()[-1]
-    label = encode(f" {word}")
-    return Window([*encode(text[: text.rfind(word)].strip()), *label], len(label))
+    return encode(text[: text.rfind(word)].strip()), encode(f" {word}")
 
 
-def harness_window(text: str, encode: Encode) -> Window:
-    """The window of lm-evaluation-harness: what follows the last blank counts, encoded with the rest."""
-    ids, before = encode(text), text.rpartition(" ")[0]
-    return Window(ids, len(ids) - len(encode(before.rstrip())))
-
-
-def fitted(window: Window, length: int, path: str) -> Window:
-    """Cut tokens at a window's front until it predicts at most `length`.
-
-    Raises DataError if tokens that count would go, or if the first of all tokens counts.
-    """
-    if not 0 < window.counted <= min(length, len(window.tokens) - 1):
-        raise DataError(
-            f"`text` must have a token before those that count, and at most {length} of these, but one in "
-            f"{path} has {len(window.tokens)} tokens, of which {window.counted} count; take it out"
-        )
-    return Window(window.tokens[-length - 1 :], window.counted)
+def harness_split(text: str, encode: Encode) -> Split:
+    """The split of lm-evaluation-harness: what follows the last blank counts, encoded with the rest."""
+    ids, before = encode(text), len(encode(text.rpartition(" ")[0].rstrip()))
+    return ids[:before], ids[before:]

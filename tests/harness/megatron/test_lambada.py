@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import DataError
-from megazero.harness.megatron.lambada import fitted, harness_window, last_word, read_texts, report
-from megazero.harness.megatron.windows import Window
+from megazero.harness.megatron.lambada import harness_split, last_token, last_word, read_texts, report
+from megazero.harness.scoring import Score
 from tests.tables import over_table
+
+BYTES = build_tokenizer(TokenizerSpec("ByteLevelTokenizer"))
 
 
 def encode(text: str) -> list[int]:
@@ -25,26 +27,25 @@ def encode(text: str) -> list[int]:
     ],
 )
 def test_the_last_word_is_encoded_apart(text, context, label):
-    assert last_word(text, encode) == Window(encode(context + label), len(label))
+    assert last_word(text, encode) == (encode(context), encode(label))
+
+
+def test_the_last_token_alone():
+    assert last_token("ab c", encode) == (encode("ab "), encode("c"))
 
 
 @over_table(
-    ("text", "label"), [("to be or not", " not"), ("to be  or", "  or"), ("to be ", " "), ("a b\n", " b\n")]
+    ("text", "context", "label"),
+    [
+        ("to be or not", "to be or", " not"),
+        ("to be  or", "to be", "  or"),
+        ("to be ", "to be", " "),
+        ("a b\n", "a", " b\n"),
+    ],
 )
-def test_the_harness_encodes_it_with_what_is_before(text, label):
+def test_the_harness_encodes_it_with_what_is_before(text, context, label):
     """Blanks at the end of the context belong to the continuation."""
-    assert harness_window(text, encode) == Window(encode(text), len(label))
-
-
-def test_a_long_text_loses_its_beginning():
-    assert fitted(Window(range(9), 2), 8, "f") == Window(range(9), 2)
-    assert fitted(Window(range(10), 2), 8, "f") == Window(range(1, 10), 2)
-
-
-@over_table(("tokens", "counted"), [(1, 1), (3, 3), (20, 9), (3, 0)])
-def test_what_cannot_be_scored(tokens, counted):
-    with pytest.raises(DataError, match=f"one in f has {tokens} tokens, of which {counted} count"):
-        fitted(Window(range(tokens), counted), 8, "f")
+    assert harness_split(text, encode) == (encode(context), encode(label))
 
 
 @over_table(
@@ -65,20 +66,32 @@ def test_bad_lines(lines, words):
     assert words in str(raised.value)
 
 
+class Scores:
+    """Finds the first and the last text right."""
+
+    max_length = 16
+
+    def __init__(self):
+        self.asked: list[list[str]] = []
+
+    def score(self, pairs):
+        self.asked.append([bytes(counted).decode() for _, counted in pairs])
+        return [Score(-1.0, True), Score(-2.0, False), Score(-6.0, True)]
+
+
 def test_figures_by_hand():
     """Two of three texts are right; the harness's perplexity is e to the mean of summed losses."""
-    asked = []
-
-    def scores(windows):
-        asked.append([window.counted for window in windows])
-        return np.array([[1.0, 0], [2.0, 3], [6.0, 0]])
-
-    lines = ['{"text": "to be"}', '{"text": "or not to"}', '{"text": "be that is the question"}']
-    shown = report(lines, "f", encode, 16, scores, strict=True)
-    assert asked == [[3, 3, 9], [3, 3, 9]]
+    scorer, lines = (
+        Scores(),
+        ['{"text": "to be"}', '{"text": "or not to"}', '{"text": "be that is the question"}'],
+    )
+    shown = report(lines, "f", BYTES, scorer, strict=True)
+    assert scorer.asked == [[" be", " to", " question"]] * 2
     assert shown == [
         "number correct: 2.0000E+00 | total examples: 3.0000E+00 | avg accuracy: 6.6667E-01",
         "scored 15 tokens of 3 texts, each once; the beginning of 1 was cut, to 17 tokens",
         "by lm-evaluation-harness: acc: 0.666667, perplexity: 20.0855",
     ]
-    assert report(lines, "f", encode, 99, scores, strict=False)[1] == "scored 3 tokens of 3 texts, each once"
+    shown = report(lines, "f", BYTES, scorer, strict=False)
+    assert scorer.asked[2] == ["e", "o", "n"]
+    assert shown[1] == "scored 3 tokens of 3 texts, each once; the beginning of 1 was cut, to 17 tokens"

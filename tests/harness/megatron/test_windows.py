@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -10,22 +9,18 @@ import pytest
 import torch
 
 from megazero.config.derive import PipelineShape
-from megazero.errors import NumericsError
-from megazero.harness.megatron.wikitext import overlapping, rolling
-from megazero.harness.megatron.windows import Window, score
+from megazero.harness.megatron.wikitext import overlapping
+from megazero.harness.scoring import Scorer
 from megazero.inference.staged import StagedModel
 from megazero.models.batch import Batch
 from megazero.models.gpt import GPT
-from megazero.mpu.context import thread_context
-from megazero.mpu.solo_group import SoloGroup
+from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.parts.chunks import build_chunks, schedule_of
 from megazero.train.parts.vocabulary import Vocabulary
 from tests.harness.megatron import literal
 from tests.inference.test_text import byte_model
 from tests.layouts.layout import SEQUENCE, VOCABULARY, Layout
-
-ALONE = SoloGroup("data", 0)
 
 
 def logits_of(model: GPT) -> literal.Logits:
@@ -47,9 +42,9 @@ def test_each_target_counts_once_after_the_tokens_of_megatrons_window():
                 if counts
             }
             ours = [
-                (window.tokens[j], window.tokens[:j])
-                for window in overlapping(tokens, s, o)
-                for j in range(len(window.tokens) - window.counted, len(window.tokens))
+                (target, [*context, *counted[:place]])
+                for context, counted in overlapping(tokens, s, o)
+                for place, target in enumerate(counted)
             ]
             assert sorted(theirs) == [target for target, _ in sorted(ours)] == tokens[1:]
             assert dict(ours) == theirs
@@ -62,55 +57,32 @@ def test_windows_of_padding_alone_are_skipped():
     assert len(list(overlapping(tokens, 1024, 32))) == 313 - 31
 
 
-def test_the_harness_cuts_the_same_windows():
-    utils = pytest.importorskip("lm_eval.utils")
-    for n, s in product(range(1, 40), (1, 2, 3, 8, 13)):
-        pairs = map(utils.make_disjoint_window, utils.get_rolling_token_windows(list(range(n)), -1, s, 1))
-        ours = [
-            (list(w.tokens[: len(w.tokens) - w.counted]), list(w.tokens[-w.counted :]))
-            for w in rolling(range(n), -1, s)
-        ]
-        assert ours == [(list(context), list(continuation)) for context, continuation in pairs]
-
-
 @pytest.mark.parametrize(("s", "o"), [(12, 1), (12, 5), (12, 12), (7, 6)])
 def test_scores_are_the_literal_ones(s, o):
     model, draw = byte_model(), np.random.default_rng(s + o)
-    staged = StagedModel.whole(model)
+    scorer = Scorer(StagedModel.whole(model), solo_context(), max_length=s)
     for n in (2, s, s + 1, s + 2, 3 * s, 3 * s + 1, 3 * s + 2):
         tokens = draw.integers(0, 257, n).tolist()
         want = literal.loss(logits_of(model), literal.windows(tokens, s, o, 256))
-        scores = score(list(overlapping(tokens, s, o)), staged, batch_size=3, copies=ALONE)
-        assert scores[:, 0].sum() == pytest.approx(want, rel=1e-6)
+        scores = scorer.score(list(overlapping(tokens, s, o)))
+        assert -sum(score.logprob for score in scores) == pytest.approx(want, rel=1e-6)
 
 
 def test_megatron_and_the_harness_agree_where_their_rules_do():
     """Without overlap, on a document that the harness's first token begins and whose windows are all full."""
-    model, s = byte_model(), 9
+    s = 9
+    scorer = Scorer(StagedModel.whole(byte_model()), solo_context(), max_length=s)
     tokens = np.random.default_rng(0).integers(0, 256, 4 * s).tolist()
-    scorer = partial(score, model=StagedModel.whole(model), batch_size=2, copies=ALONE)
-    theirs = scorer(list(overlapping([256, *tokens], s, s)))
-    np.testing.assert_allclose(theirs, scorer(list(rolling(tokens, 256, s))), rtol=1e-6)
-    # The last of a shorter one has more context in the harness.
-    short = [
-        scorer(list(w))[-1, 0] for w in (overlapping([256, *tokens[:-4]], s, s), rolling(tokens[:-4], 256, s))
-    ]
-    assert short[0] != pytest.approx(short[1], rel=1e-3)
 
+    def both(tokens: list[int]) -> list[float]:
+        megatron = sum(score.logprob for score in scorer.score(list(overlapping([256, *tokens], s, s))))
+        return [megatron, *scorer.rolling([tokens], 256)]
 
-def test_only_what_counts_must_be_most_likely():
-    model = byte_model()
-    row = [5, 7]
-    for _ in range(4):
-        row.append(int(logits_of(model)(torch.tensor(row))[-1].argmax()))
-    wrong = [*row[:-1], (row[-1] + 1) % 257]
-    scores = score(
-        [Window(row, 4), Window(row, 5), Window(wrong, 2), Window(wrong[:-1], 1)],
-        StagedModel.whole(model),
-        batch_size=4,
-        copies=ALONE,
-    )
-    assert scores[:, 1].tolist() == [0, 1, 1, 0]
+    megatron, harness = both(tokens)
+    assert megatron == pytest.approx(harness, rel=1e-6)
+    # The last window of a shorter one has more context in the harness.
+    megatron, harness = both(tokens[:-4])
+    assert megatron != pytest.approx(harness, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -130,27 +102,21 @@ def test_any_layout_scores_each_window_once(settings):
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, 150).tolist()
     windows = list(overlapping(tokens, SEQUENCE, 7))
 
-    def scores(layout: Layout) -> list[np.ndarray]:
+    def scores(layout: Layout) -> list[list[float]]:
         world, config = ThreadWorld(layout.world_size), layout.config()
 
-        def work(rank: int) -> np.ndarray:
+        def work(rank: int) -> list[float]:
             context = thread_context(world, layout.grid, rank)
             chunks = build_chunks(
                 config, Vocabulary(VOCABULARY, 64, None, None), context, torch.device("cpu")
             )
-            stage_of = schedule_of(PipelineShape.of(config)).stage_of
-            return score(windows, StagedModel(chunks, stage_of, context.pp), 3, context.data)
+            model = StagedModel(chunks, schedule_of(PipelineShape.of(config)).stage_of, context.pp)
+            scorer = Scorer(model, context, max_length=SEQUENCE, tokens=3 * SEQUENCE)
+            return [score.logprob for score in scorer.score(windows)]
 
         return world.run(work)
 
     (alone,) = scores(layout.serial)
     for spread in scores(layout):
         np.testing.assert_allclose(spread, alone, rtol=1e-5)
-    assert len(windows) % (3 * layout.grid.dp) != 0
-
-
-def test_a_model_that_is_damaged():
-    model = byte_model()
-    next(model.parameters()).data.fill_(float("nan"))
-    with pytest.raises(NumericsError, match="`loss` must be finite"):
-        score([Window([1, 2], 1)], StagedModel.whole(model), 1, ALONE)
+    assert len(windows) == 20  # in packs of three, which two or three copies do not share evenly
