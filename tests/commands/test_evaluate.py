@@ -22,9 +22,11 @@ from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.pretraining import pretrain
 from megazero.train.resume.trained import load_for_inference
 from tests.config.compat.launch_lines import read_lines
+from tests.formats.hf.samples import LLAMA, config_for, their_tensors, write_folder
 from tests.harness.megatron import literal
 from tests.harness.megatron.test_windows import logits_of
 from tests.tables import over_table
+from tests.train.test_foreign import write_megatron
 
 SHAPE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 40 --max-position-embeddings 40 "
@@ -277,3 +279,30 @@ def test_a_fine_tuning_runs(tmp_path, capsys):
     assert cli.main(["evaluate", *flags.split()]) == 0
     assert "accuracy" in capsys.readouterr().out
     assert torch.is_grad_enabled()
+
+
+def test_folders_of_other_libraries(tmp_path, capsys):
+    """Megatron's and Hugging Face's load as they are, and contradictions are named."""
+    tokenizers = pytest.importorskip("tokenizers")
+    write_megatron(tmp_path / "megatron")
+    write_folder(tmp_path / "hf", config_for(LLAMA), their_tensors(LLAMA))
+    vocab = {"<unk>": 0, "</s>": 1, **{word: i for i, word in enumerate(["the", "fox", "jumps", "over"], 2)}}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "hf/tokenizer.json"))
+    (tmp_path / "wiki").write_text("the fox jumps over the fox " * 5)
+    task = f"--task WIKITEXT103 --valid-data {tmp_path}/wiki --overlapping-eval 4 --seq-length 16"
+    theirs = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/hf --vocab-size 101"
+    megatron = f"{task} --load {tmp_path}/megatron {theirs} --num-layers 4 --num-attention-heads 4 --swiglu"
+    for line in (f"{megatron} --trust-pickle", f"{task} --load {tmp_path}/hf"):
+        figures, _, scored = shown(capsys, *line.split())[1:4]
+        assert figures.endswith("| token ratio: 1.0 |")
+        assert scored == "scored 29 tokens, each once, in 5 windows"
+    for line, words in (
+        (megatron, "`--trust-pickle` must be given"),
+        (f"{megatron} --trust-pickle --normalization LayerNorm", "`--normalization` must be what "),
+        (f"{task} --load {tmp_path}/hf --hidden-size 32", "`--hidden-size` must be what "),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["evaluate", *line.split()])
+        assert words in capsys.readouterr().err
