@@ -122,6 +122,11 @@ class ProcessGrid:
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
     @property
+    def copies(self) -> int:
+        """The number of whole models that the ranks hold, where ranks of ``cp`` share one."""
+        return self.dp * self.cp * self.tp // math.lcm(self.cp * self.tp, self.ep * self.etp)
+
+    @property
     def world_size(self) -> int:
         return math.prod(self[axis] for axis in _DENSE)
 
