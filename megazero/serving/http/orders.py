@@ -139,7 +139,8 @@ def make_orders(
 
 def fitting(service: Service, prompt: Prompt, max_tokens: int | None) -> int:
     """The most tokens of a choice. Raises Refusal if the prompt and they are longer than the context."""
-    longest, size = service.engine.limits.max_length, len(prompt.ids)
+    limits, size = service.engine.limits, len(prompt.ids)
+    longest = min(limits.max_length, limits.pages * limits.page)
     new = max(1, longest - size) if max_tokens is None else max_tokens
     if size + new > longest:
         raise Refusal(
