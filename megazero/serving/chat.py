@@ -53,7 +53,7 @@ class ChatTemplate:
             variables: what else the template is given.
             prompt: begin the assistant's turn.
             resume: leave the last message open instead, to be continued.
-            special: let the tokenizer add its special tokens to those of the template.
+            special: let the tokenizer add its special tokens; a first one that the template wrote too is not doubled.
 
         Raises:
             DataError: there is no template, or it refuses the messages.
@@ -79,4 +79,5 @@ class ChatTemplate:
                 raise
             why = str(error)[:200] or type(error).__name__
             raise DataError(f"the chat template must accept the messages, but refuses them: {why}") from error
-        return ids
+        begin = self._tokenizer.bos_token_id
+        return ids[1:] if ids[:2] == [begin, begin] else ids

@@ -15,6 +15,7 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from megazero.errors import printable
 from megazero.serving.http.answering import Answering, ClientGone
 from megazero.serving.http.body import read_body
 from megazero.serving.http.fields import Refusal, parse
@@ -90,7 +91,9 @@ def make_app(service: Service, terminate: Callable[[], None] | None = None) -> A
         *([] if terminate is None else [Route("/terminate", end, methods=["POST"])]),
     ]
     handlers = {Refusal: _refused, HTTPException: _no_such_path, ClientGone: _gone, ClientDisconnect: _gone}
-    return Gate(Starlette(routes=routes, exception_handlers={**handlers, Exception: _failed}), service)
+    app = Starlette(routes=routes, exception_handlers={**handlers, Exception: _failed})
+    app.router.redirect_slashes = False
+    return Gate(app, service)
 
 
 class Gate:
@@ -125,7 +128,7 @@ class Gate:
         finally:
             prompt, made = state.get("tokens", (0, 0))
             milliseconds = 1000 * (time.monotonic() - began)
-            path = scope["path"].encode("ascii", "backslashreplace").decode()[:80]
+            path = printable(scope["path"], kept="")[:80]
             text = "%s %s %s %d %.0f ms, %d tokens in, %d out"
             client = (scope.get("client") or ("-",))[0]
             LOG.info(text, client, scope["method"], path, status, milliseconds, prompt, made)

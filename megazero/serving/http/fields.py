@@ -94,13 +94,11 @@ class Field:
 
     @property
     def _range(self) -> str:
-        what = "of {} characters" if self.kind == "strings" else "{}"
-        if math.isinf(self.high):
-            return what.format(f"at least {self.low:g}")
-        return what.format(f"from {self.low:g} to {self.high:g}")
+        if self.kind == "strings":
+            return f"of {self.low:g} to {self.high:g} characters"
+        return f"from {self.low:g} to {self.high:g}"
 
 
-_N = Field("n", "integer", 1, 128, 1)
 _SAMPLING = (
     Field("model", "string"),
     Field("max_tokens", "integer", 0, 1 << 31),
@@ -126,7 +124,7 @@ _SAMPLING = (
     Field("prompt_logprobs", "integer", 0, 20),
     Field("return_tokens_as_token_ids", "boolean", default=False),
     Field("cache_salt", "string", default=""),
-    _N,
+    Field("n", "integer", 1, 128, 1),
 )
 COMPLETIONS = (
     *_SAMPLING,

@@ -21,7 +21,7 @@ from megazero.serving.http.service import Service
 from megazero.serving.http.shapes import Scored, echoed
 
 _FIELDS = (
-    Field("prompts", "strings", 0),
+    Field("prompts", "strings", 0, 1 << 31),
     Field("tokens_to_generate", "integer", 0, 1 << 31, 64),
     Field("logprobs", "boolean", default=False),
     Field("top_n_logprobs", "integer", 0, 20, 0),
@@ -36,7 +36,7 @@ _FIELDS = (
     Field("prevent_newline_after_colon", "boolean", default=False),
     Field("random_seed", "integer", -1, (1 << 62) - 1, -1),
     Field("stop_token", "integer", 0, 1 << 31),
-    Field("length_penalty", "number", default=1.0),
+    Field("length_penalty", "number", 1, 1, 1.0),
 )
 _ABSENT = ("max_len", "sentences", "beam_width", "top_p_decay", "top_p_bound", "prevent_newline_after_colon")
 _MOST_PROMPTS = 128

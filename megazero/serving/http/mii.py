@@ -12,7 +12,7 @@ from megazero.serving.http.orders import Order, Prompt, fitting, make_orders, re
 from megazero.serving.http.service import Service
 
 KEYWORDS = (
-    Field("prompts", "strings", 0),
+    Field("prompts", "strings", 0, 1 << 31),
     Field("max_length", "integer", 1, 1 << 31, 1024),
     Field("max_new_tokens", "integer", 1, 1 << 31),
     Field("min_new_tokens", "integer", 0, 1 << 31, 0),

@@ -68,7 +68,8 @@ class Endpoints:
         if best_of > count and values["stream"]:
             raise Refusal("`best_of` must be `n` in a stream, which cannot choose", "best_of")
         special = values["add_special_tokens"]
-        prompts = await asyncio.to_thread(read_prompts, self.service, values["prompt"] or "", special=special)
+        given = "" if values["prompt"] is None else values["prompt"]
+        prompts = await asyncio.to_thread(read_prompts, self.service, given, special=special)
         scored = self._scored(values, values["logprobs"])
         echoed_scores = scored.best if values["echo"] else None
         orders = make_orders(
