@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,14 +33,21 @@ _LEVELS = ("debug", "info", "warning", "error")
 def build_parser() -> argparse.ArgumentParser:
     """Build a parser of the flags, which have the names of vLLM's."""
     parser = argparse.ArgumentParser(
-        prog="megazero serve", description="Answer OpenAI's, Megatron's and MII's requests with a trained model."
+        prog="megazero serve",
+        description="Answer OpenAI's, Megatron's and MII's requests with a trained model.",
     )
-    parser.add_argument("load", metavar="FOLDER", help="a checkpoint, or a folder of Hugging Face or Megatron")
+    parser.add_argument(
+        "load", metavar="FOLDER", help="a checkpoint, or a folder of Hugging Face or Megatron"
+    )
     add_sizes(parser)
     where = parser.add_argument_group("where, and who may ask")
     where.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1)")
-    where.add_argument("--port", type=int, default=8000, help="port to listen at (default 8000; 0: a free one)")
-    where.add_argument("--api-key", help=f"token that requests must bring (default: the variable {_KEY}, if set)")
+    where.add_argument(
+        "--port", type=int, default=8000, help="port to listen at (default 8000; 0: a free one)"
+    )
+    where.add_argument(
+        "--api-key", help=f"token that requests must bring (default: the variable {_KEY}, if set)"
+    )
     where.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names of the model (default: the folder's)"
     )
@@ -55,7 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="/health fails if a rank has not answered for so long (default 15)",
     )
     what = parser.add_argument_group("how much at once")
-    what.add_argument("--max-model-len", type=int, help="tokens of a request (default: the model's positions)")
+    what.add_argument(
+        "--max-model-len", type=int, help="tokens of a request (default: the model's positions)"
+    )
     memory = what.add_mutually_exclusive_group()
     memory.add_argument("--kv-pages", type=int, help="pages of keys and values")
     memory.add_argument(
@@ -63,7 +71,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     what.add_argument("--page-size", type=int, default=32, help="positions of a page (default 32)")
     what.add_argument("--max-num-seqs", type=int, default=64, help="requests in a step (default 64)")
-    what.add_argument("--max-num-batched-tokens", type=int, default=512, help="tokens in a step (default 512)")
+    what.add_argument(
+        "--max-num-batched-tokens", type=int, default=512, help="tokens in a step (default 512)"
+    )
     what.add_argument("--max-queue", type=int, default=1024, help="requests that may wait (default 1024)")
     what.add_argument(
         "--batch-invariant",
@@ -139,7 +149,7 @@ def _limits(flags: argparse.Namespace, model: StagedModel[Any]) -> EngineLimits:
 def make_service(
     folder: str, tokenizer: Tokenizer, engine: Engine, settings: HttpSettings, template: str | None = None
 ) -> Service:
-    """What answers requests for the model of a folder.
+    """Return the service for the model of a folder.
 
     Args:
         template: the file of a chat template; None for the tokenizer's own.
@@ -157,11 +167,10 @@ def make_service(
     return Service(
         engine,
         TokenTexts(tokenizer),
+        settings,
         end_ids=frozenset(ends | (_ends_beside(Path(folder), tokenizer.vocab_size) if foreign else set())),
         first_ids=first_ids(tokenizer) if foreign else (),
         template=None if source is None else ChatTemplate(str(source), template),
-        settings=settings,
-        since_answer=lambda: time.monotonic() - engine.answered,
     )
 
 
@@ -185,7 +194,9 @@ def first_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
         return ()
     processor = tokenizer.definition().get("post_processor") or {}
     steps = processor.get("processors", [processor])
-    template = next((step for step in steps if step.get("type") == "TemplateProcessing"), {"single": []})
+    template: dict[str, Any] = next(
+        (step for step in steps if step.get("type") == "TemplateProcessing"), {"single": []}
+    )
     ids: list[int] = []
     for part in template["single"]:
         if "Sequence" in part:

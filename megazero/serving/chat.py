@@ -65,15 +65,14 @@ class ChatTemplate:
                 "/v1/completions, or give a template by `--chat-template` or the field `chat_template`"
             )
         try:
-            text: str = self._tokenizer.apply_chat_template(
+            text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
-                **dict(variables),
-                **{} if template is None else {"chat_template": template},
+                **{**variables, **({} if template is None else {"chat_template": template})},
                 tokenize=False,
                 add_generation_prompt=prompt,
                 continue_final_message=resume,
             )
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
+            ids: list[int] = self._tokenizer.encode(str(text), add_special_tokens=special)
         except BaseException as error:
             if not is_failure(error):
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from megazero.serving.engine import Counters, EngineLimits, QueueFullError
@@ -28,7 +29,9 @@ class FakeEngine:
     Log-probabilities are -0.5 for the drawn token and -1.5, -2.5, ... for the ids above it.
     """
 
-    def __init__(self, script: Script = repeated, limits: EngineLimits | None = None, *, paused: bool = False):
+    def __init__(
+        self, script: Script = repeated, limits: EngineLimits | None = None, *, paused: bool = False
+    ):
         self.script = script
         self.limits = limits or EngineLimits(
             max_length=256, pages=64, page=16, tokens_per_step=64, max_running=8, max_waiting=64
@@ -38,6 +41,7 @@ class FakeEngine:
         self.go = threading.Event()
         self.vocabulary = 257
         self.preempted = self.made = self.read = 0
+        self.answered = time.monotonic()
         self.fails_after: int | None = None
         self._live: dict[int, tuple[Wanted, Listener, int]] = {}
         self._lock, self._ends = threading.Lock(), False

@@ -10,7 +10,9 @@ from tests.data.conversations.templates import CHATML
 from tests.data.conversations.tokenizer import byte_level, write_folder
 
 
-def llama_folder(folder: Path, *, template: str | None = CHATML, hidden: int = 32, positions: int = 256) -> Path:
+def llama_folder(
+    folder: Path, *, template: str | None = CHATML, hidden: int = 32, positions: int = 256
+) -> Path:
     """Write a Llama of two layers whose drawn tokens differ; `hidden` is its width."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -31,6 +33,8 @@ def llama_folder(folder: Path, *, template: str | None = CHATML, hidden: int = 3
         tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config).float()
-    model.generation_config.eos_token_id = [tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|eot_id|>")]
+    model.generation_config.eos_token_id = [
+        tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|eot_id|>")
+    ]
     model.save_pretrained(folder)
     return folder

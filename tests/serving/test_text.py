@@ -143,7 +143,9 @@ def test_templates_special_tokens_are_special_too(kinds):
     assert {texts.name(i) for i in texts.special} >= {"<|im_start|>", "<|eot_id|>", "</s>"}
 
 
-def pieces(ids: list[int], rule: StopRule, texts: TokenTexts = BYTES, **options) -> tuple[list[str], ChoiceText]:
+def pieces(
+    ids: list[int], rule: StopRule, texts: TokenTexts = BYTES, **options
+) -> tuple[list[str], ChoiceText]:
     """The text of each piece until the choice ends."""
     choice = ChoiceText(Decoder(texts, **options), rule, texts.special)
     got: list[Piece] = []

@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from megazero.errors import MegazeroError
+from megazero.serving.engine import QueueFullError
 from megazero.serving.http.fields import Refusal
 from megazero.serving.http.orders import Order
 from megazero.serving.http.service import Service
 from megazero.serving.text import ChoiceText, Decoder, Piece, Shown
-from megazero.serving.engine import QueueFullError
 from megazero.serving.wanted import Ended, Event, Listener, PromptScores, Token
 
 _LOOK = 0.25  # seconds between looks whether the client is still there
+
+
+_NO_PIECE = Piece()
 
 
 class ClientGone(Exception):
@@ -29,7 +32,7 @@ class Update:
     """News of a choice. reason: why it has ended; None while it goes on."""
 
     index: int
-    piece: Piece = Piece()
+    piece: Piece = _NO_PIECE
     scores: PromptScores | None = None
     reason: str | None = None
 
@@ -87,7 +90,10 @@ class Answering:
         loop = asyncio.get_running_loop()
 
         def listener(index: int) -> Listener:
-            return lambda event: loop.call_soon_threadsafe(self._queue.put_nowait, (index, event)) and None
+            def put(event: Event) -> None:
+                loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
+
+            return put
 
         try:
             self._tickets = service.engine.submit(
@@ -106,7 +112,7 @@ class Answering:
         return sum(text.count for text in self.texts)
 
     async def updates(self, pause: float) -> AsyncIterator[Update | None]:
-        """What happens, until all choices have ended; None after each `pause` seconds without news.
+        """Give what happens, until all choices have ended; None after each `pause` seconds without news.
 
         Choices that are open when the caller leaves are cancelled.
 

@@ -38,7 +38,7 @@ def make_app(service: Service, terminate: Callable[[], None] | None = None) -> A
         return FileResponse(_PAGE, media_type="text/html; charset=utf-8")
 
     async def health(request: Request) -> Response:
-        late = service.since_answer()
+        late = time.monotonic() - service.engine.answered
         if late > service.settings.patience:
             raise Refusal(f"all ranks must answer, but have not for {late:.0f} s", status=503)
         return JSONResponse({"status": "draining" if service.draining else "ok"})
@@ -62,7 +62,9 @@ def make_app(service: Service, terminate: Callable[[], None] | None = None) -> A
         for row in rows:
             if row["id"] == wanted:
                 return JSONResponse(row)
-        raise Refusal(f"the model `{wanted}` must be served, but is not", "model", status=404, code="model_not_found")
+        raise Refusal(
+            f"the model `{wanted}` must be served, but is not", "model", status=404, code="model_not_found"
+        )
 
     async def megatron(request: Request) -> Response:
         return await api(service, request)

@@ -20,7 +20,7 @@ async def read_body(request: Request, settings: HttpSettings) -> bytes:
                 break
     if max(expected, len(content)) > settings.body_limit:
         raise Refusal(
-            f"the body must have at most {settings.body_limit} bytes, but has more; send fewer prompts at a time",
+            f"the body must have at most {settings.body_limit} bytes, but has more; send fewer prompts",
             status=413,
             code="request_too_large",
         )

@@ -61,7 +61,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a request: its type, the least and the largest value (of strings: characters), its default."""
+    """A field of a request: its type, least and largest value (of strings: characters), and default."""
 
     name: str
     kind: Kind
@@ -72,7 +72,9 @@ class Field:
     def check(self, value: object) -> Any:
         """The value, strings as a list. Raises Refusal unless it has the type and lies in the range."""
         words, types = _TYPES[self.kind]
-        wrong = not isinstance(value, types) or (isinstance(value, bool) and self.kind in ("integer", "number"))
+        wrong = not isinstance(value, types) or (
+            isinstance(value, bool) and self.kind in ("integer", "number")
+        )
         if self.kind == "strings" and not wrong:
             value = [value] if isinstance(value, str) else value
             assert isinstance(value, list), "of these types"
@@ -146,10 +148,24 @@ CHAT = (
     Field("chat_template", "string"),
     Field("chat_template_kwargs", "object", default={}),
 )
-_NEUTRAL: tuple[object, ...] = (None, False, "", [], {}, "none", {"type": "text"})
 REFUSED = (
-    *("tools", "tool_choice", "functions", "function_call", "parallel_tool_calls", "response_format", "suffix"),
-    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "use_beam_search"),
+    *(
+        "tools",
+        "tool_choice",
+        "functions",
+        "function_call",
+        "parallel_tool_calls",
+        "response_format",
+        "suffix",
+    ),
+    *(
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "use_beam_search",
+    ),
     *("lora_name", "lora_request", "adapter", "speculative_config", "num_speculative_tokens", "modalities"),
     *("audio", "prediction", "logits_processors", "web_search_options"),
 )
@@ -169,7 +185,9 @@ def parse(content: bytes) -> dict[str, Any]:
         if _depth(body) > _DEEPEST:
             raise ValueError(f"it is deeper than {_DEEPEST} levels")
     except (ValueError, RecursionError) as error:
-        raise Refusal(f"the body must be JSON, but is not: {str(error)[:200]}", code="invalid_json") from error
+        raise Refusal(
+            f"the body must be JSON, but is not: {str(error)[:200]}", code="invalid_json"
+        ) from error
     if not isinstance(body, dict):
         raise Refusal(f"the body must be an object of JSON, but is {shown(body)}")
     return body
@@ -183,8 +201,14 @@ def read(body: Mapping[str, Any], fields: Sequence[Field]) -> tuple[dict[str, An
     """
     known = {field.name for field in fields}
     for name in REFUSED:
-        if name not in known and name in body and body[name] not in _NEUTRAL:
-            raise Refusal(f"`{name}` must be left out: this server has no such thing", name, code="unsupported")
+        if (
+            name not in known
+            and name in body
+            and body[name] not in (None, False, "", [], {}, "none", {"type": "text"})
+        ):
+            raise Refusal(
+                f"`{name}` must be left out: this server has no such thing", name, code="unsupported"
+            )
     values = {
         field.name: field.default if body.get(field.name) is None else field.check(body[field.name])
         for field in fields
@@ -196,7 +220,9 @@ def integers(values: Mapping[str, Any], name: str, below: int) -> list[int]:
     """The ids in a list. Raises Refusal unless they are integers from 0 on, below this."""
     for value in values[name]:
         if type(value) is not int or not 0 <= value < below:
-            raise Refusal(f"`{name}` must hold token ids from 0 to {below - 1}, but one is {shown(value)}", name)
+            raise Refusal(
+                f"`{name}` must hold token ids from 0 to {below - 1}, but one is {shown(value)}", name
+            )
     return list(values[name])
 
 

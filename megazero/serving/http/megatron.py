@@ -53,7 +53,9 @@ async def api(service: Service, request: Request) -> Response:
     logprobs = max(values["top_n_logprobs"], 0) if values["logprobs"] or values["top_n_logprobs"] else None
     new = values["tokens_to_generate"]
     if new == 0 and logprobs is None:
-        raise Refusal("`tokens_to_generate` must be at least 1 without `logprobs`, but is 0", "tokens_to_generate")
+        raise Refusal(
+            "`tokens_to_generate` must be at least 1 without `logprobs`, but is 0", "tokens_to_generate"
+        )
     fields = _openai_fields(service, values)
     orders = make_orders(
         service, prompts, fields, count=1, max_tokens=new, logprobs=logprobs, prompt_logprobs=logprobs
@@ -69,7 +71,9 @@ def _prompts(service: Service, values: Mapping[str, Any]) -> list[Prompt]:
     prompts = []
     for text in given:
         if not text and not values["add_BOS"]:
-            raise Refusal("`prompts` must not be empty without `add_BOS`, but one is; write a token", "prompts")
+            raise Refusal(
+                "`prompts` must not be empty without `add_BOS`, but one is; write a token", "prompts"
+            )
         prompt = encode(service, text, special=False, param="prompts")
         special = service.texts.tokenizer.special_ids
         first = special.get("bos", service.texts.tokenizer.eod)
@@ -120,5 +124,3 @@ def _answer(
     answer["logprobs"] = answer["logprobs"] if logprobs is not None else None
     answer["top_n_logprobs"] = answer["top_n_logprobs"] if best else None
     return answer
-
-

@@ -31,7 +31,9 @@ class Histogram:
     def lines(self, name: str, labels: str) -> Iterator[str]:
         """The lines of Prometheus' text."""
         below = 0
-        for bound, count in zip((*self.bounds, "+Inf"), self.counts or [0] * (len(self.bounds) + 1), strict=True):
+        for bound, count in zip(
+            (*self.bounds, "+Inf"), self.counts or [0] * (len(self.bounds) + 1), strict=True
+        ):
             below += count
             yield f'{name}_bucket{{{labels},le="{bound}"}} {below}'
         yield f"{name}_sum{{{labels}}} {self.total}"
@@ -40,7 +42,7 @@ class Histogram:
 
 @dataclass
 class Metrics:
-    """What was measured of finished choices, in seconds."""
+    """Measures of finished choices, in seconds."""
 
     first_token: Histogram = field(default_factory=lambda: Histogram(_FIRST))
     each_token: Histogram = field(default_factory=lambda: Histogram(_EACH))
@@ -67,7 +69,12 @@ class Metrics:
             ("num_preemptions_total", "counter", "Requests that gave up their pages", counters.preemptions),
             ("prompt_tokens_total", "counter", "Tokens of prompts", counters.prompt_tokens),
             ("generation_tokens_total", "counter", "Tokens made", counters.generated_tokens),
-            ("prefix_cache_hits_total", "counter", "Tokens of prompts found in pages", counters.cached_tokens),
+            (
+                "prefix_cache_hits_total",
+                "counter",
+                "Tokens of prompts found in pages",
+                counters.cached_tokens,
+            ),
         )
         lines = []
         for name, kind, meaning, value in values:

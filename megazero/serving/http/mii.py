@@ -1,4 +1,4 @@
-"""DeepSpeed-MII's REST: `POST /mii/NAME`, `GET /healthz`, `POST /terminate`, with its keywords and defaults."""
+"""DeepSpeed-MII's REST: `POST /mii/NAME`, `GET /healthz`, `POST /terminate`, by its keywords."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ async def mii_orders(service: Service, body: Mapping[str, Any]) -> tuple[list[Or
     """The orders of a request and its keywords. Raises Refusal if they are wrong, or it asks for a stream."""
     values, _ = read(body, KEYWORDS)
     if values["stream"]:
-        raise Refusal("`stream` must be false: MII's REST sends whole texts; /v1/completions streams", "stream")
+        raise Refusal(
+            "`stream` must be false: MII's REST sends whole texts; /v1/completions streams", "stream"
+        )
     prompts = await asyncio.to_thread(read_prompts, service, values["prompts"] or [""])
     fields = read(
         {

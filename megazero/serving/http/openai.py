@@ -30,21 +30,29 @@ class Asked:
     """A request that has been read.
 
     Attributes:
+        shape: how the answer looks.
         orders: the choices to make.
-        prompts: tokens of all prompts, each once.
-        keep: choices of each prompt that are answered, of `made`.
-        echo: whether choices begin with their prompts, and, as `score_echo`, with its tokens' scores.
+        values: the request's fields.
+        ignored: the names of its unknown fields.
+        made, keep: choices that are made of each prompt, and how many of them are answered.
     """
 
     shape: Shape
-    scored: Scored
     orders: Sequence[Order]
     values: Mapping[str, Any]
     ignored: tuple[str, ...]
-    prompts: int
-    made: int = 1
-    keep: int = 1
-    echo: bool = False
+    made: int
+    keep: int
+
+    @property
+    def prompts(self) -> int:
+        """The tokens of all prompts."""
+        return sum(len(order.prompt.ids) for order in self.orders[:: self.made])
+
+    @property
+    def echo(self) -> bool:
+        """Whether choices begin with their prompts."""
+        return bool(self.values.get("echo"))
 
     @property
     def usage_at_end(self) -> bool:
@@ -81,9 +89,7 @@ class Endpoints:
             logprobs=0 if scored.best is None and best_of > count else scored.best,
             prompt_logprobs=_most(values["prompt_logprobs"], echoed_scores),
         )
-        size = sum(len(orders[i].prompt.ids) for i in range(0, len(orders), best_of))
-        shape, echo = CompletionShape(scored), values["echo"]
-        asked = Asked(shape, scored, orders, values, ignored, size, best_of, count, echo)
+        asked = Asked(CompletionShape(scored), orders, values, ignored, best_of, count)
         return await self._answer(request, asked)
 
     async def chat(self, request: Request) -> Response:
@@ -94,7 +100,8 @@ class Endpoints:
             raise Refusal("`top_logprobs` must come with `logprobs` true", "top_logprobs")
         if values["continue_final_message"] and values["add_generation_prompt"]:
             raise Refusal(
-                "`add_generation_prompt` must be false where `continue_final_message` is true", "add_generation_prompt"
+                "`add_generation_prompt` must be false where `continue_final_message` is true",
+                "add_generation_prompt",
             )
         ids = await asyncio.to_thread(self._chat_ids, values)
         scored = self._scored(values, (values["top_logprobs"] or 0) if values["logprobs"] else None)
@@ -108,10 +115,8 @@ class Endpoints:
             logprobs=scored.best,
             prompt_logprobs=values["prompt_logprobs"],
         )
-        made, size = values["n"], len(orders[0].prompt.ids)
-        return await self._answer(
-            request, Asked(ChatShape(scored), scored, orders, values, ignored, size, made, made)
-        )
+        count = values["n"]
+        return await self._answer(request, Asked(ChatShape(scored), orders, values, ignored, count, count))
 
     def _check(self, values: Mapping[str, Any]) -> None:
         """Raise Refusal for another model's name, or options of a stream without one."""
@@ -165,7 +170,7 @@ class Endpoints:
         if asked.values["stream"]:
             return EventStream(answering, self._events(asked, answering, identity, request), headers)
         done = await answering.finished(request)
-        choices = []
+        choices: list[dict[str, Any]] = []
         for first in range(0, len(done), asked.made):
             group = list(range(first, first + asked.made))
             group = sorted(group, key=lambda i: -done[i].mean_logprob) if asked.keep < asked.made else group
@@ -175,10 +180,16 @@ class Endpoints:
                     text, tokens = echoed(self.service.texts, order.prompt.ids, done[i].scores)
                     echo, done[i].tokens = order.prompt.text or text, [*tokens, *done[i].tokens]
                 choice = asked.shape.choice(len(choices), done[i], echo)
-                if asked.values["prompt_logprobs"] is not None and done[i].scores is not None:
-                    choice["prompt_logprobs"] = list(prompt_rows(asked.scored, done[i].scores))
+                scores = done[i].scores
+                if asked.values["prompt_logprobs"] is not None and scores is not None:
+                    choice["prompt_logprobs"] = list(prompt_rows(asked.shape.scored, scores))
                 choices.append(choice)
-        body = {**identity, "object": asked.shape.whole, "choices": choices, "usage": _usage(asked, answering)}
+        body = {
+            **identity,
+            "object": asked.shape.whole,
+            "choices": choices,
+            "usage": _usage(asked, answering),
+        }
         _note(request, asked, answering)
         return JSONResponse(body, headers=headers)
 
@@ -191,7 +202,7 @@ class Endpoints:
             null = {"usage": None} if asked.usage_at_end else {}
             return _event({**identity, "object": asked.shape.part, "choices": choices, **null, **more})
 
-        shape, waiting = asked.shape, asked.echo and asked.scored.best is not None
+        shape, waiting = asked.shape, asked.echo and asked.shape.scored.best is not None
         for i, order in enumerate(asked.orders):
             for opening in shape.opening(i):
                 yield event([opening])
@@ -209,7 +220,7 @@ class Endpoints:
                         text, tokens = echoed(self.service.texts, order.prompt.ids, update.scores)
                         yield event([shape.delta(update.index, order.prompt.text or text, tokens, None)])
                     continue
-                for choice in _deltas(shape, update, asked.scored.best is not None):
+                for choice in _deltas(shape, update, asked.shape.scored.best is not None):
                     yield event([choice])
             if asked.usage_at_end:
                 yield event([], usage=_usage(asked, answering))
@@ -255,7 +266,7 @@ def read_messages(given: object) -> list[dict[str, Any]]:
             content = content if kinds <= {"text"} else None
         if not isinstance(content, str):
             raise Refusal(
-                "`messages` must have a `content` that is a string, or a list of {type: text, text}, but one is "
+                "`messages` must have a `content`, a string or a list of {type: text, text}, but one is "
                 f"{shown(message.get('content'))}",
                 "messages",
             )

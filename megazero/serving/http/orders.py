@@ -31,8 +31,8 @@ class Order:
 
     prompt: Prompt
     wanted: Wanted
-    rule: StopRule = StopRule()
-    skip_special: bool = True
+    rule: StopRule
+    skip_special: bool
 
 
 def read_prompts(service: Service, given: object, *, special: bool = True) -> list[Prompt]:
@@ -112,7 +112,7 @@ def make_orders(
         logit_bias=_biases(values["logit_bias"], vocabulary),
     )
     rule = StopRule(tuple(values["stop"]), values["include_stop_str_in_output"], values["min_tokens"])
-    orders = []
+    orders: list[Order] = []
     for prompt in prompts:
         cut = values["truncate_prompt_tokens"]
         if cut is not None:
@@ -144,8 +144,8 @@ def fitting(service: Service, prompt: Prompt, max_tokens: int | None) -> int:
     new = max(1, longest - size) if max_tokens is None else max_tokens
     if size + new > longest:
         raise Refusal(
-            f"the prompt and `max_tokens` must be at most {longest} tokens together, but the prompt has {size} "
-            f"and `max_tokens` is {new}; shorten one of them",
+            f"the prompt and `max_tokens` must be at most {longest} tokens together, but the prompt has "
+            f"{size} and `max_tokens` is {new}; shorten one of them",
             "max_tokens" if size < longest else "prompt",
             code="context_length_exceeded",
         )
@@ -176,7 +176,12 @@ def _biases(given: Mapping[str, Any], vocabulary: int) -> dict[int, float]:
     biases = {}
     for name, value in given.items():
         known = name.isascii() and name.isdigit() and len(name) < 12 and int(name) < vocabulary
-        if not known or isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= 100:
+        if (
+            not known
+            or isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not abs(value) <= 100
+        ):
             raise Refusal(
                 f"`logit_bias` must map ids from 0 to {vocabulary - 1} to numbers from -100 to 100, but maps "
                 f"{shown(name)} to {shown(value)}",

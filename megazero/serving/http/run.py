@@ -87,7 +87,7 @@ def first_signal_ignored() -> Iterator[None]:
     def ignore(number: int, frame: FrameType | None) -> None:
         signal.signal(number, previous[number])
 
-    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.getsignal(number) for number in (int(signal.SIGTERM), int(signal.SIGINT))}
     for number in previous:
         signal.signal(number, ignore)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from megazero.serving.http.answering import Finished
 from megazero.serving.text import Decoder, Shown, TokenTexts
@@ -29,7 +29,7 @@ class Scored:
     as_ids: bool = False
 
     def name(self, token: int) -> str:
-        """What a token is called."""
+        """The text that a token is called by."""
         return f"token_id:{token}" if self.as_ids else self.texts.name(token)
 
     def rows(self, token: Token) -> list[tuple[int, float]]:
@@ -37,23 +37,6 @@ class Scored:
         rows = dict(token.best[: self.best or 0])
         rows.setdefault(token.id, -float("inf") if token.logprob is None else token.logprob)
         return [(i, max(_LEAST, logprob)) for i, logprob in rows.items()]
-
-
-class Shape(Protocol):
-    """What one endpoint calls things."""
-
-    prefix: str
-    whole: str
-    part: str
-
-    def opening(self, index: int) -> list[Choice]:
-        """The choices of a stream's first events."""
-
-    def choice(self, index: int, done: Finished, echo: str) -> Choice:
-        """A whole choice behind the echo of its prompt."""
-
-    def delta(self, index: int, text: str, tokens: Sequence[Shown], reason: str | None) -> Choice:
-        """A piece of a choice."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +123,9 @@ class ChatShape:
         return {"token": name, "logprob": logprob, "bytes": list(name.encode()) if whole else None}
 
 
+Shape = CompletionShape | ChatShape
+
+
 def echoed(texts: TokenTexts, ids: Sequence[int], scores: PromptScores | None) -> tuple[str, list[Shown]]:
     """The text of a prompt's tokens, and where each of them stands; without scores none does."""
     decoder, text, tokens = Decoder(texts, skip_special=False), "", []
@@ -154,7 +140,11 @@ def prompt_rows(scored: Scored, scores: PromptScores) -> Iterator[dict[str, Any]
     """vLLM's `prompt_logprobs`: for each token of the prompt, ids and what they score."""
     for token in scores.tokens:
         ranks = {} if token is None else {i: rank for rank, (i, _) in enumerate(token.best, 1)}
-        yield None if token is None else {
-            str(i): {"logprob": logprob, "rank": ranks.get(i), "decoded_token": scored.texts.name(i)}
-            for i, logprob in {**dict(token.best), **dict(scored.rows(token))}.items()
-        }
+        yield (
+            None
+            if token is None
+            else {
+                str(i): {"logprob": logprob, "rank": ranks.get(i), "decoded_token": scored.texts.name(i)}
+                for i, logprob in {**dict(token.best), **dict(scored.rows(token))}.items()
+            }
+        )

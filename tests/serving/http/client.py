@@ -41,7 +41,9 @@ class Site:
 
         return asyncio.run(main())
 
-    def ask(self, path: str, body: object = None, method: str | None = None, **options: Any) -> httpx.Response:
+    def ask(
+        self, path: str, body: object = None, method: str | None = None, **options: Any
+    ) -> httpx.Response:
         """Send one request; a body that is bytes as it is, else as JSON."""
         given = {} if body is None else {"content": body} if isinstance(body, bytes) else {"json": body}
         verb = method or ("GET" if body is None else "POST")
@@ -66,10 +68,13 @@ def site(
     ends = frozenset() if tokenizer.eod is None else frozenset({tokenizer.eod})
     chat = None if template is None else ChatTemplate(str(template))
     texts = TokenTexts(tokenizer)
-    service = Service(engine, texts, ends, template=chat, settings=HttpSettings(("tiny", "other"), **settings))
+    options = HttpSettings(("tiny", "other"), **settings)
+    service = Service(engine, texts, options, end_ids=ends, template=chat)
     ended: list[bool] = []
     try:
-        yield Site(engine, service, make_app(service, (lambda: ended.append(True)) if terminate else None), ended)
+        yield Site(
+            engine, service, make_app(service, (lambda: ended.append(True)) if terminate else None), ended
+        )
     finally:
         engine.close()
 

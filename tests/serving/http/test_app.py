@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+import time
 
 import pytest
 
@@ -58,7 +59,9 @@ def test_other_paths_and_methods(method, path, status):
     with site() as server:
         answer = server.ask(path, method=method)
     assert answer.status_code == status
-    assert answer.json()["error"]["message"].startswith(f"`{method} {path}` must be one of this server's paths")
+    assert answer.json()["error"]["message"].startswith(
+        f"`{method} {path}` must be one of this server's paths"
+    )
 
 
 @over_table(
@@ -146,7 +149,7 @@ def test_a_draining_server_refuses_and_says_so():
 def test_health_fails_if_a_rank_is_silent():
     with site(patience=2.0) as server:
         assert server.ask("/health").status_code == 200
-        server.service.since_answer = lambda: 7.4
+        server.engine.answered = time.monotonic() - 7.4
         answer = server.ask("/health")
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == "all ranks must answer, but have not for 7 s"
@@ -202,7 +205,12 @@ def test_who_leaves_is_cancelled(stream):
 
             scope = {
                 **{"type": "http", "method": "POST", "path": PATH, "raw_path": PATH.encode(), "headers": []},
-                **{"query_string": b"", "http_version": "1.1", "scheme": "http", "asgi": {"spec_version": "2.3"}},
+                **{
+                    "query_string": b"",
+                    "http_version": "1.1",
+                    "scheme": "http",
+                    "asgi": {"spec_version": "2.3"},
+                },
                 **{"server": ("x", 80), "client": ("y", 1)},
             }
             task = asyncio.create_task(server.app(scope, receive, send))
@@ -250,7 +258,7 @@ def test_metrics_have_the_names_that_dashboards_know():
         assert f'vllm:{name}_seconds_bucket{{model_name="tiny",le="+Inf"}} 2' in text
         assert values[f"vllm:{name}_seconds_count"] == "2"
     for line in text.splitlines():
-        assert re.fullmatch(r'# (HELP|TYPE) vllm:\w+ .+|vllm:\w+\{[^}]*\} [\d.e+-]+', line), line
+        assert re.fullmatch(r"# (HELP|TYPE) vllm:\w+ .+|vllm:\w+\{[^}]*\} [\d.e+-]+", line), line
 
 
 def test_the_page_asks_nobody_else():

@@ -48,7 +48,11 @@ def test_a_chat_is_openais_object(folder):
     assert body["choices"] == [
         {
             "index": 0,
-            "message": {"role": "assistant", "content": body["choices"][0]["message"]["content"], "refusal": None},
+            "message": {
+                "role": "assistant",
+                "content": body["choices"][0]["message"]["content"],
+                "refusal": None,
+            },
             "logprobs": None,
             "finish_reason": "length",
         }
@@ -62,11 +66,18 @@ def test_a_chat_is_openais_object(folder):
 def test_prompts_are_those_of_transformers_and_begin_with_one_bos(tmp_path, style, words):
     backend = word_marks() if words else byte_level()
     write_folder(tmp_path, backend, STYLES[style])
-    turns = [*MESSAGES, {"role": "assistant", "content": "A llama."}, {"role": "user", "content": "Thanks 🙂"}]
+    turns = [
+        *MESSAGES,
+        {"role": "assistant", "content": "A llama."},
+        {"role": "user", "content": "Thanks 🙂"},
+    ]
     with chats(tmp_path) as server:
         assert server.ask(PATH, {"messages": turns, "max_tokens": 1}).status_code == 200
         got = list(server.engine.submitted[0].prompt)
-        assert server.ask(PATH, {"messages": turns, "max_tokens": 1, "add_special_tokens": True}).status_code == 200
+        assert (
+            server.ask(PATH, {"messages": turns, "max_tokens": 1, "add_special_tokens": True}).status_code
+            == 200
+        )
         again = list(server.engine.submitted[1].prompt)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     expected = theirs.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
@@ -107,7 +118,10 @@ def test_contents_may_be_lists_of_texts(folder):
         ([{"role": ["user"], "content": "x"}], "objects with a role of system, "),
         ([{"role": "user"}], "but one is null"),
         ([{"role": "user", "content": 3}], "but one is 3"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "a list of {type: text, text}"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+            "a list of {type: text, text}",
+        ),
         ([{"role": "user", "content": [{"type": "image_url", "text": "x"}]}], "a list of {type: text, text}"),
         ([{"role": "user", "content": ["x"]}], "a list of {type: text, text}"),
     ],
@@ -124,7 +138,9 @@ def test_without_a_template_a_chat_is_refused_and_a_template_may_be_given(tmp_pa
     write_folder(tmp_path, byte_level(), None)
     with chats(tmp_path) as server:
         answer = server.ask(PATH, {"messages": MESSAGES})
-        given = server.ask(PATH, {"messages": MESSAGES, "max_tokens": 1, "chat_template": "{{ messages[0].content }}"})
+        given = server.ask(
+            PATH, {"messages": MESSAGES, "max_tokens": 1, "chat_template": "{{ messages[0].content }}"}
+        )
     assert answer.status_code == 400
     assert "must have a chat template to answer chats, but has none" in answer.json()["error"]["message"]
     assert given.status_code == 200
@@ -136,7 +152,12 @@ def test_without_a_template_a_chat_is_refused_and_a_template_may_be_given(tmp_pa
 
 @over_table(
     "template",
-    ["{{ raise_exception('no system here') }}", "{% if %}", "{{ ''.__class__.__mro__ }}", "{{ messages.x.y }}"],
+    [
+        "{{ raise_exception('no system here') }}",
+        "{% if %}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.x.y }}",
+    ],
 )
 def test_a_template_that_fails_is_the_requests_fault(folder, template):
     with chats(folder) as server:

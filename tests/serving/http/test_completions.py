@@ -98,7 +98,10 @@ def test_the_engine_gets_all_choices_at_once_so_that_they_share_a_prefill():
     with says("abc", paused=True) as server:
         calls = []
         submit = server.engine.submit
-        server.engine.submit = lambda wanted, listeners: (calls.append(len(wanted)), submit(wanted, listeners))[1]
+        server.engine.submit = lambda wanted, listeners: (
+            calls.append(len(wanted)),
+            submit(wanted, listeners),
+        )[1]
         server.engine.go.set()
         answer = server.ask(PATH, {"prompt": ["a", "b"], "n": 3, "max_tokens": 2}).json()
     assert calls == [6]
@@ -171,7 +174,9 @@ def test_stops(options, text, reason, tokens):
     assert answer["usage"]["completion_tokens"] == tokens
     assert "".join(event["choices"][0]["text"] for event in streamed[:-1]) == text
     assert [event["choices"][0]["finish_reason"] for event in streamed[:-1]][-1] == reason
-    assert all("b,c" not in event["choices"][0]["text"] for event in streamed[:-1]) or "include" in str(options)
+    assert all("b,c" not in event["choices"][0]["text"] for event in streamed[:-1]) or "include" in str(
+        options
+    )
 
 
 def test_a_stopped_choice_is_cancelled_in_the_engine():
@@ -286,7 +291,10 @@ def test_a_prompt_that_is_too_long_names_the_context(size, new, status, param):
     if status == 400:
         error = answer.json()["error"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", param)
-        assert f"at most 32 tokens together, but the prompt has {size} and `max_tokens` is {new}" in error["message"]
+        assert (
+            f"at most 32 tokens together, but the prompt has {size} and `max_tokens` is {new}"
+            in error["message"]
+        )
 
 
 def test_more_tokens_than_all_pages_are_refused_at_the_door():

@@ -31,7 +31,10 @@ WRONG: dict[str, list[object]] = {
 }
 ENDPOINTS = {
     ("POST", "/v1/completions"): (COMPLETIONS, {"prompt": "a", "max_tokens": 1}),
-    ("POST", "/v1/chat/completions"): (CHAT, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+    ("POST", "/v1/chat/completions"): (
+        CHAT,
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    ),
     ("PUT", "/api"): (MEGATRON, {"prompts": ["a"], "tokens_to_generate": 1}),
     ("POST", "/mii/tiny"): (KEYWORDS, {"prompts": ["a"], "max_new_tokens": 1}),
 }
@@ -116,7 +119,9 @@ def test_values_that_do_not_fit(body, param, message):
 
 
 def test_null_is_the_default():
-    values, ignored = read({"a": None, "b": 2, "c": 3}, (Field("a", "integer", 0, 9, 7), Field("b", "number")))
+    values, ignored = read(
+        {"a": None, "b": 2, "c": 3}, (Field("a", "integer", 0, 9, 7), Field("b", "number"))
+    )
     assert (values, ignored) == ({"a": 7, "b": 2}, ("c",))
 
 
@@ -133,7 +138,26 @@ def test_messages_are_sentences():
 def spoiled(draw: random.Random, body: dict) -> tuple[str, str, bytes]:
     """A request with some of its fields, types, JSON or path spoiled."""
     (method, path), (rows, _) = draw.choice(list(ENDPOINTS.items()))
-    odd = [None, True, -1, 0, 1, 2**63, 1e308, -0.0, "", "\u0000", "🙂", [], {}, [[]], [{}], {"a": {}}, ["a"], [1, "b"]]
+    odd = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        2**63,
+        1e308,
+        -0.0,
+        "",
+        "\u0000",
+        "🙂",
+        [],
+        {},
+        [[]],
+        [{}],
+        {"a": {}},
+        ["a"],
+        [1, "b"],
+    ]
     given = dict(body)
     for _ in range(draw.randrange(5)):
         name = draw.choice([field.name for field in rows] + [*REFUSED, "odd"])

@@ -18,7 +18,9 @@ def put(server, body):
 
 def test_megatrons_answer():
     with site(saying(*b"xyz")) as server:
-        answer = put(server, {"prompts": ["ab", "c"], "tokens_to_generate": 2, "logprobs": True, "top_n_logprobs": 2})
+        answer = put(
+            server, {"prompts": ["ab", "c"], "tokens_to_generate": 2, "logprobs": True, "top_n_logprobs": 2}
+        )
         plain = put(server, {"prompts": ["ab"], "tokens_to_generate": 1})
         first = server.engine.submitted[0]
     assert answer.json() == {
@@ -37,7 +39,10 @@ def test_megatrons_answer():
 
 def test_megatrons_sampling():
     with site(saying(120)) as server:
-        put(server, {"prompts": ["a"], "top_p": 1, "temperature": 2, "random_seed": 4, "tokens_to_generate": 1})
+        put(
+            server,
+            {"prompts": ["a"], "top_p": 1, "temperature": 2, "random_seed": 4, "tokens_to_generate": 1},
+        )
         put(server, {"prompts": ["a"], "top_k": 5, "stop_token": 3, "tokens_to_generate": 1})
         put(server, {"prompts": [""], "add_BOS": True, "tokens_to_generate": 1})
         one, two, three = server.engine.submitted
@@ -48,11 +53,22 @@ def test_megatrons_sampling():
 
 @over_table(
     ("text", "flag", "expected"),
-    [("a\nb\n\nc", "stop_on_eol", "a\n"), ("a\nb\n\nc", "stop_on_double_eol", "a\nb\n\n"), ("abc", None, "abca")],
+    [
+        ("a\nb\n\nc", "stop_on_eol", "a\n"),
+        ("a\nb\n\nc", "stop_on_double_eol", "a\nb\n\n"),
+        ("abc", None, "abca"),
+    ],
 )
 def test_megatrons_ends_at_lines(text, flag, expected):
     with site(saying(*text.encode())) as server:
-        answer = put(server, {"prompts": ["p"], "tokens_to_generate": 4 if flag is None else 9, **({flag: True} if flag else {})})
+        answer = put(
+            server,
+            {
+                "prompts": ["p"],
+                "tokens_to_generate": 4 if flag is None else 9,
+                **({flag: True} if flag else {}),
+            },
+        )
     assert answer.json()["text"] == ["p" + expected]
 
 
