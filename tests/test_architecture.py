@@ -49,6 +49,7 @@ SAME_LEVEL = {
     ("formats", "checkpoint"),
     ("deepspeed", "inference"),
     ("serving", "inference"),
+    ("deepspeed", "serving"),
 }
 # A module of the core -> the module of an annex whose names it shows, and imports when one is asked for.
 DOORS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -13,9 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megazero.commands.generate import as_staged
-from megazero.data.tokenizers.base import Tokenizer
-from megazero.data.tokenizers.library import LibraryTokenizer
-from megazero.errors import ConfigError, DataError, exit_status
+from megazero.errors import ConfigError, exit_status
 from megazero.inference.job import add_sizes, loaded_model
 from megazero.inference.staged import StagedModel
 from megazero.models.language_model import LanguageModel
@@ -24,7 +21,7 @@ from megazero.serving.engine import Engine, EngineLimits
 from megazero.serving.http.run import bound, first_signal_ignored, require_http, serve
 
 if TYPE_CHECKING:
-    from megazero.serving.http.service import HttpSettings, Service
+    from megazero.serving.http.service import HttpSettings
 
 _KEY = "MEGAZERO_API_KEY"
 _LEVELS = ("debug", "info", "warning", "error")
@@ -94,6 +91,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(flags: argparse.Namespace) -> None:
     require_http()
     from megazero.serving.http.app import make_app
+    from megazero.serving.http.service import make_service
 
     if flags.mii_deployment is not None and flags.host not in ("127.0.0.1", "localhost"):
         raise ConfigError(f"`--host` must be this machine's own for MII's door, but is {flags.host}")
@@ -144,62 +142,3 @@ def _limits(flags: argparse.Namespace, model: StagedModel[Any]) -> EngineLimits:
         max_running=flags.max_num_seqs,
         max_waiting=flags.max_queue,
     )
-
-
-def make_service(
-    folder: str, tokenizer: Tokenizer, engine: Engine, settings: HttpSettings, template: str | None = None
-) -> Service:
-    """Return the service for the model of a folder.
-
-    Args:
-        template: the file of a chat template; None for the tokenizer's own.
-
-    Raises:
-        DataError: the template cannot be read.
-    """
-    from megazero.serving.chat import ChatTemplate
-    from megazero.serving.http.service import Service
-    from megazero.serving.text import TokenTexts
-
-    foreign = (Path(folder) / "config.json").is_file()
-    ends = set() if tokenizer.eod is None else {tokenizer.eod}
-    source = tokenizer.source if isinstance(tokenizer, LibraryTokenizer) else None
-    return Service(
-        engine,
-        TokenTexts(tokenizer),
-        settings,
-        end_ids=frozenset(ends | (_ends_beside(Path(folder), tokenizer.vocab_size) if foreign else set())),
-        first_ids=first_ids(tokenizer) if foreign else (),
-        template=None if source is None else ChatTemplate(str(source), template),
-    )
-
-
-def _ends_beside(folder: Path, vocabulary: int) -> set[int]:
-    """The ids that end a text by a folder of Hugging Face's; there may be several."""
-    ends: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        try:
-            said = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, AttributeError) as error:
-            raise DataError(f"`{folder / name}` must be an object of JSON, but is not ({error})") from error
-        ends |= {i for i in (said if isinstance(said, list) else [said]) if type(i) is int}
-    return {i for i in ends if 0 <= i < vocabulary}
-
-
-def first_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The special tokens that a tokenizer.json puts in front of a text, such as <s>; often none."""
-    if not isinstance(tokenizer, LibraryTokenizer):
-        return ()
-    processor = tokenizer.definition().get("post_processor") or {}
-    steps = processor.get("processors", [processor])
-    template: dict[str, Any] = next(
-        (step for step in steps if step.get("type") == "TemplateProcessing"), {"single": []}
-    )
-    ids: list[int] = []
-    for part in template["single"]:
-        if "Sequence" in part:
-            break
-        ids += template["special_tokens"][part["SpecialToken"]["id"]]["ids"]
-    return tuple(ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import time
@@ -70,7 +71,8 @@ def make_app(service: Service, terminate: Callable[[], None] | None = None) -> A
         return await api(service, request)
 
     async def mii(request: Request) -> Response:
-        orders, values = await mii_orders(service, parse(await read_body(request, service.settings)))
+        body = parse(await read_body(request, service.settings))
+        orders, values = await asyncio.to_thread(mii_orders, service, body)
         done = await Answering(service, orders).finished(request)
         full = values["return_full_text"]
         return JSONResponse(mii_answer([order.prompt for order in orders], done, full))

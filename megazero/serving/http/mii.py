@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,14 +27,14 @@ KEYWORDS = (
 )
 
 
-async def mii_orders(service: Service, body: Mapping[str, Any]) -> tuple[list[Order], dict[str, Any]]:
+def mii_orders(service: Service, body: Mapping[str, Any]) -> tuple[list[Order], dict[str, Any]]:
     """The orders of a request and its keywords. Raises Refusal if they are wrong, or it asks for a stream."""
     values, _ = read(body, KEYWORDS)
     if values["stream"]:
         raise Refusal(
             "`stream` must be false: MII's REST sends whole texts; /v1/completions streams", "stream"
         )
-    prompts = await asyncio.to_thread(read_prompts, service, values["prompts"] or [""])
+    prompts = read_prompts(service, values["prompts"] or [""])
     fields = read(
         {
             "temperature": (values["temperature"] or 1.0) if values["do_sample"] else 0,

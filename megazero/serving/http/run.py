@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from megazero.serving.http.service import Service
 
-_LAST_WORDS = 2.0  # seconds in which clients are told of a failure
+_LAST_WORDS = 0.5  # seconds in which clients are told of a failure
 
 
 def require_http() -> None:
