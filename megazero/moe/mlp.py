@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megazero.config.tree.recompute import RecomputeConfig
 from megazero.layers.computed_again import computed_again
 from megazero.layers.inputs import LayerInputs
+from megazero.layers.linear import Multiply
 from megazero.layers.mlp import MLP, MLPResult
 from megazero.layers.placement import Placement
 from megazero.layers.sums import Sums
@@ -154,7 +155,8 @@ class _TokenLinear(nn.Module):
         if bias:
             spec = ParamSpec(f"{name}.bias", (width,), zeros, weight_decay=False, partial_grad=partial)
             self.bias = placement.parameter(spec)
+        self.multiply: Multiply = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.float()
-        return F.linear(x.float(), self.weight.float(), bias)
+        return self.multiply(x.float(), self.weight.float(), bias)
