@@ -78,9 +78,7 @@ def ours(model: GPT, wanted: Requests, tokens: int) -> Run:
     limits = EngineLimits(max_length=512, pages=1024, tokens_per_step=tokens)
 
     def run() -> list[list[int]]:
-        told = complete(
-            StagedModel.whole(model), [Wanted(tuple(p), n, greedy) for p, n in wanted], limits
-        )
+        told = complete(StagedModel.whole(model), [Wanted(tuple(p), n, greedy) for p, n in wanted], limits)
         return [[token.id for token in one.tokens] for one in told]
 
     return run
@@ -114,7 +112,9 @@ def theirs(model: GPT, wanted: Requests, tokens: int) -> Run:
 
 def main() -> None:
     """Time both in turns, or ours alone."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256, help="the most tokens of a step")
     parser.add_argument("--rounds", type=int, default=5)

@@ -29,8 +29,7 @@ from tests.serving.samples import GREEDY, alone, ids, on_ranks, requests
 
 LONG = {"seq_length": 48}
 GPT2, LLAMA, HYBRID, SPARSE = (
-    config.model_copy(update=LONG)
-    for config in (samples.GPT2, samples.LLAMA, samples.HYBRID, SHORT_SPARSE)
+    config.model_copy(update=LONG) for config in (samples.GPT2, samples.LLAMA, samples.HYBRID, SHORT_SPARSE)
 )
 FEW = EngineLimits(max_length=48, pages=5, page=16, tokens_per_step=12, max_running=5)
 """So few pages that sequences do not fit beside each other for long."""
