@@ -23,7 +23,6 @@ from megazero.errors import CommunicationError, ConfigError, DataError
 from megazero.inference.staged import StagedModel
 from megazero.mpu.launch import Launch
 from megazero.serving.engine import Engine, complete
-from megazero.serving.text import ChoiceText, Decoder
 
 Prompts = str | Sequence[str]
 _PATIENCE = 600.0
@@ -46,12 +45,12 @@ class Pipeline:
         loaded = load_for_inference(folder, Launch.from_environment(), AxisSizes(tensor_parallel))
         parts: Any = dict(loaded.chunks)
         self._model: StagedModel[Any] = StagedModel(parts, loaded.stage_of, loaded.context.pp, loaded.sharers)
-        self._service = make_service(folder, loaded.tokenizer, Engine(self._model))
+        self._service = make_service(folder, loaded.tokenizer, Engine(self._model), None)
         self._answers = all_ranks or loaded.context.rank == 0
 
     def __call__(self, prompts: Prompts, **keywords: object) -> list[Response]:
         """Continue prompts, by MII's keywords and defaults. Raises ConfigError if one of them is wrong."""
-        from megazero.serving.http.answering import Finished
+        from megazero.serving.http.answering import whole_text
         from megazero.serving.http.fields import Refusal
         from megazero.serving.http.mii import mii_answer, mii_orders
 
@@ -60,20 +59,8 @@ class Pipeline:
             orders, values = mii_orders(self._service, {"prompts": given, **keywords})
         except Refusal as refusal:
             raise ConfigError(refusal.message) from refusal
-        done = []
         answers = complete(self._model, [order.wanted for order in orders])
-        for order, answer in zip(orders, answers, strict=True):
-            choice = ChoiceText(Decoder(self._service.texts, order.prompt.ids), order.rule)
-            text, reason = "", answer.reason
-            for token in answer.tokens:
-                piece = choice.add(token, silent=token.id in order.wanted.stop_ids)
-                text += piece.text
-                if piece.ended:
-                    reason = "stop"
-                    break
-            else:
-                text += choice.finish().text
-            done.append(Finished(text, reason=reason, count=choice.count))
+        done = [whole_text(self._service, *pair) for pair in zip(orders, answers, strict=True)]
         rows = mii_answer([order.prompt for order in orders], done, values["return_full_text"])
         return [Response(**row) for row in rows] if self._answers else []
 

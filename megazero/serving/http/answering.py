@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from megazero.errors import MegazeroError
-from megazero.serving.engine import QueueFullError
+from megazero.serving.engine import Completed, QueueFullError
 from megazero.serving.http.fields import Refusal
 from megazero.serving.http.orders import Order
 from megazero.serving.http.service import Service
@@ -54,6 +54,26 @@ class Finished:
         return sum(known) / max(1, len(known))
 
 
+def text_of(service: Service, order: Order, start: int = 0) -> ChoiceText:
+    """The text of an order, which begins at the character `start`."""
+    prompt, skip = order.prompt, order.skip_special
+    decoder = Decoder(service.texts, prompt.ids, skip_special=skip, complete=prompt.text is not None)
+    return ChoiceText(decoder, order.rule, service.texts.special, start)
+
+
+def whole_text(service: Service, order: Order, completed: Completed) -> Finished:
+    """The text of an order whose tokens are all there."""
+    choice, pieces = text_of(service, order), [Piece()]
+    for token in completed.tokens:
+        pieces.append(choice.add(token, silent=token.id in order.wanted.stop_ids))
+        if pieces[-1].ended:
+            break
+    else:
+        pieces.append(choice.finish())
+    reason = "stop" if pieces[-1].ended else completed.reason
+    return Finished("".join(piece.text for piece in pieces), reason=reason, count=choice.count)
+
+
 class Answering:
     """The choices of a request, which begin at once.
 
@@ -68,20 +88,8 @@ class Answering:
 
     def __init__(self, service: Service, orders: Sequence[Order], starts: Sequence[int] | None = None):
         self._service, self._orders = service, orders
-        self.texts = [
-            ChoiceText(
-                Decoder(
-                    service.texts,
-                    order.prompt.ids,
-                    skip_special=order.skip_special,
-                    complete=order.prompt.text is not None,
-                ),
-                order.rule,
-                service.texts.special,
-                starts[i] if starts else 0,
-            )
-            for i, order in enumerate(orders)
-        ]
+        places = starts or [0] * len(orders)
+        self.texts = [text_of(service, order, at) for order, at in zip(orders, places, strict=True)]
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._open = set(range(len(orders)))
         self._began, self._first = time.monotonic(), [0.0] * len(orders)

@@ -68,7 +68,11 @@ class Service:
 
 
 def make_service(
-    folder: str, tokenizer: Tokenizer, engine: Engine, settings: HttpSettings, template: str | None = None
+    folder: str,
+    tokenizer: Tokenizer,
+    engine: Engine,
+    settings: HttpSettings | None,
+    template: str | None = None,
 ) -> Service:
     """Return the service for the model of a folder.
 
