@@ -54,6 +54,7 @@ SAME_LEVEL = {
     ("harness", "inference"),
     ("harness", "serving"),
     ("serving", "inference"),
+    ("deepspeed", "serving"),
 }
 # A module of the core -> the module of an annex whose names it shows, and imports when one is asked for.
 DOORS = {
