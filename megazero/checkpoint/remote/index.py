@@ -115,10 +115,7 @@ def write_contents(objects: Objects, data: str, chunk: int) -> None:
     Raises:
         StorageError: the store does not answer, or a part of a file is not there.
     """
-    pieces: dict[str, dict[int, int]] = {}
-    for item in objects.names(data):
-        name, number = _piece(item.name.removeprefix(f"{data}/"))
-        pieces.setdefault(name, {})[number] = item.size
+    pieces = sizes_of_pieces(objects, data)
     files = {name: sum(sizes.values()) for name, sizes in pieces.items()}
     for name, sizes in pieces.items():
         count = -(-files[name] // chunk) if -1 not in sizes else 1
@@ -127,6 +124,19 @@ def write_contents(objects: Objects, data: str, chunk: int) -> None:
             raise StorageError(f"`{objects.url / data / name}` must be whole, but parts of it are missing.")
     content = json.dumps({"chunk": chunk, "files": files}, indent=1).encode()
     objects.put(f"{data}/{_CONTENTS}", content)  # of this save alone
+
+
+def sizes_of_pieces(objects: Objects, data: str) -> dict[str, dict[int, int]]:
+    """The files below a name, by a listing: name -> number of a part, or -1 for the whole -> its size.
+
+    Raises:
+        StorageError: the store does not answer.
+    """
+    pieces: dict[str, dict[int, int]] = {}
+    for item in objects.names(data):
+        name, number = _piece(item.name.removeprefix(f"{data}/"))
+        pieces.setdefault(name, {})[number] = item.size
+    return pieces
 
 
 def piece_name(name: str, number: int) -> str:

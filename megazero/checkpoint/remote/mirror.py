@@ -18,7 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazero.checkpoint.remote.index import LATEST, RunIndex, piece_name, read_contents, read_index
+from megazero.checkpoint.remote.index import (
+    LATEST,
+    RunIndex,
+    piece_name,
+    read_contents,
+    read_index,
+    sizes_of_pieces,
+)
 from megazero.checkpoint.remote.patient import PatientObjects
 from megazero.errors import CheckpointError, DamagedCheckpointError, StorageError
 from megazero.storage.cached import alone
@@ -82,6 +89,20 @@ def local_file(path: Path) -> Path:
 def in_mirror(path: str | Path) -> bool:
     """Whether a path is a mirror, or below one."""
     return str(path).startswith(f"{_root()}{os.sep}")
+
+
+def stored_sizes(folder: Path) -> dict[str, int] | None:
+    """The bytes that the store has now of each file of a checkpoint, by a listing; None for a local one.
+
+    Raises:
+        CheckpointError: the store does not answer.
+    """
+    if not in_mirror(folder):
+        return None
+    data = _State.read(folder.parent).checkpoints[folder.name][0]
+    with reading():
+        pieces = sizes_of_pieces(open_objects(folder.parent), data)
+    return {name: sum(sizes.values()) for name, sizes in pieces.items()}
 
 
 def open_objects(folder: Path) -> Objects:
