@@ -4,16 +4,20 @@
 JSON lines into tokens by a byte-level BPE of GPT-2's size (the corpus of `benchmarks/preprocess.py`) with 1
 worker on one core and 2 on two: by `megazero data preprocess`, megatron-core, `datasets` with `tokenizers`,
 and datatrove, each by the Python that has it. They take turns; a JSON line for each has the seconds from
-process start to exit, and the rate of the median. Others are slow, so they get a slice (`--slice-mb`), which
-this package gets too, beside the whole corpus. The exit status is 1 if ids or lengths of any document differ.
+process start to exit, and those of processors, which say more where others use the machine. Others are slow,
+so they get a slice (`--slice-mb`), which this package gets too, beside the whole corpus. The exit status is 1
+if ids or lengths of any document differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import hashlib
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -23,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +38,14 @@ from benchmarks.preprocess import Corpus, prepare  # noqa: E402
 from megazero.data.indexed.reader import open_indexed  # noqa: E402
 
 Documents = Iterator[np.ndarray]
+_SUBREAPER = 36  # of prctl: processes whose parent has ended become this one's children
+
+
+class Seconds(NamedTuple):
+    """The seconds of a run from process start to exit, and those of processors in all of its processes."""
+
+    elapsed: float
+    processor: float
 
 
 def of_indexed(prefix: Path) -> Documents:
@@ -66,8 +79,8 @@ class Contender:
     read: Callable[[Path], Documents]
     end: str = ""
 
-    def seconds(self, source: str, target: Path, cache: Path, workers: int) -> float:
-        """One run from process start to exit, on as many cores as workers."""
+    def seconds(self, source: str, target: Path, cache: Path, workers: int) -> Seconds:
+        """One run on as many cores as workers."""
         arguments = [source, str(target), str(cache / "tokenizer.json"), str(workers)]
         if not self.end:
             return _timed([*self.command, *arguments], workers, cache)
@@ -84,7 +97,16 @@ class Contender:
         return count, content.hexdigest()
 
 
-def _timed(command: list[str], workers: int, cache: Path) -> float:
+def _processor_seconds() -> float:
+    """Those of all processes that have ended; waits for those whose parent has."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _timed(command: list[str], workers: int, cache: Path) -> Seconds:
     cores = sorted(os.sched_getaffinity(0))[:workers]
     # Compiled modules are kept, as in any installation; offline, nothing is looked up.
     own = {
@@ -94,7 +116,7 @@ def _timed(command: list[str], workers: int, cache: Path) -> float:
     }
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment = {**kept, **own, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    start = time.perf_counter()
+    before, start = _processor_seconds(), time.perf_counter()
     done = subprocess.run(
         command,
         env=environment,
@@ -102,9 +124,10 @@ def _timed(command: list[str], workers: int, cache: Path) -> float:
         text=True,
         preexec_fn=lambda: os.sched_setaffinity(0, cores),
     )
+    elapsed = time.perf_counter() - start
     if done.returncode:
         raise RuntimeError(f"{command[1]} failed:\n{done.stderr[-2000:]}")
-    return time.perf_counter() - start
+    return Seconds(elapsed, _processor_seconds() - before)
 
 
 def contenders(args: argparse.Namespace) -> list[Contender]:
@@ -141,36 +164,35 @@ def run(args: argparse.Namespace, scratch: Path) -> bool:
     turns = [(program, part, workers) for program in everyone for workers in (1, 2)]
     turns = [(everyone[0], whole, 1), (everyone[0], whole, 2), *turns]
     folders = {workers: split(part, workers, scratch / f"split{workers}") for workers in (1, 2)}
-    times: list[list[float]] = [[] for _ in turns]
+    times: list[list[Seconds]] = [[] for _ in turns]
     digests: dict[tuple[str, str, int], tuple[int, str]] = {}
-    for number in range(-1, args.rounds):  # the first round compiles modules
+    compiled = (cache / "pyc").exists()
+    for number in range(0 if compiled else -1, args.rounds):  # the first round compiles modules
         for (program, corpus, workers), seconds in zip(turns, times, strict=True):
-            if number < 0 and (program.end == "" or corpus is whole):
-                continue
             source = folders[workers] if program.name == "datatrove" else corpus.path
-            target = scratch / "out"
-            target.mkdir()
+            (target := scratch / "out").mkdir()
             took = program.seconds(source, target / "o", cache, workers)
             if number >= 0:
                 seconds.append(took)
-                print(f"{program.name} {workers} {corpus.text_bytes} {took:.2f}", file=sys.stderr, flush=True)
+                print(program.name, workers, corpus.text_bytes, took, file=sys.stderr, flush=True)
                 key = (program.name, corpus.path, workers)
                 digests[key] = digests.get(key) or program.digest(target / "o")
             shutil.rmtree(target)
-    rates = [
-        corpus.text_bytes / 1e6 / statistics.median(s) for (_, corpus, _), s in zip(turns, times, strict=True)
-    ]
-    for (program, corpus, workers), seconds, rate in zip(turns, times, rates, strict=True):
-        own = rates[[*turns].index((everyone[0], corpus, workers))]
+    medians = [Seconds(*(statistics.median(column) for column in zip(*rows, strict=True))) for rows in times]
+    for (program, corpus, workers), seconds, median in zip(turns, times, medians, strict=True):
+        own = medians[turns.index((everyone[0], corpus, workers))]
         documents, digest = digests[program.name, corpus.path, workers]
         row = {
             "benchmark": "preprocess_beside_others",
             "program": program.name,
             "workers": workers,
             "text_mb": round(corpus.text_bytes / 1e6, 1),
-            "seconds": [round(second, 2) for second in seconds],
-            "mb_of_text_per_s": round(rate, 2),
-            "megazero_is_faster": round(own / rate, 2),
+            "seconds": [round(one.elapsed, 2) for one in seconds],
+            "processor_seconds": [round(one.processor, 2) for one in seconds],
+            "mb_of_text_per_s": round(corpus.text_bytes / 1e6 / median.elapsed, 2),
+            "mb_of_text_per_processor_s": round(corpus.text_bytes / 1e6 / median.processor, 2),
+            "to_megazero": round(median.elapsed / own.elapsed, 2),
+            "to_megazero_by_processor": round(median.processor / own.processor, 2),
             "documents": documents,
             "same_ids": digest == digests["megazero", corpus.path, 1][1],
             "load": round(os.getloadavg()[0], 1),
@@ -192,6 +214,7 @@ def main() -> int:
     parser.add_argument("--slice-mb", type=float, default=6, help="text that all programs get, in MB")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each")
     parser.add_argument("--cache", metavar="DIR", help="keep corpus and vocabulary here (default: nowhere)")
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # datatrove does not wait for all of its processes
     with tempfile.TemporaryDirectory() as scratch:
         return 0 if run(parser.parse_args(), Path(scratch)) else 1
 

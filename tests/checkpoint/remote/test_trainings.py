@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from megazero.config.resolve import parse_config
 from megazero.mpu.context import solo_context
 from megazero.train.pretraining import pretrain_on
