@@ -77,6 +77,11 @@ class Url:
         """The URL without the last part of its key."""
         return replace(self, key=self.key.rpartition("/")[0])
 
+    def with_suffix(self, suffix: str) -> Url:
+        """The URL with another suffix, as of a path."""
+        stem, dot, _ = self.name.rpartition(".")
+        return self.parent / f"{stem if dot else self.name}{suffix}"
+
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}/{self.key}".rstrip("/")
 
