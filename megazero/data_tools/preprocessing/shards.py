@@ -37,7 +37,7 @@ def make_units(
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if ray is not None:
-        library("ray", "ray", "--executor ray")
+        library("ray", "ray", "--executor ray")  # before anything is written
     folder.store_plan()
     while missing := (folder := UnitFolder(folder.path, folder.plan)).missing(units):
         kept = len(units) - len(missing)
