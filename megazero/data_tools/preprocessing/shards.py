@@ -88,7 +88,7 @@ class _RayWorker:
 
 
 def _by_ray(run: PreprocessRun, folder: UnitFolder, units: list[WorkUnit], address: str | None) -> None:
-    ray = library("ray", "ray", "--executor ray")
+    ray = import_module("ray")
     local = {"num_cpus": run.workers.count, "include_dashboard": False} if address == "local" else {}
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", **local)
