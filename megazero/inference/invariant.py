@@ -27,9 +27,8 @@ from megazero.inference.staged import StagedModel
 from megazero.layers.attention import SelfAttention
 from megazero.layers.fp8 import Fp8Scaling
 from megazero.layers.latent import LatentAttention
-from megazero.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, column_linear
+from megazero.layers.linear import RowParallelLinear, column_linear
 from megazero.layers.mlp import MLP
-from megazero.models.gpt import Head
 from megazero.moe.experts import Experts
 from megazero.moe.mlp import MoEMLP, TokenLinear
 from megazero.moe.router import Router
@@ -57,14 +56,14 @@ def make_invariant(model: StagedModel[Any]) -> None:
     _check(model)
     multiply = OrderedProduct()
     for module in [module for chunk in model.chunks.values() for module in chunk.modules()]:
-        if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, Head)):
-            module.product = partial(column_linear, multiply=multiply)
+        if isinstance(module, Experts):
+            module.product = multiply.grouped
+        elif "product" in vars(module):
+            vars(module)["product"] = partial(column_linear, multiply=multiply)
         if isinstance(module, RowParallelLinear):
             module.tp = _ordered(module.tp)
         if isinstance(module, (Router, TokenLinear)):
             module.multiply = multiply
-        if isinstance(module, Experts):
-            module.product = multiply.grouped
         if isinstance(module, LatentAttention):
             module.by_heads = True
         if isinstance(module, MoEMLP):
@@ -207,7 +206,7 @@ class OrderedProduct:
         panels = self._panels(weight)
         bias = None if bias is None else bias.float().contiguous()
         sizes = len(rows), len(weight), rows.shape[1], torch.get_num_threads()
-        addresses = (address(each) for each in (rows, panels, bias, y))
+        addresses = (address(x) for x in (rows, panels, bias, y))
         NATIVE.ordered_linear(*sizes, *addresses, NATIVE.InstructionSet.AVX512)
         return y.view(*x.shape[:-1], len(weight)).to(x.dtype)
 
