@@ -1,4 +1,4 @@
-"""`megazero lm-eval`: the harness's command on a folder, with its caches and files, on one rank and on two."""
+"""`megazero lm-eval`: the harness's command on a folder, with its caches and files, on one or two ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from proofs.harness_equal import tasks_in, write_models
 from tests.forks import run, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.gloo]
+TASKS = "local_goals,local_sums"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 

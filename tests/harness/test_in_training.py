@@ -19,16 +19,19 @@ TASKS = Path(__file__).parent / "tasks"
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --mock-data --vocab-size 257 "
     "--micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --eval-iters 0 --train-iters 4 "
-    "--tokenizer-type ByteLevelTokenizer --device cpu --position-embedding-type rope --eval-tasks-interval 2 "
-    "--init-method-std 0.2 --eval-tasks-limit 4 --save-interval 4 --log-interval 1"
+    "--tokenizer-type ByteLevelTokenizer --device cpu --position-embedding-type rope "
+    "--init-method-std 0.2 --save-interval 4 --log-interval 1"
 )
+
+
+EVERY = ("--eval-tasks-interval", "2", "--eval-tasks-limit", "4")
 
 
 def trained(folder: Path, world_size: int = 1, *flags: str) -> tuple[list[dict], list[dict], dict]:
     """Steps, evaluations and the facts of the last checkpoint of a training."""
     more_flags = ["--save", str(folder), "--metrics-jsonl", str(folder / "metrics.jsonl")]
     config = parse_config([*FLAGS.split(), *more_flags, *flags]).config
-    world = ThreadWorld(world_size)
+    world = ThreadWorld(world_size, timeout=400.0)
     if config.training.eval_tasks is None:
         more = None
     else:
@@ -58,7 +61,7 @@ def tasks(tmp_path, monkeypatch) -> Path:
 
 @pytest.mark.slow
 def test_numbers_are_the_same_on_every_layout_and_training_does_not_change(tasks, tmp_path):
-    serial, evaluations, facts = trained(tmp_path / "one", 1, "--eval-tasks", str(tasks))
+    serial, evaluations, facts = trained(tmp_path / "one", 1, "--eval-tasks", str(tasks), *EVERY)
     assert [(row["iteration"], row["split"]) for row in evaluations] == [(2, "tasks"), (4, "tasks")]
     names = {"local_endings_acc", "local_endings_acc_norm", "local_rolling_byte_perplexity"}
     assert names < evaluations[0].keys()
@@ -74,7 +77,7 @@ def test_numbers_are_the_same_on_every_layout_and_training_does_not_change(tasks
         "cp2-Z1": (2, "--context-parallel-size", "2", "--zero-stage", "1"),
     }
     for name, (ranks, *flags) in layouts.items():
-        _, others, _ = trained(tmp_path / name, ranks, "--eval-tasks", str(tasks), *flags)
+        _, others, _ = trained(tmp_path / name, ranks, "--eval-tasks", str(tasks), *EVERY, *flags)
         for row, own in zip(others, evaluations, strict=True):
             for key in facts["eval_tasks"]["metrics"]:
                 assert row[key] == pytest.approx(own[key], rel=1e-4), (name, key)
@@ -88,7 +91,7 @@ def test_a_task_that_fails_is_named_and_the_others_go_on(tasks, tmp_path, capsys
     (broken / "broken.yaml").write_text(text.replace("local_goals", "broken"))
     (broken / "endings.yaml").write_text((TASKS / "endings.yaml").read_text())
     tasks.write_text(json.dumps({"tasks": ["broken", "local_endings"], "include_path": "more"}))
-    _, evaluations, _ = trained(tmp_path / "run", 2, "--eval-tasks", str(tasks))
+    _, evaluations, _ = trained(tmp_path / "run", 2, "--eval-tasks", str(tasks), *EVERY)
     assert "warning: the task broken failed at iteration 2: " in capsys.readouterr().out
     assert {"local_endings_acc"} < evaluations[0].keys()
 
@@ -106,10 +109,10 @@ def test_a_task_that_fails_is_named_and_the_others_go_on(tasks, tmp_path, capsys
 def test_a_wrong_file_ends_the_run_at_its_start_on_every_rank(content, message, tasks, tmp_path):
     tasks.write_text(content)
     with pytest.raises(ConfigError, match=message):
-        trained(tmp_path / "run", 2, "--eval-tasks", str(tasks))
+        trained(tmp_path / "run", 2, "--eval-tasks", str(tasks), *EVERY)
 
 
 def test_tasks_need_an_interval_and_a_gpt():
-    flags = [*FLAGS.replace("--eval-tasks-interval 2", "").split(), "--eval-tasks", "tasks.yaml"]
+    flags = [*FLAGS.split(), "--eval-tasks", "tasks.yaml"]
     with pytest.raises(ConfigError, match="eval-tasks-interval"):
         parse_config(flags)
