@@ -24,7 +24,6 @@ def main(argv: Sequence[str]) -> int:
 def _run(argv: list[str]) -> None:
     try:
         from lm_eval._cli.harness import HarnessCLI
-        from lm_eval.api.registry import model_registry
         from lm_eval.utils import setup_logging
     except ImportError as error:
         raise ConfigError(

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from megazero.errors import MegazeroError
@@ -80,11 +81,11 @@ class Answers:
         if engine.wire.leads:
             for number, one in collected.items():
                 (ticket,) = engine.submit([self._wanted(number, requests[number])], [one])
-                one.cancel = lambda ticket=ticket: engine.cancel(ticket)
+                one.cancel = partial(engine.cancel, ticket)
         engine.run()
         own = {number: one.text for number, one in collected.items()}
         problem = next((one.problem for one in collected.values() if one.problem), "")
-        texts = {}
+        texts: dict[int, str] = {}
         for part in share.gathered(own, problem, scorer.context):
             texts |= {int(number): text for number, text in part.items()}
         return [texts[number] for number in range(len(requests))]
@@ -175,7 +176,7 @@ class Leading:
 
 
 def follow(answers: Answers) -> str:
-    """Compute what the first rank tells, on another rank, until it closes; return its problem, "" for none."""
+    """Compute what the first rank tells, on another rank, until it closes; return its problem, or ""."""
     context = answers.scorer.context
     while True:
         what, value = broadcast_value(context.world, None, context.device)

@@ -73,9 +73,7 @@ class HarnessArguments:
         if unknown := [key for key in values if key not in known]:
             near = difflib.get_close_matches(unknown[0], known, n=1)
             remedy = f"did you mean `{near[0]}`?" if near else f"choose among {', '.join(known)}"
-            raise ConfigError(
-                f"`--model_args` must have keys that are known, but has `{unknown[0]}`; {remedy}"
-            )
+            raise ConfigError(f"`--model_args` must have known keys, but has `{unknown[0]}`; {remedy}")
         if not values.get("load"):
             raise ConfigError("`--model_args` must name the model's folder, but does not; write load=FOLDER")
         try:
@@ -105,7 +103,7 @@ class HarnessArguments:
                 added[key] = taken[0] if taken else True
             elif not name.startswith("--") or getattr(FOREIGN_FLAGS.get(name), "accepted", None) is None:
                 raise ConfigError(
-                    f"`extra_args` must have keys of `--model_args` as flags, but has {name}; leave it out, as "
-                    "the checkpoint says what its model is"
+                    f"`extra_args` must have keys of `--model_args` as flags, but has {name}; leave it "
+                    "out, as the checkpoint says what its model is"
                 )
         return HarnessArguments.of({**vars(replace(self, extra_args=None)), **added})

@@ -1,4 +1,4 @@
-"""Models as lm-evaluation-harness calls them: `HarnessModel`, of any model, and `MegazeroLM`, which loads one.
+"""Models as lm-evaluation-harness calls them: `HarnessModel` of any model, `MegazeroLM` of a folder.
 
 This module needs lm_eval; nothing else here does.
 """
@@ -14,7 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import model_registry
 
-from megazero.errors import ConfigError
+from megazero.errors import CommunicationError, ConfigError
 from megazero.harness.answers import Continued, Leading
 from megazero.harness.arguments import HarnessArguments
 from megazero.harness.loading import Job
@@ -28,7 +28,7 @@ _DRAWN = ("temperature", "top_k", "top_p", "min_p")
 _SILENT = ("do_sample", "until", "repetition_penalty", "num_beams", "use_cache", "pad_token_id", "seed")
 
 
-class HarnessModel(TemplateLM):
+class HarnessModel(TemplateLM):  # type: ignore[misc]
     """A model on the first rank of a job, with all its other ranks behind it.
 
     Args:
@@ -83,7 +83,7 @@ class HarnessModel(TemplateLM):
         return self.text.decode(tokens, special=not skip_special_tokens)
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]], **_: Any
+        self, requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]], **others: Any
     ) -> list[tuple[float, bool]]:
         scores = self.answers.score([(context, continuation) for _, context, continuation in requests])
         for (args, _, _), score in zip(requests, scores, strict=True):
@@ -114,26 +114,27 @@ class HarnessModel(TemplateLM):
 
     def _continued(self, context: str, options: Mapping[str, Any]) -> Continued:
         unknown = [key for key in options if key not in (*_LENGTHS, *_DRAWN, *_SILENT)]
-        if unknown or options.get("num_beams", 1) != 1:
+        unknown += ["num_beams"] * (options.get("num_beams", 1) != 1)
+        if unknown:
             raise ConfigError(
-                f"`{(unknown or ['num_beams'])[0]}` in the task's generation_kwargs must be left out, as it is "
-                "not offered; change the task, or give others by `--gen_kwargs`"
+                f"`{unknown[0]}` in the task's generation_kwargs must be left out, as it is not offered; "
+                "change the task, or give others by `--gen_kwargs`"
             )
         said = [options[key] for key in _LENGTHS if options.get(key) is not None]
         most = int(said[0]) if said else self.max_gen_toks
         room = self.max_length - most
         if room < 1:
             raise ConfigError(
-                f"`max_gen_toks` must be less than the {self.max_length} tokens that the model reads at once, "
-                f"but is {most}; set less by `--gen_kwargs max_gen_toks=N`"
+                f"`max_gen_toks` must be less than the {self.max_length} tokens that the model reads, but is "
+                f"{most}; set less by `--gen_kwargs max_gen_toks=N`"
             )
-        until = options.get("until") or []
-        drawn = {key: options[key] for key in _DRAWN if options.get(key) is not None}
+        until, prompt = options.get("until") or [], self.tok_encode(context) or [self.prefix_token_id]
+        drawn: dict[str, Any] = {key: options[key] for key in _DRAWN if options.get(key) is not None}
         temperature = float(drawn.get("temperature", 1.0 if options.get("do_sample") else 0.0))
         if not options.get("do_sample", temperature > 0) or temperature == 0:
             drawn = {"greedy": True}
         return Continued(
-            (self.tok_encode(context) or [self.prefix_token_id])[-room:],
+            prompt[-room:],
             most,
             [until] if isinstance(until, str) else list(until),
             {**drawn, "seed": self.seed},
@@ -173,6 +174,26 @@ class MegazeroLM(HarnessModel):
         """Let the other ranks end, as failed ones if there is a problem, and leave the job."""
         self.answers.close(problem)
         self.job.leave()
+
+
+def harness_model(**given: Any) -> MegazeroLM | None:
+    """Load a model for the harness's `simple_evaluate`, on each of the ranks that were started.
+
+    On the first rank this is the model, which must be closed. On the others the call returns None when the
+    first has closed it.
+
+    Args:
+        given: the keys of `--model_args`, see `HarnessArguments`.
+
+    Raises:
+        MegazeroError: see `MegazeroLM`; or the first rank failed.
+    """
+    try:
+        return MegazeroLM(**given)
+    except SystemExit as ended:
+        if ended.code:
+            raise CommunicationError("the first rank failed; see what it says") from None
+        return None
 
 
 def register() -> None:
