@@ -206,7 +206,7 @@ def test_lines_of_public_scripts(trained, capsys, name):
     task = SCRIPTS[name].split("--task ")[1].split()[0]
     assert said.out.splitlines()[1].startswith(f" validation results on {task} | ")
     dtype = "bf16" if "--bf16" in SCRIPTS[name] else "fp16"
-    assert f"warning: the model computes in torch.float32, as it was trained, not {dtype}" in said.err
+    assert f"warning: the model computes in torch.float32, as in training, not {dtype}" in said.err
 
 
 TASK = "--task WIKITEXT103 --valid-data {0}/wiki.test.tokens --load {0}/run"

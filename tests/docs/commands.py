@@ -25,7 +25,7 @@ LANGUAGES = ("", "bash", "console", "sh")
 PROGRAMS = ("python", "torchrun", "megazero", "bash", "pretrain_gpt.py", "pretrain_bert.py", "finetune.py")
 STARTERS = ("torchrun", "torch.distributed.run")
 TRAINERS = ("pretrain_gpt.py", "pretrain_bert.py", "finetune.py", "pretrain", "finetune")
-TRAINERS_TOO = ("analyze-loss", "config", "verify")
+TRAINERS_TOO = ("analyze-loss", "config", "evaluate", "verify")
 """Verbs with flags of their own that also take a training's."""
 WITH_VERBS = ("checkpoint", "data", "kernels", "plan")
 """Verbs with verbs of their own."""
