@@ -74,8 +74,9 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--max-queue", type=int, default=1024, help="requests that may wait (default 1024)")
     what.add_argument(
         "--batch-invariant",
-        action="store_true",
-        help="a request's numbers do not depend on those beside it, to the last bit",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a request's numbers do not depend on those beside it, to the last bit (default on, on a CPU)",
     )
     parser.add_argument("--chat-template", metavar="FILE", help="a chat template instead of the tokenizer's")
     parser.add_argument("--mii-deployment", help=argparse.SUPPRESS)
@@ -101,7 +102,7 @@ def _run(flags: argparse.Namespace) -> None:
     with loaded_model(flags, launch, "generate", as_staged) as (loaded, model):
         if not isinstance(model.any_part, LanguageModel):
             raise ConfigError("`FOLDER` must hold a model that continues texts, but holds a T5; serve a GPT")
-        if flags.batch_invariant:
+        if flags.batch_invariant and model.device.type == "cpu":
             from megazero.inference.invariant import make_invariant
 
             make_invariant(model)

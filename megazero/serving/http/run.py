@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -62,12 +63,14 @@ def serve(app: ASGIApp, service: Service, engine: Engine, listening: socket.sock
         service.draining = True
 
     previous = {number: signal.signal(number, drain) for number in (signal.SIGTERM, signal.SIGINT)}
-    host, port = listening.getsockname()[:2]
-    names = ", ".join(service.settings.names)
-    print(f"serving {names} on http://{host}:{port}", file=sys.stderr, flush=True)
     thread.start()
     try:
-        engine.run(until=lambda: service.draining and not service.open)
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
+        host, port = listening.getsockname()[:2]
+        names = ", ".join(service.settings.names)
+        print(f"serving {names} on http://{host}:{port}", file=sys.stderr, flush=True)
+        engine.run(until=lambda: not thread.is_alive() or (service.draining and not service.open))
         server.should_exit = True
     except BaseException:
         service.draining = server.should_exit = True
