@@ -107,11 +107,15 @@ class Engine:
         Raises:
             ConfigError: a request is longer than the context or all pages.
             DataError: a request has a token outside of the vocabulary.
-            QueueFullError: too many requests wait; none of these is queued.
+            QueueFullError: too many requests wait, or the engine has stopped; none of these is queued.
         """
         for request in wanted:
             self.limits.check(self.model, request)
         with self._news:
+            if self._stopped:
+                raise QueueFullError(
+                    "`engine` must be running to take requests, but has stopped; start another"
+                )
             waiting = self._counters.waiting + len(self._arrived) + len(wanted)
             if waiting > self.limits.max_waiting:
                 raise QueueFullError(
@@ -156,6 +160,7 @@ class Engine:
                 while self._wait(until):
                     self._step()
             except BaseException as error:
+                self._stopped = True
                 self._end_all(Ended("error", str(error) or type(error).__name__))
                 raise
             self._end_all(Ended("cancelled"))
@@ -180,8 +185,8 @@ class Engine:
                     self._end(self._live[ticket], Ended("cancelled"))
             if self._live:
                 return True
-            if until is None or until():
-                return bool(self._arrived and not self._stopped)
+            if (until is None or until()) and not self._arrived:
+                return False
             if self.wire.groups and time.monotonic() - self.answered > _BEAT:
                 self._compute(self.wire.share(Plan(dropped=self._dropped())))
             with self._news:

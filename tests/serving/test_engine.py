@@ -294,6 +294,8 @@ def test_what_runs_when_an_engine_stops_ends_as_cancelled():
     engine.run(lambda: False)
     assert ends == ["cancelled"] * 9
     idle(engine)
+    with pytest.raises(QueueFullError, match="`engine` must be running"):
+        engine.submit([Wanted((5,), 1)], [listen])
 
 
 def test_followers_live_through_idle_times_and_end_with_the_first_rank(monkeypatch):
