@@ -178,9 +178,7 @@ def _evaluate(flags: argparse.Namespace, given: Mapping[str, Any], config: Confi
         if loaded.context.rank == 0:
             wanted, dtype = given.get("precision.dtype"), model.placement.dtype
             if wanted and not str(dtype).endswith(wanted.replace("fp", ".float").replace("bf", "bfloat")):
-                print(
-                    f"warning: the model computes in {dtype}, as in training, not {wanted}", file=sys.stderr
-                )
+                print(f"warning: the model computes in {dtype}, as trained, not {wanted}", file=sys.stderr)
             figures = f" validation results on {flags.task} | {lines[0]}"
             rule = "-" * (len(figures) + 1)
             print("\n".join([rule, figures, rule, *lines[1:]]))

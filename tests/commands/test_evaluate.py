@@ -206,7 +206,7 @@ def test_lines_of_public_scripts(trained, capsys, name):
     task = SCRIPTS[name].split("--task ")[1].split()[0]
     assert said.out.splitlines()[1].startswith(f" validation results on {task} | ")
     dtype = "bf16" if "--bf16" in SCRIPTS[name] else "fp16"
-    assert f"warning: the model computes in torch.float32, as in training, not {dtype}" in said.err
+    assert f"warning: the model computes in torch.float32, as trained, not {dtype}" in said.err
 
 
 TASK = "--task WIKITEXT103 --valid-data {0}/wiki.test.tokens --load {0}/run"
@@ -281,6 +281,7 @@ def test_a_fine_tuning_runs(tmp_path, capsys):
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.slow
 def test_folders_of_other_libraries(tmp_path, capsys):
     """Megatron's and Hugging Face's load as they are, and contradictions are named."""
     tokenizers = pytest.importorskip("tokenizers")
