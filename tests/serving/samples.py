@@ -23,16 +23,16 @@ from tests.layouts.layout import VOCABULARY, Layout
 GREEDY = Sampling(greedy=True)
 
 
-def requests(count: int, seed: int = 0, **settings: Any) -> list[Wanted]:
-    """Random prompts, some with a beginning in common, for a context of 48 tokens."""
+def requests(count: int, seed: int = 0, length: int = 48, **settings: Any) -> list[Wanted]:
+    """Random prompts, some with a beginning in common, for a context of `length` tokens."""
     rng = random.Random(seed)
-    common = [rng.randrange(50) for _ in range(33)]
+    common = [rng.randrange(50) for _ in range(length - 15)]
     made = []
     for number in range(count):
         prompt = [rng.randrange(50) for _ in range(rng.randint(1, 12))]
         if rng.random() < 0.3:
-            prompt = common[: rng.randint(1, 33)] + prompt[:1]
-        new = rng.randint(1, min(30, 48 - len(prompt)))
+            prompt = common[: rng.randint(1, length - 15)] + prompt[:1]
+        new = rng.randint(1, min(30, length - len(prompt)))
         made.append(Wanted(tuple(prompt), new, number=number, **{"sampling": GREEDY, **settings}))
     return made
 

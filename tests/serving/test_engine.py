@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from megazero.errors import ConfigError, DataError, NumericsError
 from megazero.inference.sampling import Sampling
 from megazero.inference.staged import StagedModel
 from megazero.models.batch import Batch
-from megazero.mpu.context import thread_context, with_whole_sequences
+from megazero.mpu.context import solo_context, thread_context, with_whole_sequences
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.thread_group import ThreadWorld
@@ -85,8 +86,16 @@ def idle(engine: Engine) -> None:
     assert (now.running, now.waiting, now.pages_used) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    ("config", "sampling"),
+    [
+        (GPT2, DRAWN),
+        (LLAMA, GREEDY),
+        pytest.param(GPT2, GREEDY, marks=pytest.mark.slow),
+        pytest.param(LLAMA, DRAWN, marks=pytest.mark.slow),
+    ],
+    ids=["gpt2-drawn", "llama-greedy", "gpt2-greedy", "llama-drawn"],
+)
 def test_texts_in_a_crowd_are_those_of_each_alone(config, sampling):
     model, wanted = build(config), requests(24, sampling=sampling)
     expected = alone(model, wanted)
@@ -102,7 +111,7 @@ def test_texts_in_a_crowd_are_those_of_each_alone(config, sampling):
     idle(engine)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_who_leaves_disturbs_nobody_and_what_it_leaves_behind_is_sound(seed):
     """Requests that reuse the pages of those who left half-way get the same texts, too."""
     model, wanted = build(LLAMA), requests(24)
@@ -124,7 +133,7 @@ def test_who_leaves_disturbs_nobody_and_what_it_leaves_behind_is_sound(seed):
 
 @pytest.mark.parametrize("config", [HYBRID, SPARSE], ids=["hybrid", "sparse"])
 def test_models_without_pages_answer_each_request_on_a_cache_of_its_own(config):
-    model, wanted = build(config), requests(10, sampling=DRAWN)
+    model, wanted = build(config), requests(6, sampling=DRAWN)
     staged = StagedModel.whole(model)
     assert not paged(staged)
     answers = complete(staged, wanted, FEW)
@@ -132,7 +141,7 @@ def test_models_without_pages_answer_each_request_on_a_cache_of_its_own(config):
 
 
 def test_ranks_that_share_sequences():
-    wanted = requests(8, sampling=DRAWN)
+    wanted = requests(4, sampling=DRAWN)
     expected = alone(build(LLAMA), wanted)
     world, grid = ThreadWorld(2), ProcessGrid(cp=2)
 
@@ -146,7 +155,7 @@ def test_ranks_that_share_sequences():
 
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
 def test_every_layout_gives_every_rank_the_same_answers(sizes):
-    wanted = requests(10, logprobs=2, prompt_logprobs=1)
+    wanted = requests(6, logprobs=2, prompt_logprobs=1)
 
     def work(model: StagedModel[Batch]) -> tuple[list[Completed], list[list[int]]]:
         return complete(model, wanted, FEW), alone(model, wanted)
@@ -167,19 +176,15 @@ def test_every_layout_gives_every_rank_the_same_answers(sizes):
 
 
 def test_ranks_that_share_experts():
-    wanted = requests(8, sampling=DRAWN)
-    serial = ids(complete(StagedModel.whole(build_experts("softmax", thread_context_of_one())), wanted, FEW))
+    wanted, limits = requests(6, length=24, sampling=DRAWN), replace(FEW, max_length=24)
+    serial = ids(complete(StagedModel.whole(build_experts("softmax", solo_context())), wanted, limits))
     world, grid = ThreadWorld(2), ProcessGrid(tp=2, ep=2, etp=1)
 
     def work(rank: int) -> list[list[int]]:
         model = build_experts("softmax", thread_context(world, grid, rank))
-        return ids(complete(StagedModel.whole(model), wanted, FEW))
+        return ids(complete(StagedModel.whole(model), wanted, limits))
 
     assert world.run(work) == [serial] * 2
-
-
-def thread_context_of_one():
-    return thread_context(ThreadWorld(1), ProcessGrid(), 0)
 
 
 def test_a_prompt_is_scored_as_by_one_forward():
