@@ -177,7 +177,6 @@ def test_two_ranks_answer_as_one_and_finish_after_sigterm(server, folder, tmp_pa
             running.process.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         running.process.wait(60)
-    assert "Traceback" not in (tmp_path / "log").read_text().partition("torch.distributed")[0]
 
 
 def test_a_killed_rank_ends_all_by_name(folder, tmp_path):
