@@ -58,6 +58,7 @@ SAME_LEVEL = {
 }
 # A module of the core -> the module of an annex whose names it shows, and imports when one is asked for.
 DOORS = {
+    "megazero.inference": "megazero.harness.lm",
     "megazero.moe.layer": "megazero.deepspeed.moe.layer",
     "megazero.moe.utils": "megazero.deepspeed.moe.utils",
     "megazero.zero": "megazero.deepspeed.zero",

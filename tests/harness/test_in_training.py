@@ -30,7 +30,7 @@ EVERY = ("--eval-tasks-interval", "2", "--eval-tasks-limit", "4")
 def trained(folder: Path, world_size: int = 1, *flags: str) -> tuple[list[dict], list[dict], dict]:
     """Steps, evaluations and the facts of the last checkpoint of a training."""
     more_flags = ["--save", str(folder), "--metrics-jsonl", str(folder / "metrics.jsonl")]
-    config = parse_config([*FLAGS.split(), *more_flags, *flags]).config
+    config = parse_config([*FLAGS.split(), *more_flags, *flags], world_size=world_size).config
     world = ThreadWorld(world_size, timeout=400.0)
     if config.training.eval_tasks is None:
         more = None
