@@ -34,7 +34,9 @@ LEVELS = {
     **dict.fromkeys(("data_efficiency", "layers", "moe", "optim", "zero", "pipeline"), 2),
     **dict.fromkeys(("account", "models", "checkpoint", "formats", "report"), 3),
     "train": 4,
-    **dict.fromkeys(("ablate", "data_tools", "deepspeed", "env", "inference", "launch", "plan", "serving"), 5),
+    **dict.fromkeys(
+        ("ablate", "data_tools", "deepspeed", "env", "inference", "launch", "plan", "serving"), 5
+    ),
     "verify": 5,
     "commands": 6,
     "cli": 7,

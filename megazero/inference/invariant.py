@@ -8,23 +8,29 @@ is summed in order of depth (csrc/linear), and sums over ranks are added in orde
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 
 from megazero.errors import ConfigError
 from megazero.inference.staged import StagedModel
+from megazero.layers.attention import SelfAttention
 from megazero.layers.fp8 import Fp8Scaling
 from megazero.layers.latent import LatentAttention
-from megazero.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, column_linear
-from megazero.models.gpt import Head
+from megazero.layers.linear import RowParallelLinear, column_linear
+from megazero.layers.mlp import MLP
 from megazero.moe.experts import Experts
-from megazero.moe.mlp import MoEMLP
+from megazero.moe.mlp import MoEMLP, TokenLinear
 from megazero.moe.router import Router
 from megazero.mpu.group import DONE, Group, Work
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
@@ -32,6 +38,7 @@ from megazero.ops.autograd import Context, Gradients, apply
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.grouped_linear import Groups
 from megazero.ops.native import NATIVE, NATIVE_DTYPES, address, available
+from megazero.spec.parts import ActivationSpec
 
 _PANEL = 16
 
@@ -48,25 +55,32 @@ def make_invariant(model: StagedModel[Any]) -> None:
     """
     _check(model)
     multiply = OrderedProduct()
-    for chunk in model.chunks.values():
-        for module in chunk.modules():
-            if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, Head)):
-                module.product = partial(column_linear, multiply=multiply)
-            elif isinstance(module, Router):
-                module.multiply = multiply
-            elif isinstance(module, Experts):
-                module.product = multiply.grouped
-            elif isinstance(module, LatentAttention):
-                module.by_heads = True
-            if isinstance(module, RowParallelLinear):
-                module.tp = _ordered(module.tp)
-            elif isinstance(module, MoEMLP):
-                groups = module.placement.groups
-                groups = {**groups, "expert": _ordered(groups["expert"])}
-                module.placement = replace(module.placement, groups=groups)
-                for linear in (module.shared_gate, module.coefficient):
-                    if linear is not None:
-                        linear.multiply = multiply
+    for module in [module for chunk in model.chunks.values() for module in chunk.modules()]:
+        if isinstance(module, Experts):
+            module.product = multiply.grouped
+        elif "product" in vars(module):
+            vars(module)["product"] = partial(column_linear, multiply=multiply)
+        if isinstance(module, RowParallelLinear):
+            module.tp = _ordered(module.tp)
+        if isinstance(module, (Router, TokenLinear)):
+            module.multiply = multiply
+        if isinstance(module, LatentAttention):
+            module.by_heads = True
+        if isinstance(module, MoEMLP):
+            groups = module.placement.groups
+            groups = {**groups, "expert": _ordered(groups["expert"])}
+            module.placement = replace(module.placement, groups=groups)
+        if _unsteady(module) and "forward" not in vars(module):
+            vars(module)["forward"] = partial(_steadily, module.forward)
+
+
+def _unsteady(module: nn.Module) -> bool:
+    """Whether torch computes activations or gates of a module, and no kernel that does all rows alike."""
+    if isinstance(module, (MLP, Experts)):
+        return module.kind not in (ActivationSpec("gelu"), ActivationSpec("swiglu"))
+    if isinstance(module, SelfAttention):
+        return len(module.heads) == 4
+    return isinstance(module, Router) or (isinstance(module, MoEMLP) and module.shared_gate is not None)
 
 
 class _OrderedGroup(WrappingGroup):
@@ -75,12 +89,11 @@ class _OrderedGroup(WrappingGroup):
     def _collective(self, call: GroupCall) -> Work:
         if call.detail != "sum":
             return super()._collective(call)
-        given, output = call.given, call.arguments[0]
-        parts = given.new_empty(self.size, *output.shape)
-        if call.operation == "all_reduce":
-            self.inner.all_gather(parts, given).wait()
-        else:
-            self.inner.all_to_all(parts, given).wait()
+        given, output = call.given.flatten(), call.arguments[0]
+        parts = given.new_empty(self.size * output.numel())
+        move = self.inner.all_gather if call.operation == "all_reduce" else self.inner.all_to_all
+        move(parts, given).wait()
+        parts = parts.view(self.size, *output.shape)
         total = parts[0].to(compute_dtype(given.dtype))
         for part in parts[1:]:
             total = total + part
@@ -111,6 +124,36 @@ def _check(model: StagedModel[Any]) -> None:
                 "`softcap` of attention must be unset in a batch-invariant model, but is set; leave batch "
                 "invariance out"
             )
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    if approximate == "none":
+        return x * (0.5 * (1 + torch.erf(x * math.sqrt(0.5))))
+    return x * (0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))))
+
+
+_STEADY = MappingProxyType({torch.sigmoid: _sigmoid, Tensor.sigmoid: _sigmoid, F.gelu: _gelu})
+
+
+class _Steady(TorchFunctionMode):
+    """Makes some functions of others: torch computes a tensor's last elements by other code than the rest.
+
+    exp, tanh and erf have one code for all, and sums and products have but one result.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _STEADY.get(func, func)(*args, **(kwargs or {}))  # type: ignore[no-untyped-call]
+
+
+def _steadily(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _Steady():
+        return forward(*args, **kwargs)
 
 
 class _OrderedLinear(Function):
@@ -163,7 +206,7 @@ class OrderedProduct:
         panels = self._panels(weight)
         bias = None if bias is None else bias.float().contiguous()
         sizes = len(rows), len(weight), rows.shape[1], torch.get_num_threads()
-        addresses = (address(each) for each in (rows, panels, bias, y))
+        addresses = (address(x) for x in (rows, panels, bias, y))
         NATIVE.ordered_linear(*sizes, *addresses, NATIVE.InstructionSet.AVX512)
         return y.view(*x.shape[:-1], len(weight)).to(x.dtype)
 

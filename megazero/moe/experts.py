@@ -119,6 +119,7 @@ class Experts(nn.Module):
         self.first_slice = placement.place.index("etp") == 0
         stream, name = spec.stream, f"layers.{layer}.mlp.experts"
         width, hidden, inner = spec.width, stream.width, spec.inner
+        self.kind = spec.activation
         self.activation = activation_of(spec.activation, f"{name}.activation", placement)
         ep, zeros = Cut(0, "ep"), InitialValues("zeros")
         cuts = (ep, Cut(len(inner), "etp"))

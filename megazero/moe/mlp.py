@@ -64,17 +64,17 @@ class MoEMLP(nn.Module):
         self.router = router or Router(layer, weight, routing, bias)
         self.experts = Experts(layer, self.total, spec.expert, placement, again=recompute.again("moe_act"))
         self.shared: MLP | None = None
-        self.shared_gate: _TokenLinear | None = None
+        self.shared_gate: TokenLinear | None = None
         self.dense: MLP | None = None
-        self.coefficient: _TokenLinear | None = None
+        self.coefficient: TokenLinear | None = None
         name = f"layers.{layer}.mlp"
         if spec.shared is not None:
             self.shared = MLP(f"{name}.shared", spec.shared, placement, tiles=tiles)
             if spec.shared_gate:
-                self.shared_gate = _TokenLinear(f"{name}.shared_gate", 1, stream, placement, bias=False)
+                self.shared_gate = TokenLinear(f"{name}.shared_gate", 1, stream, placement, bias=False)
         if spec.dense is not None:
             self.dense = MLP(f"{name}.dense", spec.dense, placement, tiles=tiles)
-            self.coefficient = _TokenLinear(f"{name}.coefficient", 2, stream, placement, bias=True)
+            self.coefficient = TokenLinear(f"{name}.coefficient", 2, stream, placement, bias=True)
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> MLPResult:
         rows, tokens = take_share(x, inputs.rows)
@@ -142,7 +142,7 @@ def _biased(result: MLPResult) -> Tensor:
     return out if bias is None else out + bias
 
 
-class _TokenLinear(nn.Module):
+class TokenLinear(nn.Module):
     """A linear map of each token in fp32: x [s, b, h] -> float32 [s, b, n], replicated over tensor ranks."""
 
     def __init__(self, name: str, width: int, stream: StreamSpec, placement: Placement, *, bias: bool):

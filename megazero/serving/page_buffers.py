@@ -40,9 +40,12 @@ class Ragged:
     tables: tuple[tuple[int, ...], ...]
 
     @cached_property
-    def total(self) -> int:
-        """The number of rows T."""
-        return sum(self.counts)
+    def steps(self) -> Tensor:
+        """int64 [sequences, 2 + pages]: each one's rows, its past and its pages, as kernels take them."""
+        most = max(map(len, self.tables), default=0)
+        runs = zip(self.counts, self.past, self.tables, strict=True)
+        rows = [(count, past, *table, *(0,) * (most - len(table))) for count, past, table in runs]
+        return torch.tensor(rows, dtype=torch.int64).view(len(rows), 2 + most)
 
     def slots(self, page: int) -> Tensor:
         """int64 [T]: where each row's key is kept, page * size + place in it."""
@@ -106,29 +109,22 @@ class PageBuffers:
     def attend(self, q: Tensor, ragged: Ragged, attends: Attends, slopes: Slopes | None) -> Tensor:
         """Attend over pages in compiled code, for a layer that `serves`: q [T, 1, n, d] -> [T, 1, n d]."""
         kept, q = self._kept[attends.layer], adjacent(q)
-        (rows, _, n, d), g, most = q.shape, kept.keys.shape[1], max(map(len, ragged.tables), default=0)
-        steps = torch.tensor(
-            [
-                [count, past, *table, *(0,) * (most - len(table))]
-                for count, past, table in zip(ragged.counts, ragged.past, ragged.tables, strict=True)
-            ],
-            dtype=torch.int64,
-        )
-        narrow, threads = q.dtype == torch.bfloat16, torch.get_num_threads()
-        sizes = rows, self.page, len(ragged.counts), n, g, d, threads
-        shape, limits = (
-            NATIVE.AttentionShape(*sizes, attends.scale_of(q), narrow, narrow),
+        (rows, _, n, d), g, steps = q.shape, kept.keys.shape[1], ragged.steps
+        narrow, (left, _), limits = (
+            q.dtype == torch.bfloat16,
+            attends.pattern.sides(True),
             NATIVE.AttentionLimits(),
         )
-        left, _ = attends.pattern.sides(True)
+        sizes = rows, self.page, len(ragged.counts), n, g, d, torch.get_num_threads()
+        shape = NATIVE.AttentionShape(*sizes, attends.scale_of(q), narrow, narrow)
         limits.places(0, 0, left, 0, 0)
-        if slopes is not None:
-            limits.slopes(address(slopes.by_head))
+        by_head = None if slopes is None else slopes.by_head.float().contiguous()
+        if by_head is not None:
+            limits.slopes(address(by_head))
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        sinks, buffers = attends.pattern.sinks if left >= 0 else 0, (kept.keys, kept.values)
-        NATIVE.paged_attention(
-            *(shape, limits, sinks, most), *map(address, (steps, *buffers)), *map(heads_of, (q, out))
-        )
+        sinks, own = attends.pattern.sinks if left >= 0 else 0, (steps, kept.keys, kept.values)
+        ends = heads_of(q), heads_of(out)
+        NATIVE.paged_attention(shape, limits, sinks, steps.shape[1] - 2, *map(address, own), *ends)
         return out.flatten(2)
 
     def serves(self, attends: Attends, bias: Bias | None, offset: Tensor | None) -> bool:
@@ -158,6 +154,7 @@ class _Kept:
     native: bool
 
     @classmethod
+    @torch.inference_mode(False)  # other tensors may not be written in other modes
     def made(cls, pages: int, page: int, key: Tensor, value: Tensor) -> _Kept:
         """Empty pages for keys [T, g, d] and values [T, g, e]; zeros, as not all of a page is written."""
         (_, g, d), (_, groups, e) = key.shape, value.shape
