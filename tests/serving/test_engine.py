@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from megazero.errors import ConfigError, DataError, NumericsError
+from megazero.inference.invariant import make_invariant
 from megazero.inference.sampling import Sampling
 from megazero.inference.staged import StagedModel
 from megazero.models.batch import Batch
-from megazero.mpu.context import solo_context, thread_context, with_whole_sequences
+from megazero.mpu.context import make_context, solo_context, thread_context, with_whole_sequences
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.thread_group import ThreadWorld
@@ -131,7 +132,9 @@ def test_who_leaves_disturbs_nobody_and_what_it_leaves_behind_is_sound(seed):
     idle(engine)
 
 
-@pytest.mark.parametrize("config", [HYBRID, SPARSE], ids=["hybrid", "sparse"])
+@pytest.mark.parametrize(
+    "config", [HYBRID, pytest.param(SPARSE, marks=pytest.mark.slow)], ids=["hybrid", "sparse"]
+)
 def test_models_without_pages_answer_each_request_on_a_cache_of_its_own(config):
     model, wanted = build(config), requests(6, sampling=DRAWN)
     staged = StagedModel.whole(model)
@@ -153,7 +156,15 @@ def test_ranks_that_share_sequences():
     assert [ids(answers) for answers in world.run(work)] == [expected] * 2
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp": 2, "pp": 2},
+        pytest.param({"tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_every_layout_gives_every_rank_the_same_answers(sizes):
     wanted = requests(6, logprobs=2, prompt_logprobs=1)
 
@@ -173,6 +184,24 @@ def test_every_layout_gives_every_rank_the_same_answers(sizes):
             strict=True,
         ):
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def _on_gloo(rank: int, world_size: int) -> list[list[int]]:
+    from datetime import timedelta
+
+    from megazero.mpu.torch_group import open_group
+
+    def open_(name: str, ranks: tuple[int, ...]):
+        return open_group(name, rank, ranks, timedelta(seconds=60))
+
+    context = make_context(ProcessGrid(tp=world_size), rank, torch.device("cpu"), open_)
+    model = StagedModel.whole(build(LLAMA, context))
+    return ids(complete(model, requests(6, sampling=DRAWN), FEW))
+
+
+@pytest.mark.gloo
+def test_processes_give_the_texts_of_one(pool):
+    assert pool.run(_on_gloo, 2) == [alone(build(LLAMA), requests(6, sampling=DRAWN))] * 2
 
 
 def test_ranks_that_share_experts():
@@ -231,6 +260,15 @@ def test_a_seed_draws_the_same_alone_and_in_a_crowd_and_numbers_differ():
     crowd = ids(complete(model, [*mine, *requests(12, sampling=DRAWN)], FEW))[:4]
     assert [ids(complete(model, [one], FEW))[0] for one in mine] == crowd
     assert len({tuple(text) for text in crowd}) == 4
+
+
+def test_with_batch_invariance_log_probabilities_are_equal_bit_for_bit():
+    staged = StagedModel.whole(build(LLAMA))
+    make_invariant(staged)
+    mine = Wanted((5, 17, 3, 44, 8), 12, DRAWN, logprobs=2, prompt_logprobs=1)
+    (lonely,) = complete(staged, [mine])
+    crowd = complete(staged, [*requests(8, sampling=DRAWN), mine, *requests(4, seed=1)], FEW)
+    assert crowd[8] == lonely
 
 
 def test_a_stop_ends_a_request_and_is_its_last_token():

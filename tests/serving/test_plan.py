@@ -9,14 +9,17 @@ import torch
 from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
-from megazero.serving.plan import Part, Plan, Wire
+from megazero.serving.plan import Part, Plan, Reads, Relay
 
 
 def plan_of(rng: random.Random, parts: int, tokens: int) -> Plan:
     def ids(most: int) -> list[int]:
         return [rng.randrange(1 << 20) for _ in range(rng.randint(0, most))]
 
-    made = [Part(*(rng.randrange(99) for _ in range(7)), ids(tokens), ids(5)) for _ in range(parts)]
+    def some(count: int) -> list[int]:
+        return [rng.randrange(99) for _ in range(count)]
+
+    made = [Part(*some(4), Reads(*some(3)), ids(tokens), ids(5)) for _ in range(parts)]
     return Plan(made, ids(4), rng.random() < 0.5)
 
 
@@ -25,7 +28,7 @@ def test_a_plan_is_its_numbers():
     for parts in (0, 1, 7):
         plan = plan_of(rng, parts, 30)
         assert Plan.of_numbers(plan.numbers()) == plan
-    assert Plan([Part(3, 0, 2, 9, 1, 1, 0, [7, 8], [5])], [2], True).numbers() == [
+    assert Plan([Part(3, 0, 2, 9, Reads(1, 1, 0), [7, 8], [5])], [2], True).numbers() == [
         *(1, 1, 1, 2),
         *(3, 0, 2, 9, 1, 1, 0, 2, 1, 7, 8, 5),
     ]
@@ -38,9 +41,9 @@ def test_every_rank_gets_the_plan_of_the_first():
 
     def work(rank: int) -> tuple[list[Plan], object, bool]:
         context = thread_context(world, grid, rank)
-        wire = Wire([context.tp, context.pp], torch.device("cpu"))
+        wire = Relay([context.tp, context.pp], torch.device("cpu"))
         got = [wire.share(plan if wire.leads else Plan()) for plan in plans]
-        wire.wait()
+        wire.meet()
         return got, wire.value({"rank": rank}), wire.leads
 
     answers = world.run(work)
@@ -51,4 +54,4 @@ def test_every_rank_gets_the_plan_of_the_first():
 
 def test_a_rank_alone_sends_nothing():
     plan = Plan(last=True)
-    assert Wire([], torch.device("cpu")).share(plan) is plan
+    assert Relay([], torch.device("cpu")).share(plan) is plan

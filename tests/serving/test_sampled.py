@@ -50,6 +50,7 @@ def test_a_crowd_of_rows_draws_what_each_draws_alone():
     assert torch.equal(logits, before)
 
 
+@pytest.mark.slow
 def test_what_is_left_to_draw_is_what_transformers_leaves():
     warpers = pytest.importorskip("transformers.generation.logits_process")
     rng, generator = random.Random(2), torch.Generator().manual_seed(2)
