@@ -53,7 +53,7 @@ class ChatTemplate:
             variables: what else the template is given.
             prompt: begin the assistant's turn.
             resume: leave the last message open instead, to be continued.
-            special: let the tokenizer add its special tokens; a first one that the template wrote too is not doubled.
+            special: let the tokenizer add its special tokens; a first one is not doubled.
 
         Raises:
             DataError: there is no template, or it refuses the messages.
