@@ -73,7 +73,7 @@ def _checkpoint(path: str, step: int | None, given: Mapping[str, object]) -> Sta
 
 
 def described_by(saved: SavedModel, given: Mapping[str, object], *, anew: bool) -> Stated:
-    """What a checkpoint states for settings (path -> value); `anew` if they do not continue its training."""
+    """The settings that a checkpoint states (path -> value); `anew` if they do not continue its training."""
     from megazero.checkpoint.upcycling import dense_model
     from megazero.config.derive import FREE_MODEL_FIELDS
     from megazero.train.resume.fit import ROTARY_FIELDS, free_to_begin, unlike
