@@ -24,12 +24,14 @@ def test_help_names_every_verb_and_exits_0(capsys):
         "config",
         "data",
         "env",
+        "evaluate",
         "fill-mask",
         "finetune",
         "generate",
         "incidents",
         "kernels",
         "launch",
+        "lm-eval",
         "memory-report",
         "merge-traces",
         "moe-report",
@@ -69,8 +71,8 @@ def test_an_unknown_verb_is_answered_with_the_nearest(capsys, word, answer):
     assert cli.main([word]) == 2
     assert capsys.readouterr().err == (
         "error: the verb must be one of ablate, analyze-loss, checkpoint, completion, config, data, env, "
-        "fill-mask, finetune, generate, incidents, kernels, launch, memory-report, merge-traces, "
-        "moe-report, plan, pretrain, profile, report, run, serve, tune, verify, version, but is "
+        "evaluate, fill-mask, finetune, generate, incidents, kernels, launch, lm-eval, memory-report, "
+        "merge-traces, moe-report, plan, pretrain, profile, report, run, serve, tune, verify, version, but is "
         f"`{word}`; {answer}\n"
     )
 

@@ -35,7 +35,7 @@ VERBS = (
     Verb("config", "resolve a training's flags, and print the tree or why not; or a schema for editors"),
     Verb("data", "preprocess, train-tokenizer, inspect, merge, analyze: texts made into datasets"),
     Verb("env", "report on this machine, and on what is in the way of training on it"),
-    Verb("evaluate", "run a line of Megatron's tasks/main.py, such as `--task WIKITEXT103`"),
+    Verb("evaluate", "run a line of Megatron's tasks/main.py, such as WIKITEXT103's"),
     Verb("fill-mask", "show what a model expects at the masked places of a text"),
     Verb("finetune", "fine-tune on labelled texts, as finetune.py does; under torchrun on several ranks"),
     Verb("generate", "generate text from a checkpoint"),

@@ -19,6 +19,7 @@ from megazero.harness.text import HarnessTokenizer
 from megazero.inference.sampling import Sampling
 from megazero.inference.staged import StagedModel
 from megazero.mpu.messages import broadcast_value
+from megazero.mpu.threads import helper_thread
 from megazero.serving.engine import Engine
 from megazero.serving.limits import EngineLimits
 from megazero.serving.wanted import Ended, Event, Penalties, Token, Wanted
@@ -139,7 +140,7 @@ class Leading:
         self._closed = threading.Event()
         self._alone = self._context.world.size == 1
         if not self._alone:
-            threading.Thread(target=self._beat, daemon=True).start()
+            helper_thread(self._beat, "beat").start()
 
     @property
     def max_length(self) -> int:

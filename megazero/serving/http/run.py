@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from megazero.errors import ConfigError
+from megazero.mpu.threads import helper_thread
 from megazero.serving.engine import Engine
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def serve(app: ASGIApp, service: Service, engine: Engine, listening: socket.sock
 
     config = uvicorn.Config(app, access_log=False, log_level=level, lifespan="off", timeout_keep_alive=75)
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=([listening],), daemon=True, name="http")
+    thread = helper_thread(lambda: server.run([listening]), "http")
 
     def drain(number: int, frame: FrameType | None) -> None:
         if service.draining:
