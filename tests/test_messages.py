@@ -106,6 +106,7 @@ def allowed_by_room() -> dict[str, set[str] | frozenset[str] | None]:
         "megazero.env": of("env"),
         "megazero.env.launch_check": TRAINING,
         "megazero.harness": {"--apply_chat_template", "--gen_kwargs", "--model_args"},  # of lm_eval
+        "megazero.harness.in_training": TRAINING,
         "megazero.harness.megatron": of("evaluate"),
         "megazero.inference": texts,
         "megazero.inference.position_loss": of("analyze_loss") | TRAINING,
