@@ -126,9 +126,10 @@ class Layout:
         if not self.coded:
             raise ConfigError("`--ignore` must leave weights to quantize, but leaves none; name fewer")
 
-    def modules(self, *, coded: bool) -> list[str]:
-        """The modules of transformers with weights that are quantized, or not."""
-        return [_module(tensor.theirs) for tensor in self.tensors if self.is_coded(tensor) == coded]
+    def left(self) -> list[str]:
+        """The modules of transformers whose weights are not quantized."""
+        coded = {_module(tensor.theirs) for tensor in self.tensors if self.is_coded(tensor)}
+        return [module for tensor in self.tensors if (module := _module(tensor.theirs)) not in coded]
 
     def ignored(self) -> list[str]:
         """The field ``ignore``: linear layers that are not quantized, and others of two dims."""
@@ -238,7 +239,8 @@ class FolderWriter:
 
     def _stored(self, tensor: HFTensor, block: QuantizedBlock) -> list[tuple[str, Tensor]]:
         if not self._layout.is_coded(tensor):
-            return [(tensor.theirs, torch.cat([self._floats(link, tensor, block) for link in tensor.links]))]
+            rows = [self._floats(link, tensor, block) for link in tensor.links]
+            return [(tensor.theirs, rows[0] if len(rows) == 1 else torch.cat(rows))]
         parts = [(link, block.quantized[link.key.name]) for link in tensor.links]
         codes = torch.cat([_rows(link, part.codes.cpu()) for link, part in parts])
         scales = torch.cat([_rows(link, part.scales.cpu()) for link, part in parts])

@@ -96,7 +96,7 @@ def quantize(
             + "A8" * recipe.rounds_inputs
             + (f" in groups of {grid.group}" if grid.group else "")
         )
-        skipped = in_short(layout.modules(coded=False))
+        skipped = in_short(layout.left())
         report = Report(scheme, recipe.method, walk.count, tuple(rows), skipped, 0, 0, walk.held_out)
         if walk.losses is not None:
             report = replace(report, loss_before=walk.losses.before, loss_after=walk.losses.after)
