@@ -10,9 +10,9 @@ from megazero.train.folders import read_folder
 def main() -> int:
     config = resolve_or_exit(sys.argv[1:], reader=read_folder)
     # After the flags are known to be good: torch takes seconds to import.
-    from megazero.train.pretraining import pretrain
+    from megazero.commands.pretrain import train
 
-    return exit_status(lambda: pretrain(config))
+    return exit_status(lambda: train(config))
 
 
 if __name__ == "__main__":

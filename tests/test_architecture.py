@@ -34,7 +34,13 @@ LEVELS = {
     **dict.fromkeys(("data_efficiency", "layers", "moe", "optim", "zero", "pipeline"), 2),
     **dict.fromkeys(("account", "models", "checkpoint", "formats", "report"), 3),
     "train": 4,
-    **dict.fromkeys(("ablate", "data_tools", "deepspeed", "env", "inference", "launch", "plan", "verify"), 5),
+    **dict.fromkeys(
+        (
+            *("ablate", "data_tools", "deepspeed", "env", "harness", "inference", "launch", "plan"),
+            *("serving", "verify"),
+        ),
+        5,
+    ),
     "commands": 6,
     "cli": 7,
 }
@@ -45,6 +51,9 @@ SAME_LEVEL = {
     ("models", "account"),
     ("formats", "checkpoint"),
     ("deepspeed", "inference"),
+    ("harness", "inference"),
+    ("harness", "serving"),
+    ("serving", "inference"),
 }
 # A module of the core -> the module of an annex whose names it shows, and imports when one is asked for.
 DOORS = {

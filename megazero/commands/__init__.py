@@ -41,6 +41,7 @@ VERBS = (
     Verb("incidents", "list what a run's guards found, and draw it over time"),
     Verb("kernels", "build the CUDA kernels, and show what they do and need"),
     Verb("launch", "start a script's ranks on one or many hosts, over ssh, pdsh, srun, mpirun or torchrun"),
+    Verb("lm-eval", "score a checkpoint by lm-evaluation-harness's tasks, on any layout, with its flags"),
     Verb("memory-report", "show what each rank's memory holds, measured or planned"),
     Verb("merge-traces", "merge the traces of a run's ranks into one, with their clocks aligned"),
     Verb("moe-report", "show how evenly a mixture of experts uses its experts"),

@@ -8,18 +8,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from megazero.errors import DataError
+from pydantic import ValidationError
+
+from megazero.config.fields import names_with
+from megazero.config.tree.roles import Role
+from megazero.config.tree.tokenizer import TokenizerConfig
+from megazero.errors import ConfigError, DataError
 from megazero.inference.staged import StagedModel
 from megazero.models.batch import M, MicroBatch
 from megazero.models.chunk import ModelChunk, StagedChunk
 from megazero.mpu.launch import Launch, leave, reporting
 
 if TYPE_CHECKING:
+    from megazero.formats.megatron.reader import ImportOptions
     from megazero.train.resume.trained import Loaded
 
 
+_TOKENIZER_FLAGS = ("tokenizer_type", *names_with(Role.FILE, "tokenizer"))
+
+
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the parallel sizes of the job."""
+    """Add the flags for the parallel sizes of the job, and for folders of other libraries."""
     for axis, what in (("tensor", "slices of each layer"), ("pipeline", "stages")):
         parser.add_argument(
             f"--{axis}-model-parallel-size",
@@ -32,6 +41,36 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="ranks that share the keys and values of a sequence (default: 1)",
     )
+    parser.add_argument(
+        "--expert-model-parallel-size", type=int, default=1, help="slices of the experts (default: 1)"
+    )
+    parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the newest)")
+    parser.add_argument(
+        "--trust-pickle", action="store_true", help="read a checkpoint of Megatron, whose files are pickles"
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        help="entries of a Megatron checkpoint's vocabulary; default: its tokenizer's",
+    )
+    for name in _TOKENIZER_FLAGS:
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, help="for a folder of another library that does not name its tokenizer")
+
+
+def import_options(flags: argparse.Namespace) -> ImportOptions:
+    """How to read a folder of another library, from the flags of `add_sizes`.
+
+    Raises ConfigError if they name no tokenizer of ours.
+    """
+    from megazero.formats.megatron.reader import ImportOptions
+
+    values = {name: getattr(flags, name) for name in _TOKENIZER_FLAGS}
+    try:
+        tokenizer = TokenizerConfig(**values).located() if any(values.values()) else None
+    except ValidationError as error:
+        raise ConfigError([f"`{fault['loc'][0]}`: {fault['msg']}" for fault in error.errors()]) from error
+    return ImportOptions(flags.trust_pickle, flags.vocab_size, tokenizer=tokenizer)
 
 
 @contextmanager
@@ -40,6 +79,8 @@ def loaded_model(
     launch: Launch,
     verb: str,
     part: Callable[[ModelChunk[MicroBatch]], StagedChunk[M]],
+    *,
+    replicas: bool = False,
 ) -> Iterator[tuple[Loaded, StagedModel[M]]]:
     """Join the job and load this rank's part of the checkpoint in `flags.load`; leave the job at the end.
 
@@ -50,6 +91,7 @@ def loaded_model(
         launch: this rank's place in the job.
         verb: the command's name, for messages.
         part: returns a chunk as a model that the command can run, or raises an error.
+        replicas: whether ranks that the sizes leave hold further copies of the model (see `Share`).
 
     Raises:
         MegazeroError: the checkpoint cannot be loaded on this job, or the command cannot run its model.
@@ -57,9 +99,15 @@ def loaded_model(
     # This imports every part of megazero, so it waits until the flags are known to be good.
     from megazero.train.resume.trained import AxisSizes, load_for_inference
 
-    context = flags.context_parallel_size
-    sizes = AxisSizes(flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size, context)
-    loaded = load_for_inference(flags.load, launch, sizes, verb=verb)
+    sizes = AxisSizes(
+        flags.tensor_model_parallel_size,
+        flags.pipeline_model_parallel_size,
+        flags.context_parallel_size,
+        flags.expert_model_parallel_size,
+        replicas,
+    )
+    options, step = import_options(flags), flags.ckpt_step
+    loaded = load_for_inference(flags.load, launch, sizes, verb=verb, options=options, step=step)
     with reporting(loaded.context):
         if loaded.context.rank == 0:
             for remark in loaded.remarks:

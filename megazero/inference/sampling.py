@@ -22,13 +22,15 @@ from megazero.ops.counter_random import hash_uniform
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings for drawing tokens: temperature, then top-k, then top-p among the remaining tokens.
+    """Settings for drawing tokens: temperature, then top-k, top-p and min-p among the remaining tokens.
 
     Attributes:
         temperature: logits are divided by it; towards 0, only the most likely token is drawn.
         top_k: the number of most likely tokens to draw among; 0 means all tokens.
         top_p: draw among the fewest most likely tokens with at least this total probability (nucleus
             sampling, Holtzman et al. 2020); 1 means all tokens.
+        min_p: draw among tokens with at least this share of the likeliest one's probability (Nguyen et al.
+            2024); 0 means all tokens.
         greedy: always take the most likely token, of equal ones the smallest id; nothing is random.
         seed: seed of the random numbers.
         vocab_size: only ids below this are drawn; None means the model's whole vocabulary. Padding of the
@@ -44,6 +46,7 @@ class Sampling:
     greedy: bool = False
     seed: int = 0
     vocab_size: int | None = None
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         violations = []
@@ -56,20 +59,33 @@ class Sampling:
             violations.append(f"`top_k` must be at least 0, but is {self.top_k}; set 0 to keep all tokens")
         if not 0 < self.top_p <= 1:
             violations.append(f"`top_p` must be in (0, 1], but is {self.top_p}; set 1 to keep all tokens")
+        if not 0 <= self.min_p <= 1:
+            violations.append(f"`min_p` must be in [0, 1], but is {self.min_p}; set 0 to keep all tokens")
         if self.vocab_size is not None and self.vocab_size < 1:
             violations.append(f"`vocab_size` must be at least 1, but is {self.vocab_size}; leave it out")
         if violations:
             raise ConfigError(violations)
 
 
-def keep_top_k(scores: Tensor, k: int) -> Tensor:
-    """Set all scores [b, v] but the `k` largest of a row to -inf; of equal scores the smaller id stays."""
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    return scores.scatter(-1, order[:, k:], -torch.inf)
+def keep_top_k(scores: Tensor, k: int | Tensor) -> Tensor:
+    """Set all scores [b, v] but the `k` largest of a row to -inf; of equal scores the smaller id stays.
+
+    k: one for all rows, or int64 [b, 1], each in [1, v].
+    """
+    count = torch.as_tensor(k, device=scores.device).expand(len(scores), 1)
+    ranked = scores.topk(int(count.max()), dim=-1).values
+    least = ranked.gather(-1, count - 1)  # the smallest score that stays
+    equals = scores == least
+    spare = count - (scores > least).sum(-1, keepdim=True)
+    stays = (scores > least) | (equals & (equals.cumsum(-1) <= spare))
+    return scores.masked_fill(~stays, -torch.inf)
 
 
-def keep_top_p(scores: Tensor, p: float) -> Tensor:
-    """Set scores [b, v] outside the nucleus to -inf: the fewest largest scores with softmax mass `p`."""
+def keep_top_p(scores: Tensor, p: float | Tensor) -> Tensor:
+    """Set scores [b, v] outside the nucleus to -inf: the fewest largest scores with softmax mass `p`.
+
+    p: one for all rows, or float64 [b, 1].
+    """
     ranked, order = scores.sort(dim=-1, descending=True, stable=True)
     mass = ranked.softmax(dim=-1)
     before = mass.cumsum(dim=-1) - mass
@@ -80,13 +96,27 @@ def keep_top_p(scores: Tensor, p: float) -> Tensor:
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """The distribution that a token is drawn from: logits [b, v] -> float64 [b, v], rows summing to 1."""
-    scores = logits.double()
+    return _probabilities(logits, [sampling] * len(logits))
+
+
+def _probabilities(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
+    """The distribution of each row by its own settings, float64 [b, v]."""
+
+    def column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=logits.device).unsqueeze(-1)
+
+    scores, width = logits.double(), logits.shape[-1]
     # First shift the largest score to 0, so that no temperature makes it overflow.
-    scores = (scores - scores.amax(dim=-1, keepdim=True)) / sampling.temperature
-    if 0 < sampling.top_k < scores.shape[-1]:
-        scores = keep_top_k(scores, sampling.top_k)
-    if sampling.top_p < 1:
-        scores = keep_top_p(scores, sampling.top_p)
+    scores = scores - scores.amax(dim=-1, keepdim=True)
+    scores /= column([one.temperature for one in settings])
+    if rows := [i for i, one in enumerate(settings) if 0 < one.top_k < width]:
+        scores[rows] = keep_top_k(scores[rows], column([settings[i].top_k for i in rows], torch.int64))
+    if rows := [i for i, one in enumerate(settings) if one.top_p < 1]:
+        scores[rows] = keep_top_p(scores[rows], column([settings[i].top_p for i in rows]))
+    if rows := [i for i, one in enumerate(settings) if one.min_p > 0]:
+        least = column([math.log(settings[i].min_p) for i in rows])
+        kept = scores[rows]
+        scores[rows] = kept.masked_fill(kept < least, -torch.inf)
     return scores.softmax(dim=-1)
 
 
@@ -100,8 +130,15 @@ def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 def token_uniforms(seed: int, numbers: Sequence[int], position: int, device: torch.device | str) -> Tensor:
     """The random number in [0, 1) of the token at `position` of each numbered sequence, float32 [b]."""
-    keys = torch.tensor([derive_key(seed, "generate", number, position) for number in numbers], device=device)
-    return hash_uniform(keys, torch.zeros_like(keys))
+    return _uniforms([(seed, number, position) for number in numbers], device)
+
+
+def _uniforms(places: Sequence[tuple[int, int, int]], device: torch.device | str) -> Tensor:
+    """The random number of each (seed, number of the sequence, position), float32 [b]."""
+    keys = [derive_key(seed, "generate", number, position) for seed, number, position in places]
+    return hash_uniform(
+        torch.tensor(keys, device=device), torch.zeros(len(keys), dtype=torch.int64, device=device)
+    )
 
 
 def choose_tokens(logits: Tensor, sampling: Sampling, numbers: Sequence[int], position: int) -> Tensor:
@@ -118,8 +155,26 @@ def choose_tokens(logits: Tensor, sampling: Sampling, numbers: Sequence[int], po
             f"`logits` must be finite, but those at position {position} of sequence {numbers[bad]} are not; "
             f"were the weights trained until they diverged?"
         )
-    if sampling.greedy:
-        return logits.argmax(dim=-1)
-    return invert_cdf(
-        probabilities(logits, sampling), token_uniforms(sampling.seed, numbers, position, logits.device)
-    )
+    return draw_tokens(logits, [sampling] * len(numbers), numbers, [position] * len(numbers))
+
+
+def draw_tokens(
+    logits: Tensor, settings: Sequence[Sampling], numbers: Sequence[int], positions: Sequence[int]
+) -> Tensor:
+    """Choose a token for each row of logits [b, v] by settings of its own; return int64 [b].
+
+    A row's token is that of `choose_tokens` for this row alone. Logits may be -inf, which are never drawn.
+    """
+    drawn = torch.empty(len(settings), dtype=torch.int64, device=logits.device)
+    kinds: dict[tuple[bool, int | None], list[int]] = {}
+    for i, one in enumerate(settings):
+        kinds.setdefault((one.greedy, one.vocab_size), []).append(i)
+    for (greedy, vocab_size), rows in kinds.items():
+        own = (logits if len(rows) == len(logits) else logits[rows])[:, :vocab_size]
+        if greedy:
+            drawn[rows] = own.argmax(dim=-1)
+            continue
+        places = [(settings[i].seed, numbers[i], positions[i]) for i in rows]
+        probs = _probabilities(own, [settings[i] for i in rows])
+        drawn[rows] = invert_cdf(probs, _uniforms(places, logits.device))
+    return drawn

@@ -90,7 +90,7 @@ class StagedModel(Generic[M]):
             return self.unsliced(head(hidden[-1:])[0])
 
         shape = len(batch.tokens), self.vocab_size
-        return self.run(batch, last_logits, shape, lambda chunk: self._core(cache, chunk))
+        return self.run(batch, last_logits, shape, lambda chunk: self.core(cache, chunk))
 
     def masked_logits(self: StagedModel[BertBatch], batch: BertBatch) -> Tensor:
         """The logits at the m masked places, float32 [m, v], the same on every stage."""
@@ -139,7 +139,8 @@ class StagedModel(Generic[M]):
         self.pp.broadcast(result, self.stage_of[-1]).wait()
         return result
 
-    def _core(self, cache: Cache, chunk: StagedChunk[M]) -> AttentionCore:
+    def core(self, cache: Cache, chunk: StagedChunk[M]) -> AttentionCore:
+        """The attention core of a chunk that continues the sequences in a cache."""
         if isinstance(cache, SharedCache):
             return SharedCacheCore(cache, self.sharers)
         return CachedCore(cache, LocalCore(chunk.placement.tp))

@@ -284,6 +284,11 @@ def slice_axes(replicas: str) -> tuple[str, ...]:
     return tuple(name for name in SLICE_AXES if name in names)
 
 
+def stage_of_one_model(grid: ProcessGrid, sharers: int = 1) -> int:
+    """The ranks of a pipeline stage that compute one model together, with `sharers` of its sequences."""
+    return math.lcm(sharers * grid.tp, grid.ep * grid.etp)
+
+
 def layout_words(grid: ProcessGrid, chunks: int = 1) -> str:
     """The sizes above 1 in short, with the chunks on each pipeline stage as V: ``T8 x P16 x V2 x D8``."""
     sizes = {"T": grid.tp, "P": grid.pp, "V": chunks, "C": grid.cp, "D": grid.dp, "E": grid.ep}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from megazero.checkpoint.disk import Disk
 from megazero.config.tree.config import Config
@@ -29,12 +29,21 @@ from megazero.train.step.feed import Feeds
 from megazero.train.step.state import TrainState
 from megazero.zero.store.store import offloaded_bytes
 
+MoreEvaluations = Callable[[Run, PeriodicEvaluation], PeriodicEvaluation]
+"""Adds to a run's evaluations; the socket of `--eval-tasks`, into which commands plug what runs the tasks."""
 
-def pretrain(config: Config, launch: Launch | None = None, disk: Disk | None = None) -> TrainState:
+
+def pretrain(
+    config: Config,
+    launch: Launch | None = None,
+    disk: Disk | None = None,
+    more: MoreEvaluations | None = None,
+) -> TrainState:
     """Pretrain as configured, on this rank of the job.
 
     Args:
         launch: this rank's place in the job; by default, the launcher's environment says it.
+        more: runs `--eval-tasks`.
 
     Raises:
         MegazeroError: something that the user has to fix prevents the run.
@@ -43,13 +52,14 @@ def pretrain(config: Config, launch: Launch | None = None, disk: Disk | None = N
         raise ConfigError(
             f"`task` must be left out of pretraining, but is {config.finetune.task}; run `megazero finetune`"
         )
-    return in_job(config, launch, lambda joined: pretrain_on(config, joined, disk))
+    return in_job(config, launch, lambda joined: pretrain_on(config, joined, disk, more))
 
 
 class Pretraining(TrainingTask):
     """The task of pretraining."""
 
-    def __init__(self) -> None:
+    def __init__(self, more: MoreEvaluations | None = None) -> None:
+        self._more = more
         self._record: list[DataFacts] | None = None
         self._blend: Mapping[str, object] = {}
         self._compared: tuple[str, ...] = ()
@@ -98,7 +108,8 @@ class Pretraining(TrainingTask):
         evaluate = LossEvaluation(run.resumed.engine, run.feeds, samples, run.monitor, timers)
         splits = {"validation": run.feeds.valid, "test": run.feeds.test}
         there = {split for split, feed in splits.items() if feed is not None}
-        return PeriodicEvaluation(evaluate, samples.interval, there)
+        evaluations = PeriodicEvaluation(evaluate, samples.interval, there)
+        return evaluations if self._more is None else self._more(run, evaluations)
 
     def conclude(self, run: Run, state: TrainState) -> None:
         """Do nothing: the last step ends a pretraining."""
@@ -107,11 +118,15 @@ class Pretraining(TrainingTask):
         """Do nothing: pretraining opens no resources of its own."""
 
 
-def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = None) -> TrainState:
+def pretrain_on(
+    config: Config, joined: ParallelContext, disk: Disk | None = None, more: MoreEvaluations | None = None
+) -> TrainState:
     """Pretrain on a rank that has joined its job, such as a thread of a test.
 
     Raises:
         MegazeroError: as `pretrain`.
     """
-    task = Pretraining()
+    if config.training.eval_tasks is not None and more is None:
+        raise ConfigError("`eval_tasks` must be left out here; run `megazero pretrain`, which takes it")
+    task = Pretraining(more)
     return assemble(config, build_vocabulary(config), joined, task, disk).carry_out(task, disk)

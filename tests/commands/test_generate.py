@@ -31,7 +31,7 @@ def loads(monkeypatch) -> list[tuple[str, Launch, AxisSizes]]:
     """Puts a model where a checkpoint would be; what was asked for."""
     asked = []
 
-    def load(checkpoint_dir: str, launch: Launch, sizes: AxisSizes, verb: str):
+    def load(checkpoint_dir: str, launch: Launch, sizes: AxisSizes, verb: str, **foreign):
         assert verb == "generate"
         asked.append((checkpoint_dir, launch, sizes))
         return Loaded(
@@ -143,7 +143,7 @@ def test_bad_values_exit_2_before_anything_is_loaded(loads, capsys, flags):
 
 
 def test_a_missing_checkpoint_is_one_line_and_a_status(monkeypatch, capsys):
-    def load(checkpoint_dir: str, launch: Launch, sizes: AxisSizes, verb: str):
+    def load(checkpoint_dir: str, launch: Launch, sizes: AxisSizes, verb: str, **foreign):
         raise CheckpointError(f"`load` must hold a checkpoint, but {checkpoint_dir} has none")
 
     monkeypatch.setattr("megazero.train.resume.trained.load_for_inference", load, raising=False)

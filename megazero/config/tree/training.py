@@ -78,6 +78,15 @@ class TrainingConfig(Section):
     eval_from_start: bool = option(False)
     """let every evaluation read the same validation samples, the first ones, so that losses of different
     steps and runs compare; default: each reads the next ones"""
+    eval_tasks: str | None = option(
+        None, needs=(here.eval_tasks_interval, config.model.family == "gpt", config.model.num_classes.is_none)
+    )
+    """YAML or JSON file of tasks of lm-evaluation-harness, by which the model is scored on the way: a list of
+    names, or `tasks` and `include_path`, a folder with more of them"""
+    eval_tasks_interval: Interval = option(None, unit="iterations", needs=here.eval_tasks)
+    """iterations between evaluations of --eval-tasks; there is one at the end, too"""
+    eval_tasks_limit: PositiveInt | None = option(None, needs=here.eval_tasks)
+    """the most documents of each of --eval-tasks; default: all"""
     exit_interval: Interval = option(None, unit="iterations")
     """save and exit at multiples of this; default, and with 0: never"""
     exit_duration_in_mins: Duration = option(None, unit="minutes")

@@ -38,7 +38,7 @@ class ConversationEncoder:
 
     def __init__(self, model: str, chosen: str | None = None, *, allow_special: bool = False):
         self.vocab_size = load_tokenizer_json(model, "HFTokenizer").vocab_size
-        self._tokenizer, self._where = _load(model), chosen or model
+        self._tokenizer, self._where = load_for_templates(model), chosen or model
         if chosen is not None:
             try:
                 self._tokenizer.chat_template = read_regular(Path(chosen)).decode("utf-8")
@@ -115,7 +115,11 @@ class ConversationEncoder:
             raise BadRow(f"the template refuses it: {str(error)[:200] or type(error).__name__}") from error
 
 
-def _load(model: str) -> PreTrainedTokenizerFast:
+def load_for_templates(model: str) -> PreTrainedTokenizerFast:
+    """Load a tokenizer with its chat template by transformers: a tokenizer.json, its folder, a hub's name.
+
+    Raises DataError without transformers, or if the files do not suit it.
+    """
     try:
         from transformers import PreTrainedTokenizerFast
     except ImportError as error:

@@ -51,7 +51,7 @@ class LibraryTokenizer(Tokenizer):
         named = takewhile(lambda i: i is not None, (backend.token_to_id(f"<extra_id_{i}>") for i in count()))
         self.extra_ids = tuple(i for i in named if i is not None)
         self._backend = backend
-        self._source = source
+        self.source = source
 
     def definition(self) -> dict[str, Any]:
         """The content of a `tokenizer.json` for this tokenizer."""
@@ -59,18 +59,18 @@ class LibraryTokenizer(Tokenizer):
         return description
 
     def encode(self, text: str) -> list[int]:
-        with _refusals(f"text must have tokens in this {self.name}, but has none", self._source):
+        with _refusals(f"text must have tokens in this {self.name}, but has none", self.source):
             return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
-        with _refusals(f"texts must have tokens in this {self.name}, but one has none", self._source):
+        with _refusals(f"texts must have tokens in this {self.name}, but one has none", self.source):
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return TokenBatch.of([encoding.ids for encoding in encodings])
 
     def decode(self, ids: Sequence[int]) -> str:
         ids = [int(i) for i in ids]
         check_ids(ids, self.vocab_size)
-        with _refusals(f"token ids must have a text in this {self.name}, but have none", self._source):
+        with _refusals(f"token ids must have a text in this {self.name}, but have none", self.source):
             return self._backend.decode(ids, skip_special_tokens=False)
 
     def word_pieces(self) -> Mapping[str, int] | None:

@@ -64,20 +64,26 @@ def convert_from_hf(hf_dir: str | Path, out_dir: str | Path, *, disk: Disk | Non
     if saved_iterations(out_dir):
         raise CheckpointError(f"`{out_dir}` must hold no checkpoints, but holds some; name another folder")
     with HFReader(Cache().model_folder(str(hf_dir), weights=True)) as reader:
-        description = reader.description
-        tokenizer = TokenizerConfig(**tokenizer_settings(reader.folder, description.vocab_size))
-        facts = {
-            "kind": KIND,
-            "converted_from": {"architecture": description.architecture.name, "dtype": description.dtype},
-            "model": {**description.model.model_dump(mode="json"), "vocab_size": description.vocab_size},
-            "vocab_size": description.vocab_size,
-            "tokenizer": tokenizer.model_dump(mode="json"),
-            "token_ids": asdict(description.tokens),
-            "finetune": {"labels": list(description.labels)},
-        }
+        description, facts = reader.description, facts_of(reader)
+        tokenizer = TokenizerConfig.model_validate(facts["tokenizer"])
         folder = write_checkpoint(out_dir, 0, later_weights(reader), facts, disk=disk)
         parameters = sum(Box.whole(shape).numel for shape in reader.shapes.values())
         return Imported(folder, description, len(reader.shapes), parameters, tokenizer, reader.remarks)
+
+
+def facts_of(reader: HFReader, tokenizer: TokenizerConfig | None = None) -> dict[str, object]:
+    """The facts of a checkpoint of a Hugging Face model; the tokenizer is the folder's by default."""
+    description = reader.description
+    tokenizer = tokenizer or TokenizerConfig(**tokenizer_settings(reader.folder, description.vocab_size))
+    return {
+        "kind": KIND,
+        "converted_from": {"architecture": description.architecture.name, "dtype": description.dtype},
+        "model": {**description.model.model_dump(mode="json"), "vocab_size": description.vocab_size},
+        "vocab_size": description.vocab_size,
+        "tokenizer": tokenizer.model_dump(mode="json"),
+        "token_ids": asdict(description.tokens),
+        "finetune": {"labels": list(description.labels)},
+    }
 
 
 def convert_to_hf(

@@ -45,12 +45,7 @@ def import_megatron(
 
     tokenizer = tokenizer or reader.tokenizer or TokenizerConfig()
     iteration = 0
-    facts: dict[str, Any] = {
-        "kind": KIND,
-        "model": reader.model_settings(),
-        "vocab_size": reader.model.vocab_size,
-        "tokenizer": tokenizer.model_dump(mode="json"),
-    }
+    facts = weight_facts(reader, tokenizer)
     if reader.options.with_optimizer:
         facts = run_facts(reader.header, reader.arguments, reader.model, tokenizer)
         iteration = facts["state"]["iteration"]
@@ -60,6 +55,16 @@ def import_megatron(
         "checkpoint_version": reader.checkpoint_version,
     }
     return write_checkpoint(directory, iteration, later_weights(reader), facts)
+
+
+def weight_facts(reader: MegatronReader, tokenizer: TokenizerConfig | None = None) -> dict[str, Any]:
+    """The facts of a checkpoint with the reader's weights alone; `tokenizer` as in `import_megatron`."""
+    return {
+        "kind": KIND,
+        "model": reader.model_settings(),
+        "vocab_size": reader.model.vocab_size,
+        "tokenizer": (tokenizer or reader.tokenizer or TokenizerConfig()).model_dump(mode="json"),
+    }
 
 
 def run_facts(

@@ -123,7 +123,7 @@ def find_files(source: Path) -> MegatronFiles:
 def _checkpoint_folder(source: Path) -> Path:
     if not source.is_dir():
         raise CheckpointError(f"`{source}` must be a folder of Megatron checkpoints; check the path")
-    if _is_checkpoint(source):
+    if is_checkpoint(source):
         return source
     for tracker in _TRACKERS:
         path = source / tracker
@@ -136,7 +136,7 @@ def _checkpoint_folder(source: Path) -> Path:
         if named.isdecimal():
             folders = [f"iter_{int(named):07d}", f"global_step{int(named)}"]
         for folder in folders:
-            if (source / folder).is_dir() and _is_checkpoint(source / folder):
+            if (source / folder).is_dir() and is_checkpoint(source / folder):
                 return source / folder
         raise CheckpointError(
             f"`{path}` names {named}, but {source} has no checkpoint {' or '.join(folders)}; name its folder"
@@ -147,7 +147,8 @@ def _checkpoint_folder(source: Path) -> Path:
     )
 
 
-def _is_checkpoint(folder: Path) -> bool:
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has files of one checkpoint of Megatron, by their names."""
     return any(
         entry.name.startswith(("mp_rank_", "layer_", "zero_pp_rank_")) or entry.name == ".metadata"
         for entry in folder.iterdir()

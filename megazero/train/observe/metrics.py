@@ -330,9 +330,11 @@ class EvalMetrics:
         num_tokens: the first term's count, such as the number of tokens with a loss.
         seconds: wall time.
         predicts_text: whether the first term is a language model's loss, which has a perplexity.
+        what: the word for the terms.
     """
 
     predicts_text: ClassVar[bool] = True
+    what: ClassVar[str] = "loss"
 
     progress: Progress
     split: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,17 +18,20 @@ from megazero.config.tree.recompute import RecomputeConfig
 from megazero.config.tree.zero import ZeroConfig
 from megazero.data.tokenizers.base import Tokenizer
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
+from megazero.formats.foreign import ForeignModel, open_foreign
+from megazero.formats.megatron.reader import ImportOptions
 from megazero.models.batch import Collate, MicroBatch
 from megazero.moe.loads import RouterLoads
 from megazero.mpu.context import ParallelContext, with_whole_sequences
+from megazero.mpu.grid import stage_of_one_model
 from megazero.mpu.group import Group
-from megazero.mpu.launch import Launch, join
+from megazero.mpu.launch import Launch, grid_of, join
 from megazero.train.parts.chunks import Chunks, build_chunks, schedule_of
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
 from megazero.train.resume.fit import check_tensors
 from megazero.train.resume.keepers import Routers
-from megazero.train.resume.saved import Checkpoint, SavedModel
+from megazero.train.resume.saved import Checkpoint, SavedModel, read_saved_model
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class AxisSizes:
     tensor: int | None = None
     pipeline: int | None = None
     context: int = 1
+    expert: int = 1
+    replicas: bool = False  # whether the ranks that these sizes leave hold further copies of the model
 
 
 @dataclass(frozen=True)
@@ -67,12 +74,20 @@ class Loaded:
 
 
 def load_for_inference(
-    directory: str, launch: Launch, sizes: AxisSizes | None = None, *, verb: str = "generate"
+    directory: str,
+    launch: Launch,
+    sizes: AxisSizes | None = None,
+    *,
+    verb: str = "generate",
+    options: ImportOptions | None = None,
+    step: int | None = None,
 ) -> Loaded:
-    """Load the newest intact model in a run's folder on this rank of the job.
+    """Load a model on this rank of the job: the newest intact one in a run's folder, or another library's.
 
     Args:
         verb: the command that loads it, as in `Family.verb`.
+        options: how to read the folder of another library.
+        step: the iteration to load; None for the newest.
 
     Raises:
         CheckpointError: there is none.
@@ -80,7 +95,13 @@ def load_for_inference(
             fit.
         DataError: the tokenizer's files are missing.
     """
-    checkpoints = candidates(directory)
+    sizes = sizes or AxisSizes()
+    if foreign := open_foreign(directory, options, step):
+        with closing(foreign):
+            saved = read_saved_model(foreign.facts, foreign.folder, foreign.shapes)
+            config = _config_of(saved, launch, sizes, str(foreign.folder), verb)
+            return _load(config, join(config.parallel, launch), foreign, foreign.remarks, foreign.iteration)
+    checkpoints = candidates(directory, step)
     if not checkpoints.folders:
         raise CheckpointError(f"`load` must hold a checkpoint, but {directory} has none; check the path")
     remarks = list(checkpoints.remarks)
@@ -88,31 +109,36 @@ def load_for_inference(
     for folder in checkpoints.folders:
         try:
             checkpoint = Checkpoint(folder, state=checkpoints.states.get(folder))
-            config = _config_of(checkpoint.model, launch, sizes or AxisSizes(), str(folder), verb)
+            config = _config_of(checkpoint.model, launch, sizes, str(folder), verb)
             context = context or join(config.parallel, launch)
-            vocabulary, whole = build_vocabulary(config), with_whole_sequences(context)
-            chunks = load_chunks(config, vocabulary, whole, checkpoint)
+            return _load(config, context, checkpoint, remarks, checkpoint.manifest.iteration)
         except DamagedCheckpointError as error:
             remarks.append(f"passed over {folder}: {error}")
-            continue
-        assert vocabulary.tokenizer is not None, "a model without a tokenizer was refused"
-        collate = family_of(config.model).samples.collate(config, vocabulary.size, whole, None)
-        return Loaded(
-            context,
-            chunks,
-            schedule_of(PipelineShape.of(config)).stage_of,
-            vocabulary.tokenizer,
-            tuple(remarks),
-            collate,
-            checkpoint.manifest.iteration,
-        )
     raise DamagedCheckpointError(
         f"`load` must hold a whole checkpoint, but {directory} has none: " + "; ".join(remarks)
     )
 
 
+def _load(
+    config: Config,
+    context: ParallelContext,
+    reader: CheckpointReader | ForeignModel,
+    remarks: Iterable[str],
+    iteration: int,
+) -> Loaded:
+    vocabulary, whole = build_vocabulary(config), with_whole_sequences(context)
+    chunks = load_chunks(config, vocabulary, whole, reader)
+    assert vocabulary.tokenizer is not None, "a model without a tokenizer was refused"
+    collate = family_of(config.model).samples.collate(config, vocabulary.size, whole, None)
+    stage_of = schedule_of(PipelineShape.of(config)).stage_of
+    return Loaded(context, chunks, stage_of, vocabulary.tokenizer, tuple(remarks), collate, iteration)
+
+
 def load_chunks(
-    config: Config, vocabulary: Vocabulary, context: ParallelContext, reader: CheckpointReader
+    config: Config,
+    vocabulary: Vocabulary,
+    context: ParallelContext,
+    reader: CheckpointReader | ForeignModel,
 ) -> Chunks:
     """Build this rank's chunks of the configured model with a checkpoint's weights; every rank calls this.
 
@@ -163,7 +189,15 @@ def _config_of(saved: SavedModel, launch: Launch, sizes: AxisSizes, folder: str,
         tensor_model_parallel_size=sizes.tensor or (1 if alone else trained.tensor_model_parallel_size),
         pipeline_model_parallel_size=sizes.pipeline or (1 if alone else trained.pipeline_model_parallel_size),
         context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.expert,
     )
+    grid = grid_of(parallel, launch.world_size)
+    one = grid.pp * stage_of_one_model(grid, grid.cp)
+    if not sizes.replicas and grid.world_size > one:
+        raise ConfigError(
+            f"`world size` must be {one} for one model of these parallel sizes, but is {grid.world_size}; "
+            f"`megazero {verb}` has no use for more, so start fewer ranks"
+        )
     # Without padding of the vocabulary, which only training needs.
     model = config.model.model_copy(update={"make_vocab_size_divisible_by": 1, "pad_vocab_size_to": None})
     changed = {"model": model, "parallel": parallel, "zero": ZeroConfig(), "recompute": RecomputeConfig()}

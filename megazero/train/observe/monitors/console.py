@@ -60,7 +60,7 @@ class ConsoleMonitor(Monitor):
             self._advance_bar(metrics)
 
     def evaluation(self, metrics: EvalMetrics) -> None:
-        parts = [f" {metrics.split} loss at iteration {metrics.iteration}"]
+        parts = [f" {metrics.split} {metrics.what} at iteration {metrics.iteration}"]
         parts += [f"{label} value: {_shown(mean)}" for label, mean in metrics.losses.labelled().items()]
         if metrics.predicts_text:
             parts.insert(2, f"{metrics.losses.terms[0].label} PPL: {_shown(metrics.perplexity)}")

@@ -1,0 +1,1 @@
+"""harness: a trained model scored by lm-evaluation-harness, and by Megatron's own tasks."""
