@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from megazero.config.tree.precision import PrecisionConfig
 from megazero.config.tree.recompute import RecomputeConfig
 from megazero.data.blended import SampleDataset
 from megazero.errors import ConfigError
-from megazero.formats.hf.config_json import CONFIG, TokenIds
-from megazero.formats.hf.reader import HFReader
-from megazero.formats.hf.tokenizer_files import tokenizer_settings
+from megazero.formats.foreign import open_foreign
+from megazero.formats.hf.config_json import TokenIds
+from megazero.formats.megatron.reader import ImportOptions
 from megazero.models.batch import Batch, TextCollate
 from megazero.models.chunk import Part, Slice
 from megazero.models.language_model import LanguageModel
@@ -74,9 +74,9 @@ class BlockModel:
         Raises:
             MegazeroError: there is no model, or it does not generate text.
         """
-        if (Path(path) / CONFIG).is_file():
-            with HFReader(path) as reader:
-                yield cls._of(reader, _hf_facts(reader), reader.folder, device, length)
+        if foreign := open_foreign(path, ImportOptions()):
+            with closing(foreign):
+                yield cls._of(foreign, foreign.facts, foreign.folder, device, length)
             return
         with Checkpoint(one_checkpoint(path)) as checkpoint:
             yield cls._of(checkpoint, checkpoint.facts, checkpoint.folder, device, length)
@@ -204,15 +204,3 @@ class Samples:
     def batches(self, numbers: range) -> list[Batch]:
         """A batch of each of these samples."""
         return [self.collate(self.dataset.batch([number]), (number,)) for number in numbers]
-
-
-def _hf_facts(reader: HFReader) -> dict[str, Any]:
-    description = reader.description
-    return {
-        "kind": "weights",
-        "converted_from": {"architecture": description.architecture.name, "dtype": description.dtype},
-        "model": {**description.model.model_dump(mode="json"), "vocab_size": description.vocab_size},
-        "vocab_size": description.vocab_size,
-        "tokenizer": tokenizer_settings(reader.folder, description.vocab_size),
-        "token_ids": asdict(description.tokens),
-    }

@@ -56,10 +56,6 @@ class Moments:
         flat[:, most] = torch.maximum(self.flat[:, most], other.flat[:, most])
         return Moments(flat, self.width)
 
-    def gram(self, matrix: int = 0) -> Tensor:
-        """The sum of the products of a matrix's inputs, float64 [n, n]."""
-        return self.flat[matrix, : self.width**2].view(self.width, self.width)
-
     def mean(self) -> Tensor:
         """The mean magnitude of each input of the first matrix, float64 [n]."""
         return self.flat[0, self.width**2 : -self.width - 1] / self.flat[0, -1]
@@ -68,9 +64,10 @@ class Moments:
         """The largest magnitude of each input of the first matrix, float64 [n]."""
         return self.flat[0, -self.width - 1 : -1]
 
-    def count(self, matrix: int = 0) -> int:
-        """The tokens that a matrix saw."""
-        return int(self.flat[matrix, -1])
+    def of_matrix(self, matrix: int) -> tuple[Tensor, int]:
+        """The sum of the products of a matrix's inputs, float64 [n, n], and their number."""
+        row = self.flat[matrix]
+        return row[: self.width**2].view(self.width, self.width), int(row[-1])
 
 
 class SampleTree:
@@ -141,19 +138,24 @@ class Watch:
 
     Attributes:
         weights: name -> weight, of each linear layer and each stack of experts.
-        stacks: those of experts.
         see: the function; None for none.
     """
 
     def __init__(self, block: nn.Module):
         self.weights: dict[str, nn.Parameter] = {}
-        self.stacks: list[nn.Parameter] = []
+        self._stacks: list[nn.Parameter] = []
         self.see: See | None = None
         for module in list(block.modules()):
             if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
                 module.register_forward_pre_hook(self._linear(module.weight))
             elif isinstance(module, Experts):
                 self._experts(module)
+
+    def matrices(self, name: str) -> Tensor:
+        """The matrices of a weight as [k, rows, n]: one, or those of its experts."""
+        weight = self.weights[name].detach()
+        stacked = any(self.weights[name] is stack for stack in self._stacks)
+        return weight.reshape(len(weight) if stacked else 1, -1, weight.shape[-1])
 
     def _named(self, weight: nn.Parameter) -> str:
         name = spec_of(weight).name
@@ -170,7 +172,7 @@ class Watch:
 
     def _experts(self, experts: Experts) -> None:
         up, down = self._named(experts.up), self._named(experts.down)
-        self.stacks += [experts.up, experts.down]
+        self._stacks += [experts.up, experts.down]
         sizes: list[int] = []
 
         def before(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megazero.checkpoint.disk import Disk, appear
+from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.tensor_file import write_bytes
 from megazero.checkpoint.writer import SHARD_BYTES
-from megazero.errors import CheckpointError, ConfigError
+from megazero.errors import ConfigError
+from megazero.formats.hf.packed import FIELD
+from megazero.formats.hf.tokenizer_files import tokenizer_files
+from megazero.formats.hf.writer import ModelFiles, write_hf
 from megazero.mpu.context import ParallelContext
 from megazero.quantize.blocks import BlockModel, Samples
-from megazero.quantize.export import FolderWriter, Layout, in_short
-from megazero.quantize.layers import LayerQuantizer
+from megazero.quantize.export import Layout, QuantizedSource
+from megazero.quantize.layers import LayerQuantizer, QuantizedBlock
 from megazero.quantize.recipe import Recipe
 from megazero.quantize.report import Report, WeightReport
+
+REPORT = "quantization_report"
+"""The name of the report's files, a text and a JSON."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +39,6 @@ class Calibration:
     samples: int = 128
     held_out: int = 64
     split: str | None = None
-
-    def of(self, model: BlockModel) -> tuple[Samples | None, Samples | None]:
-        """Open the samples."""
-        return model.samples(self.prefix, self.split, (self.samples, self.held_out))
 
 
 def quantize(
@@ -58,60 +60,55 @@ def quantize(
         calibration: the samples; None for none, which plain rounding can do without.
         out: a folder that does not exist yet, or is empty.
         context: all ranks, which share the samples.
-        architecture: the class in transformers, if not the first that can hold it.
+        architecture: the class in transformers; None for one that can hold the codes.
         max_shard_bytes: the size at which another file is begun.
         tell: takes a line for each layer, on the first rank.
 
     Raises:
         MegazeroError: the model cannot be quantized or written, or the data cannot be read.
     """
-    out = Path(os.path.abspath(out))
     if calibration is None and recipe.method != "rtn":
         raise ConfigError(f"`--calibrate` must name a dataset for {recipe.method}, but is not given; add it")
-    if os.path.lexists(out) and (not out.is_dir() or os.listdir(out)):
-        raise CheckpointError(f"`{out}` must be new or an empty folder, but is neither; name another")
     layout = Layout.of(model, recipe, architecture)
-    samples = (None, None) if calibration is None else calibration.of(model)
-    if calibration is not None and samples[0] is None:
-        raise ConfigError(
-            "`--split` must give the training some data to calibrate on, but gives none; correct it"
-        )
-    walk = LayerQuantizer(model, recipe, context.world, samples, layout.coded.__contains__)
+    samples: tuple[Samples | None, Samples | None] = (None, None)
+    if calibration is not None:
+        counts = calibration.samples, calibration.held_out
+        samples = model.samples(calibration.prefix, calibration.split, counts)
+    walk = LayerQuantizer(model, recipe, context.world, samples, layout.coded)
     if context.rank > 0:
         for _ in walk.blocks():
             pass
         return None
+    rows: list[WeightReport] = []
 
-    def fill(folder: Path) -> Report:
-        writer = FolderWriter(disk, folder, model, layout, recipe, max_shard_bytes)
-        rows: list[WeightReport] = []
+    def told() -> Iterator[QuantizedBlock]:
         for block in walk.blocks():
-            writer.add(block)
-            rows += block.rows
+            rows.extend(block.rows)
             if block.rows:
-                tell(f"layer {block.part}: " + _errors(block.rows))
-        grid = recipe.grid
-        scheme = (
-            f"W{grid.bits}"
-            + "A8" * recipe.rounds_inputs
-            + (f" in groups of {grid.group}" if grid.group else "")
-        )
-        skipped = in_short(layout.left())
-        report = Report(scheme, recipe.method, walk.count, tuple(rows), skipped, 0, 0, walk.held_out)
-        if walk.losses is not None:
-            report = replace(report, loss_before=walk.losses.before, loss_after=walk.losses.after)
-        return writer.finish(report)
+                tell(f"layer {block.part}: {', '.join(row.short for row in block.rows)}")
+            yield block
 
-    disk = Disk()
-    try:
-        return appear(disk, out, fill)
-    except OSError as error:
-        raise CheckpointError(f"`{out}` must be written, but cannot be: {error}") from error
-
-
-def _errors(rows: tuple[WeightReport, ...]) -> str:
-    return ", ".join(
-        f"{row.name.split('.', 2)[2].removesuffix('.weight')} "
-        + (row.method if row.error is None else f"{100 * row.error:.2f}%")
-        for row in rows
+    settings, section = model.config.model, {FIELD: layout.quantization_config()}
+    files = tokenizer_files(model.config.tokenizer, settings.vocab_size, settings.positions)
+    source = QuantizedSource(model.source, told())
+    exported = write_hf(
+        source,
+        settings,
+        model.saved.vocab_size,
+        out,
+        dtype=recipe.grid.dtype,
+        max_shard_bytes=max_shard_bytes,
+        extras=ModelFiles(
+            model.tokens or files.tokens, files.files, (), layout.architecture.name, settings=section
+        ),
+        packing=lambda tensor: layout.stored(tensor, source),
     )
+    source.finish()
+    before = sum(tensor.size for tensor in layout.tensors)
+    after = before - sum(row.bytes_before - row.bytes_after for row in rows)
+    report = Report(str(recipe), walk.count, tuple(rows), layout.skipped(), before, after, walk.held_out)
+    if walk.losses is not None:
+        report = replace(report, loss_before=walk.losses[0], loss_after=walk.losses[1])
+    for suffix, text in ((".txt", report.as_text()), (".json", report.as_json())):
+        write_bytes(Disk(), exported.folder / (REPORT + suffix), text.encode())
+    return report

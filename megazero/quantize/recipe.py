@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class Recipe:
     grid: Grid
     rounds_inputs: bool = False
     method: str = "rtn"
-    gptq: Gptq = Gptq()
+    gptq: Gptq = field(default_factory=Gptq)
     strength: float = 0.5
     ignore: tuple[str, ...] = ()
 
@@ -99,6 +99,10 @@ class Recipe:
             for pattern in self.ignore
         )
 
+    def __str__(self) -> str:
+        scheme = f"W{self.grid.bits}" + "A8" * self.rounds_inputs
+        return f"{scheme}{f' in groups of {self.grid.group}' if self.grid.group else ''} by {self.method}"
+
     @property
     def folds(self) -> bool:
         """Whether the method scales inputs."""
@@ -108,7 +112,7 @@ class Recipe:
         """The scale [n] of the inputs of a weight [rows, n]; None for 1."""
         if self.method == "smoothquant":
             return smooth_scale([weight], moments.most(), self.strength)
-        return activity_scale([weight], moments.mean(), moments.gram(), self.grid)
+        return activity_scale([weight], moments.mean(), moments.of_matrix(0)[0], self.grid)
 
     def quantized(
         self, name: str, weight: Tensor, gram: Tensor | None, tokens: int

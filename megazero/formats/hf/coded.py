@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megazero.errors import CheckpointError
 from megazero.formats.hf.folder import StoredTensor
-from megazero.formats.hf.packed import WORD, Compression, QuantizedWeight
+from megazero.formats.hf.packed import Compression, QuantizedWeight, words_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def decoded(compression: Compression, tensors: Mapping[str, StoredTensor]) -> di
     Raises:
         CheckpointError: codes lack scales, or have another shape.
     """
-    present = {}
+    present: dict[str, StoredTensor] = {}
     parts = (".weight_packed", ".weight_scale", ".weight_shape")
     for name, stored in tensors.items():
         module = name.removesuffix(parts[0]).removesuffix(".weight")
@@ -73,7 +73,7 @@ def _joined(
     columns = codes.shape[-1]
     if shape is not None and shape.dtype == torch.int64 and shape.shape == (2,):
         columns = int(shape.rows(slice(1, 2)))
-    words = -(-columns * bits // WORD) if codes.dtype == torch.int32 else columns
+    words = words_of(columns, bits) if codes.dtype == torch.int32 else columns
     if (
         scales is None
         or (len(codes.shape), len(scales.shape)) != (2, 2)

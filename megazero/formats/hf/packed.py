@@ -63,6 +63,11 @@ class QuantizedWeight:
         return cls(codes.to(torch.int8), scales, bits)
 
 
+def words_of(columns: int, bits: int) -> int:
+    """The words that a row of `columns` codes takes."""
+    return -(-columns * bits // WORD)
+
+
 def _shifts(bits: int) -> Tensor:
     return torch.arange(0, WORD, bits, dtype=torch.int64)
 
