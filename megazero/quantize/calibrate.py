@@ -7,6 +7,7 @@ hold them: sums are equal bit for bit on machines of one kind.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,7 @@ class Moments:
 
 
 class SampleTree:
-    """Adds up what samples have, in pairs of equal size: any run of whole subtrees may come from elsewhere."""
+    """Adds up what strands have, in pairs of equal size; any whole subtree may come from elsewhere."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[int, Moments]] = []
@@ -91,7 +92,7 @@ class SampleTree:
 
 
 def share_level(samples: int, ranks: int) -> int:
-    """The level L of the tree at which ranks have their subtrees: 2^L strands each, for the last one fewer."""
+    """The level L of the ranks' subtrees: 2^L strands each, for the last one fewer."""
     strands = -(-samples // STRAND)
     return max(0, (-(-strands // ranks) - 1).bit_length())
 
@@ -245,9 +246,7 @@ class Stream:
                 raise _SeenEnough
 
             watch.see = see
-            try:
+            with suppress(_SeenEnough):
                 block.hidden(batch, hidden)
-            except _SeenEnough:
-                pass
             watch.see = None
             yield seen[0]

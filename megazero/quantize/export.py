@@ -98,7 +98,7 @@ class Layout:
             common = math.gcd(group, *(linears[name][-1] for name in wrong))
             raise ConfigError(
                 f"`--group-size` must divide the inputs of each weight, but is {group}, and {wrong[0]} has "
-                f"{linears[wrong[0]][-1]}; take {common} or 0, or leave such weights as they are by `--ignore`"
+                f"{linears[wrong[0]][-1]}; take {common if common > 1 else 0}, or name such weights in `--ignore`"
             )
         if not self.coded:
             raise ConfigError("`--ignore` must leave weights to quantize, but leaves none; name fewer")
@@ -186,8 +186,8 @@ class QuantizedSource(Source):
 
     def finish(self) -> None:
         """Go through the blocks that nobody asked for."""
-        for self._block in self._blocks:
-            pass
+        for block in self._blocks:
+            self._block = block
 
     def _at(self, name: str) -> QuantizedBlock:
         while name not in self._block.values:

@@ -24,8 +24,8 @@ class Gptq:
 
     Attributes:
         damping: part of the mean of the diagonal that is added to it.
-        by_activity: round the columns with the largest inputs first; scales are then those of the weight as it
-            was, so that columns need no order where they are used.
+        by_activity: round the columns with the largest inputs first; scales are then those of the weight as
+            it was, so that columns need no order where they are used.
     """
 
     damping: float = 0.01
@@ -89,6 +89,6 @@ class Gptq:
                 if not int(failed):
                     return upper
         raise NumericsError(
-            f"the inputs of `{name}` must have finite products, but these have no inverse with any damping; the "
-            "model is damaged, or `--damping` is too small"
+            f"the inputs of `{name}` must have finite products, but these have no inverse with any damping; "
+            "the model is damaged, or `--damping` is too small"
         )

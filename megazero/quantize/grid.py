@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megazero.errors import ConfigError, NumericsError
 from megazero.formats.hf.packed import QuantizedWeight
 
 
@@ -15,8 +14,8 @@ from megazero.formats.hf.packed import QuantizedWeight
 class Grid:
     """Symmetric integers: code c and the scale s of its group are the number c s.
 
-    A group's scale is its largest magnitude / ((2^bits - 1) / 2), so that half a step is cut off at the positive
-    end and none at the negative one. A group of zeros has the scale 1.
+    A group's scale is its largest magnitude / ((2^bits - 1) / 2): the code of a largest number that is
+    positive is cut by half a step. A group of zeros has the scale 1.
 
     Attributes:
         bits: bits of a code.
@@ -33,23 +32,8 @@ class Grid:
         """The least and the largest code."""
         return -(1 << self.bits - 1), (1 << self.bits - 1) - 1
 
-    def check(self, name: str, weight: Tensor) -> None:
-        """Check that a weight [..., n] can be put on the grid.
-
-        Raises:
-            ConfigError: the groups do not divide its rows.
-            NumericsError: it is not finite.
-        """
-        if self.group is not None and weight.shape[-1] % self.group:
-            raise ConfigError(
-                f"`{name}` must have a multiple of {self.group} inputs, but has {weight.shape[-1]}; take another "
-                "`--group-size`, or leave the weight as it is by `--ignore`"
-            )
-        if not torch.isfinite(weight).all():
-            raise NumericsError(f"`{name}` must be finite to be quantized, but is not; the model is damaged")
-
     def scales(self, weight: Tensor, share: float = 1.0) -> Tensor:
-        """Scales, float64 [rows, groups], of a weight [rows, n] whose magnitudes are cut to a share of the largest."""
+        """Scales, float64 [rows, groups], of a weight [rows, n]; a share of the largest magnitude is kept."""
         most = weight.double().unflatten(1, (-1, self.group or weight.shape[1])).abs().amax(2)
         return self.rounded(most * share / ((2**self.bits - 1) / 2))
 

@@ -52,7 +52,7 @@ def quantize(
     max_shard_bytes: int = SHARD_BYTES,
     tell: Callable[[str], None] = print,
 ) -> Report | None:
-    """Write the quantized model to the folder `out`, which appears whole; returns the report on the first rank.
+    """Write the quantized model to the folder `out`; returns the report, on the first rank.
 
     Args:
         model: the model.

@@ -73,8 +73,8 @@ class Recipe:
             raise ConfigError(f"`--group-size` must be 0 or at least 2, but is {size}")
         if method == "smoothquant" and scheme != "W8A8":
             raise ConfigError(
-                f"`--method` must be rtn, gptq or awq with {scheme}, but is smoothquant, which makes inputs easier "
-                "to round, and only W8A8 rounds inputs"
+                f"`--method` must be rtn, gptq or awq with {scheme}, but is smoothquant, which makes inputs "
+                "easier to round; only W8A8 rounds inputs"
             )
         if gptq is not None and not 0 < gptq.damping <= 1:
             raise ConfigError(f"`--damping` must be above 0 and at most 1, but is {gptq.damping}")

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from megazero.errors import NumericsError
 from megazero.formats.hf.packed import QuantizedWeight
 from megazero.quantize.recipe import Recipe
 from megazero.quantize.rtn import nearest, squared_error
@@ -59,7 +60,8 @@ class Tally:
             scale: the scale [n] by which its inputs are divided; None for 1.
         """
         gram, tokens = (None, 0) if given is None else given
-        self.recipe.grid.check(self.name, weight)
+        if not torch.isfinite(weight).all():
+            raise NumericsError(f"`{self.name}` must be finite, but is not; the model is damaged")
         scaled, its = weight, gram
         if scale is not None and gram is not None:
             scaled, its = weight * scale, gram / torch.outer(scale, scale)

@@ -1,4 +1,4 @@
-"""Rounding to the nearest code, with the largest magnitude of a group as it is or cut off where that is better."""
+"""Rounding to the nearest code, and groups whose largest magnitudes are cut off."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def nearest(weight: Tensor, grid: Grid) -> QuantizedWeight:
 
 
 def clipped(weight: Tensor, gram: Tensor, grid: Grid) -> QuantizedWeight:
-    """Round a weight [rows, n] after cutting off the largest magnitudes of each group where outputs gain.
+    """Round a weight [rows, n], cutting off the largest magnitudes of each group where outputs gain.
 
-    The cut is the one of ten shares, from 1 down to 0.55, with the least squared error of the group's part of the
+    Of ten shares, from 1 down to 0.55, the one is kept with the least squared error of the group's part of the
     outputs (Lin et al. 2023, AWQ).
 
     Args:

@@ -1,8 +1,8 @@
 """Inputs scaled by channel, so that weights or inputs are easier to round; the layer before undoes it.
 
-AWQ (Lin et al. 2023, arXiv:2306.00978) enlarges the channels with large inputs, SmoothQuant (Xiao et al. 2022,
-arXiv:2211.10438) moves large inputs into the weights. A scale is divided out of a norm's weight, of the values
-before an attention's output, or of the linear half of gated MLPs.
+AWQ (Lin et al. 2023, arXiv:2306.00978) enlarges the channels with large inputs, SmoothQuant (Xiao et al.
+2022, arXiv:2211.10438) moves large inputs into the weights. A scale is divided out of a norm's weight, of the
+values before an attention's output, or of the linear half of gated MLPs.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ class Fold:
 
     @torch.no_grad()
     def divide(self, scale: Tensor, grid: Grid, quantized: dict[str, QuantizedWeight]) -> None:
-        """Divide by a scale [n], in place; the scales of a weight that is quantized already change with it."""
+        """Divide by a scale [n], in place; a weight that is quantized already has its scales divided."""
         if self.norm is not None:
             shift = 1.0 if self.norm.centred else 0.0
             self.norm.weight.copy_((self.norm.weight.double() + shift) / scale - shift)
             if self.norm.bias is not None:
                 self.norm.bias.div_(scale)
             return
-        assert self.weight is not None and self.rows is not None, "a fold is into a norm or into rows"
+        assert self.weight is not None, "a fold is into a norm or into rows of a weight"
+        assert self.rows is not None, "a weight comes with its rows"
         if self.bias is not None:
             rows = self.rows(self.bias.unsqueeze(-1))
             rows.div_(scale.view(rows.shape))
@@ -104,8 +105,8 @@ def folds_of(layer: nn.Module, spec: LayerSpec) -> dict[str, Fold]:
 def activity_scale(weights: Sequence[Tensor], mean: Tensor, gram: Tensor, grid: Grid) -> Tensor | None:
     """AWQ's scale [n] of the inputs of some weights [rows, n]; None if none is better than 1.
 
-    It is a power of the mean magnitudes `mean` [n], of 20 from 0 up to 0.95, with the least squared error of the
-    outputs when the scaled weights are rounded. All float64.
+    It is that power of the mean magnitudes `mean` [n], of 20 from 0 up to 0.95, with the least squared error of
+    the outputs when the scaled weights are rounded. All float64.
     """
     best, least = None, torch.inf
     for step in range(_TRIED):

@@ -1,7 +1,7 @@
 """Weights of few bits, as compressed-tensors stores them: codes and scales.
 
-A folder names its scheme in the field ``quantization_config`` of ``config.json``. Codes are symmetric: code c of
-b bits with the scale s of its group is the number c s. ``pack-quantized`` stores codes plus 2^(b - 1) as a
+A folder names its scheme in the field ``quantization_config`` of ``config.json``. Codes are symmetric: code c
+of b bits with the scale s of its group is the number c s. ``pack-quantized`` stores codes plus 2^(b - 1) as a
 row's stream of bits, lowest first, in words of 32; ``int-quantized`` stores bytes.
 """
 
@@ -106,8 +106,8 @@ class Compression:
         form = section.get("format")
         if schemes not in ({(4, "int", True)}, {(8, "int", True)}) or form not in (PACKED, BYTES):
             raise ValueError(
-                f"`{FIELD}` must have symmetric integers of 4 or 8 bits in all groups, {PACKED} or {BYTES}, but "
-                f"has {form!r:.40} and {weights!r:.200}; load the model with transformers, dequantize it and "
+                f"`{FIELD}` must have symmetric integers of 4 or 8 bits in all groups, {PACKED} or {BYTES}, "
+                f"but has {form!r:.40} and {weights!r:.200}; load the model with transformers, dequantize it and "
                 "save it again"
             )
         return cls(int(read[0]["num_bits"]), form)
