@@ -20,8 +20,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Build a parser of the flags."""
     parser = argparse.ArgumentParser(
         prog="megazero quantize",
-        description="Write a model with weights in integers of 8 or 4 bits, as a folder of compressed-tensors "
-        "that transformers and vLLM load. Embeddings, the head, norms, routers and biases stay as they are.",
+        description="Write a model with weights in integers of 8 or 4 bits, as a folder that transformers "
+        "and vLLM load. Embeddings, head, norms, routers and biases stay as they are.",
     )
     parser.add_argument("load", help="a run's folder, a checkpoint, or a folder of transformers")
     parser.add_argument(

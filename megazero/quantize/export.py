@@ -98,7 +98,7 @@ class Layout:
             common = math.gcd(group, *(linears[name][-1] for name in wrong))
             raise ConfigError(
                 f"`--group-size` must divide the inputs of each weight, but is {group}, and {wrong[0]} has "
-                f"{linears[wrong[0]][-1]}; take {common if common > 1 else 0}, or name such weights in `--ignore`"
+                f"{linears[wrong[0]][-1]}; take {common if common > 1 else 0}, or `--ignore` such weights"
             )
         if not self.coded:
             raise ConfigError("`--ignore` must leave weights to quantize, but leaves none; name fewer")

@@ -19,7 +19,7 @@ def nearest(weight: Tensor, grid: Grid) -> QuantizedWeight:
 def clipped(weight: Tensor, gram: Tensor, grid: Grid) -> QuantizedWeight:
     """Round a weight [rows, n], cutting off the largest magnitudes of each group where outputs gain.
 
-    Of ten shares, from 1 down to 0.55, the one is kept with the least squared error of the group's part of the
+    Of ten shares, from 1 down to 0.55, a group keeps the one with the least squared error of its part of the
     outputs (Lin et al. 2023, AWQ).
 
     Args:

@@ -105,7 +105,7 @@ def folds_of(layer: nn.Module, spec: LayerSpec) -> dict[str, Fold]:
 def activity_scale(weights: Sequence[Tensor], mean: Tensor, gram: Tensor, grid: Grid) -> Tensor | None:
     """AWQ's scale [n] of the inputs of some weights [rows, n]; None if none is better than 1.
 
-    It is that power of the mean magnitudes `mean` [n], of 20 from 0 up to 0.95, with the least squared error of
+    It is that power of the mean magnitudes `mean` [n], of 20 from 0 to 0.95, with the least squared error of
     the outputs when the scaled weights are rounded. All float64.
     """
     best, least = None, torch.inf

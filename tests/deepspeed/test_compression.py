@@ -117,7 +117,7 @@ def test_bits_fall_by_one_each_period_which_doubles():
 
 
 def test_the_largest_number_around_0_is_cut_by_a_step_and_equal_numbers_stay():
-    """With 8 bits the step of [-1, 1] is 1/128, as in DeepSpeed; equal numbers had been rounded to integers."""
+    """With 8 bits the step of [-1, 1] is 1/128, as in DeepSpeed; equal numbers had become integers."""
     assert quantized(torch.tensor([[1.0, -1.0]]), 8).tolist() == [[127 / 128, -1.0]]
     equal = torch.full((1, 4), 0.3)
     assert torch.equal(quantized(equal, 4, symmetric=False), equal)

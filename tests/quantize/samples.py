@@ -24,7 +24,8 @@ from megazero.train.pretraining import pretrain
 SHAPE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --seq-length 16 "
     "--tokenizer-type NullTokenizer --vocab-size 64 --lr 1e-2 --micro-batch-size 8 --global-batch-size 8 "
-    "--train-iters 40 --eval-iters 0 --log-interval 100 --split 90,10,0 --hidden-dropout 0 --attention-dropout 0"
+    "--train-iters 40 --eval-iters 0 --log-interval 100 --split 90,10,0 --hidden-dropout 0 "
+    "--attention-dropout 0"
 )
 LLAMA = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 
@@ -45,7 +47,7 @@ def test_ranks_share_whole_strands_and_every_sample_once(samples, ranks):
     world = ThreadWorld(ranks)
     groups = [thread_context(world, ProcessGrid(dp=ranks), rank).world for rank in range(ranks)]
     assert [list(own_samples(samples, group)) for group in groups] == [
-        list(range(a, b)) for a, b in zip(starts, starts[1:], strict=False)
+        list(range(a, b)) for a, b in pairwise(starts)
     ]
 
 

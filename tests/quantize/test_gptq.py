@@ -1,4 +1,4 @@
-"""GPTQ against the algorithm written plainly: one column after another, everything behind it updated at once."""
+"""GPTQ against the algorithm written plainly: column by column, with everything behind it updated at once."""
 
 from __future__ import annotations
 

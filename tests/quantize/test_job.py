@@ -184,16 +184,20 @@ def test_models_that_cannot_be_quantized(llama, tmp_path):
         quantized(llama, tmp_path / "a", Recipe.of("W4", "rtn", 32))
     with pytest.raises(ConfigError, match="must leave weights to quantize"):
         quantized(llama, tmp_path / "a", Recipe.of("W4", "rtn", 16, ignore=("re:.*",)))
-    with BlockModel.opened(str(llama), torch.device("cpu")) as model:
-        with pytest.raises(ConfigError, match="`--calibrate` must name a dataset for gptq"):
-            quantize(model, W4, None, tmp_path / "a", solo_context())
+    with (
+        BlockModel.opened(str(llama), torch.device("cpu")) as model,
+        pytest.raises(ConfigError, match="`--calibrate` must name a dataset for gptq"),
+    ):
+        quantize(model, W4, None, tmp_path / "a", solo_context())
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(CheckpointError, match="must be new or an empty folder"):
         quantized(llama, tmp_path / "full", W4)
-    with pytest.raises(ConfigError, match="`--seq-length` must be from 1 to the model's 16, but is 17"):
-        with BlockModel.opened(str(llama), torch.device("cpu"), 17):
-            pass
+    with (
+        pytest.raises(ConfigError, match="`--seq-length` must be from 1 to the model's 16, but is 17"),
+        BlockModel.opened(str(llama), torch.device("cpu"), 17),
+    ):
+        pass
     assert not (tmp_path / "a").exists()
 
 
@@ -224,9 +228,11 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(llama, tmp_path, monkeyp
 def test_what_transformers_would_not_load_is_refused(name, scheme, says, tmp_path):
     pytest.importorskip("transformers")
     SAMPLES[name].build().save_pretrained(tmp_path / name)
-    with BlockModel.opened(str(tmp_path / name), torch.device("cpu")) as model:
-        with pytest.raises(CheckpointError, match=says):
-            Layout.of(model, Recipe.of(scheme, "rtn", 0))
+    with (
+        BlockModel.opened(str(tmp_path / name), torch.device("cpu")) as model,
+        pytest.raises(CheckpointError, match=says),
+    ):
+        Layout.of(model, Recipe.of(scheme, "rtn", 0))
 
 
 def test_the_commands(llama, runs, tmp_path, capsys):

@@ -86,7 +86,7 @@ def test_the_scale_of_awq_is_the_best_power_of_the_mean():
         out = x @ (nearest(weight * power, grid).dequantized() / power - weight).t()
         errors[step] = (out.square().sum().item(), power)
     best = min(errors, key=lambda step: errors[step][0])
-    assert 0 < best
+    assert best > 0
     torch.testing.assert_close(scale, errors[best][1])
     assert errors[best][0] < 0.8 * squared_error(nearest(weight, grid).dequantized() - weight, x.t() @ x)
 

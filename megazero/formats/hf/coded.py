@@ -15,10 +15,9 @@ from megazero.formats.hf.packed import Compression, QuantizedWeight, words_of
 
 @dataclass(frozen=True)
 class CodedTensor(StoredTensor):
-    """A stored matrix of codes, which reads as floats of its scales' dtype."""
+    """A stored matrix of codes and scales, its `parts`, which reads as floats of the scales' dtype."""
 
-    codes: StoredTensor
-    scales: StoredTensor
+    parts: tuple[StoredTensor, StoredTensor]
     bits: int
 
     @property
@@ -28,12 +27,12 @@ class CodedTensor(StoredTensor):
 
     def cut(self, first: int, stop: int) -> CodedTensor:
         """Rows `first` to `stop`, as a tensor of their own."""
-        codes, scales = self.codes.cut(first, stop), self.scales.cut(first, stop)
-        return replace(self, shape=(stop - first, self.shape[1]), codes=codes, scales=scales)
+        codes, scales = (part.cut(first, stop) for part in self.parts)
+        return replace(self, shape=(stop - first, self.shape[1]), parts=(codes, scales))
 
     def quantized(self, rows: slice) -> QuantizedWeight:
         """Read rows as codes and scales."""
-        codes, scales = self.codes.rows(rows), self.scales.rows(rows)
+        codes, scales = (part.rows(rows) for part in self.parts)
         if codes.dtype == torch.int8:
             return QuantizedWeight(codes, scales, self.bits)
         return QuantizedWeight.of_words(codes, scales, self.shape[1], self.bits)
@@ -86,5 +85,5 @@ def _joined(
             "folder again"
         )
     return CodedTensor(
-        codes.file, name, scales.dtype, (codes.shape[0], columns), codes.start, codes, scales, bits
+        codes.file, name, scales.dtype, (codes.shape[0], columns), codes.start, (codes, scales), bits
     )

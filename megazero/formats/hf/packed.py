@@ -43,8 +43,8 @@ class QuantizedWeight:
 
     def dequantized(self) -> Tensor:
         """The numbers [rows, n], in the dtype of the scales."""
-        groups = self.codes.to(self.scales.dtype).unflatten(1, (-1, self.group))
-        return (groups * self.scales.unsqueeze(2)).flatten(1)
+        groups = self.codes.to(self.scales.dtype).view(*self.scales.shape, self.group)
+        return groups.mul_(self.scales.unsqueeze(2)).flatten(1)
 
     def packed(self) -> Tensor:
         """The codes as words, int32 [rows, ceil(n bits / 32)]."""
@@ -53,7 +53,7 @@ class QuantizedWeight:
         words = torch.nn.functional.pad(positive, (0, -positive.shape[1] % per_word)).unflatten(
             1, (-1, per_word)
         )
-        return (words << _shifts(self.bits)).sum(2).to(torch.int32)
+        return words.bitwise_left_shift(_shifts(self.bits)).sum(2).to(torch.int32)
 
     @classmethod
     def of_words(cls, words: Tensor, scales: Tensor, columns: int, bits: int) -> QuantizedWeight:
@@ -107,7 +107,6 @@ class Compression:
         if schemes not in ({(4, "int", True)}, {(8, "int", True)}) or form not in (PACKED, BYTES):
             raise ValueError(
                 f"`{FIELD}` must have symmetric integers of 4 or 8 bits in all groups, {PACKED} or {BYTES}, "
-                f"but has {form!r:.40} and {weights!r:.200}; load the model with transformers, dequantize it and "
-                "save it again"
+                f"but has {form!r:.40} and {weights!r:.200}; dequantize the model with transformers"
             )
         return cls(int(read[0]["num_bits"]), form)

@@ -119,8 +119,8 @@ def _matches(pattern: str, name: str) -> bool:
 def _configure(layer: CompressedLayer, technique: Technique, group: LayerGroup, *, by_row: bool) -> None:
     """Add a technique to a layer's compression.
 
-    by_row: whether each row of the weight is rounded by itself: an embedding's, and that of a linear layer that
-    shares its table.
+    by_row: whether each row of the weight is rounded by itself, as an embedding's is, also where a linear
+    layer shares its table.
     """
     treatment, shared, params = layer.treatment, technique.shared, group.params
     symmetric = shared.get("quantization_type") == "symmetric"

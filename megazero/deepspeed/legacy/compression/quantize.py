@@ -58,7 +58,7 @@ def quantized(x: Tensor, bits: int, *, symmetric: bool = True, stochastic: bool 
 def spaced(x: Tensor, scale: Tensor, low: Tensor | None, bits: int, stochastic: bool = False) -> Tensor:
     """Round x to 2^bits multiples of `scale`, around 0 or from `low` upwards; with a scale of 0, x stays.
 
-    `scale` and `low` broadcast with x. As with DeepSpeed, the largest number around 0 is cut to a step below it.
+    `scale` and `low` broadcast with x. As in DeepSpeed, a largest number around 0 is cut by a step.
     """
     step = torch.where(scale == 0, torch.ones_like(scale), scale)
     shift = torch.zeros_like(step) if low is None else (low / step).round() * step
@@ -87,8 +87,8 @@ class WeightQuantizer:
         start_bits, target_bits, period: see `bits_at`.
         groups: the number of equal pieces of the weight, each quantized by itself.
         symmetric, stochastic: see `quantized`.
-        change_ratio: the decrease per step of the exact weight's share, which is mixed in and is 1 again after
-            each fall of the bits; None mixes nothing.
+        change_ratio: the decrease per step of the exact weight's share, which is mixed in and is 1 again
+            after each fall of the bits; None mixes nothing.
     """
 
     start_bits: int
