@@ -113,11 +113,11 @@ class BlockModel:
     @property
     def tokens(self) -> TokenIds | None:
         """The special tokens that the folder names; None for those of the tokenizer."""
-        stored = self.facts.get("token_ids")
+        stored = self.facts.get("token_ids") or {}
         return (
-            None
-            if stored is None
-            else TokenIds.of_json({f"{role}_token_id": value for role, value in stored.items()})
+            TokenIds.of_json({f"{role}_token_id": value for role, value in stored.items()})
+            if stored
+            else None
         )
 
     @property

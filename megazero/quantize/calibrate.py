@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,9 +24,6 @@ from megazero.ops.grouped_linear import Groups
 
 See = Callable[[str, Tensor, list[int] | None], Tensor]
 """(name of a weight, its inputs [..., n], rows of each expert or None) -> the inputs to compute with."""
-
-STRAND = 8
-"""Samples that are added up one after another; ranks take whole strands."""
 
 
 @dataclass(frozen=True)
@@ -71,62 +68,54 @@ class Moments:
         return row[: self.width**2].view(self.width, self.width), int(row[-1])
 
 
-class SampleTree:
-    """Adds up what strands have, in pairs of equal size; any whole subtree may come from elsewhere."""
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[int, Moments]] = []
-
-    def add(self, value: Moments, level: int = 0) -> None:
-        """Add the sum of the next 2^level strands."""
-        while self._parts and self._parts[-1][0] == level:
-            value, level = self._parts.pop()[1].plus(value), level + 1
-        self._parts.append((level, value))
-
-    def total(self) -> Moments | None:
-        """The sum; None without anything."""
-        total = None
-        for _, value in reversed(self._parts):
-            total = value if total is None else value.plus(total)
-        return total
-
-
-def share_level(samples: int, ranks: int) -> int:
-    """The level L of the ranks' subtrees: 2^L strands each, for the last one fewer."""
-    strands = -(-samples // STRAND)
-    return max(0, (-(-strands // ranks) - 1).bit_length())
-
-
 def own_samples(samples: int, group: Group) -> range:
-    """The samples of this rank; none for the last ranks if there are too few."""
-    size = STRAND << share_level(samples, group.size)
+    """The samples of this rank, as many as a power of 2; fewer or none for the last ranks."""
+    size = 1 << _level(samples, group.size)
     return range(min(samples, group.rank * size), min(samples, (group.rank + 1) * size))
 
 
+def _level(samples: int, ranks: int) -> int:
+    return max(0, (-(-samples // ranks) - 1).bit_length())
+
+
 def summed(own: Iterable[Moments], samples: int, group: Group) -> Moments | None:
-    """The sum over all ranks' samples, on the first rank; None elsewhere. Every rank calls this."""
-    level, tree, strand = share_level(samples, group.size), SampleTree(), None
-    for number, value in enumerate(own, 1):
-        strand = value if strand is None else strand.plus(value)
-        if number % STRAND == 0:
-            tree.add(strand)
-            strand = None
-    if strand is not None:
-        tree.add(strand)
-    total = tree.total()
-    holders = -(-samples // (STRAND << level))
+    """The sum over all ranks' samples, on the first rank; None elsewhere. Every rank calls this.
+
+    Samples are added in pairs, and these in pairs: a rank has a whole subtree, so that ranks change no sum.
+    """
+    level, tree = _level(samples, group.size), _Tree()
+    for value in own:
+        tree.add(value, 0)
     if group.rank > 0:
-        if total is not None:
-            _wait(group, Transfer("send", total.flat, 0))
+        for value in tree.total():
+            _wait(group, Transfer("send", value.flat, 0))
         return None
-    assert total is not None, "the first rank has the first sample"
-    tree = SampleTree()
-    tree.add(total, level)
-    for peer in range(1, holders):
+    (total,) = tree.total()
+    tree = _Tree([(level, total)])
+    for peer in range(1, -(-samples // (1 << level))):
         received = torch.empty_like(total.flat)
         _wait(group, Transfer("recv", received, peer))
         tree.add(Moments(received, total.width), level)
-    return tree.total()
+    return tree.total()[0]
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """Sums of 2^level samples each, of falling levels."""
+
+    parts: list[tuple[int, Moments]] = field(default_factory=list)
+
+    def add(self, value: Moments, level: int) -> None:
+        while self.parts and self.parts[-1][0] == level:
+            value, level = self.parts.pop()[1].plus(value), level + 1
+        self.parts.append((level, value))
+
+    def total(self) -> list[Moments]:
+        """The sum of all, from the last on; empty without any."""
+        values = [value for _, value in self.parts]
+        while len(values) > 1:
+            values.append(values.pop(-2).plus(values.pop()))
+        return values
 
 
 def _wait(group: Group, transfer: Transfer) -> None:

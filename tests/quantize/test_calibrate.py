@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 import torch.nn.functional as F
 
@@ -11,7 +9,7 @@ from megazero.models.batch import Batch
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
-from megazero.quantize.calibrate import STRAND, Moments, Stream, Watch, own_samples, share_level, summed
+from megazero.quantize.calibrate import Moments, Stream, Watch, own_samples, summed
 from tests.inference.samples import GPT2, LLAMA, build
 from tests.inference.test_deepseek import V3
 from tests.inference.test_experts import build as build_experts
@@ -38,17 +36,24 @@ def test_sums_over_tokens():
     assert both.most().tolist() == [3.0, 2.0]
 
 
-@over_table(("samples", "ranks"), [(20, 1), (20, 2), (20, 3), (128, 16), (7, 2), (129, 4), (1000, 3)])
-def test_ranks_share_whole_strands_and_every_sample_once(samples, ranks):
-    size = STRAND << share_level(samples, ranks)
-    starts = [min(samples, rank * size) for rank in range(ranks + 1)]
-    assert starts[0] == 0
-    assert starts[-1] == samples
-    world = ThreadWorld(ranks)
-    groups = [thread_context(world, ProcessGrid(dp=ranks), rank).world for rank in range(ranks)]
-    assert [list(own_samples(samples, group)) for group in groups] == [
-        list(range(a, b)) for a, b in pairwise(starts)
-    ]
+@over_table(
+    ("samples", "sizes"),
+    [
+        (20, [20]),
+        (20, [16, 4]),
+        (20, [8, 8, 4]),
+        (128, [8] * 16),
+        (7, [4, 3]),
+        (129, [64, 64, 1, 0]),
+        (1000, [512, 488, 0]),
+    ],
+)
+def test_ranks_share_every_sample_once_in_powers_of_2(samples, sizes):
+    world = ThreadWorld(len(sizes))
+    groups = [thread_context(world, ProcessGrid(dp=len(sizes)), rank).world for rank in range(len(sizes))]
+    shares = [own_samples(samples, group) for group in groups]
+    assert [len(share) for share in shares] == sizes
+    assert [sample for share in shares for sample in share] == list(range(samples))
 
 
 def test_sums_are_equal_bit_for_bit_on_any_number_of_ranks():

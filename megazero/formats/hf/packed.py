@@ -53,7 +53,8 @@ class QuantizedWeight:
         words = torch.nn.functional.pad(positive, (0, -positive.shape[1] % per_word)).unflatten(
             1, (-1, per_word)
         )
-        return words.bitwise_left_shift(_shifts(self.bits)).sum(2).to(torch.int32)
+        packed: Tensor = (words << _shifts(self.bits)).sum(2).to(torch.int32)
+        return packed
 
     @classmethod
     def of_words(cls, words: Tensor, scales: Tensor, columns: int, bits: int) -> QuantizedWeight:
