@@ -67,7 +67,8 @@ class Layout:
                 return layout
             against.append(f"{own.name} {reason}")
         raise CheckpointError(
-            f"the model must be one that transformers loads quantized, but {'; '.join(against)}"
+            f"the model must be one that transformers loads quantized, but {'; '.join(against)}; another "
+            "`--architecture` may hold it, as OPTForCausalLM does most of GPT-2's"
         )
 
     def is_coded(self, tensor: HFTensor) -> bool:
