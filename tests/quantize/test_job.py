@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -21,7 +23,8 @@ from megazero.quantize.job import quantize
 from megazero.quantize.layers import LayerQuantizer
 from megazero.quantize.recipe import Recipe
 from tests.formats.hf.descendants import SAMPLES
-from tests.quantize.samples import quantized, tensors
+from tests.quantize.samples import EXPERTS, LLAMA, SHAPE, quantized, tensors, train
+from tests.source_tree import ROOT
 from tests.tables import over_table
 
 W4 = Recipe.of("W4", "gptq", 16)
@@ -85,6 +88,35 @@ def test_files_are_equal_on_any_number_of_ranks(request, name, method, tmp_path)
         report = quantized(load, tmp_path / str(ranks), recipe, ranks)
         written.append(((tmp_path / str(ranks) / "model.safetensors").read_bytes(), report))
     assert written[0] == written[1] == written[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama", "--tensor-model-parallel-size 2 --sequence-parallel"),
+        ("llama", "--pipeline-model-parallel-size 2 --zero-stage 1"),
+        ("experts", "--expert-model-parallel-size 2"),
+    ],
+)
+def test_codes_are_those_of_the_weights_whatever_layout_saved_them(request, name, layout, tmp_path):
+    """A step that changes nothing, on two ranks, saves the same weights in other pieces."""
+    load = request.getfixturevalue(name)
+    saved = load.parent / f"{name} {layout}"
+    flags = f"{SHAPE} {EXPERTS if name == 'experts' else LLAMA} {layout} --train-iters 41 --lr 1e-30".split()
+    flags += ["--data-path", str(load.parent / "text"), "--load", str(load), "--save", str(saved)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run(
+        [*launcher, "pretrain_gpt.py", *flags, "--micro-batch-size", "4", "--no-load-optim", "--finetune"],
+        check=True,
+        cwd=ROOT,
+        capture_output=True,
+    )
+    written = []
+    for number, run in enumerate((load, saved)):
+        quantized(run, tmp_path / str(number), W4, 1 + number)
+        written.append((tmp_path / str(number) / "model.safetensors").read_bytes())
+    assert written[0] == written[1]
 
 
 def test_scaling_lowers_the_errors(gpt2, llama, tmp_path):
@@ -235,17 +267,20 @@ def test_what_transformers_would_not_load_is_refused(name, scheme, says, tmp_pat
         Layout.of(model, Recipe.of(scheme, "rtn", 0))
 
 
-def test_the_commands(llama, runs, tmp_path, capsys):
+def test_the_commands(runs, tmp_path, capsys):
+    trained = train(
+        runs / "bytes", f"{LLAMA} --tokenizer-type ByteLevelTokenizer --vocab-size 320 --train-iters 2"
+    )
+    capsys.readouterr()
     flags = ["--scheme", "W4", "--group-size", "16", "--calibrate", str(runs / "text"), "--split", "90,10,0"]
     out = tmp_path / "out"
-    assert main([str(llama), *flags, "--calibrate-samples", "4", "--out", str(out)]) == 0
+    assert main([str(trained), *flags, "--calibrate-samples", "4", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("layer 0: attention.qkv ")
     assert printed.endswith(f"written to {out}\n")
-    assert main([str(llama), *flags, "--out", str(out)]) == 1
-    folder = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "64"]
-    assert (
-        generate(["--load", str(out), "--prompt", "1 4 7", "--max-new-tokens", "4", "--greedy", *folder]) == 0
-    )
-    assert capsys.readouterr().out.startswith("1 4 7")
+    assert main([str(trained), *flags, "--out", str(out)]) == 1
+    capsys.readouterr()
+    asked = ["--prompt", "abc", "--max-new-tokens", "4", "--greedy", "--tokenizer-type", "ByteLevelTokenizer"]
+    assert generate(["--load", str(out), *asked]) == 0
+    assert capsys.readouterr().out.startswith("abc")
     assert math.isfinite(json.loads((out / "quantization_report.json").read_text())["loss_after"])
