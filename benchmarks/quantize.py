@@ -21,7 +21,7 @@ import torch
 from megazero.errors import ConfigError
 from megazero.mpu.context import solo_context
 from megazero.quantize.blocks import BlockModel
-from megazero.quantize.job import Calibration, quantize
+from megazero.quantize.job import quantize
 from megazero.quantize.recipe import Recipe
 
 CASES = (
@@ -45,14 +45,15 @@ class Measured:
     seconds: float
 
 
-def measure(run: str, calibration: Calibration, scheme: str, method: str, group: int) -> Measured | None:
+def measure(run: str, flags: argparse.Namespace, scheme: str, method: str, group: int) -> Measured | None:
     """Quantize a run's newest checkpoint; None if the groups do not divide its sizes."""
     with tempfile.TemporaryDirectory() as folder, BlockModel.opened(run, torch.device("cpu")) as model:
         began = time.perf_counter()
         try:
             recipe = Recipe.of(scheme, method, group)
+            samples = model.samples(flags.calibrate, None, (flags.samples, flags.held_out))
             report = quantize(
-                model, recipe, calibration, Path(folder) / "out", solo_context(), tell=lambda line: None
+                model, recipe, samples, Path(folder) / "out", solo_context(), tell=lambda line: None
             )
         except ConfigError as error:
             print(f"left out: {scheme} {method} in groups of {group}: {error}", flush=True)
@@ -88,11 +89,10 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=128, help="samples of the perplexity (default 128)")
     parser.add_argument("--output", help="a file for the figures, one JSON object a line")
     flags = parser.parse_args()
-    calibration = Calibration(flags.calibrate, flags.samples, flags.held_out)
     print("| scheme | method | group | bytes | perplexity | quantized | change | seconds |")
     print("|---|---|---|---|---|---|---|---|")
     for case in CASES:
-        measured = [found for run in flags.runs if (found := measure(run, calibration, *case))]
+        measured = [found for run in flags.runs if (found := measure(run, flags, *case))]
         if measured:
             print(row(measured), flush=True)
         if flags.output is not None:

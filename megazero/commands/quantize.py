@@ -12,7 +12,7 @@ from megazero.formats.hf.writer import DTYPES
 from megazero.mpu.launch import Launch, join, leave, reporting
 from megazero.quantize.blocks import BlockModel
 from megazero.quantize.gptq import Gptq
-from megazero.quantize.job import Calibration, quantize
+from megazero.quantize.job import quantize
 from megazero.quantize.recipe import METHODS, SCHEMES, Recipe
 
 
@@ -83,10 +83,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(flags: argparse.Namespace) -> None:
-    calibration = None
-    if flags.calibrate is not None:
-        sizes = flags.calibrate_samples, flags.held_out_samples
-        calibration = Calibration(flags.calibrate, *sizes, flags.split)
     context = join(ParallelConfig(), Launch.from_environment())
     with reporting(context), BlockModel.opened(flags.load, context.device, flags.seq_length) as model:
         recipe = Recipe.of(
@@ -98,7 +94,9 @@ def _run(flags: argparse.Namespace) -> None:
             strength=flags.smoothing_strength,
             ignore=flags.ignore,
         )
-        report = quantize(model, recipe, calibration, flags.out, context, architecture=flags.architecture)
+        sizes = flags.calibrate_samples, flags.held_out_samples
+        samples = model.samples(flags.calibrate, flags.split, sizes) if flags.calibrate else (None, None)
+        report = quantize(model, recipe, samples, flags.out, context, architecture=flags.architecture)
         if report is not None:
             print(report.as_text() + f"written to {flags.out}")
     leave(context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from megazero.checkpoint.disk import Disk
@@ -24,27 +24,10 @@ REPORT = "quantization_report"
 """The name of the report's files, a text and a JSON."""
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """The samples of a dataset.
-
-    Attributes:
-        prefix: the dataset.
-        samples: the most samples that calibrate: the first of its training part.
-        held_out: the most samples of its validation part on which perplexity is measured.
-        split: its parts; None for those of the training.
-    """
-
-    prefix: str
-    samples: int = 128
-    held_out: int = 64
-    split: str | None = None
-
-
 def quantize(
     model: BlockModel,
     recipe: Recipe,
-    calibration: Calibration | None,
+    samples: tuple[Samples | None, Samples | None],
     out: str | Path,
     context: ParallelContext,
     *,
@@ -57,7 +40,7 @@ def quantize(
     Args:
         model: the model.
         recipe: scheme and method.
-        calibration: the samples; None for none, which plain rounding can do without.
+        samples: those that calibrate, which plain rounding can do without, and those that measure.
         out: a folder that does not exist yet, or is empty.
         context: all ranks, which share the samples.
         architecture: the class in transformers; None for one that can hold the codes.
@@ -67,13 +50,12 @@ def quantize(
     Raises:
         MegazeroError: the model cannot be quantized or written, or the data cannot be read.
     """
-    if calibration is None and recipe.method != "rtn":
-        raise ConfigError(f"`--calibrate` must name a dataset for {recipe.method}, but is not given; add it")
+    if samples[0] is None and recipe.method != "rtn":
+        raise ConfigError(
+            f"`--calibrate` must give {recipe.method} samples, but gives none; add it, or correct `--split` "
+            "and `--calibrate-samples`"
+        )
     layout = Layout.of(model, recipe, architecture)
-    samples: tuple[Samples | None, Samples | None] = (None, None)
-    if calibration is not None:
-        counts = calibration.samples, calibration.held_out
-        samples = model.samples(calibration.prefix, calibration.split, counts)
     walk = LayerQuantizer(model, recipe, context.world, samples, layout.coded)
     if context.rank > 0:
         for _ in walk.blocks():

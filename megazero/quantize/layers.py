@@ -169,7 +169,7 @@ class _Layer:
                     given = None if moments is None else moments.of_matrix(matrix - start)
                     tally.add(stacks[name][matrix].double(), given, scale)
             if fold is not None and scale is not None:
-                fold.divide(scale, self.recipe.grid, self.quantized)
+                fold(scale, self.recipe.grid, self.quantized)
                 self.round_others()
         for name, tally in tallies.items() if self.group.rank == 0 else ():
             self.quantized[name] = tally.joined()

@@ -111,8 +111,8 @@ class Recipe:
     def scale(self, weight: Tensor, moments: Moments) -> Tensor | None:
         """The scale [n] of the inputs of a weight [rows, n]; None for 1."""
         if self.method == "smoothquant":
-            return smooth_scale([weight], moments.most(), self.strength)
-        return activity_scale([weight], moments.mean(), moments.of_matrix(0)[0], self.grid)
+            return smooth_scale(weight, moments.most(), self.strength)
+        return activity_scale(weight, moments.mean(), moments.of_matrix(0)[0], self.grid)
 
     def quantized(
         self, name: str, weight: Tensor, gram: Tensor | None, tokens: int

@@ -16,7 +16,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.launch import Launch
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.quantize.blocks import BlockModel
-from megazero.quantize.job import Calibration, quantize
+from megazero.quantize.job import quantize
 from megazero.quantize.recipe import Recipe
 from megazero.quantize.report import Report
 from megazero.train.pretraining import pretrain
@@ -54,12 +54,12 @@ def train(folder: Path, flags: str) -> Path:
 def quantized(load: Path, out: Path, recipe: Recipe, ranks: int = 1, **more: Any) -> Report:
     """The report of a job on this many ranks, which calibrates on the text beside the model."""
     world = ThreadWorld(ranks)
-    calibration = Calibration(str(load.parent / "text"), SAMPLES, 10, "90,10,0")
 
     def work(rank: int) -> Report | None:
         context = thread_context(world, ProcessGrid(dp=ranks), rank)
         with BlockModel.opened(str(load), torch.device("cpu")) as model:
-            return quantize(model, recipe, calibration, out, context, tell=lambda line: None, **more)
+            samples = model.samples(str(load.parent / "text"), "90,10,0", (SAMPLES, 10))
+            return quantize(model, recipe, samples, out, context, tell=lambda line: None, **more)
 
     first, *others = world.run(work)
     assert not any(others)

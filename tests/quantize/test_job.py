@@ -218,9 +218,9 @@ def test_models_that_cannot_be_quantized(llama, tmp_path):
         quantized(llama, tmp_path / "a", Recipe.of("W4", "rtn", 16, ignore=("re:.*",)))
     with (
         BlockModel.opened(str(llama), torch.device("cpu")) as model,
-        pytest.raises(ConfigError, match="`--calibrate` must name a dataset for gptq"),
+        pytest.raises(ConfigError, match="`--calibrate` must give gptq samples"),
     ):
-        quantize(model, W4, None, tmp_path / "a", solo_context())
+        quantize(model, W4, (None, None), tmp_path / "a", solo_context())
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(CheckpointError, match="must be new or an empty folder"):

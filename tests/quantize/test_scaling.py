@@ -46,7 +46,7 @@ def test_a_layer_computes_the_same_with_scaled_inputs(name):
     for weight, fold in folds.items():
         scale = torch.rand(weights[weight].shape[-1], dtype=torch.float64, generator=generator) + 0.5
         weights[weight].mul_(scale)
-        fold.divide(scale, Grid(8, None), {})
+        fold(scale, Grid(8, None), {})
     torch.testing.assert_close(model(Batch(TOKENS)), before, rtol=1e-4, atol=1e-4)
 
 
@@ -59,9 +59,7 @@ def test_codes_stay_where_only_the_scales_of_rows_change():
     codes, scales = next(iter(coded.values())).codes, next(iter(coded.values())).scales
     qkv.copy_(next(iter(coded.values())).dequantized().view_as(qkv))
     values = qkv[:, -1].clone()
-    folds_of(layer, spec)["layers.0.attention.out.weight"].divide(
-        torch.full((32,), 2.0).double(), grid, coded
-    )
+    folds_of(layer, spec)["layers.0.attention.out.weight"](torch.full((32,), 2.0).double(), grid, coded)
     now = coded["layers.0.attention.qkv.weight"]
     assert torch.equal(now.codes, codes)
     assert torch.equal(qkv[:, -1], values / 2)
@@ -78,7 +76,7 @@ def inputs(columns: int = 32) -> torch.Tensor:
 def test_the_scale_of_awq_is_the_best_power_of_the_mean():
     x, grid = inputs(), Grid(4, 8, torch.float64)
     weight = torch.randn(24, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
-    scale = activity_scale([weight], x.abs().mean(0), x.t() @ x, grid)
+    scale = activity_scale(weight, x.abs().mean(0), x.t() @ x, grid)
     errors = {}
     for step in range(20):
         power = x.abs().mean(0) ** (step / 20)
@@ -95,14 +93,14 @@ def test_no_scale_is_taken_where_none_is_better():
     weight = torch.randint(-7, 8, (8, 16), dtype=torch.float64, generator=torch.Generator().manual_seed(8))
     weight[:, ::8] = -8.0  # on the grid, with the scale 16/15: rounding is what it is
     ones = torch.ones(16, dtype=torch.float64)
-    assert activity_scale([weight], ones, torch.eye(16, dtype=torch.float64), Grid(4, 8)) is None
+    assert activity_scale(weight, ones, torch.eye(16, dtype=torch.float64), Grid(4, 8)) is None
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
 def test_the_scale_of_smoothquant(strength):
     x, weight = inputs(4), torch.tensor([[2.0, 0.0, -8.0, 1.0], [0.5, 0.0, 4.0, 3.0]], dtype=torch.float64)
     x[:, 2] = 0.0
-    scale = smooth_scale([weight[:1], weight[1:]], x.abs().amax(0), strength)
+    scale = smooth_scale(weight, x.abs().amax(0), strength)
     most = x.abs().amax(0)
     expected = [
         most[0] ** strength / 2.0 ** (1 - strength),

@@ -89,7 +89,14 @@ NAMES = [name for name in SAMPLES if not REFUSED.match(name)]
 def test_folders_of_every_class_become_folders_that_load(name, tmp_path):
     SAMPLES[name].build().save_pretrained(tmp_path / "hf")
     with BlockModel.opened(str(tmp_path / "hf"), torch.device("cpu")) as model:
-        quantize(model, Recipe.of("W8", "rtn"), None, tmp_path / "q", solo_context(), tell=lambda line: None)
+        quantize(
+            model,
+            Recipe.of("W8", "rtn"),
+            (None, None),
+            tmp_path / "q",
+            solo_context(),
+            tell=lambda line: None,
+        )
     expected = logits(as_floats(tmp_path / "q", tmp_path / "f"))
     assert torch.equal(logits(tmp_path / "q"), expected)
     assert torch.equal(logits(tmp_path / "q", quantization_config=dequantizing()), expected)
