@@ -64,6 +64,17 @@ def test_logits_are_those_of_the_numbers(llama, scheme, tmp_path):
     assert not torch.equal(logits(tmp_path / "q"), torch.zeros_like(expected))
 
 
+def test_scales_in_bf16_and_several_files(llama, tmp_path):
+    recipe = Recipe.of("W4", "gptq", 16, torch.bfloat16)
+    report = quantized(llama, tmp_path / "q", recipe, max_shard_bytes=5_000)
+    index = json.loads((tmp_path / "q" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 3
+    assert index["metadata"]["total_size"] == report.bytes_after + 14 * 16  # 14 shapes
+    expected = logits(as_floats(tmp_path / "q", tmp_path / "f"))
+    assert expected.dtype == torch.bfloat16
+    assert torch.equal(logits(tmp_path / "q"), expected)
+
+
 def test_rounded_inputs_are_near(llama, tmp_path):
     quantized(llama, tmp_path / "q", Recipe.of("W8A8", "smoothquant"))
     expected = logits(as_floats(tmp_path / "q", tmp_path / "f"))
