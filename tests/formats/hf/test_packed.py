@@ -107,6 +107,7 @@ def test_damaged_folders_are_refused(tmp_path):
     ("config", "says"),
     [
         ({"quant_method": "gptq", "bits": 4}, "must be of compressed-tensors"),
+        ({"quant_method": "mxfp4"}, "must be of compressed-tensors"),  # gpt-oss, as OpenAI has published it
         (section(symmetric=False), "must have symmetric integers of 4 or 8 bits"),
         (section(num_bits=3), "must have symmetric integers of 4 or 8 bits"),
         (section("float-quantized"), "pack-quantized or int-quantized, but has 'float-quantized'"),
