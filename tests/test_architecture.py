@@ -54,9 +54,11 @@ SAME_LEVEL = {
     ("harness", "inference"),
     ("harness", "serving"),
     ("serving", "inference"),
+    ("deepspeed", "serving"),
 }
 # A module of the core -> the module of an annex whose names it shows, and imports when one is asked for.
 DOORS = {
+    "megazero.inference": "megazero.harness.lm",
     "megazero.moe.layer": "megazero.deepspeed.moe.layer",
     "megazero.moe.utils": "megazero.deepspeed.moe.utils",
     "megazero.zero": "megazero.deepspeed.zero",

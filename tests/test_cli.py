@@ -38,6 +38,7 @@ def test_help_names_every_verb_and_exits_0(capsys):
         "profile",
         "report",
         "run",
+        "serve",
         "tune",
         "verify",
         "version",
@@ -69,7 +70,7 @@ def test_an_unknown_verb_is_answered_with_the_nearest(capsys, word, answer):
     assert capsys.readouterr().err == (
         "error: the verb must be one of ablate, analyze-loss, checkpoint, completion, config, data, env, "
         "fill-mask, finetune, generate, incidents, kernels, launch, memory-report, merge-traces, "
-        "moe-report, plan, pretrain, profile, report, run, tune, verify, version, but is "
+        "moe-report, plan, pretrain, profile, report, run, serve, tune, verify, version, but is "
         f"`{word}`; {answer}\n"
     )
 

@@ -129,17 +129,25 @@ struct Visible {
     if (blocks != nullptr && !some(of, start, kKeys, true)) return;
     std::int64_t from = start;  // where the current run begins
     for (std::int64_t at = start; at < start + kKeys; at += kPanel) {
-      bool seen = at < of.end && (at + kPanel > of.begin || (sinks != nullptr && notes[at / kPanel].sinks != 0));
-      if (seen && query_ids != nullptr) {
-        const PanelNote& note = notes[at / kPanel];
-        seen = note.highest >= of.lowest && note.lowest <= of.highest;
-      }
-      if (seen && blocks != nullptr) seen = some(of, at, kPanel, true);
+      const bool seen = sees(of, at);
+      // With sinks a block is one run or none: which panels lie between them and the window is a matter of the block's
+      // other queries, on which the order of a query's sums must not depend.
+      if (seen && sinks != nullptr) return body(start, kKeys);
       if (seen) continue;
-      if (at > from) body(from, at - from);
+      if (at > from && sinks == nullptr) body(from, at - from);
       from = at + kPanel;
     }
-    if (start + kKeys > from) body(from, start + kKeys - from);
+    if (start + kKeys > from && sinks == nullptr) body(from, start + kKeys - from);
+  }
+
+  // Whether some of the queries may see any of the panel of keys from `at` on.
+  MEGAZERO_INLINE bool sees(const QueryBlock& of, std::int64_t at) const {
+    if (at >= of.end || (at + kPanel <= of.begin && (sinks == nullptr || notes[at / kPanel].sinks == 0))) return false;
+    if (query_ids != nullptr) {
+      const PanelNote& note = notes[at / kPanel];
+      if (note.highest < of.lowest || note.lowest > of.highest) return false;
+    }
+    return blocks == nullptr || some(of, at, kPanel, true);
   }
 
   // Adds the biases of a query to its scores of the keys from `first` on, makes those -inf that it does not see, and

@@ -23,6 +23,8 @@
 #include "gathered_sum/cpu.hpp"
 #include "lamb/cpu.hpp"
 #include "layer_norm/cpu.hpp"
+#include "linear/cpu.hpp"
+#include "paged_attention/cpu.hpp"
 #include "permute/cpu.hpp"
 #include "quantize/cpu.hpp"
 #include "rms_norm/cpu.hpp"
@@ -206,6 +208,9 @@ PYBIND11_MODULE(_native, module) {
   bind(module, "lamb_move", megazero_lamb_move);
   bind(module, "layer_norm_forward", megazero_layer_norm_forward);
   bind(module, "layer_norm_backward", megazero_layer_norm_backward);
+  bind(module, "ordered_linear", megazero_ordered_linear);
+  bind(module, "pack_weight", megazero_pack_weight);
+  bind(module, "paged_attention", megazero_paged_attention);
   bind(module, "permute", megazero_permute);
   bind(module, "quantize_rows", megazero_quantize_rows);
   bind(module, "dequantize_rows", megazero_dequantize_rows);

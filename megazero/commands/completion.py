@@ -17,7 +17,7 @@ from megazero.config.help import meanings
 from megazero.errors import ConfigError
 
 SHELLS = ("bash", "zsh", "fish")
-_TRAINING = ("pretrain", "finetune", "config", "verify")
+_TRAINING = ("pretrain", "finetune", "config", "evaluate", "verify")
 _ELSEWHERE = MappingProxyType({"launch": "megazero.launch.flags", "plan": "megazero.commands.plan.job"})
 
 

@@ -71,7 +71,7 @@ def _run(flags: argparse.Namespace) -> None:
     if flags.num_samples < 1:
         raise ConfigError(f"`num_samples` must be at least 1, but is {flags.num_samples}; ask for one")
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.greedy, flags.seed)
-    with loaded_model(flags, Launch.from_environment(), "generate", _part) as (loaded, model):
+    with loaded_model(flags, Launch.from_environment(), "generate", as_staged) as (loaded, model):
         repeated = [prompt for prompt in prompts for _ in range(flags.num_samples)]
         amounts = {"max_new_tokens": flags.max_new_tokens, "batch_size": flags.batch_size}
         if not isinstance(model.any_part, LanguageModel):
@@ -94,7 +94,7 @@ def _run(flags: argparse.Namespace) -> None:
                 put_file(run / SAMPLES)
 
 
-def _part(chunk: ModelChunk[MicroBatch]) -> StagedChunk[Any]:
+def as_staged(chunk: ModelChunk[MicroBatch]) -> StagedChunk[Any]:
     """Narrow a chunk's type: all families that make texts have staged chunks."""
     assert isinstance(chunk, StagedChunk), "this family's models make texts"
     return chunk

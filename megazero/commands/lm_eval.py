@@ -5,12 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from megazero.errors import ConfigError, exit_status
-
-if TYPE_CHECKING:
-    from megazero.harness.lm import MegazeroLM
 
 _NAME = "megazero"
 _OTHERS = ("ls", "validate", "-h", "--help")
@@ -30,7 +26,7 @@ def _run(argv: list[str]) -> None:
             f"lm_eval must be installed to score models by its tasks, but is not ({error}); pip install "
             "'megazero[harness]'"
         ) from error
-    from megazero.harness.lm import MADE, register
+    from megazero.harness.lm import register
     from megazero.mpu.launch import Launch
 
     runs = not argv or argv[0] not in _OTHERS
@@ -45,16 +41,13 @@ def _run(argv: list[str]) -> None:
         sys.argv = before
     if runs:
         _choose_model(flags)
-    register()
-    problem, made = "the first rank failed", list[MegazeroLM]()
-    token = MADE.set(made)
+    made, problem = register(), "the first rank failed"
     try:
         flags.func(flags)
         problem = ""
     except (ValueError, KeyError, OSError) as error:
         raise ConfigError(f"lm_eval must be able to run, but is not: {error}; correct its flags") from error
     finally:
-        MADE.reset(token)
         for model in made:
             model.close(problem)
 

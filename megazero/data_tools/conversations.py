@@ -31,13 +31,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Build a parser of the flags."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="JSON lines, Parquet or Arrow",
-    )
+    add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines, Parquet or Arrow")
     add("--output-prefix", required=True, metavar="PREFIX", help="path of the output without suffix")
     add("--tokenizer-model", required=True, metavar="PATH", help="tokenizer.json or its directory")
     add("--chat-template", metavar="FILE", help="a jinja template to use instead of the tokenizer's")
@@ -48,11 +42,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def convert(args: argparse.Namespace) -> None:
-    """Convert as the flags say, and print a summary.
-
-    Raises:
-        DataError: a bad line (unless skipped), no usable line, or no template; no output is left.
-    """
+    """Convert, and print a summary. DataError, and no output, for a bad line or without an answer."""
     from megazero.data.conversations.answers import ConversationEncoder
     from megazero.data.indexed.format import dtype_for_vocab
     from megazero.data.indexed.writer import IndexedDatasetWriter

@@ -18,8 +18,7 @@ from megazero.errors import DataError
 def input_prefixes(inputs: Sequence[str], output: str) -> list[str]:
     """The prefixes of the datasets to merge, without the output's own in a directory.
 
-    Raises:
-        DataError: a directory has no dataset, a prefix is named twice, or the output is among the inputs.
+    Raises DataError if a directory has no dataset, a prefix is named twice, or the output is an input.
     """
     prefixes: list[str] = []
     for name in inputs:
@@ -80,14 +79,8 @@ def _merge_units(args: argparse.Namespace, folder: str) -> None:
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run the tool; returns 0 if the merged dataset is whole."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="PATH", help="directories or dataset prefixes"
-    )
-    parser.add_argument(
-        "--output-prefix",
-        required=True,
-        metavar="PREFIX",
-        help="path of the output without suffix; of units, that of `preprocess`",
-    )
-    parser.add_argument("--bad-lines", metavar="FILE", help="of units: list the lines that were skipped")
+    add, text = parser.add_argument, "path of the output without suffix; of units, that of `preprocess`"
+    add("--input", nargs="+", required=True, metavar="PATH", help="directories or dataset prefixes")
+    add("--output-prefix", required=True, metavar="PREFIX", help=text)
+    add("--bad-lines", metavar="FILE", help="of units: list the lines that were skipped")
     return cli.run(merge_datasets, parser.parse_args(argv))

@@ -27,141 +27,66 @@ if TYPE_CHECKING:
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Build a parser of the flags, named as in Megatron."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="files or globs: JSON lines (plain, gzip, zstd, bzip2, xz), Parquet, Arrow, folders that "
-        "`datasets` saved; - is standard input",
+    add, count = parser.add_argument, cli.positive_int
+    text = (
+        "files or globs: JSON lines (plain, gzip, zstd, bzip2, xz), Parquet, Arrow, folders that `datasets` "
     )
-    parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="path of the output without suffix"
-    )
-    parser.add_argument(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
-        help="keys to take text from; a.b is the key b in a",
-    )
+    add("--input", nargs="+", required=True, metavar="FILE", help=f"{text}saved; - is standard input")
+    add("--output-prefix", required=True, metavar="PREFIX", help="path of the output without suffix")
+    text = "keys to take text from; a.b is the key b in a"
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help=text)
     cli.add_tokenizer_flags(parser, required=True)
-    parser.add_argument(
-        "--append-eod", action="store_true", help="end each document with the tokenizer's eod"
-    )
+    add("--append-eod", action="store_true", help="end each document with the tokenizer's eod")
     _add_sentence_flags(parser)
     _add_unit_flags(parser)
-    parser.add_argument(
-        "--workers", type=cli.positive_int, default=1, metavar="N", help="processes that tokenize"
-    )
-    parser.add_argument(
-        "--worker-timeout",
-        type=cli.positive_int,
-        default=30,
-        metavar="MINUTES",
-        help="end the run if a worker takes longer for a chunk of 2 MiB, or for one long line (30)",
-    )
-    parser.add_argument(
-        "--partitions",
-        type=cli.positive_int,
-        default=1,
-        metavar="N",
-        help="parts of the input that are read and written at once, each by `--workers` / N processes",
-    )
-    parser.add_argument(
-        "--keep-sequential-samples",
-        action="store_true",
-        help="documents keep their order in the input; they do so without this too",
-    )
-    _add_bad_line_flags(parser)
-    parser.add_argument(
-        "--log-interval",
-        type=cli.positive_int,
-        default=100_000,
-        metavar="N",
-        help="documents between log lines",
-    )
-    parser.add_argument(
-        "--dataset-impl",
-        choices=("mmap",),
-        default="mmap",
-        help="kind of dataset; mmap is the one Megatron trains on",
-    )
+    add("--workers", type=count, default=1, metavar="N", help="processes that tokenize")
+    text = "end the run if a worker takes longer for a chunk of 2 MiB, or for one long line (30)"
+    add("--worker-timeout", type=count, default=30, metavar="MINUTES", help=text)
+    text = "parts of the input that are read and written at once, each by `--workers` / N processes"
+    add("--partitions", type=count, default=1, metavar="N", help=text)
+    text = "documents keep their order in the input; they do so without this too"
+    add("--keep-sequential-samples", action="store_true", help=text)
+    choices, text = ("stop", "skip"), "what to do about a bad line (default: stop)"
+    add("--on-bad-line", "--on-error", dest="on_bad_line", choices=choices, default="stop", help=text)
+    text = "set skipped lines aside: file, line and reason, as JSON lines"
+    add("--bad-lines", metavar="FILE", help=text)
+    text = "megabytes (MiB) that a line may have, unpacked; a longer one is a bad line (256)"
+    add("--max-line-mib", type=count, default=256, metavar="N", help=text)
+    add("--log-interval", type=count, default=100_000, metavar="N", help="documents between log lines")
+    text = "kind of dataset; mmap is the one Megatron trains on"
+    add("--dataset-impl", choices=("mmap",), default="mmap", help=text)
     return parser
 
 
-def _add_bad_line_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--on-bad-line",
-        "--on-error",
-        dest="on_bad_line",
-        choices=("stop", "skip"),
-        default="stop",
-        help="what to do about a bad line (default: stop)",
-    )
-    parser.add_argument(
-        "--bad-lines", metavar="FILE", help="set skipped lines aside: file, line and reason, as JSON lines"
-    )
-    parser.add_argument(
-        "--max-line-mib",
-        type=cli.positive_int,
-        default=256,
-        metavar="N",
-        help="megabytes (MiB) that a line may have, unpacked; a longer one is a bad line (256)",
-    )
-
-
 def _add_sentence_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sentences")
-    group.add_argument(
-        "--split-sentences", action="store_true", help="make each sentence of a text a sequence, for BERT"
-    )
-    group.add_argument(
-        "--keep-newlines", action="store_true", help="leave the whitespace after a sentence at its end"
-    )
-    group.add_argument(
-        "--lang", metavar="LANGUAGE", help="language of the texts, as a name or a code (default: english)"
-    )
+    add = parser.add_argument_group("sentences").add_argument
+    text = "make each sentence of a text a sequence, for BERT"
+    add("--split-sentences", action="store_true", help=text)
+    add("--keep-newlines", action="store_true", help="leave the whitespace after a sentence at its end")
+    text = "language of the texts, as a name or a code (default: english)"
+    add("--lang", metavar="LANGUAGE", help=text)
 
 
 def _add_unit_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("many machines")
-    group.add_argument(
-        "--shard",
-        type=cli.shard,
-        metavar="I/N",
-        help="make share I (from 0) of N of the units in PREFIX.units; a rerun keeps what is whole",
-    )
-    group.add_argument(
-        "--merge", action="store_true", help="join the units of all shards, made with the same flags"
-    )
-    group.add_argument(
-        "--unit-mib",
-        type=cli.positive_int,
-        default=256,
-        metavar="N",
-        help="megabytes (MiB) of input in a unit, as far as the files can be divided (256)",
-    )
-    group.add_argument(
-        "--executor", choices=("local", "ray"), default="local", help="who makes the units (default: local)"
-    )
-    group.add_argument(
-        "--ray-address",
-        default="local",
-        metavar="ADDRESS",
-        help="a cluster of Ray; auto is the one that this machine is in (default: local, one of --workers)",
-    )
+    add = parser.add_argument_group("many machines").add_argument
+    text = "make share I (from 0) of N of the units in PREFIX.units; a rerun keeps what is whole"
+    add("--shard", type=cli.shard, metavar="I/N", help=text)
+    add("--merge", action="store_true", help="join the units of all shards, made with the same flags")
+    text = "megabytes (MiB) of input in a unit, as far as the files can be divided (256)"
+    add("--unit-mib", type=cli.positive_int, default=256, metavar="N", help=text)
+    text = "who makes the units (default: local)"
+    add("--executor", choices=("local", "ray"), default="local", help=text)
+    text = "a cluster of Ray; auto is the one that this machine is in (default: local, one of --workers)"
+    add("--ray-address", default="local", metavar="ADDRESS", help=text)
 
 
 def _check(args: argparse.Namespace) -> None:
     """Raise DataError for flags that exclude each other."""
-    if len(set(args.json_keys)) != len(args.json_keys):
-        raise DataError(f"`--json-keys` must name each key once, but is {' '.join(args.json_keys)}.")
-    for key in args.json_keys:
-        if os.sep in key:
-            raise DataError(
-                f"`--json-keys` must fit into a file name, but one is {key}; rename it in the jsonl."
-            )
+    keys = args.json_keys
+    if len(set(keys)) != len(keys):
+        raise DataError(f"`--json-keys` must name each key once, but is {' '.join(keys)}.")
+    for key in (key for key in keys if os.sep in key):
+        raise DataError(f"`--json-keys` must fit into a file name, but one is {key}; rename it in the jsonl.")
     if args.workers % args.partitions:
         raise DataError(
             f"`--workers` must be a multiple of `--partitions` ({args.partitions}), but is {args.workers}; "
@@ -169,22 +94,13 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.bad_lines is not None and args.on_bad_line == "stop":
         raise DataError("`--bad-lines` must come with `--on-bad-line skip`, but does not; add that.")
-    _check_units(args)
-    for flag, is_set in (("--keep-newlines", args.keep_newlines), ("--lang", args.lang is not None)):
-        if is_set and not args.split_sentences:
-            raise DataError(
-                f"`{flag}` must come with `--split-sentences`, but it does not; add that or leave this out."
-            )
-
-
-def _check_units(args: argparse.Namespace) -> None:
     ways = {"--shard": args.shard is not None, "--merge": args.merge, "--executor": args.executor == "ray"}
-    chosen = [flag for flag, is_set in ways.items() if is_set]
     others = {
         "--partitions": args.partitions > 1,
         "--input -": "-" in args.input,
         "--bad-lines": args.bad_lines is not None and args.shard is not None,
     }
+    chosen = [flag for flag, is_set in ways.items() if is_set]
     if len(chosen) > 1:
         raise DataError(f"`{chosen[0]}` must come without `{chosen[1]}`, but both are given; leave one out.")
     for flag in (flag for flag, is_set in others.items() if is_set and chosen):
@@ -192,6 +108,11 @@ def _check_units(args: argparse.Namespace) -> None:
             f"`{chosen[0]}` must come without `{flag}`, but both are given; leave `{flag}` out"
             + (", and give it to `--merge`." if flag == "--bad-lines" else ".")
         )
+    for flag, is_set in (("--keep-newlines", args.keep_newlines), ("--lang", args.lang is not None)):
+        if is_set and not args.split_sentences:
+            raise DataError(
+                f"`{flag}` must come with `--split-sentences`, but it does not; add that or leave this out."
+            )
 
 
 def preprocess_data(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""What a harness asks of a model, answered by all ranks of a job while the first one alone asks.
+"""The answers of a model to a harness: all ranks of a job compute them, while the first one alone asks.
 
 So the harness, its caches and its files are the first rank's business, and other ranks need no datasets.
 """

@@ -5,11 +5,10 @@ from __future__ import annotations
 import difflib
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megazero.config.compat.foreign import FOREIGN_FLAGS
 from megazero.errors import ConfigError
@@ -19,8 +18,7 @@ _PASSED = ("batch_size", "max_batch_size", "device")
 _OTHER_NAMES = MappingProxyType({"pretrained": "load", "max_length": "seq_length"})
 
 
-@dataclass(frozen=True)
-class HarnessArguments:
+class HarnessArguments(BaseModel):
     """How to load a model and to score with it.
 
     Attributes:
@@ -40,6 +38,8 @@ class HarnessArguments:
         add_bos_token: whether texts begin with a special token; None for as the tokenizer says.
         seed: seed of what is drawn.
     """
+
+    model_config = ConfigDict(frozen=True)
 
     load: str
     ckpt_step: int | None = None
@@ -69,7 +69,7 @@ class HarnessArguments:
         Raises ConfigError if a key is unknown, a value has a wrong type, or `load` is missing.
         """
         values = {_OTHER_NAMES.get(key, key): value for key, value in given.items() if key not in _PASSED}
-        known = [field.name for field in fields(cls)]
+        known = list(cls.model_fields)
         if unknown := [key for key in values if key not in known]:
             near = difflib.get_close_matches(unknown[0], known, n=1)
             remedy = f"did you mean `{near[0]}`?" if near else f"choose among {', '.join(known)}"
@@ -77,7 +77,7 @@ class HarnessArguments:
         if not values.get("load"):
             raise ConfigError("`--model_args` must name the model's folder, but does not; write load=FOLDER")
         try:
-            made = TypeAdapter(cls).validate_python({**values, "load": str(values["load"])})
+            made = cls.model_validate({**values, "load": str(values["load"])})
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise ConfigError(
@@ -106,4 +106,4 @@ class HarnessArguments:
                     f"`extra_args` must have keys of `--model_args` as flags, but has {name}; leave it "
                     "out, as the checkpoint says what its model is"
                 )
-        return HarnessArguments.of({**vars(replace(self, extra_args=None)), **added})
+        return HarnessArguments.of({**vars(self), "extra_args": None, **added})

@@ -26,8 +26,8 @@ from megazero.inference.staged import StagedModel
 from megazero.layers.placement import Placement
 from megazero.loss import LossTerm
 from megazero.models.batch import Batch
-from megazero.models.gpt import GPT
-from megazero.mpu.context import with_whole_sequences
+from megazero.models.language_model import LanguageModel
+from megazero.mpu.context import ParallelContext, with_whole_sequences
 from megazero.mpu.messages import broadcast_value
 from megazero.regular_file import read_regular_text
 from megazero.train.assemble import Run
@@ -206,13 +206,12 @@ class TaskEvaluations(PeriodicEvaluation):
             yield StagedModel(chunks, stage_of, self._context.pp)
 
 
-def _twin(chunk: Any, context: Any) -> GPT:
+def _twin(chunk: Any, context: ParallelContext) -> LanguageModel:
     """A chunk with the same weights for inference, where no rank shares a sequence with another."""
-    assert isinstance(chunk, GPT), "a rule lets only such models be scored"
     own = chunk.placement
     placement = Placement.of(context, own.dtype, token_dispatcher=own.token_dispatcher)
     held = replace(chunk.held, placement=replace(placement, device=torch.device("meta")), tied={})
-    twin = GPT(replace(held, recompute=RecomputeConfig()))
+    twin = LanguageModel.of(type(chunk)(replace(held, recompute=RecomputeConfig())))
     twin.placement = placement
     twin.load_state_dict(chunk.state_dict(), assign=True)
     for mine, its in zip(chunk.routers(), twin.routers(), strict=True):

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
-from typing import Any
+from typing import Any, ClassVar
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -20,8 +19,6 @@ from megazero.harness.arguments import HarnessArguments
 from megazero.harness.loading import Job
 from megazero.harness.scoring import rolling_windows
 
-MADE: ContextVar[list[MegazeroLM] | None] = ContextVar("MADE", default=None)
-"""Where `MegazeroLM` notes the models that the harness has made of a name; None for nowhere."""
 _LOG = logging.getLogger(__name__)
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _DRAWN = ("temperature", "top_k", "top_p", "min_p")
@@ -167,8 +164,6 @@ class MegazeroLM(HarnessModel):
             answers, max_gen_toks=arguments.max_gen_toks, seed=arguments.seed, name=arguments.load
         )
         _LOG.info("%s on %s", arguments.load, self.job.layout)
-        if (made := MADE.get()) is not None:
-            made.append(self)
 
     def close(self, problem: str = "") -> None:
         """Let the other ranks end, as failed ones if there is a problem, and leave the job."""
@@ -196,7 +191,19 @@ def harness_model(**given: Any) -> MegazeroLM | None:
         return None
 
 
-def register() -> None:
-    """Register `MegazeroLM` as ``megazero`` among the harness's models."""
+class NotedLM(MegazeroLM):
+    """A `MegazeroLM` that the harness makes by its name; `made` lists them, so that a command closes them."""
+
+    made: ClassVar[list[MegazeroLM]]
+
+    def __init__(self, **given: Any):
+        super().__init__(**given)
+        self.made.append(self)
+
+
+def register() -> list[MegazeroLM]:
+    """Register the model ``megazero`` with the harness; return the list of those that it will make."""
     if "megazero" not in model_registry:
-        model_registry.register("megazero", target=MegazeroLM)
+        model_registry.register("megazero", target=NotedLM)
+    NotedLM.made = []
+    return NotedLM.made

@@ -19,6 +19,9 @@ from megazero.errors import ConfigError, NumericsError
 from megazero.mpu.rng import derive_key
 from megazero.ops.counter_random import hash_uniform
 
+_NUCLEUS = 1024
+"""The number of likeliest tokens among which a nucleus is looked for, before all are sorted."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -86,12 +89,18 @@ def keep_top_p(scores: Tensor, p: float | Tensor) -> Tensor:
 
     p: one for all rows, or float64 [b, 1].
     """
-    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
-    mass = ranked.softmax(dim=-1)
-    before = mass.cumsum(dim=-1) - mass
-    outside = before >= p
-    outside[:, 0] = False  # the most likely token always stays
-    return scores.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
+    probs, width = scores.softmax(dim=-1), scores.shape[-1]
+    for count in (min(_NUCLEUS, width), width):
+        ids = scores.topk(count, dim=-1).indices.sort(dim=-1).values
+        ranked, at = scores.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+        order = ids.gather(-1, at)
+        mass = probs.gather(-1, order)
+        outside = mass.cumsum(dim=-1) - mass >= p
+        outside[:, 0] = False  # the most likely token always stays
+        if bool((outside | (ranked > ranked[:, -1:])).all()):
+            break  # what is not among these is neither inside nor equal to what is
+    inside = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, ~outside)
+    return scores.masked_fill(~inside, -torch.inf)
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:

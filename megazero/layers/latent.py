@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.layers.attention_cores import core_of
@@ -36,7 +37,13 @@ class LatentAttention(nn.Module):
     Args:
         recompute: whether to drop the attention core's activations and compute them again in backward.
         made_again: whether to drop keys and values too, and compute them again in backward.
+
+    Attributes:
+        by_heads: whether rows that continue earlier ones compute what all rows at once do: the heads' keys
+            and values are kept, with values as wide as keys, for which there is a kernel on every device.
     """
+
+    by_heads = False
 
     def __init__(
         self,
@@ -120,6 +127,8 @@ class LatentAttention(nn.Module):
         each pair instead of n (d + c + e), and n r (d + e) for each new row instead of each kept one.
         """
         rank, own, value = self.spec.rank, self.spec.plain_dim, self.spec.value_dim
+        if self.by_heads:
+            return self._by_heads(core, q, *self._keys_and_values(latent, key, inputs), inputs)
         if len(q) * (2 * rank - own - value) >= rank * (own + value):
             attends = replace(self.attends, unpacked=self._keys_and_values)
             return core(q, latent, key, inputs, attends, self.softcap)
@@ -147,7 +156,14 @@ class LatentAttention(nn.Module):
         return torch.cat((own, key.expand(-1, -1, own.shape[2], -1)), -1), value
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs) -> Tensor:
+        if self.by_heads:
+            return self._by_heads(self.core, q, k, v, inputs)
         return self.core(q, k, v, inputs, self.attends, self.softcap)
+
+    def _by_heads(self, core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs) -> Tensor:
+        wide = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+        context = core(q, k, wide, inputs, self.attends, self.softcap)
+        return context.view(*q.shape)[..., : v.shape[-1]].flatten(2)
 
     def _attend_made(self, q: Tensor, latent: Tensor, key: Tensor, inputs: LayerInputs) -> Tensor:
         k, v = self._keys_and_values(latent, key, inputs)

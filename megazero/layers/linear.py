@@ -32,6 +32,9 @@ ONE_MATRIX = Matrices()
 """A weight [..., h] whose rows all belong together."""
 
 
+Multiply = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
+"""(x [..., h], weight [n, h], bias [n] or None) -> x weight^T + bias, [..., n], as `F.linear` computes it."""
+
 _Defer = Callable[[Tensor, Tensor], None]
 _Ctx = Context[tuple[Group, bool]]
 
@@ -41,13 +44,19 @@ class _ColumnLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: _Ctx, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence_parallel: bool
+        ctx: _Ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: Group,
+        sequence_parallel: bool,
+        multiply: Multiply = F.linear,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.kept = group, sequence_parallel
         # Only this rank's part of the sequence is kept; backward gathers the whole again.
         whole = gather_rows(x, group) if sequence_parallel else x
-        return F.linear(whole, weight, bias)
+        return multiply(whole, weight, bias)
 
     @staticmethod
     def backward(ctx: _Ctx, grad: Tensor) -> Gradients:
@@ -62,7 +71,7 @@ class _ColumnLinear(Function):
         grad_weight = _rows(grad).t() @ _rows(whole)
         grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
         reducing.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 class _InputHalf(Function):
@@ -80,11 +89,12 @@ class _InputHalf(Function):
         group: Group,
         sequence_parallel: bool,
         defer: _Defer,
+        multiply: Multiply = F.linear,
     ) -> Tensor:
         assert not weight.requires_grad, "the weight half computes this weight's gradient"
         ctx.save_for_backward(x, weight)
         ctx.kept = group, sequence_parallel, defer
-        return F.linear(gather_rows(x, group) if sequence_parallel else x, weight, bias)
+        return multiply(gather_rows(x, group) if sequence_parallel else x, weight, bias)
 
     @staticmethod
     def backward(ctx: Context[tuple[Group, bool, _Defer]], grad: Tensor) -> Gradients:
@@ -94,7 +104,7 @@ class _InputHalf(Function):
         defer(x.detach(), grad.detach())
         grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
         reducing.wait()
-        return grad_x, None, grad_bias, None, None, None
+        return grad_x, None, grad_bias, None, None, None, None
 
 
 class _WeightHalf:
@@ -146,6 +156,7 @@ def column_linear(
     group: Group,
     sequence_parallel: bool,
     deferred: Deferred | None = None,
+    multiply: Multiply = F.linear,
 ) -> Tensor:
     """x [s, b, h] (or [s/tp, b, h]) times weight [..., h] -> [s, b, n/tp].
 
@@ -156,6 +167,7 @@ def column_linear(
         bias: [...], in its own shape; detached if the reader of the result makes its gradient.
         deferred: the list to which backward adds the weight half; None if backward computes the weight's
             gradient itself. The bias's gradient is a sum that backward always computes.
+        multiply: computes the product, with its own backward where autograd is to see it.
     """
     matrix = weight.flatten(0, -2)
     vector = None if bias is None else bias.flatten()
@@ -166,10 +178,10 @@ def column_linear(
         def defer(x: Tensor, grad: Tensor) -> None:
             deferred.append(_WeightHalf(weight, x, grad, part))
 
-        return apply(_InputHalf, x, matrix.detach(), vector, group, sequence_parallel, defer)
+        return apply(_InputHalf, x, matrix.detach(), vector, group, sequence_parallel, defer, multiply)
     if group.size == 1:
-        return F.linear(x, matrix, vector)
-    return apply(_ColumnLinear, x, matrix, vector, group, sequence_parallel)
+        return multiply(x, matrix, vector)
+    return apply(_ColumnLinear, x, matrix, vector, group, sequence_parallel, multiply)
 
 
 LinearProduct = Callable[[Tensor, nn.Parameter, Tensor | None, Group, bool, Deferred | None], Tensor]
@@ -369,7 +381,8 @@ class ReplicatedLinear(nn.Module):
         if not between:
             zeros = InitialValues("zeros")
             self.bias = placement.parameter(ParamSpec(f"{name}.bias", (width,), zeros, weight_decay=False))
+        self.product: LinearProduct = column_linear
 
     def forward(self, x: Tensor, deferred: Deferred | None = None) -> Tensor:
         """The product plus the bias; `deferred` is as in `column_linear`."""
-        return column_linear(x, self.weight, self.bias, SoloGroup(), False, deferred)
+        return self.product(x, self.weight, self.bias, SoloGroup(), False, deferred)

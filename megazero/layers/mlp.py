@@ -46,6 +46,7 @@ class MLP(nn.Module):
             std=stream.std,
             matrices=Matrices(stacked=int(gated)),
         )
+        self.kind = spec.activation
         self.activation = activation_of(spec.activation, f"{name}.activation", placement)
         self.down = RowParallelLinear(
             f"{name}.down", spec.width, stream.width, placement, bias=stream.bias, std=stream.out_std

@@ -17,7 +17,7 @@ from megazero.config.tree.recompute import RecomputeConfig
 from megazero.layers.collectives import gather_for_parts, share_for_parts
 from megazero.layers.embedding import logit_bias, output_weight
 from megazero.layers.inputs import Deferred
-from megazero.layers.linear import column_linear
+from megazero.layers.linear import LinearProduct, column_linear
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
 from megazero.loss import LossTerm
@@ -60,6 +60,7 @@ class Head(nn.Module):
         self.norm = Norm("final_norm", spec.norm, placement)
         self.weight = output_weight(spec, vocab, placement) if tied is None else tied
         self.bias = logit_bias(vocab, placement) if spec.bias else None
+        self.product: LinearProduct = column_linear
 
     def forward(
         self,
@@ -87,7 +88,7 @@ class Head(nn.Module):
         x = x if self.factor == 1.0 else x * self.factor
         tp, sequence_parallel = self.placement.tp, self.placement.sequence_parallel
         if labels is None:
-            logits = column_linear(x, self.weight, self.bias, tp, sequence_parallel, deferred)
+            logits = self.product(x, self.weight, self.bias, tp, sequence_parallel, deferred)
             return logits if self.bound is None else torch.tanh(logits / self.bound) * self.bound
         # The weight's gradient is not deferred, which would keep the logits' gradient in memory. The loss
         # returns a fresh gradient for `whole`, so it may be given away.

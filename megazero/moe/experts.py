@@ -25,8 +25,10 @@ from megazero.ops.grouped_linear import (
 from megazero.spec.parts import MlpSpec
 
 _Defer = Callable[[Tensor, Tensor], None]
-_Ctx = Context[tuple[Groups, _Defer | None, bool]]
 """Saves a product's input and output gradient, from which the weight's gradient is computed later."""
+GroupedProduct = Callable[[Tensor, Tensor, Groups], Tensor]
+"""The product of groups of rows, with the arguments of `grouped_linear`."""
+_Ctx = Context[tuple[Groups, _Defer | None, bool]]
 
 
 class _GroupedLinear(Function):
@@ -34,12 +36,18 @@ class _GroupedLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: _Ctx, x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, defer: _Defer | None
+        ctx: _Ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        groups: Groups,
+        defer: _Defer | None,
+        multiply: GroupedProduct,
     ) -> Tensor:
         assert defer is None or not weight.requires_grad, "a deferred weight must be detached"
         ctx.save_for_backward(x, weight)
         ctx.kept = groups, defer, bias is not None
-        y = grouped_linear(x, weight, groups)
+        y = multiply(x, weight, groups)
         if bias is not None:
             add_by_group(y, bias, groups)
         return y
@@ -56,7 +64,7 @@ class _GroupedLinear(Function):
             defer(x.detach(), grad.detach())
         if has_bias:
             grad_bias = sums_by_group(grad, groups)
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 class _GroupedWeightHalf:
@@ -75,18 +83,23 @@ class _GroupedWeightHalf:
 
 
 def _linear(
-    x: Tensor, weight: nn.Parameter, bias: Tensor | None, groups: Groups, deferred: Deferred | None
+    x: Tensor,
+    weight: nn.Parameter,
+    bias: Tensor | None,
+    groups: Groups,
+    deferred: Deferred | None,
+    multiply: GroupedProduct,
 ) -> Tensor:
     """Multiply each expert's rows x [R, K] by its weight [E, ..., K], middle dims flattened to n: [R, n]."""
     stack = weight.flatten(1, -2)
     vectors = None if bias is None else bias.flatten(1)
     if deferred is None or not x.requires_grad:
-        return apply(_GroupedLinear, x, stack, vectors, groups, None)
+        return apply(_GroupedLinear, x, stack, vectors, groups, None, multiply)
 
     def defer(x: Tensor, grad: Tensor) -> None:
         deferred.append(_GroupedWeightHalf(weight, x, grad, groups))
 
-    return apply(_GroupedLinear, x, stack.detach(), vectors, groups, defer)
+    return apply(_GroupedLinear, x, stack.detach(), vectors, groups, defer, multiply)
 
 
 class Experts(nn.Module):
@@ -102,9 +115,11 @@ class Experts(nn.Module):
     def __init__(self, layer: int, experts: int, spec: MlpSpec, placement: Placement, *, again: bool = False):
         super().__init__()
         self.again = again
+        self.product: GroupedProduct = grouped_linear
         self.first_slice = placement.place.index("etp") == 0
         stream, name = spec.stream, f"layers.{layer}.mlp.experts"
         width, hidden, inner = spec.width, stream.width, spec.inner
+        self.kind = spec.activation
         self.activation = activation_of(spec.activation, f"{name}.activation", placement)
         ep, zeros = Cut(0, "ep"), InitialValues("zeros")
         cuts = (ep, Cut(len(inner), "etp"))
@@ -145,10 +160,10 @@ class Experts(nn.Module):
             rows: the rows of this rank's experts, sorted by expert.
             deferred: the list to which backward appends weight gradients; None if it computes them.
         """
-        inner = _linear(rows, self.up, self.up_bias, groups, deferred)
+        inner = _linear(rows, self.up, self.up_bias, groups, deferred, self.product)
         active = self.activation(inner, None)
         with saved_as(self.again, active, lambda: self.activation(inner, None)):
-            return _linear(active, self.down, self._bias_once(), groups, deferred)
+            return _linear(active, self.down, self._bias_once(), groups, deferred, self.product)
 
     def _bias_once(self) -> Tensor | None:
         """The bias of `down` on the first slice; zeros with the same gradient on the others.

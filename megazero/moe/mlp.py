@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megazero.config.tree.recompute import RecomputeConfig
 from megazero.layers.computed_again import computed_again
 from megazero.layers.inputs import LayerInputs
+from megazero.layers.linear import Multiply
 from megazero.layers.mlp import MLP, MLPResult
 from megazero.layers.placement import Placement
 from megazero.layers.sums import Sums
@@ -63,17 +64,17 @@ class MoEMLP(nn.Module):
         self.router = router or Router(layer, weight, routing, bias)
         self.experts = Experts(layer, self.total, spec.expert, placement, again=recompute.again("moe_act"))
         self.shared: MLP | None = None
-        self.shared_gate: _TokenLinear | None = None
+        self.shared_gate: TokenLinear | None = None
         self.dense: MLP | None = None
-        self.coefficient: _TokenLinear | None = None
+        self.coefficient: TokenLinear | None = None
         name = f"layers.{layer}.mlp"
         if spec.shared is not None:
             self.shared = MLP(f"{name}.shared", spec.shared, placement, tiles=tiles)
             if spec.shared_gate:
-                self.shared_gate = _TokenLinear(f"{name}.shared_gate", 1, stream, placement, bias=False)
+                self.shared_gate = TokenLinear(f"{name}.shared_gate", 1, stream, placement, bias=False)
         if spec.dense is not None:
             self.dense = MLP(f"{name}.dense", spec.dense, placement, tiles=tiles)
-            self.coefficient = _TokenLinear(f"{name}.coefficient", 2, stream, placement, bias=True)
+            self.coefficient = TokenLinear(f"{name}.coefficient", 2, stream, placement, bias=True)
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> MLPResult:
         rows, tokens = take_share(x, inputs.rows)
@@ -141,7 +142,7 @@ def _biased(result: MLPResult) -> Tensor:
     return out if bias is None else out + bias
 
 
-class _TokenLinear(nn.Module):
+class TokenLinear(nn.Module):
     """A linear map of each token in fp32: x [s, b, h] -> float32 [s, b, n], replicated over tensor ranks."""
 
     def __init__(self, name: str, width: int, stream: StreamSpec, placement: Placement, *, bias: bool):
@@ -154,7 +155,8 @@ class _TokenLinear(nn.Module):
         if bias:
             spec = ParamSpec(f"{name}.bias", (width,), zeros, weight_decay=False, partial_grad=partial)
             self.bias = placement.parameter(spec)
+        self.multiply: Multiply = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.float()
-        return F.linear(x.float(), self.weight.float(), bias)
+        return self.multiply(x.float(), self.weight.float(), bias)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.layers.inputs import LayerInputs
+from megazero.layers.linear import Multiply
 from megazero.layers.placement import Placement
 from megazero.moe.sinkhorn import assignment
 from megazero.moe.tokens import Tokens
@@ -90,6 +91,7 @@ class Router(nn.Module):
         self.name = router_name(layer)
         self.weight = weight
         self.logit_bias = logit_bias
+        self.multiply: Multiply = F.linear
         # Both float32 [E], the same on every rank; `RouterLoads` sets them.
         self.bias: Tensor | None = None  # added to the scores for the choice
         self.load: Tensor | None = None  # each expert's fraction of the choices of the last step
@@ -105,7 +107,7 @@ class Router(nn.Module):
         x, weight = x.float(), self.weight.float()
         if spec.jitter and noise.on:
             x = x * (1 + spec.jitter * (2 * noise.uniform("jitter", x.shape[1]) - 1))
-        logits = F.linear(x, weight, None if self.logit_bias is None else self.logit_bias.float())
+        logits = self.multiply(x, weight, None if self.logit_bias is None else self.logit_bias.float())
         if spec.forced and noise.on:
             logits = noise.normal(self.experts) + (logits - logits.detach())
         with torch.no_grad():

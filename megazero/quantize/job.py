@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from megazero.checkpoint.disk import Disk
@@ -88,9 +87,9 @@ def quantize(
     source.finish()
     before = sum(tensor.size for tensor in layout.tensors)
     after = before - sum(row.bytes_before - row.bytes_after for row in rows)
-    report = Report(str(recipe), walk.count, tuple(rows), layout.skipped(), before, after, walk.held_out)
-    if walk.losses is not None:
-        report = replace(report, loss_before=walk.losses[0], loss_after=walk.losses[1])
+    report = Report(
+        str(recipe), walk.count, tuple(rows), layout.skipped(), (before, after), walk.held_out, walk.losses
+    )
     for suffix, text in ((".txt", report.as_text()), (".json", report.as_json())):
         write_bytes(Disk(), exported.folder / (REPORT + suffix), text.encode())
     return report

@@ -1,4 +1,4 @@
-"""What a quantization changed: the errors of outputs, bytes, perplexity, and the weights that stayed."""
+"""Reports of what a quantization changed: the errors of outputs, bytes, perplexity, and the weights that stayed."""
 
 from __future__ import annotations
 
@@ -98,27 +98,23 @@ class Report:
         samples: calibration samples.
         weights: the weights that were quantized, in order.
         skipped: those that were not, by their modules in transformers.
-        bytes_before, bytes_after: of all weights.
-        held_out: samples on which the perplexities were measured.
-        loss_before, loss_after: mean loss of a token of these, in nats; None without samples.
+        sizes: bytes of all weights, before and after.
+        held_out: samples on which the losses were measured.
+        losses: mean loss of a token of these in nats, before and after; None without samples.
     """
 
     recipe: str
     samples: int
     weights: tuple[WeightReport, ...]
     skipped: tuple[str, ...]
-    bytes_before: int
-    bytes_after: int
+    sizes: tuple[int, int]
     held_out: int = 0
-    loss_before: float | None = None
-    loss_after: float | None = None
+    losses: tuple[float, float] | None = None
 
     @property
     def perplexities(self) -> tuple[float, float] | None:
         """The perplexity before and after; None if it was not measured."""
-        if self.loss_before is None or self.loss_after is None:
-            return None
-        return math.exp(self.loss_before), math.exp(self.loss_after)
+        return None if self.losses is None else (math.exp(self.losses[0]), math.exp(self.losses[1]))
 
     def as_json(self) -> str:
         """The report for programs."""
@@ -135,7 +131,7 @@ class Report:
             for row in self.weights
         ]
         lines += ["", f"left as they are: {', '.join(self.skipped)}"]
-        lines.append(f"bytes: {self.bytes_before:,} before, {self.bytes_after:,} after")
+        lines.append(f"bytes: {self.sizes[0]:,} before, {self.sizes[1]:,} after")
         if (both := self.perplexities) is not None:
             change = 100 * (both[1] / both[0] - 1)
             lines.append(

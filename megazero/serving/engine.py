@@ -21,7 +21,7 @@ from megazero.models.batch import Batch
 from megazero.ops.attention import varying_shapes
 from megazero.serving.limits import EngineLimits, QueueFullError
 from megazero.serving.pages import PagePool
-from megazero.serving.plan import Part, Plan, Wire
+from megazero.serving.plan import Part, Plan, Reads, Relay
 from megazero.serving.runner import Computed, Runner, paged
 from megazero.serving.sampled import Row, draw, scored_token
 from megazero.serving.scheduler import Piece, Scheduler, StepLimits
@@ -38,7 +38,7 @@ _NAP = 0.05
 
 @dataclass(frozen=True)
 class Counters:
-    """What an engine is doing and has done.
+    """Counts of an engine's work, now and so far.
 
     Attributes:
         running, waiting: requests now.
@@ -84,7 +84,7 @@ class Engine:
         _check(model, self.limits)
         placement = model.placement
         groups = (placement.tp, placement.groups["ep"], model.sharers, model.pp)
-        self.wire = Wire(groups, model.device)
+        self.wire = Relay(groups, model.device)
         self._runner = Runner(model, self.limits.pages, self.limits.page)
         step = StepLimits(self.limits.tokens_per_step, self.limits.max_running)
         pool = PagePool(self.limits.pages, self.limits.page)
@@ -107,11 +107,15 @@ class Engine:
         Raises:
             ConfigError: a request is longer than the context or all pages.
             DataError: a request has a token outside of the vocabulary.
-            QueueFullError: too many requests wait; none of these is queued.
+            QueueFullError: too many requests wait, or the engine has stopped; none of these is queued.
         """
         for request in wanted:
             self.limits.check(self.model, request)
         with self._news:
+            if self._stopped:
+                raise QueueFullError(
+                    "`engine` must be running to take requests, but has stopped; start another"
+                )
             waiting = self._counters.waiting + len(self._arrived) + len(wanted)
             if waiting > self.limits.max_waiting:
                 raise QueueFullError(
@@ -139,7 +143,7 @@ class Engine:
 
     @property
     def counters(self) -> Counters:
-        """What the engine is doing and has done."""
+        """Counts of the engine's work, now and so far."""
         return self._counters
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
@@ -156,6 +160,7 @@ class Engine:
                 while self._wait(until):
                     self._step()
             except BaseException as error:
+                self._stopped = True
                 self._end_all(Ended("error", str(error) or type(error).__name__))
                 raise
             self._end_all(Ended("cancelled"))
@@ -180,8 +185,8 @@ class Engine:
                     self._end(self._live[ticket], Ended("cancelled"))
             if self._live:
                 return True
-            if until is None or until():
-                return bool(self._arrived and not self._stopped)
+            if (until is None or until()) and not self._arrived:
+                return False
             if self.wire.groups and time.monotonic() - self.answered > _BEAT:
                 self._compute(self.wire.share(Plan(dropped=self._dropped())))
             with self._news:
@@ -196,12 +201,12 @@ class Engine:
         computed = self._compute(self.wire.share(Plan(parts, self._dropped())))
         self._scheduler.advance(pieces)
         for piece, part, scores in zip(pieces, parts, computed.scores, strict=True):
-            if part.scored:
+            if part.reads.scored:
                 _score(piece.sequence, part, scores)
             if piece.sequence.scoring and not piece.sequence.left:
                 piece.sequence.scored = True
                 piece.sequence.listener(PromptScores(tuple(piece.sequence.scores)))
-        drawing = [piece.sequence for piece, part in zip(pieces, parts, strict=True) if part.draws]
+        drawing = [piece.sequence for piece, part in zip(pieces, parts, strict=True) if part.reads.draws]
         self._draw(drawing, computed.logits)
         for piece in pieces:
             if not piece.sequence.wanted.max_tokens and not piece.sequence.left:
@@ -211,7 +216,7 @@ class Engine:
     def _compute(self, plan: Plan) -> Computed:
         computed = self._runner(plan)
         if not plan.parts:
-            self.wire.wait()
+            self.wire.meet()
         self.answered = time.monotonic()
         return computed
 
@@ -270,24 +275,24 @@ class Engine:
 
 
 def _part(piece: Piece) -> Part:
-    """What ranks are told of a piece."""
+    """Make the part of a plan that a piece is."""
     sequence, wanted = piece.sequence, piece.sequence.wanted
     past, prompt = sequence.computed, len(wanted.prompt)
     end = past + piece.count
     scored = max(0, min(end, prompt - 1) - past) if sequence.scoring else 0
     tokens = sequence.tokens[past : end + (scored == piece.count)]
     draws = int(end == len(sequence.tokens) and wanted.max_tokens > 0)
+    reads = Reads(draws, scored, wanted.prompt_logprobs or 0)
     room = prompt + wanted.max_tokens
-    best = wanted.prompt_logprobs or 0
-    return Part(sequence.ticket, past, piece.count, room, draws, scored, best, tokens, piece.pages)
+    return Part(sequence.ticket, past, piece.count, room, reads, tokens, piece.pages)
 
 
 def _score(sequence: Growing, part: Part, scores: Tensor) -> None:
     """Add the scores of a part's rows to those of the prompt, unless it has them from before."""
-    following = sequence.wanted.prompt[part.past + 1 : part.past + 1 + part.scored]
+    following = sequence.wanted.prompt[part.past + 1 : part.past + 1 + part.reads.scored]
     for at, (token, score) in enumerate(zip(following, scores.tolist(), strict=True), part.past + 1):
         if at == len(sequence.scores):
-            sequence.scores.append(scored_token(token, score, part.best))
+            sequence.scores.append(scored_token(token, score, part.reads.best))
 
 
 def _not_finite(sequence: Growing) -> str:

@@ -19,7 +19,7 @@ class QueueFullError(MegazeroError):
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What bounds an engine's memory and its steps.
+    """Bounds of an engine's memory and of its steps.
 
     Attributes:
         max_length: the most tokens of a request, prompt and text.
@@ -70,8 +70,8 @@ class EngineLimits:
         There are pages for one sequence at least, and for no more than may run.
         """
         length, running = max_length or model.spec.positions, cls.max_running
-        each = -(-length // page)
-        return cls(length, min(max(each, memory // page_bytes(model, page)), each * running), page)
+        whole = -(-length // page)
+        return cls(length, min(max(whole, memory // page_bytes(model, page)), whole * running), page)
 
     def check(self, model: StagedModel[Batch], wanted: Wanted) -> None:
         """Raise an error for a request that can never be answered.

@@ -18,7 +18,8 @@ from megazero.layers.attention_cores import LocalCore
 from megazero.layers.inputs import Attends, AttentionCore, LayerInputs
 from megazero.layers.rows import Rows
 from megazero.mpu.group import Group
-from megazero.ops.attention import Bias
+from megazero.ops.attention import Bias, Slopes
+from megazero.ops.native import NATIVE, NATIVE_DTYPES, address, adjacent, available, heads_of
 
 PANEL = 16
 """Positions whose keys lie together; pages are multiples of it."""
@@ -39,9 +40,12 @@ class Ragged:
     tables: tuple[tuple[int, ...], ...]
 
     @cached_property
-    def total(self) -> int:
-        """The number of rows T."""
-        return sum(self.counts)
+    def steps(self) -> Tensor:
+        """int64 [sequences, 2 + pages]: each one's rows, its past and its pages, as kernels take them."""
+        most = max(map(len, self.tables), default=0)
+        runs = zip(self.counts, self.past, self.tables, strict=True)
+        rows = [(count, past, *table, *(0,) * (most - len(table))) for count, past, table in runs]
+        return torch.tensor(rows, dtype=torch.int64).view(len(rows), 2 + most)
 
     def slots(self, page: int) -> Tensor:
         """int64 [T]: where each row's key is kept, page * size + place in it."""
@@ -69,7 +73,7 @@ class PageBuffers:
                 f"`page` must be a multiple of {PANEL} positions, but is {page}; take 16, 32 or 64"
             )
         self.pages, self.page = pages, page
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[int, _Kept] = {}
 
     def core(self, ragged: Ragged, heads: Group) -> AttentionCore:
         """The attention core of one step: keeps the rows' keys and values, and attends over the pages.
@@ -83,30 +87,81 @@ class PageBuffers:
     def copy_page(self, source: int, target: int) -> None:
         """Copy what a page holds to another one, in all layers."""
         for kept in self._kept.values():
-            for x in kept:
+            for x in (kept.keys, kept.values):
                 x[target] = x[source]
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Keep keys [T, g, d] and values [T, g, e] of a layer at `slots`, int64 [T]."""
-        keys, values = self._of(layer, key, value)
-        pages, places = slots // self.page, slots % self.page
-        keys[pages, :, places // PANEL, :, places % PANEL] = key
-        values[pages, :, places] = value
+        if layer not in self._kept:
+            self._kept[layer] = _Kept.made(self.pages, self.page, key, value)
+        kept, pages, places = self._kept[layer], slots // self.page, slots % self.page
+        kept.keys[pages, :, places // PANEL, :, places % PANEL] = key.to(kept.keys.dtype)
+        kept.values[pages, :, places, : kept.width] = value.to(kept.values.dtype)
 
     def read(self, layer: int, table: tuple[int, ...], count: int) -> tuple[Tensor, Tensor]:
         """The first `count` keys [t, 1, g, d] and values [t, 1, g, e] of a sequence, copied."""
-        keys, values = self._kept[layer]
-        chosen = torch.tensor(table, device=keys.device)
-        key = keys[chosen].permute(0, 2, 4, 1, 3).flatten(0, 2)  # [pages, page / 16, 16, g, d]
-        value = values[chosen].transpose(1, 2).flatten(0, 1)
-        return key[:count].unsqueeze(1), value[:count].unsqueeze(1)
+        kept = self._kept[layer]
+        chosen = torch.tensor(table, device=kept.keys.device)
+        key = kept.keys[chosen].permute(0, 2, 4, 1, 3).flatten(0, 2)  # [pages, page / 16, 16, g, d]
+        value = kept.values[chosen].transpose(1, 2).flatten(0, 1)[..., : kept.width]
+        return key[:count].unsqueeze(1).to(kept.dtype), value[:count].unsqueeze(1).to(kept.dtype)
 
-    def _of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        if layer not in self._kept:
-            (_, g, d), (_, groups, e), panels = key.shape, value.shape, self.page // PANEL
-            keys = key.new_zeros(self.pages, g, panels, d, PANEL)
-            self._kept[layer] = keys, value.new_zeros(self.pages, groups, self.page, e)
-        return self._kept[layer]
+    def attend(self, q: Tensor, ragged: Ragged, attends: Attends, slopes: Slopes | None) -> Tensor:
+        """Attend over pages in compiled code, for a layer that `serves`: q [T, 1, n, d] -> [T, 1, n d]."""
+        kept, q = self._kept[attends.layer], adjacent(q)
+        (rows, _, n, d), g, steps = q.shape, kept.keys.shape[1], ragged.steps
+        narrow, (left, _), limits = (
+            q.dtype == torch.bfloat16,
+            attends.pattern.sides(True),
+            NATIVE.AttentionLimits(),
+        )
+        sizes = rows, self.page, len(ragged.counts), n, g, d, torch.get_num_threads()
+        shape = NATIVE.AttentionShape(*sizes, attends.scale_of(q), narrow, narrow)
+        limits.places(0, 0, left, 0, 0)
+        by_head = None if slopes is None else slopes.by_head.float().contiguous()
+        if by_head is not None:
+            limits.slopes(address(by_head))
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        sinks, own = attends.pattern.sinks if left >= 0 else 0, (steps, kept.keys, kept.values)
+        ends = heads_of(q), heads_of(out)
+        NATIVE.paged_attention(shape, limits, sinks, steps.shape[1] - 2, *map(address, own), *ends)
+        return out.flatten(2)
+
+    def serves(self, attends: Attends, bias: Bias | None, offset: Tensor | None) -> bool:
+        """Whether there is compiled code for a layer's attention over its pages."""
+        kept, pattern = self._kept[attends.layer], attends.pattern
+        alike = kept.keys.shape[3] == kept.width and attends.unpacked is None and offset is None
+        near = attends.causal and pattern.layout is None and pattern.prefix == 0
+        return kept.native and alike and near and (bias is None or isinstance(bias, Slopes))
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The pages of one layer.
+
+    Attributes:
+        keys: [pages, g, page / 16, d, 16].
+        values: [pages, g, page, e], or more channels.
+        width: e.
+        dtype: that of what is kept.
+        native: whether compiled code reads them, in fp32.
+    """
+
+    keys: Tensor
+    values: Tensor
+    width: int
+    dtype: torch.dtype
+    native: bool
+
+    @classmethod
+    @torch.inference_mode(False)  # other tensors may not be written in other modes
+    def made(cls, pages: int, page: int, key: Tensor, value: Tensor) -> _Kept:
+        """Empty pages for keys [T, g, d] and values [T, g, e]; zeros, as not all of a page is written."""
+        (_, g, d), (_, groups, e) = key.shape, value.shape
+        native = key.device.type == "cpu" and key.dtype in NATIVE_DTYPES and available()
+        dtype, width = (torch.float32, -(-e // PANEL) * PANEL) if native else (key.dtype, e)
+        keys = key.new_zeros(pages, g, page // PANEL, d, PANEL, dtype=dtype)
+        return cls(keys, value.new_zeros(pages, groups, page, width, dtype=dtype), e, key.dtype, native)
 
 
 @dataclass(frozen=True)
@@ -139,6 +194,8 @@ class _PagedCore(AttentionCore):
         offset: Tensor | None = None,
     ) -> Tensor:
         self.buffers.write(attends.layer, self.slots.to(k.device), k[:, 0], v[:, 0])
+        if self.buffers.serves(attends, bias, offset):
+            return self.buffers.attend(q, self.ragged, attends, bias if isinstance(bias, Slopes) else None)
         return torch.cat(list(self._each(q, inputs, attends, bias, offset)))
 
     def _each(

@@ -16,17 +16,29 @@ _AT_ONCE = 1024
 """Numbers of the first message of a step; the rest follows in a second one, if there is any."""
 
 
+class Reads(NamedTuple):
+    """The results that are read of a part's rows.
+
+    Attributes:
+        draws: 1 if a token is drawn after the last row, else 0.
+        scored: how many rows, from the first, are scored by the tokens that follow them.
+        best: how many of the likeliest tokens a score lists.
+    """
+
+    draws: int
+    scored: int
+    best: int
+
+
 class Part(NamedTuple):
-    """What a step computes of one sequence.
+    """The share of one sequence in a step.
 
     Attributes:
         ticket: the sequence; a rank that has none of this number makes a new table or cache.
         past: its tokens that are computed already.
         rows: how many of its next tokens are computed.
         room: the most tokens that it can come to.
-        draws: 1 if a token is drawn after the last row, else 0.
-        scored: how many rows, from the first, are scored by the tokens that follow them.
-        best: how many of the likeliest tokens a score lists.
+        reads: what is read of the rows.
         tokens: the rows' tokens, and the one after them if the last row is scored.
         pages: the pages that its table gains.
     """
@@ -35,9 +47,7 @@ class Part(NamedTuple):
     past: int
     rows: int
     room: int
-    draws: int
-    scored: int
-    best: int
+    reads: Reads
     tokens: list[int]
     pages: list[int]
 
@@ -59,8 +69,8 @@ class Plan:
     def numbers(self) -> list[int]:
         """The plan as numbers."""
         numbers = [len(self.parts), len(self.dropped), int(self.last), *self.dropped]
-        for *fixed, tokens, pages in self.parts:
-            numbers += (*fixed, len(tokens), len(pages), *tokens, *pages)
+        for ticket, past, rows, room, reads, tokens, pages in self.parts:
+            numbers += (ticket, past, rows, room, *reads, len(tokens), len(pages), *tokens, *pages)
         return numbers
 
     @classmethod
@@ -72,15 +82,15 @@ class Plan:
             ticket, past, rows, room, draws, scored, best, tokens, pages = numbers[at : at + _FIXED]
             middle = at + _FIXED + tokens
             ids, added = numbers[at + _FIXED : middle], numbers[middle : middle + pages]
-            read.append(Part(ticket, past, rows, room, draws, scored, best, ids, added))
+            read.append(Part(ticket, past, rows, room, Reads(draws, scored, best), ids, added))
             at = middle + pages
         return cls(read, numbers[3 : 3 + dropped], bool(last))
 
 
-_FIXED = len(Part._fields)
+_FIXED = 9  # numbers of a part before its tokens
 
 
-class Wire:
+class Relay:
     """Brings plans from the leading rank to all ranks of a model.
 
     Args:
@@ -110,7 +120,7 @@ class Wire:
             value = broadcast_value(group, value, self.device)
         return value
 
-    def wait(self) -> None:
+    def meet(self) -> None:
         """Return when every rank has called it."""
         for group in self.groups:
             group.barrier()

@@ -20,7 +20,7 @@ CoreOf = Callable[[StagedChunk[Batch]], AttentionCore]
 
 
 class Computed(NamedTuple):
-    """What a step has computed, in the order of its parts.
+    """The results of a step, in the order of its parts.
 
     Attributes:
         logits: float32 [b, v], of the rows after which a token is drawn.
@@ -72,8 +72,8 @@ class Runner:
             return Computed(torch.empty(0, self.model.vocab_size), [])
         if self._buffers is not None:
             return self._on_pages(plan.parts, self._buffers)
-        each = [self._alone(part) for part in plan.parts]
-        return Computed(torch.cat([one.logits for one in each]), [one.scores[0] for one in each])
+        results = [self._alone(part) for part in plan.parts]
+        return Computed(torch.cat([one.logits for one in results]), [one.scores[0] for one in results])
 
     def _on_pages(self, parts: Sequence[Part], buffers: PageBuffers) -> Computed:
         for part in parts:
@@ -100,8 +100,8 @@ class Runner:
         device, vocab = self.model.device, self.model.vocab_size
         rows = [token for part in parts for token in part.tokens[: part.rows]]
         batch = Batch(torch.tensor([rows], device=device), places=places)
-        reads = _Reads.of(parts, device)
-        shapes = [(part.scored, 1 + 2 * min(part.best, vocab)) for part in parts]
+        reads = _Rows.of(parts, device)
+        shapes = [(part.reads.scored, 1 + 2 * min(part.reads.best, vocab)) for part in parts]
         sizes = [len(reads.drawn) * vocab, *(count * width for count, width in shapes)]
 
         def read(head: nn.Module, hidden: Tensor) -> Tensor:
@@ -119,21 +119,21 @@ class Runner:
         )
 
 
-class _Reads(NamedTuple):
+class _Rows(NamedTuple):
     """The rows whose logits are read: those drawn after, int64 [b], and runs that are scored."""
 
     drawn: Tensor
     scored: list[tuple[slice, Tensor, int]]
 
     @classmethod
-    def of(cls, parts: Sequence[Part], device: torch.device) -> _Reads:
+    def of(cls, parts: Sequence[Part], device: torch.device) -> _Rows:
         drawn, scored, start = [], [], 0
         for part in parts:
-            for at in range(0, part.scored, ROWS_AT_ONCE):
-                stop = min(at + ROWS_AT_ONCE, part.scored)
+            for at in range(0, part.reads.scored, ROWS_AT_ONCE):
+                stop = min(at + ROWS_AT_ONCE, part.reads.scored)
                 following = torch.tensor(part.tokens[at + 1 : stop + 1], device=device)
-                scored.append((slice(start + at, start + stop), following, part.best))
+                scored.append((slice(start + at, start + stop), following, part.reads.best))
             start += part.rows
-            if part.draws:
+            if part.reads.draws:
                 drawn.append(start - 1)
         return cls(torch.tensor(drawn, dtype=torch.int64, device=device), scored)

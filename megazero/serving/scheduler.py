@@ -18,7 +18,7 @@ from megazero.serving.wanted import Listener, Token, Wanted
 
 @dataclass(frozen=True)
 class StepLimits:
-    """What bounds a step.
+    """Bounds of a step.
 
     Attributes:
         tokens: the most tokens.

@@ -1,4 +1,4 @@
-"""What a request wants, and the events that it is told: plain values, without torch."""
+"""Requests, and the events that they are told: plain values, without torch."""
 
 from __future__ import annotations
 

@@ -66,9 +66,8 @@ class ObjectBlocks:
             self._folder.mkdir(parents=True, exist_ok=True)
             with open(self._folder / "content", "ab") as content, open(self._folder / "table", "ab") as table:
                 content.truncate(item.size)
-                os.posix_fallocate(
-                    table.fileno(), 0, 8 * (1 + 3 * self._count)
-                )  # a map cannot say: disk full
+                rows = 1 + 3 * self._count
+                os.posix_fallocate(table.fileno(), 0, 8 * rows)  # a map cannot say: disk full
             self._table = _Table(self._folder / "table")
             self._lock = open(self._folder / "lock", "ab")  # noqa: SIM115 (held as long as the object)
         except OSError as error:
@@ -86,8 +85,7 @@ class ObjectBlocks:
     def using(self, spans: Spans) -> AbstractContextManager[object]:
         """Fetch the bytes of some spans into `array`; they stay until the context that is returned ends.
 
-        Raises:
-            StorageError: they cannot be fetched, or the object was replaced.
+        Raises StorageError if they cannot be fetched, DataError if the object was replaced.
         """
         table = self._table
         self._keep()

@@ -62,8 +62,7 @@ class Cache:
     def file(self, path: str) -> str:
         """The path of the local copy of an object, or of a folder's small files; a path is returned as it is.
 
-        Raises:
-            StorageError: there is neither, or it cannot be read.
+        Raises StorageError if there is neither.
         """
         if not is_url(path):
             return path
@@ -84,14 +83,9 @@ class Cache:
         return replace(settings, **copies)
 
     def model_folder(self, path: str, *, weights: bool = False) -> str:
-        """The path of the local copy of a folder; a path is returned as it is.
+        """The path of the local copy of a model's or tokenizer's folder; a path is returned as it is.
 
-        Args:
-            path: the folder of a Hugging Face model or tokenizer.
-            weights: copy safetensors, too, and not only the files that describe them.
-
-        Raises:
-            StorageError: there is no such folder, or it cannot be read.
+        weights: copy safetensors, too. Raises StorageError if there is no such folder.
         """
         if not is_url(path):
             return path

@@ -52,11 +52,7 @@ class StoredDataset:
 
 
 def opened(prefix: str, cache: Cache | None, sum_block: int | None) -> tuple[str, StoredDataset | None]:
-    """A prefix, and its dataset if it is a URL; without a cache, the prefix of a whole copy.
-
-    Raises:
-        DataError: a dataset to be copied is larger than the user's cache.
-    """
+    """A prefix, and its dataset if it is a URL; without a cache, the prefix of a copy, if there is room."""
     if not is_url(prefix):
         return prefix, None
     if cache is not None:

@@ -99,11 +99,7 @@ class Objects:
             return bytes(answer.bytes()), _version(answer.meta)
 
     def ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[memoryview]:
-        """Bytes [start, end) for each pair; near ones are fetched together, and all at the same time.
-
-        Raises:
-            StorageError: also if the object ends within a range.
-        """
+        """Bytes [start, end) for each pair; near ones are fetched together, and all at the same time."""
         import obstore
 
         with self._errors(name):
@@ -114,11 +110,7 @@ class Objects:
         return pieces
 
     def piece(self, name: str, start: int, end: int, tag: str) -> memoryview:
-        """Bytes [start, end) of an object whose tag is still `tag`.
-
-        Raises:
-            LostRaceError: the object was replaced.
-        """
+        """Bytes [start, end) of an object. Raises LostRaceError if its tag is not `tag` any more."""
         import obstore
         from obstore.exceptions import PreconditionError
 
@@ -137,11 +129,7 @@ class Objects:
         return piece
 
     def download(self, name: str, path: Path) -> Item:
-        """Write an object's content into a new file, in pieces; returns what was read.
-
-        Raises:
-            OSError: the disk refuses.
-        """
+        """Write an object's content into a new file, in pieces; returns what was read. Raises OSError."""
         import obstore
 
         with self._errors(name):
@@ -164,12 +152,9 @@ class Objects:
         import obstore
 
         with self._errors(below):
-            here = below or None
-            for batch in (
-                obstore.list(self._store, here)
-                if deep
-                else [obstore.list_with_delimiter(self._store, here)["objects"]]
-            ):
+            here, store = below or None, self._store
+            near = None if deep else [obstore.list_with_delimiter(store, here)["objects"]]
+            for batch in obstore.list(store, here) if near is None else near:
                 for meta in batch:
                     yield Item(meta["path"], meta["size"], meta["e_tag"] or "")
 
@@ -181,13 +166,10 @@ class Objects:
             return _version(obstore.put(self._store, name, content))
 
     def create(self, name: str, content: bytes) -> str:
-        """Put an object that is not there yet; returns its tag.
+        """Put an object that is not there yet; returns its tag. LostRaceError if there is one.
 
         A content of its own for each writer tells a lost answer from a lost race: an object that is there
         already and has this content is this call's.
-
-        Raises:
-            LostRaceError: there is such an object with another content.
         """
         import obstore
         from obstore.exceptions import AlreadyExistsError
@@ -199,11 +181,7 @@ class Objects:
                 return self._mine(name, content)
 
     def swap(self, name: str, content: bytes, tag: str) -> str:
-        """Replace an object whose tag is still `tag`; returns the new tag. See `create`.
-
-        Raises:
-            LostRaceError: the object has another content by now, or is gone.
-        """
+        """Replace an object whose tag is still `tag`; returns the new tag. LostRaceError as in `create`."""
         import obstore
         from obstore.exceptions import PreconditionError
 

@@ -26,12 +26,9 @@ def place_of(text: str) -> str:
 
 @dataclass(frozen=True)
 class Url:
-    """An object, or the objects whose keys begin with `key`.
+    """An object, or the objects whose keys begin with `key`, of one of `SCHEMES`.
 
-    Attributes:
-        scheme: one of `SCHEMES`.
-        bucket: the bucket, container, host or profile.
-        key: without slashes at either end; empty for the whole bucket.
+    bucket: the bucket, container, host or profile; key: without slashes at the ends, empty for all.
     """
 
     scheme: str
@@ -40,11 +37,7 @@ class Url:
 
     @classmethod
     def parse(cls, text: str) -> Url:
-        """Read a URL.
-
-        Raises:
-            StorageError: the scheme is unknown, or there is no bucket.
-        """
+        """Read a URL. Raises StorageError if its scheme is unknown, or it has no bucket, or keys in it."""
         match = _SCHEME.match(text)
         scheme, rest = ("", text) if match is None else (match[1].lower(), match[2])
         if scheme not in SCHEMES:

@@ -68,11 +68,12 @@ def _checkpoint(path: str, step: int | None, given: Mapping[str, object]) -> Sta
         except DamagedCheckpointError:
             continue  # the run will skip it, too, and report it
         continues = facts.get("kind") == PRETRAINING and not given.get("checkpoint.finetune")
-        return _described_by(saved, given, anew=not continues)
+        return described_by(saved, given, anew=not continues)
     return None
 
 
-def _described_by(saved: SavedModel, given: Mapping[str, object], *, anew: bool) -> Stated:
+def described_by(saved: SavedModel, given: Mapping[str, object], *, anew: bool) -> Stated:
+    """The settings that a checkpoint states (path -> value); `anew` if they do not continue its training."""
     from megazero.checkpoint.upcycling import dense_model
     from megazero.config.derive import FREE_MODEL_FIELDS
     from megazero.train.resume.fit import ROTARY_FIELDS, free_to_begin, unlike

@@ -25,8 +25,10 @@ LANGUAGES = ("", "bash", "console", "sh")
 PROGRAMS = ("python", "torchrun", "megazero", "bash", "pretrain_gpt.py", "pretrain_bert.py", "finetune.py")
 STARTERS = ("torchrun", "torch.distributed.run")
 TRAINERS = ("pretrain_gpt.py", "pretrain_bert.py", "finetune.py", "pretrain", "finetune")
-TRAINERS_TOO = ("analyze-loss", "config", "verify")
+TRAINERS_TOO = ("analyze-loss", "config", "evaluate", "verify")
 """Verbs with flags of their own that also take a training's."""
+OF_OTHERS = ("lm-eval",)
+"""Verbs whose flags are those of a program that may not be installed."""
 WITH_VERBS = ("checkpoint", "data", "kernels", "plan")
 """Verbs with verbs of their own."""
 
@@ -187,6 +189,8 @@ def problems_of_verb(words: tuple[str, ...]) -> Iterator[str]:
         return
     if words[0] in ("launch", "run"):
         yield from problems_of_starter(words[1:], flags_of_verb(words[:1]), f"megazero {words[0]}")
+        return
+    if words[0] in OF_OTHERS:
         return
     place = words.index("--") if "--" in words else len(words)
     own, passed_on = words[:place], words[place:]

@@ -52,6 +52,26 @@ def test_top_p_stops_where_the_mass_is_reached_exactly(p, kept):
     assert left[0].isfinite().tolist() == [True] * kept + [False] * (4 - kept)
 
 
+@over_table("p", [0.2, 0.9, 0.999])
+def test_a_nucleus_among_the_likeliest_is_that_of_all_tokens(p):
+    """Flat rows have nuclei of more than the 1,024 tokens that are sorted first, or end amid equal scores."""
+    scores = torch.randn(6, 3000, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    scores *= torch.tensor([[0.0], [0.1], [1.0], [3.0], [9.0], [3.0]])
+    scores[5] = scores[5].round()
+    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
+    mass = ranked.softmax(-1)
+    kept = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, mass.cumsum(-1) - mass < p)
+    left = keep_top_p(scores, p).isfinite()
+    assert (left != kept).sum(-1).le(1).all()  # a rounding may move one token
+    assert torch.equal(left[2:], torch.cat([keep_top_p(row, p).isfinite() for row in scores[2:].split(1)]))
+
+
+@over_table(("p", "kept"), [(0.0, 4), (0.05, 4), (0.2, 3), (0.5, 2), (1.0, 1)])
+def test_min_p_keeps_what_has_its_share_of_the_likeliest(p, kept):
+    left = probabilities(logs([0.5, 0.3, 0.15, 0.05]), Sampling(min_p=p))
+    assert (left > 0).sum() == kept
+
+
 def test_rows_are_filtered_each_by_themselves():
     left = keep_top_p(logs([0.7, 0.2, 0.1], [0.1, 0.45, 0.45]), 0.6)
     assert left.isfinite().tolist() == [[True, False, False], [False, True, True]]

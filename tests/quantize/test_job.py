@@ -41,7 +41,7 @@ def test_gptq_is_below_rounding_on_every_layer(llama, tmp_path):
         rows * columns // 2 + 4 * rows * 2,
     )
     held = sum(t.nbytes for name, t in tensors(tmp_path / "out").items() if not name.endswith("shape"))
-    assert report.bytes_after == held
+    assert report.sizes[1] == held
     before, after = report.perplexities
     assert before < 8 < 64
     assert abs(after / before - 1) < 0.1
@@ -74,7 +74,7 @@ def test_the_perplexities_are_those_of_whole_models(llama, runs, tmp_path):
             for _ in walk.blocks():
                 pass
             losses.append(walk.losses[0])
-    assert losses == [report.loss_before, pytest.approx(report.loss_after, abs=1e-6)]
+    assert losses == [report.losses[0], pytest.approx(report.losses[1], abs=1e-6)]
 
 
 @pytest.mark.parametrize(
@@ -283,4 +283,4 @@ def test_the_commands(runs, tmp_path, capsys):
     asked = ["--prompt", "abc", "--max-new-tokens", "4", "--greedy", "--tokenizer-type", "ByteLevelTokenizer"]
     assert generate(["--load", str(out), *asked]) == 0
     assert capsys.readouterr().out.startswith("abc")
-    assert math.isfinite(json.loads((out / "quantization_report.json").read_text())["loss_after"])
+    assert math.isfinite(json.loads((out / "quantization_report.json").read_text())["losses"][1])

@@ -10,6 +10,7 @@ from megazero.layers.inputs import Attends, LayerInputs
 from megazero.layers.rows import Rows
 from megazero.mpu.solo_group import SoloGroup
 from megazero.ops.attention import AttentionCall, Bias, Pattern, Slopes, Softcap, attend
+from megazero.ops.native import available
 from megazero.serving.page_buffers import PageBuffers, Ragged
 
 LENGTHS = (1, 37, 150)
@@ -68,7 +69,12 @@ def test_any_steps_give_attention_over_the_whole_sequence(case, page):
         for i, part in zip(live, out.split(ragged.counts), strict=True):
             parts[i].append(part)
     for one, part in zip(expected, parts, strict=True):
-        assert torch.allclose(torch.cat(part), one, atol=1e-6)
+        got = torch.cat(part)
+        assert (
+            torch.equal(got, one)
+            if case != "softcap" and available()
+            else torch.allclose(got, one, atol=1e-6)
+        )
 
 
 def test_a_page_is_copied_in_all_layers():

@@ -115,8 +115,7 @@ class RemoteDisk(Disk):
     def claim(self, identity: str) -> str:
         """Take the folder for this job, from whoever had it, and clear what jobs have left that were killed.
 
-        Raises:
-            CheckpointError: the store ignores conditions, or other jobs begin at the same moment.
+        Raises CheckpointError if the store ignores conditions, or other jobs begin at the same moment.
         """
         self._token = secrets.token_hex(16)
         with reading(), locked(self._folder):
@@ -242,11 +241,7 @@ class RemoteDisk(Disk):
             raise
 
     def _owned(self, index: RunIndex | None) -> RunIndex:
-        """The index as it is.
-
-        Raises:
-            LostFolderError: it has another job's name.
-        """
+        """The index as it is. Raises LostFolderError if it has another job's name."""
         if index is None or index.owner != self._token:
             holder = "nobody" if index is None else index.holder or "another run"
             raise LostFolderError(
@@ -293,11 +288,7 @@ def disk_for(folder: Path) -> Disk:
 
 
 def put_file(path: Path) -> None:
-    """Put a file that a command wrote into a run's folder, if that is a mirror, and note it in the index.
-
-    Raises:
-        CheckpointError: it cannot be put.
-    """
+    """Put a file that a command wrote into a run's folder, if that is a mirror, and note it in the index."""
     if not in_mirror(path):
         return
     with reading():
@@ -313,11 +304,7 @@ def put_file(path: Path) -> None:
 
 
 def _replace_index(objects: Objects, change: Callable[[RunIndex | None], RunIndex]) -> RunIndex:
-    """Replace a run's index by what `change` makes of it; returns the new one.
-
-    Raises:
-        StorageError: others replace it again and again.
-    """
+    """Replace a run's index by what `change` makes of it; returns the new one."""
     for _ in range(_TRIES):
         before, tag = read_index(objects)
         after = change(before)

@@ -1,7 +1,7 @@
 """The one object that says which checkpoints of a run are visible, and which job may save there.
 
 It is only ever created or replaced by conditional writes, so each change happens whole or not at all, and a
-job that has lost the folder can make none.
+job that has lost the folder can make none. All functions raise StorageError if the store does not answer.
 """
 
 from __future__ import annotations
@@ -59,13 +59,9 @@ class Contents:
 
 
 def read_index(objects: Objects) -> tuple[RunIndex | None, str]:
-    """Read a run's index and its tag; None if nothing was ever saved there.
+    """Read a run's index and its tag; None if nothing was saved there. CheckpointError if it is no index.
 
     Without an index, a copy of a local run's folder has the checkpoints that a listing shows.
-
-    Raises:
-        CheckpointError: it is no index.
-        StorageError: the store does not answer.
     """
     try:
         content, tag = objects.read(INDEX)
@@ -94,11 +90,7 @@ def _copied(objects: Objects) -> RunIndex | None:
 
 
 def read_contents(objects: Objects, data: str) -> Contents:
-    """The files below a name; of a copied checkpoint, those that a listing shows; none if it is damaged.
-
-    Raises:
-        StorageError: the store does not answer.
-    """
+    """The files below a name; of a copied checkpoint, those that a listing shows; none if it is damaged."""
     try:
         facts = json.loads(objects.read(f"{data}/{_CONTENTS}")[0])
         return Contents(int(facts["chunk"]), {str(n): int(size) for n, size in facts["files"].items()})
@@ -110,15 +102,8 @@ def read_contents(objects: Objects, data: str) -> Contents:
 
 
 def write_contents(objects: Objects, data: str, chunk: int) -> None:
-    """List the files that lie below a name, and write the list there.
-
-    Raises:
-        StorageError: the store does not answer, or a part of a file is not there.
-    """
-    pieces: dict[str, dict[int, int]] = {}
-    for item in objects.names(data):
-        name, number = _piece(item.name.removeprefix(f"{data}/"))
-        pieces.setdefault(name, {})[number] = item.size
+    """List the files that lie below a name, and write the list there. StorageError if a part is missing."""
+    pieces = sizes_of_pieces(objects, data)
     files = {name: sum(sizes.values()) for name, sizes in pieces.items()}
     for name, sizes in pieces.items():
         count = -(-files[name] // chunk) if -1 not in sizes else 1
@@ -127,6 +112,15 @@ def write_contents(objects: Objects, data: str, chunk: int) -> None:
             raise StorageError(f"`{objects.url / data / name}` must be whole, but parts of it are missing.")
     content = json.dumps({"chunk": chunk, "files": files}, indent=1).encode()
     objects.put(f"{data}/{_CONTENTS}", content)  # of this save alone
+
+
+def sizes_of_pieces(objects: Objects, data: str) -> dict[str, dict[int, int]]:
+    """The files below a name, by a listing: name -> number of a part, or -1 for the whole -> its size."""
+    pieces: dict[str, dict[int, int]] = {}
+    for item in objects.names(data):
+        name, number = _piece(item.name.removeprefix(f"{data}/"))
+        pieces.setdefault(name, {})[number] = item.size
+    return pieces
 
 
 def piece_name(name: str, number: int) -> str:

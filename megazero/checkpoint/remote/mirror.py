@@ -18,7 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazero.checkpoint.remote.index import LATEST, RunIndex, piece_name, read_contents, read_index
+from megazero.checkpoint.remote.index import (
+    LATEST,
+    RunIndex,
+    piece_name,
+    read_contents,
+    read_index,
+    sizes_of_pieces,
+)
 from megazero.checkpoint.remote.patient import PatientObjects
 from megazero.errors import CheckpointError, DamagedCheckpointError, StorageError
 from megazero.storage.cached import alone
@@ -32,11 +39,7 @@ _PIECE, _THREADS = 32 << 20, 4
 
 
 def local_path(given: str | Path) -> Path:
-    """A path as it is; for a URL the folder of its mirror, a function of the URL alone.
-
-    Raises:
-        StorageError: the URL has an unknown scheme, or no bucket.
-    """
+    """A path as it is; for a URL the folder of its mirror, by the URL alone. StorageError if it is none."""
     if not is_url(given):
         return Path(given)
     url = Url.parse(str(given))
@@ -44,11 +47,7 @@ def local_path(given: str | Path) -> Path:
 
 
 def local_folder(given: str | Path) -> Path:
-    """As `local_path`; a mirror then has all checkpoints that are visible, with files to be fetched.
-
-    Raises:
-        CheckpointError: the URL cannot be read.
-    """
+    """As `local_path`; a mirror then shows all visible checkpoints. Raises CheckpointError, see `refresh`."""
     path = local_path(given)
     if in_mirror(path):
         refresh(path.parent if VISIBLE.fullmatch(path.name) else path)
@@ -84,6 +83,16 @@ def in_mirror(path: str | Path) -> bool:
     return str(path).startswith(f"{_root()}{os.sep}")
 
 
+def stored_sizes(folder: Path) -> dict[str, int] | None:
+    """The bytes that the store has now of each file of a checkpoint, by a listing; None for a local one."""
+    if not in_mirror(folder):
+        return None
+    data = _State.read(folder.parent).checkpoints[folder.name][0]
+    with reading():
+        pieces = sizes_of_pieces(open_objects(folder.parent), data)
+    return {name: sum(sizes.values()) for name, sizes in pieces.items()}
+
+
 def open_objects(folder: Path) -> Objects:
     """The objects that a folder in a mirror shows."""
     scheme, bucket, *key = folder.relative_to(_root()).parts
@@ -91,11 +100,7 @@ def open_objects(folder: Path) -> Objects:
 
 
 def refresh(folder: Path) -> None:
-    """Bring the mirror of a run's folder up to date.
-
-    Raises:
-        CheckpointError: its URL cannot be read.
-    """
+    """Bring the mirror of a run's folder up to date. Raises CheckpointError if its URL cannot be read."""
     with reading():
         objects = open_objects(folder)
         with locked(folder):

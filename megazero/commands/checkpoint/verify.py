@@ -16,7 +16,7 @@ from megazero.checkpoint.locate import checkpoints_of, is_checkpoint
 from megazero.checkpoint.lock import saved_elsewhere
 from megazero.checkpoint.manifest import MANIFEST, read_manifest
 from megazero.checkpoint.reader import CheckpointReader, Verify
-from megazero.checkpoint.remote.mirror import local_folder
+from megazero.checkpoint.remote.mirror import local_folder, stored_sizes
 from megazero.commands.checkpoint.summary import latest_or_trouble
 from megazero.commands.show import one_line, size_text
 from megazero.errors import CheckpointError, DamagedCheckpointError
@@ -100,10 +100,15 @@ def check(folder: Path, *, size_only: bool = False) -> CheckResult:
             if len(damage) == _MOST_PARTS:
                 damage.append(f"no further parts than {name} were looked at")
                 break
+    stored = stored_sizes(folder) if size_only else None  # by which nothing large need be fetched
     for name, entry in files.items():
-        damage += _damage(folder / name, entry.record, size_only)
+        if stored is None:
+            damage += _damage(folder / name, entry.record, size_only)
+        elif (size := stored.get(name)) != entry.size:
+            has = "is not in the store" if size is None else f"has {size} bytes instead of {entry.size}"
+            damage.append(f"`{folder / name}` must be as it was written, but {has}; use another checkpoint")
     if not damage:
-        damage += _misfits(folder, files)
+        damage += _misfits(folder, files if stored is None else ())
     unknown = sorted(set(os.listdir(folder)) - {MANIFEST, *files, *parts})
     warnings = [f"{name} is not part of the checkpoint" for name in unknown]
     if not damage:

@@ -51,10 +51,8 @@ class Segment(_Facts):
 
     def moved(self, paths: Mapping[str, str]) -> Segment:
         """The segment with sources under these paths, where their files are now."""
-        update = [
-            share.model_copy(update={"path": paths.get(share.source, share.path)}) for share in self.shares
-        ]
-        return self.model_copy(update={"shares": tuple(update)})
+        shares = (s.model_copy(update={"path": paths.get(s.source, s.path)}) for s in self.shares)
+        return self.model_copy(update={"shares": tuple(shares)})
 
 
 class History(_Facts):
@@ -85,17 +83,13 @@ class History(_Facts):
     @property
     def rows(self) -> list[tuple[str, str, str, str, str]]:
         """A row of text for each share: path, origin, first sample, share, samples given before."""
-        return [
-            (
-                share.path,
-                f"{segment.origin.owner}, {segment.origin.time}" if segment.origin else "-",
-                f"{segment.start:,}",
-                f"{segment.percent[share.source]:.4g}%",
-                f"{segment.taken.get(share.source, 0):,}",
-            )
-            for segment in self.segments
-            for share in segment.shares
-        ]
+        rows = []
+        for segment in self.segments:
+            origin = f"{segment.origin.owner}, {segment.origin.time}" if segment.origin else "-"
+            for name, path in ((share.source, share.path) for share in segment.shares):
+                given = f"{segment.percent[name]:.4g}%", f"{segment.taken.get(name, 0):,}"
+                rows.append((path, origin, f"{segment.start:,}", *given))
+        return rows
 
     def until(self, sample: int) -> tuple[Segment, ...]:
         """The segments that begin at a sample or before."""

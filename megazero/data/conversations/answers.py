@@ -83,9 +83,14 @@ class ConversationEncoder:
         wanted: dict[str, Any] = {"return_dict": True, "return_assistant_tokens_mask": marks}
         tokens = self._apply(row, None, **wanted, tokenizer_kwargs={"return_offsets_mapping": True})
         mask = np.array(tokens["assistant_masks"] if marks else [0] * len(tokens["input_ids"]), dtype=bool)
+        offsets = np.array(tokens["offset_mapping"]).reshape(-1, 2)
+        # Until version 5.24, transformers counts the first token alone of a block's last character.
+        goes_on = (offsets[1:] == offsets[:-1]).all(axis=1) & (offsets[1:, 0] < offsets[1:, 1])
+        while (more := goes_on & mask[:-1] & ~mask[1:]).any():
+            mask[1:] |= more
         # Blocks that do not count, or answers that no block marks.
         if turns := [turn for turn, counts in row.answers.items() if counts != marks]:
-            whole, offsets = self._apply(row, None, tokenize=False), np.array(tokens["offset_mapping"])
+            whole = self._apply(row, None, tokenize=False)
             for turn in turns:
                 mask[_within(offsets, *self._place(row, turn, whole))] = not marks
         return tokens, mask

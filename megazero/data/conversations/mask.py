@@ -84,10 +84,7 @@ class MaskWriter:
         self._checksum = BlockChecksum()
 
     def add(self, mask: np.ndarray | None, count: int, before: int) -> None:
-        """Append the mask of `count` tokens behind `before` others; without one, all of them count.
-
-        Raises DataError, and appends nothing, if the mask has another size.
-        """
+        """Append the mask of `count` tokens, all if None, behind `before`. DataError if its size is wrong."""
         if mask is not None and mask.size != count:
             raise DataError(f"`mask` must have {count} values, one for each token, but has {mask.size}.")
         if mask is not None and self._file is None:

@@ -28,9 +28,8 @@ def count_duplicates(datasets: Sequence[IndexedDataset]) -> dict[str, object]:
         copies = "SELECT *, row_number() OVER (PARTITION BY hash ORDER BY rowid) AS copy FROM texts"
         rows = base.execute(f"SELECT source, count(*), sum(tokens) FROM ({copies}) WHERE copy > 1 GROUP BY 1")
         later = {source: (documents, tokens) for source, documents, tokens in rows}
-        groups = (
-            "SELECT count(*) AS n, min(rowid) AS at, source, number FROM texts GROUP BY hash HAVING n > 1"
-        )
+        columns = "count(*) AS n, min(rowid) AS at, source, number"
+        groups = f"SELECT {columns} FROM texts GROUP BY hash HAVING n > 1"
         texts, largest = base.execute(f"SELECT count(*), max(n) FROM ({groups})").fetchone()
         most = f"SELECT source, number FROM ({groups}) ORDER BY n DESC, at LIMIT 1"
         first = base.execute(most).fetchone()

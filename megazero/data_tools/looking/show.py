@@ -94,9 +94,8 @@ def show(args: argparse.Namespace) -> None:
     eod = None if tokenizer is None else tokenizer.eod
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     plain = not console.is_terminal or console.no_color
-    for title, ids, loss in (
-        _documents(args.prefix, args.document) if args.sample is None else _samples(args, eod)
-    ):
+    passages = _documents(args.prefix, args.document) if args.sample is None else _samples(args, eod)
+    for title, ids, loss in passages:
         about = f"--- {title}: {ids.size:,} tokens, {int(loss.sum()):,} with loss ---"
         console.print(Text(about, "bold cyan"))
         for form in dict.fromkeys((tokenizer, None) if args.ids else (tokenizer,)):

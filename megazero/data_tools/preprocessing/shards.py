@@ -37,7 +37,7 @@ def make_units(
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if ray is not None:
-        library("ray", "ray", "--executor ray")
+        library("ray", "ray", "--executor ray")  # before anything is written
     folder.store_plan()
     while missing := (folder := UnitFolder(folder.path, folder.plan)).missing(units):
         kept = len(units) - len(missing)
@@ -88,7 +88,7 @@ class _RayWorker:
 
 
 def _by_ray(run: PreprocessRun, folder: UnitFolder, units: list[WorkUnit], address: str | None) -> None:
-    ray = library("ray", "ray", "--executor ray")
+    ray = import_module("ray")
     local = {"num_cpus": run.workers.count, "include_dashboard": False} if address == "local" else {}
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", **local)

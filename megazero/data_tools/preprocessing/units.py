@@ -134,15 +134,12 @@ class UnitFolder:
 
     def store_plan(self) -> None:
         """Write the plan, so that the units can be merged without the inputs."""
-        text = self.plan.to_json().encode()
         with whole_file(self._plan_path()) as file:
-            file.write(text)
+            file.write(self.plan.to_json().encode())
 
     def _plan_path(self) -> Path:
-        return (
-            self.path
-            / f"plan-{hashlib.blake2b(self.plan.to_json().encode(), digest_size=8).hexdigest()}.json"
-        )
+        digest = hashlib.blake2b(self.plan.to_json().encode(), digest_size=8).hexdigest()
+        return self.path / f"plan-{digest}.json"
 
     def _refuse_others(self) -> None:
         own = self._plan_path()
@@ -178,9 +175,8 @@ class UnitFolder:
 
     def missing(self, units: Sequence[WorkUnit]) -> list[WorkUnit]:
         """The units that are not whole, each once."""
-        return list(
-            {unit.name: unit for unit in units if not os.path.exists(f"{self.base(unit)}.json")}.values()
-        )
+        wanted = {unit.name: unit for unit in units if not os.path.exists(f"{self.base(unit)}.json")}
+        return list(wanted.values())
 
     def finish(self, unit: WorkUnit, totals: RunTotals) -> None:
         """Write down that the files of a unit are whole."""

@@ -28,10 +28,7 @@ class BlendEdits(SharedConcern):
     """Looks at the file with the blend after each step, and lets all ranks go on with a new blend in it.
 
     The first rank reads it. A blend that a rank cannot open is used by none, which each log line says.
-
-    Args:
-        file: the file; None if there is none.
-        note: adds facts to later checkpoints.
+    file: None if there is none; note: adds facts to later checkpoints.
     """
 
     def __init__(

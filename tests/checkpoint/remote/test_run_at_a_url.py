@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections import namedtuple
 
@@ -16,6 +17,7 @@ from megazero.checkpoint.remote import disk, mirror
 from megazero.checkpoint.remote.disk import put_file
 from megazero.checkpoint.remote.mirror import in_mirror, local_folder, local_path
 from megazero.checkpoint.saver import Saver
+from megazero.commands.checkpoint.verify import check
 from megazero.errors import CheckpointError, DamagedCheckpointError, LostFolderError, StorageError
 from megazero.mpu.context import solo_context
 from tests.checkpoint.test_killed import holds, parts_of, save_all
@@ -246,3 +248,25 @@ def test_a_mirror_that_is_gone_is_made_again(memory, another_host):
     folder = one_checkpoint(URL)
     shutil.rmtree(local_path(URL))
     holds(folder, 10)
+
+
+def test_sizes_are_compared_with_a_listing_and_nothing_large_is_fetched(memory, another_host, monkeypatch):
+    monkeypatch.setattr(disk, "CHUNK", 64)
+    save(10)
+    another_host()
+    folder, asked = one_checkpoint(URL), []
+    memory.before = asked.append
+    assert check(folder, size_only=True).damage == ()
+    assert not [request for request in asked if request.startswith("read") and "model" in request]
+    (piece,) = (key for key in memory.objects if "model-00001-of-00001.safetensors.000001" in key)
+    memory.objects[piece] = memory.objects[piece][0][:-1], "2"
+    assert re.search(
+        r"safetensors` must be as it was written, but has 223 bytes instead of 224", _damage(folder)
+    )
+    for key in [key for key in memory.objects if "/model-" in key]:
+        del memory.objects[key]
+    assert re.search("safetensors` must be as it was written, but is not in the store", _damage(folder))
+
+
+def _damage(folder) -> str:
+    return " ".join(check(folder, size_only=True).damage)

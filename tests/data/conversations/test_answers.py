@@ -96,6 +96,12 @@ def test_which_answers_count(tmp_path, template):
     assert counted(made, {"instruction": "a", "input": "b", "output": "one"}) == "one<|im_end|>"
 
 
+def test_a_block_may_end_in_a_character_of_several_tokens(tmp_path):
+    template = "{% for turn in messages %}<|im_start|>{% if turn.role == 'assistant' %}{% generation %}"
+    template += "{{ turn.content }}{% endgeneration %}{% endif %}<|im_end|>{% endfor %}"
+    assert counted(encoder(tmp_path, template), chat("a", "née 🙂", "🙂", "🙂🙂")) == "née 🙂|🙂🙂"
+
+
 def test_plain_texts_need_no_template_and_begin_once(tmp_path):
     made = encoder(tmp_path, words=True)
     ids, mask = encoded(made, {"prompt": "The capital is", "completion": " Paris."})

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import json
 import sys
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazero.data.tokenizers.base import TokenBatch
 from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.data.tokenizers.fast import first_difference, try_fast
+from megazero.data.tokenizers.library import LibraryTokenizer
 from tests.data.tokenizers.conftest import HARD_TEXTS
 
 
@@ -39,6 +42,18 @@ def test_fast_never_makes_an_end_of_document_out_of_text(fast, gpt2):
     ids = fast.encode_batch(["a<|endoftext|>b"]).ids.tolist()
     assert gpt2.eod not in ids
     assert ids == gpt2.encode("a<|endoftext|>b")
+
+
+def test_the_description_for_a_fast_encoder_lacks_what_would_change_texts(tmp_path):
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({',"model":{': 0, "b": 1}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    backend.post_processor = tokenizers.processors.ByteLevel()
+    backend.add_special_tokens(["<s>"])
+    backend.add_tokens([',"model":{"'])
+    whole = json.loads(backend.to_str())
+    made = LibraryTokenizer("any", backend, 4, {}, None, tmp_path).fast_source()
+    kept = [token for token in whole["added_tokens"] if token["content"] == ',"model":{"']
+    assert json.loads(made.data) == {**whole, "added_tokens": kept, "post_processor": None}
 
 
 @pytest.fixture(scope="module")

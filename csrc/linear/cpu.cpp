@@ -1,0 +1,105 @@
+#include "linear/cpu.hpp"
+
+#include <algorithm>
+#include <vector>
+
+#include "common/numbers.hpp"
+#include "common/parallel.hpp"
+#include "common/product.hpp"
+#include "common/targets.hpp"
+
+namespace megazero {
+namespace {
+
+// Depth of a block: a panel's share of it stays in a first-level cache while all rows pass by. A sum is continued from
+// where the block before left it, so blocks change no bit.
+constexpr std::int64_t kDepth = 384;
+
+struct Call {
+  std::int64_t rows, width, depth;
+  const float *x, *panels, *bias;
+  float* y;
+};
+
+// Rows [at, at + Rows) of one or several panels' columns, added to sums [Rows, columns].
+template <typename Floats, int Rows, int Vectors>
+MEGAZERO_INLINE void add_rows(Left x, Right panel, std::int64_t depth, float* sums, std::int64_t row) {
+  tile_product<Tile<Floats, Rows, Vectors>, Vectors, true>(x, panel, sums, row, depth);
+}
+
+// All rows of one panel. The last panel's columns may be fewer than it has: its sums are made elsewhere.
+template <typename Floats, int Rows>
+MEGAZERO_INLINE void panel_rows(const Call& call, std::int64_t panel, float* spare) {
+  constexpr int vectors = kPanel * sizeof(float) / sizeof(typename Floats::Vector);
+  const std::int64_t first = panel * kPanel, columns = std::min(kPanel, call.width - first);
+  const bool whole = columns == kPanel;
+  float* sums = whole ? call.y + first : spare;
+  const std::int64_t row = whole ? call.width : kPanel;
+  for (std::int64_t i = 0; i < call.rows; ++i) {
+    for (std::int64_t j = 0; j < columns; ++j) sums[i * row + j] = call.bias == nullptr ? 0.0f : call.bias[first + j];
+  }
+  for (std::int64_t k = 0; k < call.depth; k += kDepth) {
+    const std::int64_t depth = std::min(kDepth, call.depth - k);
+    const Right right{call.panels + (panel * call.depth + k) * kPanel, kPanel, 0};
+    std::int64_t i = 0;
+    const auto left = [&] { return Left{call.x + i * call.depth + k, call.depth, 1}; };
+    for (; i + Rows <= call.rows; i += Rows) {
+      add_rows<Floats, Rows, vectors>(left(), right, depth, sums + i * row, row);
+    }
+    for (; i + 2 <= call.rows; i += 2) add_rows<Floats, 2, vectors>(left(), right, depth, sums + i * row, row);
+    for (; i < call.rows; ++i) add_rows<Floats, 1, vectors>(left(), right, depth, sums + i * row, row);
+  }
+  if (whole) return;
+  for (std::int64_t i = 0; i < call.rows; ++i) std::copy_n(sums + i * row, columns, call.y + i * call.width + first);
+}
+
+template <typename Floats, int Rows>
+MEGAZERO_INLINE void panels(const Call& call, std::int64_t begin, std::int64_t end, float* spare) {
+  for (std::int64_t panel = begin; panel < end; ++panel) panel_rows<Floats, Rows>(call, panel, spare);
+}
+
+void panels_baseline(const Call& call, std::int64_t begin, std::int64_t end, float* spare) {
+  panels<Floats4, 2>(call, begin, end, spare);
+}
+
+MEGAZERO_AVX2 void panels_avx2(const Call& call, std::int64_t begin, std::int64_t end, float* spare) {
+  panels<Floats8, 6>(call, begin, end, spare);
+}
+
+MEGAZERO_AVX512 void panels_avx512(const Call& call, std::int64_t begin, std::int64_t end, float* spare) {
+  panels<Floats16, 8>(call, begin, end, spare);
+}
+
+}  // namespace
+}  // namespace megazero
+
+void megazero_pack_weight(std::int64_t width, std::int64_t depth, std::int64_t row, bool narrow, const void* weight,
+                          float* panels) {
+  using namespace megazero;
+  with_element(narrow, [&](auto element) {
+    const auto* from = static_cast<const decltype(element)*>(weight);
+    for (std::int64_t first = 0; first < width; first += kPanel, panels += depth * kPanel) {
+      const std::int64_t columns = std::min(kPanel, width - first);
+      if (columns < kPanel) std::fill_n(panels, depth * kPanel, 0.0f);
+      for (std::int64_t j = 0; j < columns; ++j) {
+        for (std::int64_t k = 0; k < depth; ++k) panels[k * kPanel + j] = load(from + (first + j) * row + k);
+      }
+    }
+  });
+}
+
+void megazero_ordered_linear(std::int64_t rows, std::int64_t width, std::int64_t depth, std::int64_t threads,
+                             const float* x, const float* panels, const float* bias, float* y,
+                             megazero::InstructionSet most) {
+  using namespace megazero;
+  const Call call{rows, width, depth, x, panels, bias, y};
+  const std::int64_t count = (width + kPanel - 1) / kPanel;
+  const InstructionSet set = std::min(most, instruction_set());
+  const auto work = set == InstructionSet::avx512 ? &panels_avx512
+                    : set == InstructionSet::avx2 ? &panels_avx2
+                                                  : &panels_baseline;
+  std::vector<float> spare(width % kPanel == 0 ? 0 : static_cast<std::size_t>(rows * kPanel));
+  parallel_for(count, workers_for(count, rows * depth, threads), [&](std::int64_t begin, std::int64_t end, std::int64_t) {
+    work(call, begin, end, spare.data());  // the last panel is one thread's
+  });
+}

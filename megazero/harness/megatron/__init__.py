@@ -1,0 +1,1 @@
+"""megatron: the tasks of Megatron's ``tasks/main.py`` that score a language model as it is."""
