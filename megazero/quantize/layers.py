@@ -113,7 +113,7 @@ class LayerQuantizer:
         return sums
 
     def _see(self, names: Collection[str]) -> See:
-        """The function that rounds the inputs of these weights, if the scheme does where the model is used."""
+        """The function that rounds the inputs of these weights, if the scheme does so."""
         rounded = set(names) if self.recipe.rounds_inputs else ()
         return lambda name, x, sizes: rounded_inputs(x) if name in rounded else x
 

@@ -1,4 +1,4 @@
-"""Reports of what a quantization changed: the errors of outputs, bytes, perplexity, and the weights that stayed."""
+"""Reports of what a quantization changed: errors of outputs, bytes, perplexity, and what stayed."""
 
 from __future__ import annotations
 
