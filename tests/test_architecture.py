@@ -37,7 +37,7 @@ LEVELS = {
     **dict.fromkeys(
         (
             *("ablate", "data_tools", "deepspeed", "env", "harness", "inference", "launch", "plan"),
-            *("serving", "verify"),
+            *("quantize", "serving", "verify"),
         ),
         5,
     ),

@@ -49,6 +49,7 @@ VERBS = (
     Verb("plan", "show what a launch would do: `megazero plan schedule` draws a pipeline schedule"),
     Verb("pretrain", "train, as pretrain_gpt.py does; `torchrun -m megazero.cli pretrain` starts ranks"),
     Verb("profile", "measure this machine, and write it as a device that plans can use"),
+    Verb("quantize", "write a model in integers of 8 or 4 bits, as transformers and vLLM read it"),
     Verb("report", "write one page that shows runs, or watch them while they go on"),
     Verb("run", "run a script that imports `deepspeed`, with megazero in its place"),
     Verb("serve", "answer requests over HTTP, as OpenAI's API, with a trained model on one rank or several"),

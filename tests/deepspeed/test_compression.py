@@ -17,7 +17,12 @@ from megazero.deepspeed.legacy.compression.compress import (
 from megazero.deepspeed.legacy.compression.helper import convert_conv1d_to_linear, student_initialization
 from megazero.deepspeed.legacy.compression.layers import CompressedLinear
 from megazero.deepspeed.legacy.compression.prune import largest
-from megazero.deepspeed.legacy.compression.quantize import ActivationQuantizer, bits_at, quantized
+from megazero.deepspeed.legacy.compression.quantize import (
+    ActivationQuantizer,
+    WeightQuantizer,
+    bits_at,
+    quantized,
+)
 from megazero.errors import ConfigError
 from tests.tables import over_table
 
@@ -104,18 +109,79 @@ def test_stochastic_rounding_is_right_on_average():
 
 
 def test_bits_fall_by_one_each_period_which_doubles():
-    assert [bits_at(step, 12, 9, 5) for step in (0, 4, 5, 9, 10, 19, 20, 1000)] == [
-        12,
-        12,
-        11,
-        11,
-        10,
-        10,
-        9,
-        9,
-    ]
-    assert bits_at(0, 8, 8, 0) == 8
-    assert bits_at(0, 1, 1, 0) == 1
+    steps = (0, 4, 5, 9, 10, 19, 20, 1000)
+    expected = [(12, 0), (12, 0), (11, 5), (11, 5), (10, 10), (10, 10), (9, 20), (9, 20)]
+    assert [bits_at(step, 12, 9, 5) for step in steps] == expected
+    assert bits_at(0, 8, 8, 0) == (8, 0)
+    assert bits_at(0, 1, 1, 0) == (1, 0)
+
+
+def test_the_largest_number_around_0_is_cut_by_a_step_and_equal_numbers_stay():
+    """With 8 bits the step of [-1, 1] is 1/128, as in DeepSpeed; equal numbers had become integers."""
+    assert quantized(torch.tensor([[1.0, -1.0]]), 8).tolist() == [[127 / 128, -1.0]]
+    equal = torch.full((1, 4), 0.3)
+    assert torch.equal(quantized(equal, 4, symmetric=False), equal)
+
+
+def test_the_exact_weights_share_is_1_again_after_each_fall_of_the_bits():
+    quantizer = WeightQuantizer(4, 3, 2, 1, True, False, change_ratio=0.5)
+    weight = torch.tensor([[0.9, -0.31, 0.17]])
+    rounded = {bits: quantized(weight, bits) for bits in (4, 3)}
+    expected = [(weight, 4, 1.0), (weight, 4, 0.5), (weight, 3, 1.0), (weight, 3, 0.5), (weight, 3, 0.0)]
+    for step, (exact, bits, share) in enumerate(expected):
+        torch.testing.assert_close(quantizer(weight, step), share * exact + (1 - share) * rounded[bits])
+
+
+def test_weights_that_are_rounded_in_the_forward_have_the_target_bits_at_once():
+    bits = {"start_bits": 8, "target_bits": 1, "quantization_period": 100}
+    forward = section("weight_quantization", bits, ["up"], quantize_weight_in_forward=True)
+    up = init_compression(model(), config(forward)).up
+    assert len(up.treatment.weight(up.weight).unique()) == 2
+
+
+class Tied(nn.Module):
+    """A table of words that is also the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(5, 6), nn.Linear(6, 5, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        return self.head(self.words(ids))
+
+
+def test_a_table_that_the_head_shares_is_rounded_once_by_rows():
+    torch.manual_seed(3)
+    net, ids = Tied(), torch.arange(5)
+    rows = quantized(net.words.weight.detach(), 4)
+    rounding = config(section("weight_quantization", {"start_bits": 4, "target_bits": 4}, ["words", "head"]))
+    init_compression(net, rounding)
+    trained = net(ids)
+    redundancy_clean(net, rounding)
+    assert net.head.weight is net.words.weight
+    assert torch.equal(net.words.weight, rows)
+    torch.testing.assert_close(net(ids), trained)
+
+
+def test_a_run_that_is_resumed_computes_with_the_bits_that_it_had(tmp_path):
+    """The first step after a resume had been computed with whole weights."""
+    bits = {"start_bits": 1, "target_bits": 1, "quantization_period": 0}
+    rounding = config(section("weight_quantization", bits, ["up"], schedule_offset=2))
+
+    def engine():
+        net = init_compression(model(), rounding)
+        settings = {"train_batch_size": 4, "zero_optimization": {"stage": 1}}
+        return initialize(model=net, config=settings, optimizer=torch.optim.SGD(net.parameters(), 0.1))[0]
+
+    first, second = engine(), engine()
+    for _ in range(2):
+        first.backward(first(inputs()).square().mean())
+        first.step()
+    first.save_checkpoint(tmp_path)
+    second.load_checkpoint(tmp_path)
+    assert second.module.up.treatment.step == 2
+    assert torch.equal(second(inputs()), first(inputs()))
 
 
 def test_a_running_range_moves_by_a_twentieth_in_training_alone():

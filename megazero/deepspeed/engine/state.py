@@ -101,5 +101,7 @@ class EngineState:
         if self.random_ltd_scheduler is not None:
             self.random_ltd_scheduler.reset_to_init()
             self.random_ltd_scheduler.get_total_layer_tokens(self.global_steps)
+        if (compression := self.module.__dict__.get("compression_scheduler")) is not None:
+            compression.step(self.global_steps)
         self.states.steps = self.global_steps
         self.reporter.restart(self.global_steps)

@@ -182,7 +182,6 @@ _MOST_LAYERS = 10_000
 
 # Fields that must be null, false or empty, because megazero has nothing that computes what they ask for.
 NEVER = (
-    "quantization_config",
     "pruned_heads",
     "sliding_window",
     "use_sliding_window",

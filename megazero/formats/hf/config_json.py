@@ -26,6 +26,7 @@ from megazero.formats.hf.architecture import (
 )
 from megazero.formats.hf.architectures import ARCHITECTURES, LACKING
 from megazero.formats.hf.class_names import names_of, naming
+from megazero.formats.hf.packed import Compression
 from megazero.formats.hf.windows import without_idle_windows
 
 CONFIG = "config.json"
@@ -77,6 +78,7 @@ class Description:
         tokens: the special tokens.
         dtype: the name of the weights' dtype, such as ``bfloat16``, or None.
         labels: the names of a classifier's classes, or of the choices; empty if they have none.
+        compression: the scheme of weights of few bits; None for floats.
     """
 
     architecture: Architecture
@@ -85,6 +87,7 @@ class Description:
     tokens: TokenIds
     dtype: str | None
     labels: tuple[str, ...] = ()
+    compression: Compression | None = None
 
     @classmethod
     def read(cls, folder: Path) -> Description:
@@ -129,6 +132,7 @@ class Description:
             TokenIds.of_json(config),
             dtype if isinstance(dtype, str) else None,
             names_of(config) if architecture.classifies else (),
+            Compression.of(config),
         )
 
 

@@ -15,6 +15,7 @@ from megazero.checkpoint.naming import Table, TensorLink, TensorRule, cut
 from megazero.checkpoint.part import Key, Part, Source
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
+from megazero.formats.hf.coded import decoded
 from megazero.formats.hf.config_json import CONFIG, Description, differences
 from megazero.formats.hf.folder import FLOATS, StoredTensor, TensorFolder, named
 from megazero.spec.resolve import model_spec
@@ -147,7 +148,10 @@ class HFReader(Source):
     def _named_as_today(self) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
         """The stored tensors under their present names, without ignored ones, and remarks on these."""
         architecture = self.description.architecture
+        compression = self.description.compression
         present = dict(self._tensors.tensors)
+        if compression is not None:
+            present = decoded(compression, present)
         if not any(name.startswith(architecture.prefix) for name in present):  # the bare model was saved
             heads = {copy for copy, _ in architecture.copies}
             present = {

@@ -6,8 +6,8 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -23,9 +23,10 @@ from megazero.checkpoint.writer import NAMES as INDEX
 from megazero.checkpoint.writer import SHARD_BYTES, deal
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
-from megazero.formats.hf.architecture import GENERATING, Json
+from megazero.formats.hf.architecture import GENERATING, Architecture, Json
 from megazero.formats.hf.config_json import CONFIG, NO_TOKENS, TokenIds, architecture_of, config_of
 from megazero.formats.hf.folder import SINGLE
+from megazero.spec.model import ModelSpec
 from megazero.spec.resolve import model_spec
 
 CHUNK = 1 << 18
@@ -50,6 +51,7 @@ class ModelFiles:
         labels: the names of a classifier's classes, or of the choices; empty if they have none.
         architecture: the class in transformers; None for the first one that can express the model.
         card: makes the text of README.md, given the folder without its files; None for no such file.
+        settings: further fields of ``config.json``.
     """
 
     tokens: TokenIds = NO_TOKENS
@@ -57,6 +59,7 @@ class ModelFiles:
     labels: tuple[str, ...] = ()
     architecture: str | None = None
     card: Callable[[Exported], str] | None = None
+    settings: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -109,22 +112,22 @@ class HFTensor:
         return math.prod(self.their_shape) * self.dtype.itemsize
 
     @classmethod
-    def joined(
-        cls, links: Iterable[TensorLink], fused: Mapping[str, str], dtype: torch.dtype
+    def of_model(
+        cls, architecture: Architecture, spec: ModelSpec, vocab_size: int, dtype: torch.dtype
     ) -> tuple[HFTensor, ...]:
-        """The tensors to write for all links.
+        """The tensors of a model, in the order of blocks.
 
-        Args:
-            links: the links.
-            fused: name of a link -> name of the fused tensor that has its rows.
-            dtype: the dtype of weights. Expert biases stay fp32, as in transformers: rounding would change
-                which experts are chosen.
+        dtype: the dtype of weights. Expert biases stay fp32, as in transformers: rounding would change which
+        experts are chosen.
         """
-        joined: dict[str, list[TensorLink]] = defaultdict(list)
-        for link in links:
-            joined[fused.get(link.theirs, link.theirs)].append(link)
+        # Name of a link -> name of the fused tensor that has its rows.
+        fused = {part: whole for whole, parts in architecture.fused_in(len(spec.layers)) for part in parts}
         order = {part: place for place, part in enumerate(fused)}
-        return tuple(
+        joined: dict[str, list[TensorLink]] = defaultdict(list)
+        for rules in (architecture.rules, architecture.without_ours):
+            for link in Table.of(rules, spec, vocab_size).links:
+                joined[fused.get(link.theirs, link.theirs)].append(link)
+        tensors = tuple(
             cls(
                 name,
                 tuple(sorted(run, key=lambda link: order.get(link.theirs, 0))),
@@ -132,6 +135,17 @@ class HFTensor:
             )
             for name, run in joined.items()
         )
+        return tuple(sorted(tensors, key=lambda tensor: _block_of(tensor.links[0].key)))
+
+
+def _block_of(key: Key) -> float:
+    """The number of the layer that a tensor of ours is in; less for the embedding, more for what follows."""
+    first, *rest = key.name.split(".")
+    return float(rest[0]) if first == "layers" else -1.0 if first == "embedding" else math.inf
+
+
+Packing = Callable[[HFTensor], Sequence[tuple[str, Later]] | None]
+"""The tensors, with their names, that are stored for one; None if it is stored as it is."""
 
 
 def write_hf(
@@ -144,8 +158,11 @@ def write_hf(
     max_shard_bytes: int = SHARD_BYTES,
     extras: ModelFiles | None = None,
     disk: Disk | None = None,
+    packing: Packing = lambda tensor: None,
 ) -> Exported:
     """Write the folder `out`, which appears whole by one rename; one tensor is in memory at a time.
+
+    Tensors are read in the order of blocks: the embedding's, those of each layer, the rest.
 
     Args:
         source: the weights of `model`; other kinds are left out.
@@ -156,6 +173,7 @@ def write_hf(
         max_shard_bytes: the size at which another file is begun.
         extras: special tokens and the tokenizer's files.
         disk: writes the files.
+        packing: stores some tensors otherwise.
 
     Raises:
         CheckpointError: no architecture supports the model, the source does not hold exactly its weights, a
@@ -170,21 +188,22 @@ def write_hf(
     spec = model_spec(model)
     table = Table.of(architecture.rules, spec, vocab_size)
     check_source(source, table)
-    fused = {part: whole for whole, parts in architecture.fused_in(model.num_layers) for part in parts}
-    blank = Table.of(architecture.without_ours, spec, vocab_size)
     constants = {
         link.key: constant.number
         for constant in architecture.constants
         for link in Table.of([constant.rule], spec, vocab_size).links
     }
-    tensors = HFTensor.joined((*table.links, *blank.links), fused, dtype)
+    tensors = HFTensor.of_model(architecture, spec, vocab_size, dtype)
     config = config_of(architecture, model, vocab_size, extras.tokens, NAMES[dtype], extras.labels)
-    export = _Export(source, plan_shards(tensors, max_shard_bytes), constants)
+    config |= extras.settings
+    values = _Values(source, constants)
+    stored = [pair for t in tensors for pair in packing(t) or ((t.theirs, values.later(t)),)]
+    export = _Export(plan_shards(stored, max_shard_bytes))
     small = {CONFIG: _json(config), **dict(extras.files)}
     if architecture.auto == GENERATING:
         small[GENERATION] = _json(extras.tokens.as_json())
     parameters = sum(math.prod(tensor.their_shape) for tensor in tensors)
-    exported = Exported(out, architecture.name, architecture.auto, NAMES[dtype], len(tensors), parameters, ())
+    exported = Exported(out, architecture.name, architecture.auto, NAMES[dtype], len(stored), parameters, ())
     if extras.card is not None:
         small[CARD] = extras.card(exported).encode()
     try:
@@ -212,12 +231,18 @@ def check_source(source: Source, table: Table) -> None:
         )
 
 
-def plan_shards(tensors: Sequence[HFTensor], max_shard_bytes: int) -> list[tuple[str, list[HFTensor]]]:
+def plan_shards(
+    stored: Sequence[tuple[str, Later]], max_shard_bytes: int
+) -> list[tuple[str, list[tuple[str, Later]]]]:
     """File names and their tensors: in order, at most `max_shard_bytes`, or one larger tensor."""
-    shards = deal(tensors, lambda tensor: tensor.size, max_shard_bytes)
+    shards = deal(stored, lambda pair: _size(pair[1]), max_shard_bytes)
     if len(shards) == 1:
         return [(SINGLE, shards[0])]
     return [(f"model-{n:05d}-of-{len(shards):05d}.safetensors", shard) for n, shard in enumerate(shards, 1)]
+
+
+def _size(later: Later) -> int:
+    return math.prod(later.shape) * later.dtype.itemsize
 
 
 def read_theirs(source: Source, link: TensorLink, dtype: torch.dtype) -> Tensor:
@@ -241,24 +266,11 @@ def read_theirs(source: Source, link: TensorLink, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Export:
+class _Values:
     source: Source
-    shards: list[tuple[str, list[HFTensor]]]
     constants: Mapping[Key, float]
 
-    def write(self, disk: Disk, folder: Path, small: Mapping[str, bytes]) -> Iterator[tuple[str, int]]:
-        """Write all files into `folder`; yield the name and size of each after it is written."""
-        for name, tensors in self.shards:
-            later = ((tensor.theirs, self._later(tensor)) for tensor in tensors)
-            record = write_tensors(disk, folder / name, later, metadata={"format": "pt"}, hashed=False)
-            yield name, record.size
-        if len(self.shards) > 1:
-            small = {INDEX: _json(self._index()), **small}
-        for name, data in small.items():
-            write_bytes(disk, folder / name, data)
-            yield name, len(data)
-
-    def _later(self, tensor: HFTensor) -> Later:
+    def later(self, tensor: HFTensor) -> Later:
         def make() -> Tensor:
             rows = [self._rows(link, tensor.dtype) for link in tensor.links]
             return rows[0] if len(rows) == 1 else torch.cat(rows)
@@ -270,9 +282,25 @@ class _Export:
             return torch.full(link.their_shape, self.constants.get(link.key, 0.0), dtype=dtype)
         return read_theirs(self.source, link, dtype)
 
+
+@dataclass(frozen=True)
+class _Export:
+    shards: list[tuple[str, list[tuple[str, Later]]]]
+
+    def write(self, disk: Disk, folder: Path, small: Mapping[str, bytes]) -> Iterator[tuple[str, int]]:
+        """Write all files into `folder`; yield the name and size of each after it is written."""
+        for name, stored in self.shards:
+            record = write_tensors(disk, folder / name, stored, metadata={"format": "pt"}, hashed=False)
+            yield name, record.size
+        if len(self.shards) > 1:
+            small = {INDEX: _json(self._index()), **small}
+        for name, data in small.items():
+            write_bytes(disk, folder / name, data)
+            yield name, len(data)
+
     def _index(self) -> Json:
-        total = sum(tensor.size for _, tensors in self.shards for tensor in tensors)
-        places = {tensor.theirs: name for name, tensors in self.shards for tensor in tensors}
+        total = sum(_size(later) for _, stored in self.shards for _, later in stored)
+        places = {tensor: name for name, stored in self.shards for tensor, _ in stored}
         return {"metadata": {"total_size": total}, "weight_map": places}
 
 

@@ -101,7 +101,7 @@ REFUSED = [
     (GPT2, {"reorder_and_upcast_attn": True}, "`reorder_and_upcast_attn` must be False"),
     (GPT2, {"add_cross_attention": True}, "`add_cross_attention` must be absent"),
     (GPT2, {"pruned_heads": {"0": [1]}}, "`pruned_heads` must be absent"),
-    (GPT2, {"quantization_config": {"bits": 4}}, "`quantization_config` must be absent"),
+    (GPT2, {"quantization_config": {"bits": 4}}, "`quantization_config` must be of compressed-tensors"),
     (GPT2, {"activation_function": "relu"}, "`activation_function` must be one of gelu_new, "),
     (GPT2, {"n_inner": 74.5}, "`n_inner` must be a int"),
     (GPT2, {"n_inner": 0}, "`n_inner` is 0"),

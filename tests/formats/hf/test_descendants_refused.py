@@ -127,7 +127,6 @@ def test_models_that_it_cannot_express_are_refused(name, update, message):
             "`rope_parameters` must not scale layers with a window",
         ),
         ("phi3", {"rope_parameters": None, "rope_scaling": {"type": "longrope"}}, "must be a rotation of"),
-        ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, "`quantization_config` must be"),
         ("gpt-oss", {"swiglu_alpha": 1.5}, "`swiglu_alpha` must be 1.702"),
         ("deepseek-v3", {"norm_topk_prob": False}, "`norm_topk_prob` must be True"),
         ("deepseek-v3", {"n_shared_experts": 0}, "`n_shared_experts` must be a positive number"),

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from megazero.deepspeed.legacy.compression.helper import copy_layers
 from megazero.deepspeed.legacy.compression.layers import (
-    CompressedEmbedding,
     CompressedLayer,
     can_compress,
     can_shrink,
@@ -76,6 +75,7 @@ def init_compression(
         if teacher_model is None:
             raise ConfigError("`teacher_model` must be given with `layer_reduction`, but is not")
         copy_layers(model, teacher_model, settings.reduction)
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     for technique in settings.techniques:
         group_of: dict[str, str] = {}
         for group in technique.groups:
@@ -86,7 +86,8 @@ def init_compression(
                         f"{group_of[name]} and {group.name}"
                     )
                 group_of[name] = group.name
-                _configure(compress_layer(module), technique, group)
+                rows = any(module.weight is table for table in tables)
+                _configure(compress_layer(module), technique, group, by_row=rows)
             for module, related in _related_layers(model, technique, group):
                 for norm in filter(is_norm, related):
                     _share_mask(compress_layer(norm), module, technique)
@@ -115,20 +116,24 @@ def _matches(pattern: str, name: str) -> bool:
     return pattern == "*" or re.search(pattern, name) is not None
 
 
-def _configure(layer: CompressedLayer, technique: Technique, group: LayerGroup) -> None:
-    """Add a technique to a layer's compression."""
+def _configure(layer: CompressedLayer, technique: Technique, group: LayerGroup, *, by_row: bool) -> None:
+    """Add a technique to a layer's compression.
+
+    by_row: whether each row of the weight is rounded by itself, as an embedding's is, also where a linear
+    layer shares its table.
+    """
     treatment, shared, params = layer.treatment, technique.shared, group.params
     symmetric = shared.get("quantization_type") == "symmetric"
     treatment.offsets[technique.name] = technique.offset
     if technique.name == "weight_quantization":
         mixed = shared["fp16_mixed_quantize"]
-        groups = len(layer.weight) if isinstance(layer, CompressedEmbedding) else shared["quantize_groups"]
+        groups = len(layer.weight) if by_row else shared["quantize_groups"]
         if layer.weight.numel() % groups:
             raise ConfigError(
                 f"`quantize_groups` must divide a weight's {layer.weight.numel()} numbers, but is {groups}"
             )
         treatment.weights = WeightQuantizer(
-            params["start_bits"],
+            params["target_bits" if shared["quantize_weight_in_forward"] else "start_bits"],
             params["target_bits"],
             params["quantization_period"],
             groups,
@@ -177,9 +182,14 @@ def redundancy_clean(model: nn.Module, deepspeed_config: object, mpu: object = N
     """
     settings = read_compression(deepspeed_config)
     for technique in settings.techniques:
+        rounded: set[int] = set()  # a table that layers share is rounded once
         for group in technique.groups:
             for layer, related in _related_layers(model, technique, group):
-                _make_permanent(model, compress_layer(layer), technique, related)
+                compressed = compress_layer(layer)
+                if technique.name == "weight_quantization" and id(compressed.weight) in rounded:
+                    compressed.treatment.weights = None
+                rounded.add(id(compressed.weight))
+                _make_permanent(model, compressed, technique, related)
     for layer in list(compressed_layers(model)):
         release_layer(layer)
     model.__dict__.pop("compression_scheduler", None)

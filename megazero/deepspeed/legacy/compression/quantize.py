@@ -40,7 +40,7 @@ def quantized(x: Tensor, bits: int, *, symmetric: bool = True, stochastic: bool 
         stochastic: whether to round up with the probability of the remainder.
 
     Returns:
-        [groups, n]; a row of zeros stays zero.
+        [groups, n]; a row of equal numbers stays as it is.
     """
     if bits == 1:
         return x.sign() * x.abs().mean(1, keepdim=True)
@@ -56,24 +56,27 @@ def quantized(x: Tensor, bits: int, *, symmetric: bool = True, stochastic: bool 
 
 @torch.no_grad()
 def spaced(x: Tensor, scale: Tensor, low: Tensor | None, bits: int, stochastic: bool = False) -> Tensor:
-    """Round x to 2^bits multiples of `scale`, around 0 or from `low` upwards; a scale of 0 counts as 1.
+    """Round x to 2^bits multiples of `scale`, around 0 or from `low` upwards; with a scale of 0, x stays.
 
-    `scale` and `low` broadcast with x.
+    `scale` and `low` broadcast with x. As in DeepSpeed, a largest number around 0 is cut by a step.
     """
     step = torch.where(scale == 0, torch.ones_like(scale), scale)
     shift = torch.zeros_like(step) if low is None else (low / step).round() * step
     codes = (x - shift) / step
     codes = (codes + torch.rand_like(codes)).floor() if stochastic else codes.round()
     least, most = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if low is None else (0, 2**bits - 1)
-    return codes.clamp(least, most) * step + shift
+    return torch.where(scale == 0, x, codes.clamp(least, most) * step + shift)
 
 
-def bits_at(step: int, start: int, target: int, period: int) -> int:
-    """Return the bits after `step` steps: one fewer after each period, whose length then doubles."""
-    bits = start
+def bits_at(step: int, start: int, target: int, period: int) -> tuple[int, int]:
+    """Return the bits after `step` steps, and the step at which they became so few.
+
+    They are one fewer after each period, whose length then doubles.
+    """
+    bits, since = start, 0
     while bits > target and step >= period:
-        period, bits = max(1, 2 * period), bits - 1
-    return bits
+        period, bits, since = max(1, 2 * period), bits - 1, period
+    return bits, since
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,8 @@ class WeightQuantizer:
         start_bits, target_bits, period: see `bits_at`.
         groups: the number of equal pieces of the weight, each quantized by itself.
         symmetric, stochastic: see `quantized`.
-        change_ratio: the decrease per step of the exact weight's share, which is mixed in; None mixes
-            nothing.
+        change_ratio: the decrease per step of the exact weight's share, which is mixed in and is 1 again
+            after each fall of the bits; None mixes nothing.
     """
 
     start_bits: int
@@ -98,14 +101,14 @@ class WeightQuantizer:
 
     def __call__(self, weight: Tensor, step: int) -> Tensor:
         """Quantize a weight of any shape, `step` steps after the start; gradients pass straight through."""
-        bits = bits_at(step, self.start_bits, self.target_bits, self.period)
+        bits, since = bits_at(step, self.start_bits, self.target_bits, self.period)
         if bits >= 16:
             return weight
         rows = weight.detach().reshape(self.groups, -1)
         rounded = quantized(rows, bits, symmetric=self.symmetric, stochastic=self.stochastic)
         rounded = rounded.view_as(weight).to(weight.dtype)
         if self.change_ratio is not None:
-            exact = max(0.0, 1.0 - step * self.change_ratio)
+            exact = max(0.0, 1.0 - (step - since) * self.change_ratio)
             rounded = exact * weight.detach() + (1 - exact) * rounded
         return straight_through(weight, rounded)
 
