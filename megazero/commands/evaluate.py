@@ -61,7 +61,16 @@ def main(argv: Sequence[str]) -> int:
     return exit_status(lambda: run(flags, rest))
 
 
-def _fine_tune(flags: argparse.Namespace, rest: list[str]) -> int:
+def line_of(argv: Sequence[str]) -> list[str]:
+    """The flags that a line becomes: of `megazero finetune`, or those of a training that say how to score.
+
+    Raises ConfigError if the line lacks a checkpoint, a flag of its model is unknown, or so is the task.
+    """
+    flags, rest = build_parser().parse_known_args(argv)
+    return (_scoring if flags.task in (WIKITEXT, LAMBADA) else _tuning)(flags, rest)
+
+
+def _tuning(flags: argparse.Namespace, rest: list[str]) -> list[str]:
     if flags.task not in TASKS:
         raise ConfigError(
             f"`--task` must be one of {', '.join([WIKITEXT, LAMBADA, *TASKS])}, but is {flags.task}; "
@@ -76,29 +85,37 @@ def _fine_tune(flags: argparse.Namespace, rest: list[str]) -> int:
     folder = {**given, "finetune.task": flags.task, "finetune.pretrained_checkpoint": weights}
     if "model.family" not in given and read_folder(folder) is None:
         words += ["--model-family", "bert"]  # as all of Megatron's
-    words += ["--valid-data", *flags.valid_data] if flags.valid_data else []
+    return words + (["--valid-data", *flags.valid_data] if flags.valid_data else [])
+
+
+def _fine_tune(flags: argparse.Namespace, rest: list[str]) -> int:
+    words = _tuning(flags, rest)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{flags.task} is fine-tuning: megazero finetune {shlex.join(words)}", file=sys.stderr)
     return finetune.main(words)
 
 
-def _zero_shot(flags: argparse.Namespace, rest: list[str]) -> None:
+def _scoring(flags: argparse.Namespace, rest: list[str]) -> list[str]:
     given = _given(rest)
     if "checkpoint.load" not in given:
         if flags.pretrained_checkpoint is None:
             raise ConfigError("`--load` must name the checkpoint to evaluate, but is missing; add it")
-        given["checkpoint.load"] = flags.pretrained_checkpoint
         rest = [*rest, "--load", flags.pretrained_checkpoint]
     if len(flags.valid_data) != 1:
         raise ConfigError(f"`--valid-data` must be one file, but is {len(flags.valid_data)}; name one")
-    config = resolve_or_exit([*rest, *_of_training(given)], "megazero evaluate", partial(_checkpoint, flags))
+    return [*rest, *_of_training(given)]
+
+
+def _zero_shot(flags: argparse.Namespace, rest: list[str]) -> None:
+    words = _scoring(flags, rest)
+    config = resolve_or_exit(words, "megazero evaluate", partial(_checkpoint, flags))
     path = flags.valid_data[0]
     try:
         content = read_regular(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = why_unreadable(error) if isinstance(error, OSError) else error
         raise DataError(f"`--valid-data` must be readable UTF-8 text, but {path} is not: {why}") from error
-    _evaluate(flags, given, config, content)
+    _evaluate(flags, _given(words), config, content)
 
 
 def _given(words: list[str]) -> dict[str, Any]:

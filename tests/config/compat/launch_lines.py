@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from megazero.commands.evaluate import line_of
 from megazero.config.compat.foreign import FOREIGN_FLAGS
 from megazero.config.resolve import parse_config
 from megazero.errors import ConfigError
@@ -24,6 +25,7 @@ from tests.config.compat.features import FEATURES
 
 CORPUS = Path(__file__).with_name("corpus")
 PAGE = Path(__file__).parents[3] / "docs" / "launch_lines.md"
+_TASKS = "tasks/main.py"
 FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "pretrain_gpt.py": (),
@@ -32,10 +34,11 @@ FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "pretrain_mamba.py": ("--is-hybrid-model",),
         # There is no script of this name: pretrain_gpt.py takes it with the flag.
         "pretrain_t5.py": ("--model-family", "t5"),
+        # `megazero evaluate` makes a line of finetune.py of it, or one that scores.
+        _TASKS: (),
     }
 )
-"""The programs that exist here, and those whose models pretrain_gpt.py trains: what each puts before its
-arguments."""
+"""The programs that exist here, and those whose lines another one takes: what each puts before its arguments."""
 JSON_NAME = "ds_config.json"
 
 TITLES: Mapping[str, str] = MappingProxyType(
@@ -63,14 +66,13 @@ _PROGRAMS: Mapping[str, str] = MappingProxyType(
         "examples/inference/gpt/gpt_dynamic_inference.py": "text generation by another program",
         "examples/mimo/train.py": "vision",
         "examples/multimodal/train.py": "vision",
-        "finetune_gpt.py": "scoring tasks",
+        "finetune_gpt.py": "fine-tuning on two corpora",
         "finetune_llama.py": "fine-tuning on conversations",
         "gpt_dynamic_inference.py": "text generation by another program",
         "gpt_static_inference.py": "text generation by another program",
         "pretrain_ict.py": "retrieval",
         "pretrain_retro.py": "retrieval",
         "tasks/eval_harness/evaluate.py": "evaluation by another program",
-        "tasks/main.py": "scoring tasks",
         "tools/generate_samples_gpt.py": "text generation by another program",
         "tools/run_hybrid_text_generation_server.py": "text generation by another program",
         "tools/run_text_generation_server.py": "text generation by another program",
@@ -180,7 +182,8 @@ def _problems(line: LaunchLine) -> list[str]:
         file.write_text(line.deepspeed or "", encoding="utf-8")
         argv = [token.replace(JSON_NAME, str(file)) for token in line.argv]
         try:
-            parse_config([*FAMILIES.get(line.program, ()), *argv], world_size=line.world_size)
+            argv = line_of(argv) if line.program == _TASKS else [*FAMILIES.get(line.program, ()), *argv]
+            parse_config(argv, world_size=line.world_size)
         except ConfigError as error:
             return [problem.replace(f"{folder}/", "") for problem in error.violations]
     return []

@@ -79,7 +79,8 @@ def test_accepted_without_effect(argv: str) -> None:
         ("--cpu-offloading", "activations are not offloaded layer by layer"),
         ("--nproc_per_node 8", "it belongs to the launcher"),
         ("--task STS-B", "has scores instead of labels, and regression is not offered"),
-        ("--guess-file g", "belongs to scoring tasks"),
+        ("--guess-file g", "belongs to tasks of prompted dialogues"),
+        ("--task_list lambada", "are run by `megazero lm-eval`"),
         ("--fp8-param", "weights kept in fp8 and recipes of other projects are not offered"),
     ],
 )
