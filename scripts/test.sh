@@ -16,7 +16,7 @@ fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 SETUP_EXTRAS=dev,plot,objects,inputs SETUP_OPTIONAL=fast
-if [[ " $* " == *" --slow "* ]]; then SETUP_EXTRAS+=,notebook,servers,ray,harness,serve; fi
+if [[ " $* " == *" --slow "* ]]; then SETUP_EXTRAS+=,notebook,servers,clients,ray,harness,serve; fi
 . scripts/setup.sh
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 

@@ -11,9 +11,9 @@
 namespace megazero {
 namespace {
 
-// Depth of a block: a panel's share of it stays in a first-level cache while all rows pass by. A sum is continued from
-// where the block before left it, so blocks change no bit.
-constexpr std::int64_t kDepth = 384;
+// A block of rows stays in a second-level cache while all panels pass by, and a panel's share of a block of depth in a
+// first-level one while these rows do. A sum is continued from where the block before left it, so blocks change no bit.
+constexpr std::int64_t kRows = 192, kDepth = 512;
 
 struct Call {
   std::int64_t rows, width, depth;
@@ -38,8 +38,11 @@ MEGAZERO_INLINE void panel_rows(const Call& call, std::int64_t panel, float* spa
   for (std::int64_t i = 0; i < call.rows; ++i) {
     for (std::int64_t j = 0; j < columns; ++j) sums[i * row + j] = call.bias == nullptr ? 0.0f : call.bias[first + j];
   }
-  for (std::int64_t k = 0; k < call.depth; k += kDepth) {
-    const std::int64_t depth = std::min(kDepth, call.depth - k);
+  // Blocks of like depths, as a short one costs as many loads and stores of sums as a long one.
+  const std::int64_t blocks = std::max<std::int64_t>(1, (call.depth + kDepth - 1) / kDepth);
+  const std::int64_t step = (call.depth + blocks - 1) / blocks;
+  for (std::int64_t k = 0; k < call.depth; k += step) {
+    const std::int64_t depth = std::min(step, call.depth - k);
     const Right right{call.panels + (panel * call.depth + k) * kPanel, kPanel, 0};
     std::int64_t i = 0;
     const auto left = [&] { return Left{call.x + i * call.depth + k, call.depth, 1}; };
@@ -55,7 +58,13 @@ MEGAZERO_INLINE void panel_rows(const Call& call, std::int64_t panel, float* spa
 
 template <typename Floats, int Rows>
 MEGAZERO_INLINE void panels(const Call& call, std::int64_t begin, std::int64_t end, float* spare) {
-  for (std::int64_t panel = begin; panel < end; ++panel) panel_rows<Floats, Rows>(call, panel, spare);
+  for (std::int64_t first = 0; first < call.rows; first += kRows) {
+    Call block = call;
+    block.rows = std::min(kRows, call.rows - first);
+    block.x += first * call.depth;
+    block.y += first * call.width;
+    for (std::int64_t panel = begin; panel < end; ++panel) panel_rows<Floats, Rows>(block, panel, spare);
+  }
 }
 
 void panels_baseline(const Call& call, std::int64_t begin, std::int64_t end, float* spare) {
@@ -98,7 +107,7 @@ void megazero_ordered_linear(std::int64_t rows, std::int64_t width, std::int64_t
   const auto work = set == InstructionSet::avx512 ? &panels_avx512
                     : set == InstructionSet::avx2 ? &panels_avx2
                                                   : &panels_baseline;
-  std::vector<float> spare(width % kPanel == 0 ? 0 : static_cast<std::size_t>(rows * kPanel));
+  std::vector<float> spare(width % kPanel == 0 ? 0 : static_cast<std::size_t>(std::min(rows, kRows) * kPanel));
   parallel_for(count, workers_for(count, rows * depth, threads), [&](std::int64_t begin, std::int64_t end, std::int64_t) {
     work(call, begin, end, spare.data());  // the last panel is one thread's
   });

@@ -17,6 +17,7 @@ from megazero.harness.answers import Answers, follow
 from megazero.harness.arguments import HarnessArguments
 from megazero.harness.scoring import TOKENS, Scorer
 from megazero.harness.text import HarnessTokenizer
+from megazero.inference.invariant import hindrance, make_invariant
 from megazero.inference.job import import_options
 from megazero.inference.staged import StagedModel
 from megazero.models.batch import Batch, MicroBatch
@@ -62,6 +63,8 @@ class Job:
                 print(f"warning: {remark}", file=sys.stderr)
             chunks = {number: _speaks(chunk) for number, chunk in loaded.chunks.items()}
             model: StagedModel[Batch] = StagedModel(chunks, loaded.stage_of, loaded.context.pp)
+            if not hindrance(model):  # its products are faster, too
+                make_invariant(model)
             length, count = wanted.seq_length or model.spec.positions, wanted.micro_batch_size
             tokens = TOKENS if count is None else count * length
             scorer = Scorer(model, loaded.context, max_length=length, tokens=tokens)

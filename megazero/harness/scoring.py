@@ -175,9 +175,13 @@ class Scorer:
                 here = ((index >= start) & (index < start + _ROWS_AT_ONCE)).nonzero().squeeze(1)
                 logits = self.model.unsliced(head(hidden[chunk])).squeeze(1).float()
                 own, ids = (index[here] - start).to(device), wanted[here].to(device)
-                chosen = logits[own, ids]
-                results[here.to(device), 0] = chosen - logits.logsumexp(-1)[own]
-                results[here.to(device), 1] = (logits.argmax(-1)[own] == ids).float()
+                chosen, most = logits[own, ids], logits.amax(-1)
+                greedy = chosen == most[own]
+                # Of equally likely tokens the first counts.
+                greedy[greedy.clone()] = logits[own[greedy]].argmax(-1) == ids[greedy]
+                logits -= most.unsqueeze(1)
+                results[here.to(device), 0] = chosen - most[own] - logits.exp_().sum(-1).log()[own]
+                results[here.to(device), 1] = greedy.float()
             return results
 
         positions = torch.tensor([one.positions], device=device)

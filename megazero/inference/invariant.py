@@ -53,7 +53,8 @@ def make_invariant(model: StagedModel[Any]) -> None:
     Raises:
         ConfigError: the device, the dtype, 8-bit products or a softcap of attention does not allow it.
     """
-    _check(model)
+    if why := hindrance(model):
+        raise ConfigError(why)
     multiply = OrderedProduct()
     for module in [module for chunk in model.chunks.values() for module in chunk.modules()]:
         if isinstance(module, Experts):
@@ -106,24 +107,24 @@ def _ordered(group: Group) -> Group:
     return group if group.size <= 2 or isinstance(group, _OrderedGroup) else _OrderedGroup(group)
 
 
-def _check(model: StagedModel[Any]) -> None:
+def hindrance(model: StagedModel[Any]) -> str:
+    """Why the model's forward cannot be batch-invariant, in a sentence; "" if it can."""
     placement = model.placement
     if placement.device.type != "cpu" or placement.dtype not in NATIVE_DTYPES or not available():
-        raise ConfigError(
+        return (
             "a batch-invariant model must be in fp32 or bf16 on a CPU with megazero's compiled kernels, but "
             f"is in {str(placement.dtype).removeprefix('torch.')} on {placement.device.type}"
             f"{'' if available() else ', and they are not built'}; leave batch invariance out"
         )
     for module in (module for chunk in model.chunks.values() for module in chunk.modules()):
         if isinstance(getattr(module, "product", None), Fp8Scaling):
-            raise ConfigError(
-                "`fp8` must be off in a batch-invariant model, but is on; leave one of them out"
-            )
+            return "`fp8` must be off in a batch-invariant model, but is on; leave one of them out"
         if getattr(module, "softcap", None) is not None:
-            raise ConfigError(
+            return (
                 "`softcap` of attention must be unset in a batch-invariant model, but is set; leave batch "
                 "invariance out"
             )
+    return ""
 
 
 def _sigmoid(x: Tensor) -> Tensor:

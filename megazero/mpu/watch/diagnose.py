@@ -171,7 +171,8 @@ def _gone(reports: Mapping[int, Report], expected: Sequence[int], grace: float) 
         findings.append(Finding(FindingKind.GONE, tuple(silent), text))
     for rank, report in sorted(reports.items()):
         if not report.alive and rank in expected:
-            text = f"rank {rank} is gone: no report within {grace:g} s; its log ends {_last(report)}"
+            why = report.error or f"no report within {grace:g} s"
+            text = f"rank {rank} is gone: {why}; its log ends {_last(report)}"
             findings.append(Finding(FindingKind.GONE, (rank,), text))
     return findings
 

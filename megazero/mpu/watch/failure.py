@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from megazero.errors import CommunicationError, printable
 from megazero.mpu.tree import pause_of
 from megazero.mpu.watch.diagnose import diagnose, render, standing
 from megazero.mpu.watch.job_notes import JobNotes
-from megazero.mpu.watch.log import read_log
+from megazero.mpu.watch.log import has_ended, read_log
 from megazero.mpu.watch.report import Alarm, Report
 
 _LOOK = 0.1
@@ -151,7 +151,7 @@ class FailureDiagnosis:
         asked = False
         for patience in (self.grace, 2 * self.grace):
             deadline = time.monotonic() + patience
-            while time.monotonic() < deadline:
+            while time.monotonic() < deadline and not self._have_ended(range(self.rank)):
                 if (summary := self.job_notes.read("summary")) is not None:
                     return self._end_with(summary)
                 if not asked and (wanted := self.job_notes.read("wanted")) is not None:
@@ -191,31 +191,44 @@ class FailureDiagnosis:
         return diagnosis.summary
 
     def _gather(self, reports: dict[int, Report], patience: float, unexpected: Collection[int] = ()) -> None:
-        """Read into `reports` the reports that arrive within `patience` seconds."""
+        """Read into `reports` those that arrive within `patience` seconds, or until all others have ended."""
         expected = [rank for rank in range(self.world_size) if rank not in unexpected]
         deadline = time.monotonic() + patience
         while True:
+            missing = (rank for rank in expected if rank not in reports)
+            over = time.monotonic() >= deadline or self._have_ended(missing)
             for rank in range(self.world_size):
                 if rank not in reports and (text := self.job_notes.read(f"report/{rank}")) is not None:
                     with suppress(*_SENSELESS):
                         reports[rank] = Report.from_json(text)
-            if all(rank in reports for rank in expected) or time.monotonic() >= deadline:
+            if over or all(rank in reports for rank in expected):
                 return
             time.sleep(_LOOK)
 
     def _speak_for(self, silent: list[int]) -> None:
         """Post reports for those of the `silent` ranks whose logs are on this host."""
         for rank in silent:
+            path = self._log_here(rank)
             try:
-                host, path = json.loads(self.job_notes.read(f"log/{rank}") or '["", null]')
-                if host != self._host or path is None:
-                    continue
-                calls = tuple(read_log(path))
+                calls, why = tuple(read_log(path)), "its process has ended" if has_ended(path) else ""
             except (OSError, *_SENSELESS):  # another process has read it, or its owner ended cleanly
                 continue
-            report = Report(rank, host, time.time(), Alarm.TOLD, "", {}, calls, (), alive=False)
+            report = Report(rank, self._host, time.time(), Alarm.TOLD, why, {}, calls, (), alive=False)
             self.job_notes.post(f"report/{rank}", report.to_json())
             Path(path).unlink(missing_ok=True)
+
+    def _have_ended(self, ranks: Iterable[int]) -> bool:
+        """Whether the processes of all these ranks are known to have ended; those of other hosts never are."""
+        with suppress(OSError):
+            return all(has_ended(self._log_here(rank)) for rank in ranks)
+        return False
+
+    def _log_here(self, rank: int) -> str:
+        """The file of a rank's log; "" if it is on another host, or there is none."""
+        with suppress(*_SENSELESS):
+            host, path = json.loads(self.job_notes.read(f"log/{rank}") or '["", null]')
+            return str(path or "") if host == self._host else ""
+        return ""
 
 
 def _say(text: str) -> None:

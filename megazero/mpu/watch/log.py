@@ -228,17 +228,23 @@ def read_log(path: str) -> list[CallRecord]:
         os.close(handle)
 
 
+def has_ended(path: str) -> bool:
+    """Whether the process that keeps a log has ended, which frees its lock. Raises OSError as `read_log`."""
+    handle = _open_own(path)
+    try:
+        return try_lock(handle)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(handle)
+
+
 def remove_orphans(folder: str) -> None:
     """Remove the logs of this user's dead processes that nobody has read: all ranks of a job were killed."""
     for path in Path(folder).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # somebody else's, or gone, or its process lives
-            handle = _open_own(str(path))
-            try:
-                old = os.fstat(handle).st_mtime < time.time() - _READ_WITHIN
-                if old and try_lock(handle):
-                    os.unlink(path)
-            finally:
-                os.close(handle)
+        with suppress(OSError):  # somebody else's, or gone
+            if path.stat().st_mtime < time.time() - _READ_WITHIN and has_ended(str(path)):
+                path.unlink()
 
 
 def _open_own(path: str) -> int:

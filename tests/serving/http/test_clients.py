@@ -99,44 +99,84 @@ def test_scores_by_echo_are_those_of_transformers(server, folder):
     assert answer["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
 
 
+def harness_tasks(folder: Path, *, chat: bool) -> list[str]:
+    """Write tasks that generate, and where there is no chat choose and score; return their names."""
+    rows = [{"text": f"{line} ", "answer": "yes", "choices": [" yes", " no"]} for line in LINES]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}}
+    common = {**data, "test_split": "test", "doc_to_text": "{{text}}", "metadata": {"version": 1}}
+    until = {"until": ["\n", "."], "max_gen_toks": 5}
+    tasks: dict[str, dict] = {
+        "written": {
+            "output_type": "generate_until",
+            "doc_to_target": "{{answer}}",
+            "generation_kwargs": until,
+        }
+    }
+    tasks["written"]["metric_list"] = [{"metric": "exact_match"}]
+    if not chat:
+        choices = {"doc_to_choice": "{{choices}}", "doc_to_target": 0}
+        tasks["chosen"] = {"output_type": "multiple_choice", **choices}
+        whole = {"doc_to_text": "", "doc_to_target": "{{text}}"}
+        tasks["rolling"] = {"output_type": "loglikelihood_rolling", **whole}
+        names = ("word_perplexity", "byte_perplexity", "bits_per_byte")
+        tasks["rolling"]["metric_list"] = [{"metric": name} for name in names]
+    for name, task in tasks.items():
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **common, **task}))
+    return list(tasks)
+
+
+def harness_run(folder: Path, output: Path, *words: str) -> tuple[dict, dict]:
+    """The results of a line of the harness, and the answers that it got: task -> answer of each document."""
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder)}
+    environment = {**os.environ, **offline, "PYTHONPATH": str(ROOT)}
+    line = [*words, "--include_path", str(folder), "--output_path", str(output), "--log_samples"]
+    done = subprocess.run(
+        [sys.executable, "-m", *line], env=environment, capture_output=True, text=True, timeout=580
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads(next(output.rglob("results_*.json")).read_text())["results"]
+    answers: dict[str, list] = {}
+    for name in results:
+        rows = map(json.loads, next(output.rglob(f"samples_{name}_*.jsonl")).read_text().splitlines())
+        answers[name] = [row["filtered_resps"] for row in sorted(rows, key=lambda row: row["doc_id"])]
+    return results, answers
+
+
 @pytest.mark.parametrize("kind", ["local-completions", "local-chat-completions"])
 def test_the_harness_as_a_client(server, folder, tmp_path, kind):
+    """Its figures, and each of its answers, are those of `megazero lm-eval` on the same folder."""
     pytest.importorskip("lm_eval")
     pytest.importorskip("tenacity")  # of its extra `api`
     chat = "chat" in kind
-    rows = [{"text": f"{line} ", "answer": "yes", "choices": [" yes", " no"]} for line in LINES]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    common = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
-        **{"test_split": "test", "doc_to_text": "{{text}}", "metadata": {"version": 1}},
-    }
-    asked = {
-        "output_type": "generate_until",
-        "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": "exact_match"}],
-    }
-    asked["generation_kwargs"] = {"until": ["\n", "."], "max_gen_toks": 5}
-    scored = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": 0}
-    tasks = {"written": {**common, **asked}, **({} if chat else {"chosen": {**common, **scored}})}
-    for name, task in tasks.items():
-        (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name, **task}))
+    tasks = ["--tasks", ",".join(harness_tasks(tmp_path, chat=chat)), *["--apply_chat_template"] * chat]
     path = "chat/completions" if chat else "completions"
     options = f"model=tiny,base_url={server.url}/v1/{path},num_concurrent=2,tokenizer={folder},max_length=200"
-    words = ["--model", kind, "--model_args", options, "--tasks", ",".join(tasks), "--batch_size", "1"]
-    words += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")]
-    words += ["--apply_chat_template"] if chat else []
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "lm_eval", *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=580,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())["results"]
-    assert set(results) == set(tasks)
+    asking = ["lm_eval", "--model", kind, "--model_args", options, "--batch_size", "1", *tasks]
+    theirs, answered = harness_run(tmp_path, tmp_path / "asked", *asking)
+    own = ["megazero.cli", "lm-eval", "--model_args", f"load={folder}", *tasks]
+    ours, expected = harness_run(tmp_path, tmp_path / "own", *own)
+    assert theirs.keys() == ours.keys()
+    for name in ours:
+        assert flat(answered[name]) == pytest.approx(flat(expected[name]), abs=1e-4), name
+        figures = {key: value for key, value in ours[name].items() if isinstance(value, float)}
+        assert {key: theirs[name][key] for key in figures} == pytest.approx(figures, rel=1e-5), name
+    assert not chat or any(flat(expected["written"]))
+
+
+def flat(answers: list) -> list[float]:
+    """The numbers of answers, which the harness writes as texts, and the codes of the letters of others."""
+    rest, row = list(answers), []
+    while rest:
+        one = rest.pop(0)
+        if isinstance(one, list):
+            rest = [*one, *rest]
+            continue
+        try:
+            row.append(float({"True": 1, "False": 0}.get(str(one), one)))
+        except ValueError:
+            row += map(ord, one)
+    return row
 
 
 def test_miis_door(folder, tmp_path):
