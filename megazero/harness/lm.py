@@ -17,7 +17,7 @@ from megazero.errors import CommunicationError, ConfigError
 from megazero.harness.answers import Continued, Leading
 from megazero.harness.arguments import HarnessArguments
 from megazero.harness.loading import Job
-from megazero.harness.scoring import rolling_windows
+from megazero.harness.scoring import rolling
 
 _LOG = logging.getLogger(__name__)
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -91,9 +91,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each whole text, in windows that score each token once."""
         texts = [self.tok_encode(request.args[0]) for request in requests]
-        windows = [list(rolling_windows(text, self.prefix_token_id, self.max_length)) for text in texts]
-        scores = iter(self.answers.score([pair for pairs in windows for pair in pairs]))
-        sums = [sum(next(scores).logprob for _ in pairs) for pairs in windows]
+        sums = rolling(self.answers.score, texts, self.prefix_token_id, self.max_length)
         for request, total in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return sums

@@ -8,7 +8,7 @@ of a model share the packs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -136,9 +136,7 @@ class Scorer:
 
     def rolling(self, texts: Sequence[Ids], prefix: int) -> list[float]:
         """The log-likelihood of each whole text after the token `prefix`; errors as for `score`."""
-        windows = [list(rolling_windows(text, prefix, self.max_length)) for text in texts]
-        scores = iter(self.score([pair for pairs in windows for pair in pairs]))
-        return [sum(next(scores).logprob for _ in pairs) for pairs in windows]
+        return rolling(self.score, texts, prefix, self.max_length)
 
     def _check(self, number: int, context: Ids, continuation: Ids) -> None:
         if not context:
@@ -194,6 +192,15 @@ class Scorer:
             )
         for number, part in zip(targets, answers.split([len(ids) for ids in targets.values()]), strict=True):
             yield number, float(part[:, 0].sum()), bool(part[:, 1].all())
+
+
+def rolling(
+    score: Callable[[list[tuple[Ids, Ids]]], list[Score]], texts: Sequence[Ids], prefix: int, length: int
+) -> list[float]:
+    """Sum what `score` says of the windows of each text."""
+    windows = [list(rolling_windows(text, prefix, length)) for text in texts]
+    scores = iter(score([pair for pairs in windows for pair in pairs]))
+    return [sum(next(scores).logprob for _ in pairs) for pairs in windows]
 
 
 def rolling_windows(tokens: Ids, prefix: int, length: int) -> Iterator[tuple[list[int], list[int]]]:

@@ -24,7 +24,7 @@ from megazero.serving.pages import PagePool
 from megazero.serving.plan import Part, Plan, Reads, Relay
 from megazero.serving.runner import Computed, Runner, paged
 from megazero.serving.sampled import Row, draw, scored_token
-from megazero.serving.scheduler import Piece, Scheduler, StepLimits
+from megazero.serving.scheduler import Piece, Scheduler
 from megazero.serving.scheduler import Sequence as Growing
 from megazero.serving.wanted import Ended, Event, Listener, PromptScores, Reason, Token, Wanted
 
@@ -86,9 +86,12 @@ class Engine:
         groups = (placement.tp, placement.groups["ep"], model.sharers, model.pp)
         self.wire = Relay(groups, model.device)
         self._runner = Runner(model, self.limits.pages, self.limits.page)
-        step = StepLimits(self.limits.tokens_per_step, self.limits.max_running)
-        pool = PagePool(self.limits.pages, self.limits.page)
-        self._scheduler = Scheduler(pool, step, reuse=paged(model))
+        self._scheduler = Scheduler(
+            PagePool(self.limits.pages, self.limits.page),
+            tokens=self.limits.tokens_per_step,
+            most=self.limits.max_running,
+            reuse=paged(model),
+        )
         self._live: dict[int, Growing] = {}
         self._news = threading.Condition()
         self._arrived: list[Growing] = []

@@ -13,7 +13,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megazero.errors import ConfigError
 from megazero.layers.attention_cores import LocalCore
 from megazero.layers.inputs import Attends, AttentionCore, LayerInputs
 from megazero.layers.rows import Rows
@@ -61,17 +60,10 @@ class PageBuffers:
 
     Args:
         pages: how many there are.
-        page: positions of each.
-
-    Raises:
-        ConfigError: `page` is no multiple of 16.
+        page: positions of each, a multiple of 16.
     """
 
     def __init__(self, pages: int, page: int):
-        if page < 1 or page % PANEL:
-            raise ConfigError(
-                f"`page` must be a multiple of {PANEL} positions, but is {page}; take 16, 32 or 64"
-            )
         self.pages, self.page = pages, page
         self._kept: dict[int, _Kept] = {}
 

@@ -16,19 +16,6 @@ from megazero.serving.pages import PagePool, PageTable
 from megazero.serving.wanted import Listener, Token, Wanted
 
 
-@dataclass(frozen=True)
-class StepLimits:
-    """Bounds of a step.
-
-    Attributes:
-        tokens: the most tokens.
-        running: the most sequences; at most `tokens`.
-    """
-
-    tokens: int
-    running: int
-
-
 @dataclass(eq=False)
 class Sequence:
     """A request on its way.
@@ -81,12 +68,13 @@ class Scheduler:
 
     Args:
         pool: the pages.
-        limits: what bounds a step.
+        tokens: the most tokens of a step.
+        most: the most sequences of a step; at most `tokens`.
         reuse: whether sequences may share pages.
     """
 
-    def __init__(self, pool: PagePool, limits: StepLimits, *, reuse: bool):
-        self.pool, self.limits, self.reuse = pool, limits, reuse
+    def __init__(self, pool: PagePool, *, tokens: int, most: int, reuse: bool):
+        self.pool, self.tokens, self.most, self.reuse = pool, tokens, most, reuse
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.dropped: list[int] = []
@@ -96,7 +84,7 @@ class Scheduler:
     def plan(self) -> list[Piece]:
         """Decide on the next step's pieces; at least one if any sequence is there."""
         decoding = sum(sequence.left == 1 for sequence in self.running)
-        budget, preempted = self.limits.tokens - decoding, self.preemptions
+        budget, preempted = self.tokens - decoding, self.preemptions
         pieces = []
         for sequence in tuple(self.running):
             if preempted != self.preemptions and sequence not in self.running:
@@ -158,7 +146,7 @@ class Scheduler:
 
     def _admit(self, budget: int) -> Piece | None:
         """The first piece of the first that waits, which runs from now on; None if it cannot."""
-        if not self.waiting or budget < 1 or len(self.running) >= self.limits.running:
+        if not self.waiting or budget < 1 or len(self.running) >= self.most:
             return None
         sequence = self.waiting[0]
         reused = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.errors import ConfigError
 from megazero.layers.inputs import Attends, LayerInputs
 from megazero.layers.rows import Rows
 from megazero.mpu.solo_group import SoloGroup
@@ -86,8 +85,3 @@ def test_a_page_is_copied_in_all_layers():
         for copied, source in zip(buffers.read(layer, (3,), 16), buffers.read(layer, (1,), 16), strict=True):
             assert torch.equal(copied, source)
             assert copied.any()
-
-
-def test_a_page_that_is_no_multiple_of_a_panel_is_refused():
-    with pytest.raises(ConfigError, match="`page` must be a multiple of 16 positions, but is 24"):
-        PageBuffers(4, 24)

@@ -7,14 +7,14 @@ import random
 import pytest
 
 from megazero.serving.pages import PagePool
-from megazero.serving.scheduler import Scheduler, Sequence, StepLimits
+from megazero.serving.scheduler import Scheduler, Sequence
 from megazero.serving.wanted import Wanted
 
 PAGE = 4
 
 
 def scheduler_of(pages: int, tokens: int = 8, running: int = 4, *, reuse: bool = True) -> Scheduler:
-    return Scheduler(PagePool(pages, PAGE), StepLimits(tokens, running), reuse=reuse)
+    return Scheduler(PagePool(pages, PAGE), tokens=tokens, most=running, reuse=reuse)
 
 
 class Play:
@@ -40,8 +40,8 @@ class Play:
         scheduler.check()
         scheduler.dropped.clear()
         counts = [(piece.sequence.ticket, piece.count) for piece in pieces]
-        assert sum(count for _, count in counts) <= scheduler.limits.tokens
-        assert len(pieces) <= scheduler.limits.running
+        assert sum(count for _, count in counts) <= scheduler.tokens
+        assert len(pieces) <= scheduler.most
         assert len({ticket for ticket, _ in counts}) == len(counts)
         assert all(count > 0 for _, count in counts)
         assert oldest is None or oldest.ticket in dict(counts), "the oldest always gets on"

@@ -218,7 +218,7 @@ class FailureDiagnosis:
             Path(path).unlink(missing_ok=True)
 
     def _have_ended(self, ranks: Iterable[int]) -> bool:
-        """Whether the processes of all these ranks are known to have ended; those of other hosts never are."""
+        """Whether the processes of all these ranks are known to have ended, all on this host."""
         with suppress(OSError):
             return all(has_ended(self._log_here(rank)) for rank in ranks)
         return False

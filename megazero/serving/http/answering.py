@@ -47,12 +47,6 @@ class Finished:
     reason: str = "length"
     count: int = 0
 
-    @property
-    def mean_logprob(self) -> float:
-        """The mean log-probability of its tokens, by which the best of several is chosen."""
-        known = [shown.token.logprob or 0.0 for shown in self.tokens if shown.token is not None]
-        return sum(known) / max(1, len(known))
-
 
 def text_of(service: Service, order: Order, start: int = 0) -> ChoiceText:
     """The text of an order, which begins at the character `start`."""

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from megazero.errors import printable
 from megazero.serving.http.answering import Answering, ClientGone
 from megazero.serving.http.body import read_body
-from megazero.serving.http.fields import Refusal, parse
+from megazero.serving.http.fields import Refusal
 from megazero.serving.http.megatron import api
 from megazero.serving.http.mii import mii_answer, mii_orders
 from megazero.serving.http.openai import Endpoints
@@ -71,7 +71,7 @@ def make_app(service: Service, terminate: Callable[[], None] | None = None) -> A
         return await api(service, request)
 
     async def mii(request: Request) -> Response:
-        body = parse(await read_body(request, service.settings))
+        body = await read_body(request, service.settings)
         orders, values = await asyncio.to_thread(mii_orders, service, body)
         done = await Answering(service, orders).finished(request)
         full = values["return_full_text"]

@@ -1,15 +1,17 @@
-"""A request's body, read up to a limit."""
+"""A request's body, read up to a limit, as an object."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 
-from megazero.serving.http.fields import Refusal
+from megazero.serving.http.fields import Refusal, parse
 from megazero.serving.http.service import HttpSettings
 
 
-async def read_body(request: Request, settings: HttpSettings) -> bytes:
-    """The bytes of a body. Raises Refusal as soon as they are too many."""
+async def read_body(request: Request, settings: HttpSettings) -> dict[str, Any]:
+    """The object of a body. Raises Refusal as soon as it is too long, or unless it is one of JSON."""
     content = bytearray()
     length = request.headers.get("content-length", "")
     expected = int(length) if length.isascii() and length.isdigit() else 0
@@ -24,4 +26,4 @@ async def read_body(request: Request, settings: HttpSettings) -> bytes:
             status=413,
             code="request_too_large",
         )
-    return bytes(content)
+    return parse(bytes(content))

@@ -122,9 +122,6 @@ _SAMPLING = (
     Field("stop_token_ids", "list", default=[]),
     Field("include_stop_str_in_output", "boolean", default=False),
     Field("skip_special_tokens", "boolean", default=True),
-    Field("truncate_prompt_tokens", "integer", -1, 1 << 31),
-    Field("prompt_logprobs", "integer", 0, 20),
-    Field("return_tokens_as_token_ids", "boolean", default=False),
     Field("cache_salt", "string", default=""),
     Field("n", "integer", 1, 128, 1),
 )
@@ -149,25 +146,11 @@ CHAT = (
     Field("chat_template_kwargs", "object", default={}),
 )
 REFUSED = (
-    *(
-        "tools",
-        "tool_choice",
-        "functions",
-        "function_call",
-        "parallel_tool_calls",
-        "response_format",
-        "suffix",
-    ),
-    *(
-        "structured_outputs",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-        "use_beam_search",
-    ),
+    *("tools", "tool_choice", "functions", "function_call", "parallel_tool_calls", "response_format"),
+    *("suffix", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("lora_name", "lora_request", "adapter", "speculative_config", "num_speculative_tokens", "modalities"),
-    *("audio", "prediction", "logits_processors", "web_search_options"),
+    *("audio", "prediction", "logits_processors", "web_search_options", "use_beam_search"),
+    *("prompt_logprobs", "truncate_prompt_tokens", "return_tokens_as_token_ids"),
 )
 """Fields of OpenAI's and vLLM's requests that ask for what is not there."""
 

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from megazero.serving.http.answering import Answering, Finished
 from megazero.serving.http.body import read_body
-from megazero.serving.http.fields import COMPLETIONS, Field, Refusal, integers, parse, read
+from megazero.serving.http.fields import COMPLETIONS, Field, Refusal, integers, read
 from megazero.serving.http.orders import Prompt, encode, make_orders
 from megazero.serving.http.service import Service
 from megazero.serving.http.shapes import Scored, echoed
@@ -44,7 +44,7 @@ _MOST_PROMPTS = 128
 
 async def api(service: Service, request: Request) -> Response:
     """`PUT /api`: continue prompts, and return each with its text."""
-    body = parse(await read_body(request, service.settings))
+    body = await read_body(request, service.settings)
     for name in _ABSENT:
         if body.get(name) not in (None, False, 0):
             raise Refusal(f"`{name}` must be left out: this server has no such thing", name)
@@ -119,7 +119,7 @@ def _answer(
         # Like there, a row begins with the second token: nothing predicts the first.
         tokens = [row.token for row in shown_tokens if row.token is not None]
         answer["logprobs"].append([dict(scored.rows(token))[token.id] for token in tokens])
-        named = [{scored.name(i): p for i, p in scored.rows(token)[:best]} for token in tokens]
+        named = [{service.texts.name(i): p for i, p in scored.rows(token)[:best]} for token in tokens]
         answer["top_n_logprobs"].append(named)
     answer["logprobs"] = answer["logprobs"] if logprobs is not None else None
     answer["top_n_logprobs"] = answer["top_n_logprobs"] if best else None

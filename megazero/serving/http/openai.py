@@ -17,10 +17,10 @@ from starlette.types import Receive, Scope, Send
 from megazero.errors import DataError
 from megazero.serving.http.answering import Answering, Update
 from megazero.serving.http.body import read_body
-from megazero.serving.http.fields import CHAT, COMPLETIONS, Refusal, parse, read, shown
+from megazero.serving.http.fields import CHAT, COMPLETIONS, Refusal, read, shown
 from megazero.serving.http.orders import Order, Prompt, make_orders, read_prompts
 from megazero.serving.http.service import Service
-from megazero.serving.http.shapes import ChatShape, CompletionShape, Scored, Shape, echoed, prompt_rows
+from megazero.serving.http.shapes import ChatShape, CompletionShape, Scored, Shape, echoed
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -34,20 +34,17 @@ class Asked:
         orders: the choices to make.
         values: the request's fields.
         ignored: the names of its unknown fields.
-        made, keep: choices that are made of each prompt, and how many of them are answered.
     """
 
     shape: Shape
     orders: Sequence[Order]
     values: Mapping[str, Any]
     ignored: tuple[str, ...]
-    made: int
-    keep: int
 
     @property
     def prompts(self) -> int:
         """The tokens of all prompts."""
-        return sum(len(order.prompt.ids) for order in self.orders[:: self.made])
+        return sum(len(order.prompt.ids) for order in self.orders[:: self.values["n"]])
 
     @property
     def echo(self) -> bool:
@@ -68,33 +65,29 @@ class Endpoints:
 
     async def completions(self, request: Request) -> Response:
         """`POST /v1/completions`."""
-        values, ignored = read(parse(await read_body(request, self.service.settings)), COMPLETIONS)
+        values, ignored = read(await read_body(request, self.service.settings), COMPLETIONS)
         self._check(values)
-        count, best_of = values["n"], values["best_of"] or values["n"]
-        if best_of < count:
-            raise Refusal(f"`best_of` must be at least `n` ({count}), but is {best_of}", "best_of")
-        if best_of > count and values["stream"]:
-            raise Refusal("`best_of` must be `n` in a stream, which cannot choose", "best_of")
-        special = values["add_special_tokens"]
+        if values["best_of"] not in (None, values["n"]):
+            raise Refusal("`best_of` must be `n`: all choices that are made are answered", "best_of")
         given = "" if values["prompt"] is None else values["prompt"]
+        special = values["add_special_tokens"]
         prompts = await asyncio.to_thread(read_prompts, self.service, given, special=special)
-        scored = self._scored(values, values["logprobs"])
-        echoed_scores = scored.best if values["echo"] else None
+        most, best = values["max_tokens"], values["logprobs"]
         orders = make_orders(
             self.service,
             prompts,
             values,
-            count=best_of,
-            max_tokens=16 if values["max_tokens"] is None else values["max_tokens"],
-            logprobs=0 if scored.best is None and best_of > count else scored.best,
-            prompt_logprobs=_most(values["prompt_logprobs"], echoed_scores),
+            count=values["n"],
+            max_tokens=16 if most is None else most,
+            logprobs=best,
+            prompt_logprobs=best if values["echo"] else None,
         )
-        asked = Asked(CompletionShape(scored), orders, values, ignored, best_of, count)
-        return await self._answer(request, asked)
+        shape = CompletionShape(Scored(self.service.texts, best))
+        return await self._answer(request, Asked(shape, orders, values, ignored))
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
-        values, ignored = read(parse(await read_body(request, self.service.settings)), CHAT)
+        values, ignored = read(await read_body(request, self.service.settings), CHAT)
         self._check(values)
         if values["top_logprobs"] is not None and not values["logprobs"]:
             raise Refusal("`top_logprobs` must come with `logprobs` true", "top_logprobs")
@@ -104,7 +97,7 @@ class Endpoints:
                 "add_generation_prompt",
             )
         ids = await asyncio.to_thread(self._chat_ids, values)
-        scored = self._scored(values, (values["top_logprobs"] or 0) if values["logprobs"] else None)
+        best = (values["top_logprobs"] or 0) if values["logprobs"] else None
         most, given = values["max_completion_tokens"], values["max_tokens"]
         orders = make_orders(
             self.service,
@@ -112,11 +105,10 @@ class Endpoints:
             values,
             count=values["n"],
             max_tokens=given if most is None else most,
-            logprobs=scored.best,
-            prompt_logprobs=values["prompt_logprobs"],
+            logprobs=best,
         )
-        count = values["n"]
-        return await self._answer(request, Asked(ChatShape(scored), orders, values, ignored, count, count))
+        shape = ChatShape(Scored(self.service.texts, best))
+        return await self._answer(request, Asked(shape, orders, values, ignored))
 
     def _check(self, values: Mapping[str, Any]) -> None:
         """Raise Refusal for another model's name, or options of a stream without one."""
@@ -130,9 +122,6 @@ class Endpoints:
             )
         if values["stream_options"] is not None and not values["stream"]:
             raise Refusal("`stream_options` must come with `stream` true", "stream_options")
-
-    def _scored(self, values: Mapping[str, Any], best: int | None) -> Scored:
-        return Scored(self.service.texts, best, values["return_tokens_as_token_ids"])
 
     def _chat_ids(self, values: Mapping[str, Any]) -> list[int]:
         if self.service.template is None:
@@ -171,19 +160,12 @@ class Endpoints:
             return EventStream(answering, self._events(asked, answering, identity, request), headers)
         done = await answering.finished(request)
         choices: list[dict[str, Any]] = []
-        for first in range(0, len(done), asked.made):
-            group = list(range(first, first + asked.made))
-            group = sorted(group, key=lambda i: -done[i].mean_logprob) if asked.keep < asked.made else group
-            for i in group[: asked.keep]:
-                echo, order = "", asked.orders[i]
-                if asked.echo:
-                    text, tokens = echoed(self.service.texts, order.prompt.ids, done[i].scores)
-                    echo, done[i].tokens = order.prompt.text or text, [*tokens, *done[i].tokens]
-                choice = asked.shape.choice(len(choices), done[i], echo)
-                scores = done[i].scores
-                if asked.values["prompt_logprobs"] is not None and scores is not None:
-                    choice["prompt_logprobs"] = list(prompt_rows(asked.shape.scored, scores))
-                choices.append(choice)
+        for order, choice in zip(asked.orders, done, strict=True):
+            echo = ""
+            if asked.echo:
+                text, tokens = echoed(texts, order.prompt.ids, choice.scores)
+                echo, choice.tokens = order.prompt.text or text, [*tokens, *choice.tokens]
+            choices.append(asked.shape.choice(len(choices), choice, echo))
         body = {
             **identity,
             "object": asked.shape.whole,
@@ -298,7 +280,3 @@ def _usage(asked: Asked, answering: Answering) -> dict[str, int]:
 def _note(request: Request, asked: Asked, answering: Answering) -> None:
     """Leave the number of tokens for the line in the log."""
     request.state.tokens = asked.prompts, answering.made
-
-
-def _most(*counts: int | None) -> int | None:
-    return max((count for count in counts if count is not None), default=None)

@@ -114,11 +114,6 @@ def make_orders(
     rule = StopRule(tuple(values["stop"]), values["include_stop_str_in_output"], values["min_tokens"])
     orders: list[Order] = []
     for prompt in prompts:
-        cut = values["truncate_prompt_tokens"]
-        if cut is not None:
-            most = limits.max_length - 1 if cut < 0 else cut
-            prompt = Prompt(prompt.ids[max(0, len(prompt.ids) - most) :])
-            prompt = _begun(service, prompt)
         most = fitting(service, prompt, max_tokens)
         for _ in range(count):
             wanted = Wanted(

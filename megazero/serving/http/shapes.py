@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,16 +21,10 @@ class Scored:
     Attributes:
         texts: the tokenizer.
         best: the likeliest tokens at each place; None for no log-probabilities at all.
-        as_ids: tokens are called `token_id:N`.
     """
 
     texts: TokenTexts
     best: int | None = None
-    as_ids: bool = False
-
-    def name(self, token: int) -> str:
-        """The text that a token is called by."""
-        return f"token_id:{token}" if self.as_ids else self.texts.name(token)
 
     def rows(self, token: Token) -> list[tuple[int, float]]:
         """The best tokens at a place, and the token itself, with their log-probabilities."""
@@ -64,7 +58,7 @@ class CompletionShape:
     def _logprobs(self, tokens: Sequence[Shown]) -> dict[str, Any]:
         own = [None if shown.token is None else shown.token.logprob for shown in tokens]
         return {
-            "tokens": [self.scored.name(shown.id) for shown in tokens],
+            "tokens": [self.scored.texts.name(shown.id) for shown in tokens],
             "token_logprobs": [None if value is None else max(_LEAST, value) for value in own],
             "top_logprobs": [None if shown.token is None else self._by_name(shown.token) for shown in tokens],
             "text_offset": [shown.start for shown in tokens],
@@ -73,7 +67,7 @@ class CompletionShape:
     def _by_name(self, token: Token) -> dict[str, float]:
         named: dict[str, float] = {}
         for i, logprob in self.scored.rows(token):
-            name = self.scored.name(i)
+            name = self.scored.texts.name(i)
             # Two tokens may have one text, parts of characters above all.
             named[f"token_id:{i}" if name in named else name] = logprob
         return named
@@ -118,7 +112,7 @@ class ChatShape:
         return {"content": content}
 
     def _row(self, token: int, logprob: float) -> dict[str, Any]:
-        name = self.scored.name(token)
+        name = self.scored.texts.name(token)
         whole = "\N{REPLACEMENT CHARACTER}" not in name  # the bytes of a part of a character are not known
         return {"token": name, "logprob": logprob, "bytes": list(name.encode()) if whole else None}
 
@@ -134,17 +128,3 @@ def echoed(texts: TokenTexts, ids: Sequence[int], scores: PromptScores | None) -
         tokens.append(Shown(token, scores.tokens[i] if scores else None, len(text), len(text) + len(new)))
         text += new
     return text + decoder.flush(), tokens if scores else []
-
-
-def prompt_rows(scored: Scored, scores: PromptScores) -> Iterator[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each token of the prompt, ids and what they score."""
-    for token in scores.tokens:
-        ranks = {} if token is None else {i: rank for rank, (i, _) in enumerate(token.best, 1)}
-        yield (
-            None
-            if token is None
-            else {
-                str(i): {"logprob": logprob, "rank": ranks.get(i), "decoded_token": scored.texts.name(i)}
-                for i, logprob in {**dict(token.best), **dict(scored.rows(token))}.items()
-            }
-        )

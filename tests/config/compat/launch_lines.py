@@ -38,7 +38,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         _TASKS: (),
     }
 )
-"""The programs that exist here, and those whose lines another one takes: what each puts before its arguments."""
+"""The programs that exist here or whose lines another takes: what each puts before its arguments."""
 JSON_NAME = "ds_config.json"
 
 TITLES: Mapping[str, str] = MappingProxyType(

@@ -12,7 +12,7 @@ pytest.importorskip("httpx")
 
 from megazero.data.tokenizers.simple import ByteLevelTokenizer, NullTokenizer
 from megazero.serving.engine import EngineLimits
-from megazero.serving.wanted import Token, Wanted
+from megazero.serving.wanted import Token
 from tests.serving.fake import saying
 from tests.serving.http.client import events, site
 from tests.tables import over_table
@@ -107,22 +107,6 @@ def test_the_engine_gets_all_choices_at_once_so_that_they_share_a_prefill():
     assert calls == [6]
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
     assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 12, "total_tokens": 14}
-
-
-def test_the_best_of_several_is_the_one_with_the_highest_mean_log_probability():
-    def script(wanted: Wanted, place: int) -> int:
-        return 65 + wanted.number
-
-    with site(script) as server:
-        plain = server.engine._token
-        server.engine._token = lambda token, best: Token(token, -abs(token - 67.2), plain(token, best).best)
-        body = {"prompt": "a", "max_tokens": 2, "best_of": 4}
-        one = server.ask(PATH, body).json()
-        two = server.ask(PATH, {**body, "n": 2}).json()
-    assert [choice["text"] for choice in one["choices"]] == ["CC"]
-    assert one["choices"][0]["logprobs"] is None
-    assert [(choice["index"], choice["text"]) for choice in two["choices"]] == [(0, "CC"), (1, "DD")]
-    assert one["usage"]["completion_tokens"] == 8
 
 
 def test_echo_without_new_tokens_scores_a_prompt():
@@ -244,10 +228,7 @@ def test_tokens_with_one_text_do_not_collide():
     with site(saying(0xE7)) as server:
         body = {"prompt": "p", "max_tokens": 1, "logprobs": 3}
         named = server.ask(PATH, body).json()["choices"][0]["logprobs"]
-        ids = server.ask(PATH, {**body, "return_tokens_as_token_ids": True}).json()["choices"][0]["logprobs"]
     assert named["top_logprobs"] == [{"\ufffd": -0.5, "token_id:232": -1.5, "token_id:233": -2.5}]
-    assert ids["tokens"] == ["token_id:231"]
-    assert ids["top_logprobs"] == [{"token_id:231": -0.5, "token_id:232": -1.5, "token_id:233": -2.5}]
 
 
 def test_minus_infinity_is_a_number_of_json():
@@ -257,20 +238,6 @@ def test_minus_infinity_is_a_number_of_json():
         answer = server.ask(PATH, body).json()["choices"][0]["logprobs"]
     assert answer["token_logprobs"] == [-9999.0]
     assert set(answer["top_logprobs"][0].values()) == {-9999.0}
-
-
-def test_prompt_logprobs_as_vllm_names_them():
-    with says("x") as server:
-        body = {"prompt": "ab", "max_tokens": 1, "prompt_logprobs": 2}
-        (choice,) = server.ask(PATH, body).json()["choices"]
-    assert choice["prompt_logprobs"] == [
-        None,
-        {
-            "98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"},
-            "99": {"logprob": -1.5, "rank": 2, "decoded_token": "c"},
-        },
-    ]
-    assert choice["logprobs"] is None
 
 
 @over_table(
@@ -301,13 +268,6 @@ def test_more_tokens_than_all_pages_are_refused_at_the_door():
     with says("x", limits=EngineLimits(max_length=4096, pages=2, page=16)) as server:
         answer = server.ask(PATH, {"prompt": "a", "max_tokens": 32})
     assert answer.json()["error"]["code"] == "context_length_exceeded"
-
-
-@over_table(("cut", "kept"), [(2, [98, 99]), (9, [97, 98, 99]), (-1, [97, 98, 99]), (0, [256])])
-def test_prompts_are_cut_from_the_left(cut, kept):
-    with says("x") as server:
-        server.ask(PATH, {"prompt": "abc", "max_tokens": 1, "truncate_prompt_tokens": cut})
-        assert list(server.engine.submitted[0].prompt) == kept
 
 
 def test_ids_that_the_tokenizer_lacks_are_refused():
