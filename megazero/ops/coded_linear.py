@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
@@ -91,6 +91,12 @@ class CodedWeight:
             rounds_inputs,
         )
 
+    @cached_property
+    def for_kernels(self) -> tuple[int, int, int, int]:
+        """Padded inputs, inputs that share a scale, and the addresses of words and scales."""
+        depth = self.words.shape[1] * (WORD // self.bits)
+        return depth, depth // self.scales.shape[1], address(self.words), address(self.scales)
+
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
@@ -125,7 +131,6 @@ def rounded(x: Tensor, greatest: Tensor | None) -> tuple[Tensor, Tensor]:
     return codes.nan_to_num(0.0), scales.where(most.isfinite().unsqueeze(1), torch.nan)
 
 
-@torch.no_grad()
 def coded_linear_reference(
     x: Tensor, weight: CodedWeight, bias: Tensor | None, greatest: Tensor | None = None
 ) -> Tensor:
@@ -140,7 +145,6 @@ def coded_linear_reference(
     return F.linear(wide, weight.dequantized().to(wide.dtype), bias).to(x.dtype)
 
 
-@torch.no_grad()
 def coded_linear_torch(
     x: Tensor, weight: CodedWeight, bias: Tensor | None, greatest: Tensor | None = None
 ) -> Tensor:
@@ -156,7 +160,6 @@ def coded_linear_torch(
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
-@torch.no_grad()
 def coded_linear_native_cpu(
     x: Tensor,
     weight: CodedWeight,
@@ -165,21 +168,22 @@ def coded_linear_native_cpu(
     most: NATIVE.CodedPath | None = None,
 ) -> Tensor:
     """The compiled kernels of csrc/coded_linear; `most` is the most that they use of the processor."""
-    scales, depth = weight.scales, weight.words.shape[1] * (WORD // weight.bits)
-    wide = x.float()
-    wide = wide.contiguous() if depth == weight.depth else F.pad(wide, (0, depth - weight.depth))
-    bias = None if bias is None else bias.float().contiguous()
-    greatest = None if greatest is None else greatest.float().contiguous()
-    y = torch.empty(len(x), weight.width)
-    sizes, ends = (len(x), weight.width, depth), (address(bias), address(y))
+    depth, group, *codes = weight.for_kernels
+    wide = _plain(x) if depth == weight.depth else F.pad(x.float(), (0, depth - weight.depth))
+    bias, greatest = (None if vector is None else _plain(vector) for vector in (bias, greatest))
+    y = torch.empty(x.shape[0], weight.width)
+    sizes, ends = (x.shape[0], weight.width, depth), (address(bias), address(y))
     path, threads = most or NATIVE.CodedPath.AVX512_VNNI, torch.get_num_threads()
-    codes = address(weight.words), address(scales)
     if weight.rounds_inputs:
         NATIVE.integer_linear(*sizes, threads, address(wide), address(greatest), *codes, *ends, path)
     else:
-        group = depth // scales.shape[1]
         NATIVE.coded_linear(*sizes, group, weight.bits, threads, address(wide), *codes, *ends, path)
-    return y.to(x.dtype)
+    return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """x in contiguous fp32; calls of torch that change nothing would take as long as a small product."""
+    return x if x.dtype == torch.float32 and x.is_contiguous() else x.float().contiguous()
 
 
 def _examples() -> Iterator[Example]:
@@ -223,6 +227,6 @@ def coded_linear(
         greatest: [...], the largest magnitude of each row by which inputs are rounded; None for that of x.
             Where rows are sliced over ranks, it is that of whole rows.
     """
-    rows = x.reshape(-1, weight.depth)
-    most = None if greatest is None else greatest.reshape(-1)
-    return CODED_LINEAR.choose(CallFacts.of(x)).fn(rows, weight, bias, most).view(*x.shape[:-1], weight.width)
+    rows, most = x.reshape(-1, weight.depth), None if greatest is None else greatest.reshape(-1)
+    y = CODED_LINEAR.choose(CallFacts.of(x)).fn(rows, weight, bias, most)
+    return y.view(*x.shape[:-1], weight.width)
