@@ -17,6 +17,7 @@
 #include "bias_dropout_add/cpu.hpp"
 #include "bias_gelu/cpu.hpp"
 #include "chosen_rows/cpu.hpp"
+#include "coded_linear/cpu.hpp"
 #include "common/parallel.hpp"
 #include "common/update.hpp"
 #include "cross_entropy/cpu.hpp"
@@ -36,6 +37,7 @@
 namespace py = pybind11;
 using megazero::AttentionLimits;
 using megazero::AttentionShape;
+using megazero::CodedPath;
 using megazero::ElementKind;
 using megazero::HeadTensor;
 using megazero::InstructionSet;
@@ -177,6 +179,11 @@ PYBIND11_MODULE(_native, module) {
       .value("BASELINE", InstructionSet::baseline)
       .value("AVX2", InstructionSet::avx2)
       .value("AVX512", InstructionSet::avx512);
+  py::enum_<CodedPath>(module, "CodedPath")
+      .value("BASELINE", CodedPath::baseline)
+      .value("AVX2", CodedPath::avx2)
+      .value("AVX512", CodedPath::avx512)
+      .value("AVX512_VNNI", CodedPath::avx512_vnni);
   py::class_<AttentionShape>(module, "AttentionShape")
       .def(py::init(&make_attention_shape), py::arg("queries"), py::arg("keys"), py::arg("samples"), py::arg("heads"),
            py::arg("groups"), py::arg("size"), py::arg("threads"), py::arg("scale"), py::arg("narrow"),
@@ -200,10 +207,13 @@ PYBIND11_MODULE(_native, module) {
   bind(module, "bias_gelu_forward", megazero_bias_gelu_forward);
   bind(module, "bias_gelu_backward", megazero_bias_gelu_backward);
   bind(module, "chosen_rows", megazero_chosen_rows);
+  bind(module, "coded_linear", megazero_coded_linear);
+  module.def("coded_path", &megazero::coded_path);
   bind(module, "cross_entropy_statistics", megazero_cross_entropy_statistics);
   bind(module, "cross_entropy_gradient", megazero_cross_entropy_gradient);
   bind(module, "gathered_sum_forward", megazero_gathered_sum_forward);
   bind(module, "gathered_sum_backward", megazero_gathered_sum_backward);
+  bind(module, "integer_linear", megazero_integer_linear);
   bind(module, "lamb_norms", megazero_lamb_norms);
   bind(module, "lamb_move", megazero_lamb_move);
   bind(module, "layer_norm_forward", megazero_layer_norm_forward);

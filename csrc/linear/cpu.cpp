@@ -5,15 +5,14 @@
 
 #include "common/numbers.hpp"
 #include "common/parallel.hpp"
-#include "common/product.hpp"
 #include "common/targets.hpp"
+#include "linear/rows.hpp"
 
 namespace megazero {
 namespace {
 
-// A block of rows stays in a second-level cache while all panels pass by, and a panel's share of a block of depth in a
-// first-level one while these rows do. A sum is continued from where the block before left it, so blocks change no bit.
-constexpr std::int64_t kRows = 192, kDepth = 512;
+// Rows that stay in a second-level cache while all panels pass by.
+constexpr std::int64_t kRows = 192;
 
 struct Call {
   std::int64_t rows, width, depth;
@@ -21,16 +20,9 @@ struct Call {
   float* y;
 };
 
-// Rows [at, at + Rows) of one or several panels' columns, added to sums [Rows, columns].
-template <typename Floats, int Rows, int Vectors>
-MEGAZERO_INLINE void add_rows(Left x, Right panel, std::int64_t depth, float* sums, std::int64_t row) {
-  tile_product<Tile<Floats, Rows, Vectors>, Vectors, true>(x, panel, sums, row, depth);
-}
-
 // All rows of one panel. The last panel's columns may be fewer than it has: its sums are made elsewhere.
 template <typename Floats, int Rows>
 MEGAZERO_INLINE void panel_rows(const Call& call, std::int64_t panel, float* spare) {
-  constexpr int vectors = kPanel * sizeof(float) / sizeof(typename Floats::Vector);
   const std::int64_t first = panel * kPanel, columns = std::min(kPanel, call.width - first);
   const bool whole = columns == kPanel;
   float* sums = whole ? call.y + first : spare;
@@ -43,14 +35,8 @@ MEGAZERO_INLINE void panel_rows(const Call& call, std::int64_t panel, float* spa
   const std::int64_t step = (call.depth + blocks - 1) / blocks;
   for (std::int64_t k = 0; k < call.depth; k += step) {
     const std::int64_t depth = std::min(step, call.depth - k);
-    const Right right{call.panels + (panel * call.depth + k) * kPanel, kPanel, 0};
-    std::int64_t i = 0;
-    const auto left = [&] { return Left{call.x + i * call.depth + k, call.depth, 1}; };
-    for (; i + Rows <= call.rows; i += Rows) {
-      add_rows<Floats, Rows, vectors>(left(), right, depth, sums + i * row, row);
-    }
-    for (; i + 2 <= call.rows; i += 2) add_rows<Floats, 2, vectors>(left(), right, depth, sums + i * row, row);
-    for (; i < call.rows; ++i) add_rows<Floats, 1, vectors>(left(), right, depth, sums + i * row, row);
+    const float* right = call.panels + (panel * call.depth + k) * kPanel;
+    add_rows<Floats, Rows>(call.rows, call.x + k, call.depth, right, depth, sums, row);
   }
   if (whole) return;
   for (std::int64_t i = 0; i < call.rows; ++i) std::copy_n(sums + i * row, columns, call.y + i * call.width + first);

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from megazero.errors import ConfigError
 from megazero.inference.staged import StagedModel
 from megazero.layers.attention import SelfAttention
+from megazero.layers.coded import CodedProduct
 from megazero.layers.fp8 import Fp8Scaling
 from megazero.layers.latent import LatentAttention
 from megazero.layers.linear import RowParallelLinear, column_linear
@@ -59,7 +60,7 @@ def make_invariant(model: StagedModel[Any]) -> None:
     for module in [module for chunk in model.chunks.values() for module in chunk.modules()]:
         if isinstance(module, Experts):
             module.product = multiply.grouped
-        elif "product" in vars(module):
+        elif "product" in vars(module) and not isinstance(module.product, CodedProduct):  # which is invariant
             vars(module)["product"] = partial(column_linear, multiply=multiply)
         if isinstance(module, RowParallelLinear):
             module.tp = _ordered(module.tp)

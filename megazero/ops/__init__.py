@@ -17,6 +17,7 @@ from megazero.ops.attention import ATTENTION
 from megazero.ops.bias_dropout_add import BIAS_DROPOUT_ADD
 from megazero.ops.bias_gelu import BIAS_GELU
 from megazero.ops.chosen_rows import CHOSEN_ROWS
+from megazero.ops.coded_linear import CODED_LINEAR
 from megazero.ops.cross_entropy import CROSS_ENTROPY
 from megazero.ops.dispatch import Operator
 from megazero.ops.embedding import EMBEDDING
@@ -55,6 +56,7 @@ def operators() -> tuple[Operator[Any], ...]:
         BIAS_DROPOUT_ADD,
         BIAS_GELU,
         CHOSEN_ROWS,
+        CODED_LINEAR,
         CROSS_ENTROPY,
         DEQUANTIZE,
         EMBEDDING,

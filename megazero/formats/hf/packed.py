@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ FIELD = "quantization_config"
 PACKED, BYTES = "pack-quantized", "int-quantized"
 WORD = 32
 """Bits of a word of packed codes."""
+
+_BY_TOKEN = MappingProxyType(
+    {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+)
 
 
 @dataclass(frozen=True)
@@ -30,11 +35,13 @@ class QuantizedWeight:
         codes: int8 [rows, n], from -2^(bits - 1) to 2^(bits - 1) - 1.
         scales: [rows, groups] in the dtype of the products; groups divides n.
         bits: bits of a code, 4 or 8.
+        rounds_inputs: whether inputs are rounded to 8 bits too, where the weight is used.
     """
 
     codes: Tensor
     scales: Tensor
     bits: int
+    rounds_inputs: bool = False
 
     @property
     def group(self) -> int:
@@ -80,10 +87,12 @@ class Compression:
     Attributes:
         bits: bits of a code.
         format: `PACKED` or `BYTES`.
+        rounds_inputs: whether inputs of products are rounded to 8 bits, token by token.
     """
 
     bits: int
     format: str
+    rounds_inputs: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Compression | None:
@@ -110,4 +119,5 @@ class Compression:
                 f"`{FIELD}` must have symmetric integers of 4 or 8 bits in all groups, {PACKED} or {BYTES}, "
                 f"but has {form!r:.40} and {weights!r:.200}; dequantize the model with transformers"
             )
-        return cls(int(read[0]["num_bits"]), form)
+        inputs = [group.get("input_activations") or {} for group in groups.values()]
+        return cls(int(read[0]["num_bits"]), form, all(_BY_TOKEN.items() <= part.items() for part in inputs))

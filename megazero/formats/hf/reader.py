@@ -15,9 +15,10 @@ from megazero.checkpoint.naming import Table, TensorLink, TensorRule, cut
 from megazero.checkpoint.part import Key, Part, Source
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
-from megazero.formats.hf.coded import decoded
+from megazero.formats.hf.coded import CodedTensor, decoded, read_codes
 from megazero.formats.hf.config_json import CONFIG, Description, differences
 from megazero.formats.hf.folder import FLOATS, StoredTensor, TensorFolder, named
+from megazero.formats.hf.packed import QuantizedWeight
 from megazero.spec.resolve import model_spec
 
 CHUNK = 1 << 18
@@ -131,6 +132,17 @@ class HFReader(Source):
         whole = torch.empty(shape, dtype=self._stored[self.table.by_key[key][0].theirs].dtype)
         self.read([Part.whole(key, whole)])
         return whole
+
+    @property
+    def coded(self) -> frozenset[str]:
+        """The names of our weights that the folder holds as codes, or some part of them."""
+        links = self.table.by_theirs.items()
+        return frozenset(link.key.name for name, link in links if isinstance(self._stored[name], CodedTensor))
+
+    def quantized(self, key: Key, box: Box) -> QuantizedWeight | None:
+        """The codes of a box of a weight, as a matrix of its last dim; None if there are none to give."""
+        links = [(link, self._stored[link.theirs]) for link in self.table.by_key[key]]
+        return read_codes(links, box, CHUNK)
 
     def close(self) -> None:
         """Close the files."""

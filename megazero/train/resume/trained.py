@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from megazero.config.tree.recompute import RecomputeConfig
 from megazero.config.tree.zero import ZeroConfig
 from megazero.data.tokenizers.base import Tokenizer
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
+from megazero.formats.coded import keep_codes
 from megazero.formats.foreign import ForeignModel, open_foreign
 from megazero.formats.megatron.reader import ImportOptions
 from megazero.models.batch import Collate, MicroBatch
@@ -127,11 +128,12 @@ def _load(
     iteration: int,
 ) -> Loaded:
     vocabulary, whole = build_vocabulary(config), with_whole_sequences(context)
-    chunks = load_chunks(config, vocabulary, whole, reader)
+    left: list[str] = []
+    chunks = load_chunks(config, vocabulary, whole, reader, left.extend)
     assert vocabulary.tokenizer is not None, "a model without a tokenizer was refused"
     collate = family_of(config.model).samples.collate(config, vocabulary.size, whole, None)
     stage_of = schedule_of(PipelineShape.of(config)).stage_of
-    return Loaded(context, chunks, stage_of, vocabulary.tokenizer, tuple(remarks), collate, iteration)
+    return Loaded(context, chunks, stage_of, vocabulary.tokenizer, (*remarks, *left), collate, iteration)
 
 
 def load_chunks(
@@ -139,13 +141,18 @@ def load_chunks(
     vocabulary: Vocabulary,
     context: ParallelContext,
     reader: CheckpointReader | ForeignModel,
+    codes: Callable[[Iterable[str]], None] | None = None,
 ) -> Chunks:
     """Build this rank's chunks of the configured model with a checkpoint's weights; every rank calls this.
+
+    With `codes`, quantized weights stay codes; it takes remarks on those that do not.
 
     Raises:
         CheckpointError: on every rank: tensors are missing or have another shape.
     """
     chunks = build_chunks(config, vocabulary, context, context.device)
+    if codes is not None and isinstance(reader, ForeignModel):
+        codes(together(context, lambda: keep_codes(chunks.values(), reader.source, context), "read codes"))
     parts = parts_of_parameters((p for c in chunks.values() for p in c.parameters()), context)
     routers = [router for chunk in chunks.values() for router in chunk.routers()]
     loads = RouterLoads(routers, context, experts=bool(config.model.num_experts))
