@@ -21,6 +21,7 @@ from megazero.inference.generate import generate
 from megazero.inference.sampling import Sampling
 from megazero.inference.staged import StagedModel
 from megazero.models.batch import Batch
+from megazero.models.language_model import LanguageModel
 from megazero.mpu.launch import Launch
 from megazero.quantize.blocks import BlockModel
 from megazero.serving.engine import Engine, EngineLimits
@@ -41,7 +42,9 @@ def scored(model: StagedModel[Batch], texts: list[list[int]], page: int) -> tupl
 
     engine.submit([Wanted(tuple(text), 0, prompt_logprobs=0) for text in texts], [listen] * len(texts))
     engine.run()
-    return statistics.fmean(losses), engine._runner._buffers.bytes
+    buffers = engine._runner._buffers
+    assert buffers is not None, "the model's keys lie in pages"
+    return statistics.fmean(losses), buffers.bytes
 
 
 def seconds(model: StagedModel[Batch], rows: int, prompt: int, new: int) -> float:
@@ -73,7 +76,8 @@ def main() -> None:
             batches = held_out.batches(range(held_out.count))
         texts = [batch.tokens[0].tolist() for batch in batches]
         loaded = load_for_inference(run, Launch.from_environment(), AxisSizes())
-        model: StagedModel[Batch] = StagedModel(dict(loaded.chunks), loaded.stage_of, loaded.context.pp)
+        chunks = {number: LanguageModel.of(chunk) for number, chunk in loaded.chunks.items()}
+        model: StagedModel[Batch] = StagedModel(chunks, loaded.stage_of, loaded.context.pp)
         for page in (16, 32):
             model.coded_cache = False
             before, plain = scored(model, texts, page)

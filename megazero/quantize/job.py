@@ -54,11 +54,6 @@ def quantize(
             f"`--calibrate` must give {recipe.method} samples, but gives none; add it, or correct `--split` "
             "and `--calibrate-samples`"
         )
-    if bits := model.facts.get("weight_bits"):
-        raise ConfigError(
-            f"the model must be in full precision, but has weights of {bits} bits already; take the one that "
-            "it was made from"
-        )
     layout = Layout.of(model, recipe, architecture)
     walk = LayerQuantizer(model, recipe, context.world, samples, layout.coded)
     if context.rank > 0:
