@@ -56,8 +56,8 @@ class Layout:
         """
         if bits := model.facts.get("weight_bits"):
             raise ConfigError(
-                f"the model must be in full precision, but has weights of {bits} bits already; take the one that "
-                "it was made from"
+                f"the model must be in full precision, but has weights of {bits} bits already; take "
+                "that which it was made from"
             )
         settings, wanted = model.config.model, name or model.origin
         fitting = [own for own in DECODERS if not objections(own, settings) and wanted in (None, own.name)]
