@@ -10,7 +10,7 @@ from typing import Any
 from megazero.checkpoint.remote.disk import put_file
 from megazero.checkpoint.remote.mirror import local_path
 from megazero.errors import ConfigError, DataError, exit_status
-from megazero.inference.job import add_sizes, check_texts, decode_lines, loaded_model
+from megazero.inference.job import add_cache, add_sizes, check_texts, decode_lines, loaded_model
 from megazero.inference.sampling import Sampling
 from megazero.inference.text import TextGenerator
 from megazero.inference.text_to_text import answer_texts
@@ -52,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="feed prompts in chunks of this many tokens, which bounds the memory that long ones take beside "
         "their keys and values (default: whole)",
     )
+    add_cache(parser)
     parser.add_argument(
         "--save-samples", action="store_true", help="also add the texts to samples.jsonl in the run's folder"
     )
@@ -79,6 +80,11 @@ def _run(flags: argparse.Namespace) -> None:
                 raise ConfigError(
                     "`--prefill-chunk` must be left out for a T5, whose encoder sees a prompt whole, but "
                     f"is {flags.prefill_chunk}; leave it out"
+                )
+            if model.coded_cache:
+                raise ConfigError(
+                    "`--kv-cache-dtype` must be auto for a T5, whose answers are short, but is int8; "
+                    "leave it out"
                 )
             shown_prompts = [""] * len(repeated)  # an answer does not begin with its prompt
             texts = answer_texts(model, loaded.tokenizer, repeated, sampling=sampling, **amounts)

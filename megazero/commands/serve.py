@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megazero.commands.generate import as_staged
 from megazero.errors import ConfigError, exit_status
-from megazero.inference.job import add_sizes, loaded_model
+from megazero.inference.job import add_cache, add_sizes, loaded_model
 from megazero.inference.staged import StagedModel
 from megazero.models.language_model import LanguageModel
 from megazero.mpu.launch import Launch
@@ -66,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     memory.add_argument(
         "--kv-cache-memory", type=float, metavar="GIB", help="or the GiB of a rank that they may take (0.5)"
     )
+    add_cache(what)
     what.add_argument("--page-size", type=int, default=32, help="positions of a page (default 32)")
     what.add_argument("--max-num-seqs", type=int, default=64, help="requests in a step (default 64)")
     what.add_argument(

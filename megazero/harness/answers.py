@@ -73,7 +73,7 @@ class Answers:
         scorer, share = self.scorer, self.scorer.share
         # Each copy of the model generates alone: ranks of `cp` are copies, too.
         model = scorer.model
-        model = StagedModel(model.chunks, model.stage_of, model.pp)
+        model = StagedModel(model.chunks, model.stage_of, model.pp, coded_cache=model.coded_cache)
         mine = range(share.number, len(requests), share.copies)
         longest = max((len(request.prompt) + request.most for request in requests), default=1)
         limits = replace(EngineLimits.of(model, max_length=longest), max_waiting=max(1, len(requests)))

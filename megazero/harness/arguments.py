@@ -6,7 +6,7 @@ import difflib
 import shlex
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -37,6 +37,8 @@ class HarnessArguments(BaseModel):
         vocab_size: entries of a Megatron checkpoint's vocabulary.
         add_bos_token: whether texts begin with a special token; None for as the tokenizer says.
         seed: seed of what is drawn.
+        kv_cache_dtype: how keys and values are kept where texts are generated: ``auto`` or ``int8``. Scores
+            keep none.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -61,6 +63,7 @@ class HarnessArguments(BaseModel):
     vocab_size: int | None = None
     add_bos_token: bool | None = None
     seed: int = 0
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> HarnessArguments:

@@ -62,7 +62,8 @@ class Job:
             for remark in loaded.remarks if launch.rank == 0 else ():
                 print(f"warning: {remark}", file=sys.stderr)
             chunks = {number: _speaks(chunk) for number, chunk in loaded.chunks.items()}
-            model: StagedModel[Batch] = StagedModel(chunks, loaded.stage_of, loaded.context.pp)
+            coded, pp = wanted.kv_cache_dtype == "int8", loaded.context.pp
+            model: StagedModel[Batch] = StagedModel(chunks, loaded.stage_of, pp, coded_cache=coded)
             if not hindrance(model):  # its products are faster, too
                 make_invariant(model)
             length, count = wanted.seq_length or model.spec.positions, wanted.micro_batch_size

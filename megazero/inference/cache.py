@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from megazero.errors import ConfigError
+from megazero.inference.coded import GrowingRun
 from megazero.layers.attention_cores import KeyValueStore
 from megazero.layers.context.cached import KeptRun, SharedStore
 from megazero.layers.inputs import Attends
 from megazero.mpu.group import Group
-from megazero.ops.attention import Pattern
 
 _Pair = tuple[Tensor, Tensor]  # keys and values
 _BLOCK = 1024
@@ -26,20 +26,24 @@ class KeyValueCache(KeyValueStore):
 
     Args:
         max_length: the most positions that the cache holds.
+        coded: whether blocks of positions are kept in codes of 8 bits; one call must not go beyond a block
+            (see `BlockwiseCore`), and nothing is preallocated.
     """
 
-    def __init__(self, max_length: int):
-        self.max_length = max_length
+    def __init__(self, max_length: int, *, coded: bool = False):
+        self.max_length, self.coded = max_length, coded
+        self._runs: dict[int, GrowingRun] = {}
         self._buffers: dict[int, _Pair] = {}
         self._windows: dict[int, _Pair] = {}
         self._lengths: dict[int, int] = {}
         self.states: dict[int, tuple[Tensor, ...]] = {}
 
     @property
-    def elements(self) -> int:
-        """The number of elements in memory."""
-        cached = (*self._buffers.values(), *self._windows.values(), *self.states.values())
-        return sum(x.numel() for tensors in cached for x in tensors)
+    def bytes(self) -> int:
+        """The bytes that are in memory."""
+        runs = (run.tensors for run in self._runs.values())
+        cached = (*self._buffers.values(), *self._windows.values(), *self.states.values(), *runs)
+        return sum(x.nbytes for tensors in cached for x in tensors)
 
     def extend(self, attends: Attends, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append [s, b, g/tp, d] to a layer; return all positions that it may attend to, [t, b, g/tp, d].
@@ -55,9 +59,15 @@ class KeyValueCache(KeyValueStore):
                 f"make a longer cache or generate fewer tokens"
             )
         self._lengths[layer] = stop
-        left, _ = attends.pattern.sides(attends.causal)
-        if left >= 0 and _is_relative(attends.pattern):
-            return self._in_window(layer, key, value, left, attends.pattern.sinks)
+        left, sinks = _seen_again(attends)
+        if self.coded:
+            run = self._runs.setdefault(layer, GrowingRun(coded=True))
+            run.append(key, value)
+            pair = run.read()
+            run.settle(left, sinks)
+            return pair
+        if left >= 0:
+            return self._in_window(layer, key, value, left, sinks)
         if layer not in self._buffers:
             shape = self.max_length, *key.shape[1:]
             self._buffers[layer] = key.new_empty(shape), value.new_empty(self.max_length, *value.shape[1:])
@@ -92,20 +102,21 @@ class SharedCache(SharedStore):
     Args:
         sharers: the ranks that split the cache.
         block: positions of a block.
+        coded: whether they are kept in codes of 8 bits; one call must not go beyond a block of codes, and a
+            block of positions has whole ones.
     """
 
-    def __init__(self, sharers: Group, block: int = _BLOCK):
-        self.sharers, self.block = sharers, block
-        self._runs: dict[int, list[KeptRun]] = {}
+    def __init__(self, sharers: Group, block: int = _BLOCK, *, coded: bool = False):
+        self.sharers, self.block, self.coded = sharers, block, coded
+        self._runs: dict[int, list[GrowingRun]] = {}
         self._lengths: dict[int, int] = {}
         self.states: dict[int, tuple[Tensor, ...]] = {}
 
     @property
-    def elements(self) -> int:
-        """The number of elements in this rank's memory."""
-        runs = (run for of_layer in self._runs.values() for run in of_layer)
-        states = sum(x.numel() for tensors in self.states.values() for x in tensors)
-        return states + sum(run.keys.numel() + run.values.numel() for run in runs)
+    def bytes(self) -> int:
+        """The bytes that are in this rank's memory."""
+        runs = (run.tensors for of_layer in self._runs.values() for run in of_layer)
+        return sum(x.nbytes for tensors in (*runs, *self.states.values()) for x in tensors)
 
     def extend(self, attends: Attends, key: Tensor, value: Tensor) -> tuple[int, list[KeptRun]]:
         """Append [s, b, g/tp, d] to a layer, see `SharedStore`; drop keys that no later position sees."""
@@ -116,25 +127,23 @@ class SharedCache(SharedStore):
         while at < stop:
             end = min(stop, (at // self.block + 1) * self.block)
             if at // self.block % self.sharers.size == self.sharers.rank:
+                if not (runs and runs[-1].stop == at and at % self.block):
+                    runs.append(GrowingRun(at, coded=self.coded))
                 rows = slice(at - start, end - start)
-                self._append(runs, KeptRun(at, key[rows].clone(), value[rows].clone()))
+                runs[-1].append(key[rows].clone(), value[rows].clone())
             at = end
-        visible = list(runs)
-        pattern = attends.pattern
-        left, _ = pattern.sides(attends.causal)
-        if left >= 0 and _is_relative(pattern):
-            oldest = stop - left
-            runs[:] = [r for r in runs if r.start + len(r.keys) > oldest or r.start < pattern.sinks]
+        visible = [KeptRun(run.start, *run.read()) for run in runs]
+        if runs:
+            runs[-1].settle()
+        left, sinks = _seen_again(attends)
+        if left >= 0:
+            runs[:] = [run for run in runs if run.stop > stop - left or run.start < sinks]
         return start, visible
 
-    def _append(self, runs: list[KeptRun], run: KeptRun) -> None:
-        """Append a run; join it with the last run if it continues the same block."""
-        if runs and runs[-1].start + len(runs[-1].keys) == run.start and run.start % self.block:
-            last = runs.pop()
-            run = KeptRun(last.start, torch.cat((last.keys, run.keys)), torch.cat((last.values, run.values)))
-        runs.append(run)
 
-
-def _is_relative(pattern: Pattern) -> bool:
-    """Whether attention depends on the distance between positions alone, not on the positions themselves."""
-    return pattern.layout is None and pattern.prefix == 0
+def _seen_again(attends: Attends) -> tuple[int, int]:
+    """How many of the last positions, and of the first, later ones see; -1 and 0 if they may see all."""
+    pattern = attends.pattern
+    left, _ = pattern.sides(attends.causal)
+    relative = pattern.layout is None and pattern.prefix == 0  # not where the positions themselves matter
+    return (left, pattern.sinks) if left >= 0 and relative else (-1, 0)

@@ -14,6 +14,7 @@ from megazero.config.fields import names_with
 from megazero.config.tree.roles import Role
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import ConfigError, DataError
+from megazero.inference.coded import CACHE_DTYPES
 from megazero.inference.staged import StagedModel
 from megazero.models.batch import M, MicroBatch
 from megazero.models.chunk import ModelChunk, StagedChunk
@@ -56,6 +57,16 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
     for name in _TOKENIZER_FLAGS:
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, help="for a folder of another library that does not name its tokenizer")
+
+
+def add_cache(parser: argparse._ActionsContainer) -> None:
+    """Add the flag for how keys and values are kept."""
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=CACHE_DTYPES,
+        default="auto",
+        help="how keys and values are kept: in the model's dtype, or in 8 bits (default auto)",
+    )
 
 
 def import_options(flags: argparse.Namespace) -> ImportOptions:
@@ -113,7 +124,9 @@ def loaded_model(
             for remark in loaded.remarks:
                 print(f"warning: {remark}", file=sys.stderr)
         parts = {number: part(chunk) for number, chunk in loaded.chunks.items()}
-        yield loaded, StagedModel(parts, loaded.stage_of, loaded.context.pp, loaded.sharers)
+        coded = getattr(flags, "kv_cache_dtype", "auto") == "int8"  # commands without a cache have no flag
+        groups = loaded.context.pp, loaded.sharers
+        yield loaded, StagedModel(parts, loaded.stage_of, *groups, coded_cache=coded)
     leave(loaded.context)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.inference.cache import KeyValueCache, SharedCache
+from megazero.inference.coded import BlockwiseCore
 from megazero.layers.attention_cores import CachedCore, LocalCore
 from megazero.layers.collectives import gather_features
 from megazero.layers.context.cached import SharedCacheCore
@@ -34,6 +35,7 @@ class StagedModel(Generic[M]):
         stage_of: chunk -> the stage that holds it.
         pp: the ranks of the pipeline; the group rank is the stage.
         sharers: ranks with the same chunks, which split the key-value cache; None if there are none.
+        coded_cache: whether keys and values are kept in codes of 8 bits (see `inference.coded`).
     """
 
     def __init__(
@@ -42,11 +44,14 @@ class StagedModel(Generic[M]):
         stage_of: tuple[int, ...],
         pp: Group,
         sharers: Group | None = None,
+        *,
+        coded_cache: bool = False,
     ):
         self.chunks = dict(chunks)
         self.stage_of = stage_of
         self.pp = pp
         self.sharers = sharers or SoloGroup("cp", 0)
+        self.coded_cache = coded_cache
 
     @classmethod
     def whole(cls, model: StagedChunk[M]) -> StagedModel[M]:
@@ -81,7 +86,9 @@ class StagedModel(Generic[M]):
 
     def new_cache(self, max_length: int) -> Cache:
         """A cache for `max_length` positions, split over the sharers if there are several."""
-        return KeyValueCache(max_length) if self.sharers.size == 1 else SharedCache(self.sharers)
+        if self.sharers.size == 1:
+            return KeyValueCache(max_length, coded=self.coded_cache)
+        return SharedCache(self.sharers, coded=self.coded_cache)
 
     def logits(self, batch: M, cache: Cache) -> Tensor:
         """The logits of the token after `batch`, float32 [b, v], the same on every stage."""
@@ -141,9 +148,12 @@ class StagedModel(Generic[M]):
 
     def core(self, cache: Cache, chunk: StagedChunk[M]) -> AttentionCore:
         """The attention core of a chunk that continues the sequences in a cache."""
+        core: AttentionCore
         if isinstance(cache, SharedCache):
-            return SharedCacheCore(cache, self.sharers)
-        return CachedCore(cache, LocalCore(chunk.placement.tp))
+            core = SharedCacheCore(cache, self.sharers)
+        else:
+            core = CachedCore(cache, LocalCore(chunk.placement.tp))
+        return BlockwiseCore(core) if cache.coded else core
 
     def _move(self, kind: Literal["send", "recv"], tensor: Tensor, peer: int, tag: int) -> None:
         for work in self.pp.exchange([Transfer(kind, tensor, peer, tag)]):

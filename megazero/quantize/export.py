@@ -51,8 +51,14 @@ class Layout:
 
         Raises:
             CheckpointError: transformers has no class for such a model, or none that can hold codes.
-            ConfigError: groups do not divide the inputs of a weight, or nothing is left to quantize.
+            ConfigError: groups do not divide the inputs of a weight, nothing is left to quantize, or the
+                model has weights of few bits already.
         """
+        if bits := model.facts.get("weight_bits"):
+            raise ConfigError(
+                f"the model must be in full precision, but has weights of {bits} bits already; take "
+                "that which it was made from"
+            )
         settings, wanted = model.config.model, name or model.origin
         fitting = [own for own in DECODERS if not objections(own, settings) and wanted in (None, own.name)]
         if not fitting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megazero.errors import ConfigError, DataError, MegazeroError
+from megazero.inference.coded import SCALE_BYTES
 from megazero.inference.staged import StagedModel
 from megazero.models.batch import Batch
 from megazero.serving.wanted import Wanted
@@ -99,11 +100,12 @@ class EngineLimits:
 
 def page_bytes(model: StagedModel[Batch], page: int) -> int:
     """The bytes of a rank's memory that a page of all its layers takes, at most; at least 1."""
-    elements = 0
+    size, tp, total = 1 if model.coded_cache else model.placement.dtype.itemsize, model.placement.tp.size, 0
     for attention in model.spec.attentions():
         if isinstance(attention, LatentAttentionSpec):
-            elements += (attention.rank + attention.rotary_dim) * model.placement.tp.size
+            groups, key, value = tp, attention.rank, attention.rotary_dim
         else:
-            elements += attention.groups * (attention.head_dim + attention.value_dim)
-    per_rank = -(-elements // (model.placement.tp.size * model.pp.size))
-    return max(1, page * per_rank * model.placement.dtype.itemsize)
+            groups, key, value = attention.groups, attention.head_dim, attention.value_dim
+        scales = SCALE_BYTES * (key + page) if model.coded_cache else 0
+        total += groups * (page * (key + value) * size + scales)
+    return max(1, -(-total // (tp * model.pp.size)))

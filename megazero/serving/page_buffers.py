@@ -6,7 +6,7 @@ Keys of a page are stored in panels of 16 positions, transposed, [g, page / 16, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -65,7 +65,7 @@ class PageBuffers:
 
     def __init__(self, pages: int, page: int):
         self.pages, self.page = pages, page
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, Kept] = {}
 
     def core(self, ragged: Ragged, heads: Group) -> AttentionCore:
         """The attention core of one step: keeps the rows' keys and values, and attends over the pages.
@@ -76,16 +76,32 @@ class PageBuffers:
         """
         return _PagedCore(self, ragged, LocalCore(heads))
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Copy what a page holds to another one, in all layers."""
-        for kept in self._kept.values():
-            for x in (kept.keys, kept.values):
-                x[target] = x[source]
+    @property
+    def bytes(self) -> int:
+        """The bytes that are in memory."""
+        return sum(kept.keys.nbytes + kept.values.nbytes for kept in self._kept.values())
+
+    def forget(self, table: Sequence[int]) -> None:
+        """Learn that the sequence with these pages has ended; what they hold may still be read by others."""
+
+    def filled(
+        self, layer: int, ragged: Ragged, slots: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[PageBuffers, Ragged]:
+        """Keep the rows of a step; return the pages that its rows attend to, and where these are in them.
+
+        Args:
+            layer: the layer.
+            ragged: the rows.
+            slots: where they are kept, int64 [T].
+            key, value: [T, g, d] and [T, g, e].
+        """
+        self.write(layer, slots, key, value)
+        return self, ragged
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Keep keys [T, g, d] and values [T, g, e] of a layer at `slots`, int64 [T]."""
         if layer not in self._kept:
-            self._kept[layer] = _Kept.made(self.pages, self.page, key, value)
+            self._kept[layer] = Kept.made(self.pages, self.page, key, value)
         kept, pages, places = self._kept[layer], slots // self.page, slots % self.page
         kept.keys[pages, :, places // PANEL, :, places % PANEL] = key.to(kept.keys.dtype)
         kept.values[pages, :, places, : kept.width] = value.to(kept.values.dtype)
@@ -128,7 +144,7 @@ class PageBuffers:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class Kept:
     """The pages of one layer.
 
     Attributes:
@@ -147,7 +163,7 @@ class _Kept:
 
     @classmethod
     @torch.inference_mode(False)  # other tensors may not be written in other modes
-    def made(cls, pages: int, page: int, key: Tensor, value: Tensor) -> _Kept:
+    def made(cls, pages: int, page: int, key: Tensor, value: Tensor) -> Kept:
         """Empty pages for keys [T, g, d] and values [T, g, e]; zeros, as not all of a page is written."""
         (_, g, d), (_, groups, e) = key.shape, value.shape
         native = key.device.type == "cpu" and key.dtype in NATIVE_DTYPES and available()
@@ -185,19 +201,14 @@ class _PagedCore(AttentionCore):
         bias: Bias | None,
         offset: Tensor | None = None,
     ) -> Tensor:
-        self.buffers.write(attends.layer, self.slots.to(k.device), k[:, 0], v[:, 0])
-        if self.buffers.serves(attends, bias, offset):
-            return self.buffers.attend(q, self.ragged, attends, bias if isinstance(bias, Slopes) else None)
-        return torch.cat(list(self._each(q, inputs, attends, bias, offset)))
-
-    def _each(
-        self, q: Tensor, inputs: LayerInputs, attends: Attends, bias: Bias | None, offset: Tensor | None
-    ) -> Iterator[Tensor]:
-        """The context [s, 1, n e] of each sequence's rows."""
-        ragged = self.ragged
-        rows = q.split(ragged.counts)
-        for own, past, table in zip(rows, ragged.past, ragged.tables, strict=True):
+        slots = self.slots.to(k.device)
+        buffers, ragged = self.buffers.filled(attends.layer, self.ragged, slots, k[:, 0], v[:, 0])
+        if buffers.serves(attends, bias, offset):
+            return buffers.attend(q, ragged, attends, bias if isinstance(bias, Slopes) else None)
+        contexts = []
+        for own, past, table in zip(q.split(ragged.counts), ragged.past, ragged.tables, strict=True):
             count = past + len(own)
-            kept = attends.keys_and_values(*self.buffers.read(attends.layer, table, count))
+            kept = attends.keys_and_values(*buffers.read(attends.layer, table, count))
             alone = replace(inputs, rows=Rows(range(past, count)))
-            yield self.core(own, *kept, alone, attends, bias, offset)
+            contexts.append(self.core(own, *kept, alone, attends, bias, offset))
+        return torch.cat(contexts)

@@ -12,6 +12,7 @@ from megazero.inference.staged import Cache, StagedModel
 from megazero.layers.inputs import AttentionCore
 from megazero.models.batch import Batch, Places
 from megazero.models.chunk import StagedChunk
+from megazero.serving.coded_pages import CodedPages
 from megazero.serving.page_buffers import PageBuffers, Ragged
 from megazero.serving.plan import Part, Plan
 from megazero.serving.sampled import ROWS_AT_ONCE, token_scores
@@ -59,15 +60,18 @@ class Runner:
 
     def __init__(self, model: StagedModel[Batch], pages: int, page: int):
         self.model = model
-        self._buffers = PageBuffers(pages, page) if paged(model) else None
+        make = CodedPages if model.coded_cache else PageBuffers
+        self._buffers = make(pages, page) if paged(model) else None
         self._tables: dict[int, tuple[int, ...]] = {}
         self._caches: dict[int, Cache] = {}
 
     def __call__(self, plan: Plan) -> Computed:
         """Compute a plan; every rank of the model calls this with the same plan and gets the same."""
         for ticket in plan.dropped:
-            self._tables.pop(ticket, None)
+            table = self._tables.pop(ticket, ())
             self._caches.pop(ticket, None)
+            if self._buffers is not None:
+                self._buffers.forget(table)
         if not plan.parts:
             return Computed(torch.empty(0, self.model.vocab_size), [])
         if self._buffers is not None:

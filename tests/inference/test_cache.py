@@ -58,14 +58,14 @@ def test_a_window_keeps_what_later_positions_may_attend_to():
     keys, values = cache.extend(near, ramp(8, 2), -ramp(8, 2))
     assert keys[:, 0, 0, 0].tolist() == [0, 1, 5, 6, 7, 8, 9]
     assert torch.equal(values, -keys)
-    size = cache.elements
+    size = cache.bytes
     for start in range(10, 40):
         cache.extend(near, ramp(start, 1), ramp(start, 1))
-        assert cache.elements == size == 2 * 5 * 2 * 3
+        assert cache.bytes == size == 2 * 5 * 2 * 3 * 8
     with pytest.raises(ConfigError, match="must be at least 41"):
         cache.extend(near, ramp(40, 1), ramp(40, 1))
     cache.extend(Attends(1, True), ramp(0, 1), ramp(0, 1))
-    assert cache.elements == size + 2 * 40 * 2 * 3
+    assert cache.bytes == size + 2 * 40 * 2 * 3 * 8
 
 
 def test_a_long_prompt_is_not_kept_by_a_view_of_its_end():

@@ -72,9 +72,9 @@ def test_the_bytes_of_a_cache_are_those_of_small_vectors_and_rotated_keys():
     with torch.inference_mode():
         staged.logits(Batch(torch.tensor([[5, 17, 3], [1, 2, 3]]), places=Places(range(3))), cache)
     layers, positions, sequences, of_a_token, size = 2, 20, 2, 10 + 4, 4
-    assert cache.elements * size == layers * positions * sequences * of_a_token * size == 4480
+    assert cache.bytes == layers * positions * sequences * of_a_token * size == 4480
     plain = StagedModel.whole(build(LLAMA.model_copy(update={"num_query_groups": 4})))
     keys = plain.new_cache(20)
     with torch.inference_mode():
         plain.logits(Batch(torch.tensor([[5, 17, 3], [1, 2, 3]]), places=Places(range(3))), keys)
-    assert keys.elements * size == 2 * 20 * 2 * (2 * 4 * 8) * 4 == 20480
+    assert keys.bytes == 2 * 20 * 2 * (2 * 4 * 8) * 4 == 20480

@@ -52,4 +52,4 @@ def test_what_a_mixer_remembers_does_not_grow():
     each = b * ((WIDTH - 1) * (channels + 2 * 2 * n) + channels * n)
     assert sizes == [[each, each]] * 3
     keys_and_values = 2 * 40 * b * 4 * 8
-    assert cache.elements == keys_and_values + 2 * each
+    assert cache.bytes == 4 * (keys_and_values + 2 * each)

@@ -27,7 +27,7 @@ SHIFTED = GPT2.model_copy(update={"position_embedding_type": "alibi", "softmax_t
 
 
 def shared(config, ranks: int, tp: int, **how) -> list:
-    """The tokens on each rank, and how many elements each keeps."""
+    """The tokens on each rank, and how many bytes each keeps."""
     world, grid = ThreadWorld(ranks * tp), ProcessGrid(cp=ranks, tp=tp)
 
     def work(rank: int):
@@ -38,7 +38,7 @@ def shared(config, ranks: int, tp: int, **how) -> list:
         make = staged.new_cache
         staged.new_cache = lambda length: caches.append(SharedCache(staged.sharers, 2)) or caches[-1]
         assert isinstance(make(5), SharedCache)
-        return generate(staged, PROMPTS, max_new_tokens=9, sampling=Sampling(), **how), caches[0].elements
+        return generate(staged, PROMPTS, max_new_tokens=9, sampling=Sampling(), **how), caches[0].bytes
 
     return world.run(work)
 
@@ -56,8 +56,8 @@ def test_the_tokens_are_those_of_one_rank(config, ranks, tp, chunk):
 
 
 def test_each_rank_keeps_its_share():
-    whole = 2 * 2 * len(PROMPTS) * (14 + 8) * GPT2.hidden_size  # keys and values of two layers
-    kept = [elements for _, elements in shared(GPT2, 2, 1)]
+    whole = 2 * 2 * len(PROMPTS) * (14 + 8) * GPT2.hidden_size * 4  # keys and values of two layers
+    kept = [size for _, size in shared(GPT2, 2, 1)]
     assert sum(kept) == whole
     assert max(kept) <= whole / 2 * 1.1
 

@@ -222,7 +222,7 @@ def test_generation_keeps_the_small_vectors_alone(first, rank):
         parts += [built(x[i : i + 1], inputs_of(config, i, i + 1, core))[0] for i in range(first, S)]
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-6, atol=1e-6)
     of_a_token = rank + config.qk_pos_emb_head_dim
-    assert cache.elements * x.element_size() == 16 * B * of_a_token * 8
+    assert cache.bytes == 16 * B * of_a_token * 8
     heads = config.num_attention_heads * (config.head_dim + config.v_head_dim)
     assert heads == 60  # a cache of keys and values would hold so many numbers of a token
 
@@ -242,12 +242,12 @@ def test_ranks_may_share_the_cache():
         with torch.inference_mode():
             parts = [built(x[:5], inputs_of(config, 0, 5, core))[0]]
             parts += [built(x[i : i + 1], inputs_of(config, i, i + 1, core))[0] for i in range(5, S)]
-        return torch.cat(parts), whole, cache.elements
+        return torch.cat(parts), whole, cache.bytes
 
     results = world.run(work)
     for parts, whole, _ in results:
         torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)
-    assert sum(elements for _, _, elements in results) == S * B * 14
+    assert sum(size for *_, size in results) == S * B * 14 * 8
 
 
 def _filled(config: ModelConfig, context: ParallelContext) -> LatentAttention:

@@ -72,6 +72,25 @@ def test_codes_are_those_of_the_plain_algorithm(bits, group, columns, by_activit
     assert squared_error(wrong, gram) < 0.8 * squared_error(rounded, gram)
 
 
+def test_codes_are_those_of_optimal_brain_quantization_in_order():
+    """By the definition that GPTQ solves faster (Frantar & Alistarh 2022): no Cholesky factor anywhere.
+
+    After each column, those left take the change that keeps the outputs nearest, by the inverse of their own
+    products.
+    """
+    weight, gram = layer(6, 40, seed=4)
+    made = Gptq()("w", weight, gram, Grid(4, None, torch.float64))
+    scale = weight.abs().amax(1) / 7.5
+    damped = gram + 0.01 * gram.diagonal().mean() * torch.eye(40, dtype=torch.float64)
+    left, codes = weight.clone(), []
+    for i in range(40):
+        inverse = torch.linalg.inv(damped[i:, i:])
+        codes.append((left[:, i] / scale).round().clamp(-8, 7))
+        wrong = left[:, i] - codes[-1] * scale
+        left[:, i:] -= torch.outer(wrong / inverse[0, 0], inverse[0])
+    assert torch.equal(made.codes.double(), torch.stack(codes, 1))
+
+
 def test_a_factor_of_the_products_changes_nothing():
     weight, gram = layer(5, 32)
     first, second = (Gptq()("w", weight, gram * factor, Grid(4, 8)) for factor in (1.0, 2.0**-20))

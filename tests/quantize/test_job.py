@@ -233,6 +233,16 @@ def test_models_that_cannot_be_quantized(llama, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_a_model_is_not_quantized_twice(llama, tmp_path):
+    quantized(llama, tmp_path / "once", Recipe.of("W8", "rtn"))
+    with (
+        BlockModel.opened(str(tmp_path / "once"), torch.device("cpu")) as model,
+        pytest.raises(ConfigError, match="must be in full precision, but has weights of 8 bits already"),
+    ):
+        quantize(model, Recipe.of("W4", "rtn", 16), (None, None), tmp_path / "twice", solo_context())
+    assert not (tmp_path / "twice").exists()
+
+
 def test_a_weight_that_is_not_finite_is_refused_by_name(llama, tmp_path, monkeypatch):
     build = BlockModel.block
 

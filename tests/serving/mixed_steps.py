@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megazero.inference.staged import StagedModel
 from megazero.models.batch import Batch, Places
+from megazero.serving.coded_pages import CodedPages
 from megazero.serving.page_buffers import PageBuffers, Ragged
 
 
@@ -20,7 +21,8 @@ def scores(
     needed = [-(-len(text) // page) for text in texts]
     numbers = rng.sample(range(sum(needed) + 3), sum(needed))
     tables = [tuple(numbers.pop() for _ in range(count)) for count in needed]
-    buffers, done = PageBuffers(sum(needed) + 3, page), [0] * len(texts)
+    made = CodedPages if model.coded_cache else PageBuffers
+    buffers, done = made(sum(needed) + 3, page), [0] * len(texts)
     parts: list[list[Tensor]] = [[] for _ in texts]
     with torch.inference_mode():
         while live := [i for i, text in enumerate(texts) if done[i] < len(text)]:

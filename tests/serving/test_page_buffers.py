@@ -74,14 +74,3 @@ def test_any_steps_give_attention_over_the_whole_sequence(case, page):
             if case != "softcap" and available()
             else torch.allclose(got, one, atol=1e-6)
         )
-
-
-def test_a_page_is_copied_in_all_layers():
-    buffers = PageBuffers(4, 16)
-    for layer in (0, 5):
-        buffers.write(layer, torch.arange(16, 32), heads(16, 2, 8, layer)[:, 0], heads(16, 1, 6, 9)[:, 0])
-    buffers.copy_page(1, 3)
-    for layer in (0, 5):
-        for copied, source in zip(buffers.read(layer, (3,), 16), buffers.read(layer, (1,), 16), strict=True):
-            assert torch.equal(copied, source)
-            assert copied.any()

@@ -75,8 +75,10 @@ def facts_of(reader: HFReader, tokenizer: TokenizerConfig | None = None) -> dict
     """The facts of a checkpoint of a Hugging Face model; the tokenizer is the folder's by default."""
     description = reader.description
     tokenizer = tokenizer or TokenizerConfig(**tokenizer_settings(reader.folder, description.vocab_size))
+    few_bits = {} if description.compression is None else {"weight_bits": description.compression.bits}
     return {
         "kind": KIND,
+        **few_bits,
         "converted_from": {"architecture": description.architecture.name, "dtype": description.dtype},
         "model": {**description.model.model_dump(mode="json"), "vocab_size": description.vocab_size},
         "vocab_size": description.vocab_size,
