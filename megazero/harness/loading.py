@@ -24,7 +24,6 @@ from megazero.models.batch import Batch, MicroBatch
 from megazero.models.chunk import ModelChunk
 from megazero.models.language_model import LanguageModel
 from megazero.mpu.context import ParallelContext
-from megazero.mpu.grid import layout_words
 from megazero.mpu.launch import Launch, leave, reporting
 from megazero.train.resume.trained import AxisSizes, load_for_inference
 
@@ -76,11 +75,6 @@ class Job:
     def leads(self) -> bool:
         """Whether this is the first rank, which asks."""
         return self.context.rank == 0
-
-    @property
-    def layout(self) -> str:
-        """The layout, in words."""
-        return layout_words(self.context.grid)
 
     def followed(self) -> str:
         """Answer with the first rank until it closes, and leave; return its problem, "" for none."""

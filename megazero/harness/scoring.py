@@ -134,10 +134,6 @@ class Scorer:
                 scores[work[place]] = Score(logprob, greedy)
         return scores
 
-    def rolling(self, texts: Sequence[Ids], prefix: int) -> list[float]:
-        """The log-likelihood of each whole text after the token `prefix`; errors as for `score`."""
-        return rolling(self.score, texts, prefix, self.max_length)
-
     def _check(self, number: int, context: Ids, continuation: Ids) -> None:
         if not context:
             raise DataError(

@@ -12,7 +12,7 @@ import torch
 from megazero.config.derive import PipelineShape
 from megazero.errors import ConfigError, DataError
 from megazero.harness.packing import pack
-from megazero.harness.scoring import Scorer, rolling_windows
+from megazero.harness.scoring import Scorer, rolling, rolling_windows
 from megazero.inference.staged import StagedModel
 from megazero.models.batch import Batch
 from megazero.mpu.context import solo_context, thread_context
@@ -180,7 +180,7 @@ def test_a_long_text_is_scored_in_windows():
     text = [(7 * i) % 53 for i in range(61)]
     scorer = Scorer(staged, solo_context(), max_length=16)
     expected = sum(literal(model, *pair, 16)[0] for pair in rolling_windows(text, 0, 16))
-    assert scorer.rolling([text, [], text[:1]], 0) == pytest.approx(
+    assert rolling(scorer.score, [text, [], text[:1]], 0, scorer.max_length) == pytest.approx(
         [expected, 0.0, literal(model, [0], text[:1], 16)[0]], rel=1e-5
     )
 

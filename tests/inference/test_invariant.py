@@ -58,6 +58,16 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_rows(sizes, dtype, threa
         torch.set_num_threads(before)
 
 
+def test_rows_of_a_long_product_have_the_same_bits_wherever_its_blocks_end():
+    """Rows are computed 192 at a time, and depth in blocks of like sizes up to 512."""
+    product, weight, x = OrderedProduct(), drawn(20, 1100), drawn(400, 1100)
+    with torch.inference_mode():
+        every = product(x, weight, None)
+        for start, stop in ((0, 1), (0, 192), (100, 300), (190, 194), (191, 400), (399, 400)):
+            assert torch.equal(product(x[start:stop].clone(), weight, None), every[start:stop])
+    assert torch.allclose(every.double(), x.double() @ weight.double().t(), atol=2e-4)
+
+
 @over_table("name", ["BASELINE", "AVX2", "AVX512"])
 def test_every_instruction_set_sums_in_order(name):
     """On integers all are exact; what a processor lacks falls back."""

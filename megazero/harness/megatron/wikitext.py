@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from megazero.data.tokenizers.base import Tokenizer
 from megazero.errors import ConfigError, DataError
 from megazero.harness.megatron.detokenize import detokenize
-from megazero.harness.scoring import Scorer
+from megazero.harness.scoring import Scorer, rolling
 from megazero.harness.text import HarnessTokenizer
 
 
@@ -43,7 +43,7 @@ def report(content: str, path: str, tokenizer: Tokenizer, stride: int, scorer: S
     if tokenizer.eod is None:
         return [*lines, f"no figures of lm-evaluation-harness: {tokenizer.name} has no token to begin with"]
     theirs = HarnessTokenizer(tokenizer)
-    loss = -scorer.rolling([theirs.encode(text)], theirs.prefix)[0]
+    loss = -rolling(scorer.score, [theirs.encode(text)], theirs.prefix, scorer.max_length)[0]
     words, size = len(re.split(r"\s+", content)), len(content.encode())
     return [
         *lines,

@@ -10,7 +10,7 @@ import torch
 
 from megazero.config.derive import PipelineShape
 from megazero.harness.megatron.wikitext import overlapping
-from megazero.harness.scoring import Scorer
+from megazero.harness.scoring import Scorer, rolling
 from megazero.inference.staged import StagedModel
 from megazero.models.batch import Batch
 from megazero.models.gpt import GPT
@@ -76,7 +76,7 @@ def test_megatron_and_the_harness_agree_where_their_rules_do():
 
     def both(tokens: list[int]) -> list[float]:
         megatron = sum(score.logprob for score in scorer.score(list(overlapping([256, *tokens], s, s))))
-        return [megatron, *scorer.rolling([tokens], 256)]
+        return [megatron, *rolling(scorer.score, [tokens], 256, scorer.max_length)]
 
     megatron, harness = both(tokens)
     assert megatron == pytest.approx(harness, rel=1e-6)
