@@ -38,7 +38,7 @@ def scored(model: StagedModel[Batch], texts: list[list[int]], page: int) -> tupl
 
     def listen(event: object) -> None:
         if isinstance(event, PromptScores):
-            losses.extend(-token.logprob for token in event.tokens if token is not None)
+            losses.extend(-(token.logprob or 0.0) for token in event.tokens if token is not None)
 
     engine.submit([Wanted(tuple(text), 0, prompt_logprobs=0) for text in texts], [listen] * len(texts))
     engine.run()
