@@ -106,7 +106,7 @@ class AnswerTask(TrainingTask, Generic[M]):
 
         def feed(samples: EpochSamples | None, epochs: int, seed: int | None) -> Feed[M] | None:
             collate = self.collate(config, vocabulary.size, context, seed)
-            return samples and feed_of(config, context, samples, collate, epochs, seed)
+            return None if samples is None else feed_of(config, context, samples, collate, epochs, seed)
 
         train = feed(splits.train, config.finetune.epochs, resumed.stream_seed)
         valid = feed(splits.valid, 1, None)
