@@ -19,13 +19,14 @@ from tests.data.conversations.tokenizer import byte_level, write_folder
 
 LENGTH = 48
 MODEL = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --init-method-std 0.1 --max-position-embeddings "
-    f"{LENGTH} --normalization RMSNorm --activation swiglu --disable-bias-linear --position-embedding-type rope "
-    "--hidden-dropout 0 --attention-dropout 0"
+    f"--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings {LENGTH} "
+    "--normalization RMSNorm --activation swiglu --disable-bias-linear --position-embedding-type rope "
+    "--init-method-std 0.1 --hidden-dropout 0 --attention-dropout 0"
 )
 STEP = (
-    f"--seq-length {LENGTH} --micro-batch-size 1 --global-batch-size 4 --lr 2e-3 --lr-warmup-fraction 0.1 "
-    "--adam-eps 1e-4 --log-interval 1000 --num-workers 0 --tokenizer-type HFTokenizer --tokenizer-model {folder}"
+    "--tokenizer-type HFTokenizer --tokenizer-model {folder} --num-workers 0 --log-interval 1000 --lr 2e-3 "
+    f"--lr-warmup-fraction 0.1 --adam-eps 1e-4 --seq-length {LENGTH} --micro-batch-size 1 "
+    "--global-batch-size 4"
 )
 WORDS = ("What", "is", "the", "capital", "of", "France", "?", "Paris", "Rome", "Italy", "thank", "you")
 TASKS = {
@@ -36,7 +37,10 @@ TASKS = {
 
 def turns(*texts: str) -> list[dict[str, str]]:
     """Messages of a user and an assistant in turns."""
-    return [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), texts)]  # noqa: B905
+    return [
+        {"role": role, "content": text}
+        for text, role in zip(texts, islice(cycle(("user", "assistant")), len(texts)), strict=True)
+    ]
 
 
 def make_files(folder: Path) -> Path:
@@ -48,7 +52,10 @@ def make_files(folder: Path) -> Path:
         return " ".join(islice(cycle(rng.sample(WORDS, len(WORDS))), rng.randint(least, most)))
 
     for name, count in (("chats", 15), ("more", 5)):
-        rows = [turns(words(1, 5), words(1, 6), *((words(1, 2), words(1, 3)) if i % 3 == 0 else ())) for i in range(count)]
+        rows = [
+            turns(words(1, 5), words(1, 6), *((words(1, 2), words(1, 3)) if i % 3 == 0 else ()))
+            for i in range(count)
+        ]
         write(folder / f"{name}.jsonl", [{"messages": row} for row in rows])
     for name, count in (("pairs", 9), ("valid", 5)):
         rows = []
@@ -58,7 +65,9 @@ def make_files(folder: Path) -> Path:
                 rows.append({"chosen": turns(question, one), "rejected": turns(question, other)})
             elif i % 3 == 1:
                 answers = ([{"role": "assistant", "content": text}] for text in (one, other))
-                rows.append({"prompt": turns(question), **dict(zip(("chosen", "rejected"), answers, strict=True))})
+                rows.append(
+                    {"prompt": turns(question), **dict(zip(("chosen", "rejected"), answers, strict=True))}
+                )
             else:
                 rows.append({"prompt": question + " ", "chosen": one, "rejected": other, "margin": 1.5})
         write(folder / f"{name}.jsonl", rows)
