@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+from copy import deepcopy
 from itertools import cycle, islice
 from pathlib import Path
 
 from megazero.config.resolve import parse_config
 from megazero.config.tree.config import Config
+from megazero.data.conversations.answers import load_for_templates
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.launch import grid_of
 from megazero.mpu.thread_group import ThreadWorld
-from megazero.post_training.run import post_train_on
+from megazero.post_training.run import post_train_on, read_task
 from megazero.train.folders import read_folder
 from tests.data.conversations.templates import CHATML
 from tests.data.conversations.tokenizer import byte_level, write_folder
@@ -32,6 +34,8 @@ WORDS = ("What", "is", "the", "capital", "of", "France", "?", "Paris", "Rome", "
 TASKS = {
     "chat": "--task chat --train-data {folder}/chats.jsonl --valid-data {folder}/more.jsonl",
     "preference": "--task preference --train-data {folder}/pairs.jsonl --valid-data {folder}/valid.jsonl",
+    "only chat": "--task chat --train-data {folder}/chats.jsonl",
+    "only preference": "--task preference --train-data {folder}/pairs.jsonl",
 }
 
 
@@ -45,7 +49,7 @@ def turns(*texts: str) -> list[dict[str, str]]:
 
 def make_files(folder: Path) -> Path:
     """A tokenizer with a chat template, conversations, and pairs of answers of every form."""
-    write_folder(folder, byte_level(), CHATML, eos="<|im_end|>")
+    load_for_templates(str(write_folder(folder, byte_level(), CHATML, eos="<|im_end|>")))  # before threads
     rng = random.Random(0)
 
     def words(least: int, most: int) -> str:
@@ -92,11 +96,12 @@ def run(folder: Path, task: str, *flags: object, ranks: int = 1) -> tuple[list[d
     """Train on ranks as threads; the records of all steps and of all evaluations so far."""
     metrics = () if "--metrics-jsonl" in flags else ("--metrics-jsonl", folder / "m.jsonl")
     config = config_of(folder, task, *flags, *metrics, ranks=ranks)
+    task = read_task(config)  # once, as templates are not for several threads
     if ranks == 1:
-        post_train_on(config, solo_context())
+        post_train_on(config, solo_context(), task)
     else:
         world, grid = ThreadWorld(ranks), grid_of(config.parallel, ranks)
-        world.run(lambda rank: post_train_on(config, thread_context(world, grid, rank)))
+        world.run(lambda rank: post_train_on(config, thread_context(world, grid, rank), deepcopy(task)))
     path = Path(config.logging.metrics_jsonl)
     return tuple(
         [json.loads(line) for line in place.read_text().splitlines()] if place.exists() else []
