@@ -17,6 +17,7 @@ from megazero.account.profilers.build import profiler_of
 from megazero.checkpoint.disk import Disk
 from megazero.config.tree.config import Config
 from megazero.layers.state_space.library import scan_remarks
+from megazero.models.objective import Objective
 from megazero.mpu.agreement import agree
 from megazero.mpu.context import ParallelContext
 from megazero.spec.resolve import model_spec
@@ -43,6 +44,10 @@ from megazero.train.step.state import TrainState
 
 class TrainingTask(Protocol):
     """Everything in which pretraining and fine-tuning differ. Every rank calls all methods."""
+
+    def objective(self, config: Config) -> Objective | None:
+        """The objective that replaces the model's own loss; None to train with that."""
+        return None
 
     def begin(
         self, config: Config, context: ParallelContext, vocab_size: int, engine: Engine
@@ -139,7 +144,7 @@ def assemble(
     config = config.model_copy(update={"tokenizer": config.tokenizer.located()})
     profiler = profiler_of(config, joined)
     context = profiler.watched(joined)
-    build = partial(build_model, vocabulary, context)
+    build = partial(build_model, vocabulary, context, objective=task.objective(config))
     begin = partial(task.begin, config, context, vocabulary.size)
     resumed = resume(config, context, vocabulary.size, build, begin)
     config, engine, plan, state = resumed.config, resumed.engine, resumed.training_plan, resumed.state

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,7 @@ from megazero.layers.fp8 import Fp8State, use_fp8
 from megazero.layers.graphed import CudaGraphs, graph_layers
 from megazero.layers.initialize import initialize_parameters
 from megazero.layers.linear import sum_in_products
+from megazero.models.objective import Objective, ObjectiveChunk
 from megazero.moe.loads import RouterLoads
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.param_spec import spec_of
@@ -24,6 +25,7 @@ from megazero.ops.product_sum import working_blas
 from megazero.optim.build import build_update_rule
 from megazero.optim.loss_scaler import build_loss_scaler
 from megazero.optim.schedule import UpdateSchedule
+from megazero.pipeline.chunk import Chunk
 from megazero.pipeline.executor import Executor
 from megazero.train.parts.chunks import Chunks, build_chunks, programs_of
 from megazero.train.parts.vocabulary import Vocabulary
@@ -62,10 +64,14 @@ def build_engine(
     chunks: Chunks,
     context: ParallelContext,
     teacher: Teacher | None = None,
+    objective: Objective | None = None,
 ) -> Engine:
     """Build the engine of this rank's chunks, with optimizer, loss scale and schedules.
 
     Parameters on the meta device are allocated and initialized here, unit by unit.
+
+    Args:
+        objective: what to minimize instead of the model's own loss.
     """
     check_device(config, context.device)
     distillation = Distillation.of(config.distillation, chunks, teacher)
@@ -98,7 +104,10 @@ def build_engine(
     graphed = config.acceleration.compile or config.acceleration.cuda_graph
     if not graphed and (blas := working_blas(context.device)) is not None:
         sum_in_products(blocks, sharding.collect, blas)
-    executor = Executor(distillation.beside(chunks), context.pp, sharding, context.device)
+    run: Mapping[int, Chunk[Any]] = distillation.beside(chunks)
+    if objective is not None:
+        run = {number: ObjectiveChunk.of(chunk, objective) for number, chunk in chunks.items()}
+    executor = Executor(run, context.pp, sharding, context.device)
     engine = Engine(
         executor,
         programs_of(config.zero, PipelineShape.of(config)),
@@ -147,10 +156,14 @@ def check_device(config: Config, device: torch.device) -> None:
 
 
 def build_model(
-    vocabulary: Vocabulary, context: ParallelContext, config: Config, training_plan: TrainingPlan
+    vocabulary: Vocabulary,
+    context: ParallelContext,
+    config: Config,
+    training_plan: TrainingPlan,
+    objective: Objective | None = None,
 ) -> Engine:
     """Build this rank's chunks of the configured model, its teacher's if it has one, and their engine."""
     chunks = build_chunks(config, vocabulary, context)
     kd = config.distillation.kd
     teacher = load_teacher(config, training_plan, vocabulary, context) if kd else None
-    return build_engine(config, training_plan, chunks, context, teacher)
+    return build_engine(config, training_plan, chunks, context, teacher, objective)
