@@ -8,6 +8,7 @@ what spans fields. Names are Megatron's wherever Megatron has one.
 from __future__ import annotations
 
 from megazero.config.fim import FimConfig
+from megazero.config.preference.settings import PreferenceConfig
 from megazero.config.tree.acceleration import AccelerationConfig
 from megazero.config.tree.checkpoint import CheckpointConfig
 from megazero.config.tree.curriculum import CurriculumConfig
@@ -49,6 +50,7 @@ class Config(Section):
     training: TrainingConfig = TrainingConfig()
     guards: GuardsConfig = GuardsConfig()
     finetune: FinetuneConfig = FinetuneConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     distillation: DistillationConfig = DistillationConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
     data_sampling: DataSamplingConfig = DataSamplingConfig()

@@ -1,0 +1,5 @@
+"""post_training: chats, preferences and rewards, trained on any layout.
+
+`run` dispatches by task and has what the tasks share; `chat` and `preference` have what differs, `losses`
+the objectives of pairs; `reference` scores pairs with the initial weights, and `files` reads the data.
+"""
