@@ -18,7 +18,7 @@ from megazero.checkpoint.disk import Disk
 from megazero.config.tree.config import Config
 from megazero.formats.hf.save import FolderAtEnd
 from megazero.layers.state_space.library import scan_remarks
-from megazero.models.objective import Objective
+from megazero.models.objective import LossChange
 from megazero.mpu.agreement import agree
 from megazero.mpu.context import ParallelContext
 from megazero.spec.resolve import model_spec
@@ -47,8 +47,8 @@ from megazero.train.step.state import TrainState
 class TrainingTask(Protocol):
     """Everything in which pretraining and fine-tuning differ. Every rank calls all methods."""
 
-    def objective(self, config: Config) -> Objective | None:
-        """The objective that replaces the model's own loss; None to train with that."""
+    def objective(self, config: Config) -> LossChange | None:
+        """What replaces the model's own loss; None to train with that."""
         return None
 
     def begin(

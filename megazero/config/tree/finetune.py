@@ -10,7 +10,6 @@ from megazero.config.condition import config, here, when
 from megazero.config.tree.option import Section, option
 from megazero.config.tree.roles import Role
 
-
 Labelled = Literal[
     "classification", "multiple-choice", "MNLI", "QQP", "QNLI", "SST-2", "CoLA", "MRPC", "RTE", "RACE"
 ]

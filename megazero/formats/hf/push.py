@@ -19,8 +19,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, TCPStore
 
 from megazero.checkpoint.saver import together
 from megazero.errors import CommunicationError
@@ -40,13 +40,11 @@ class Connect(Protocol):
 
 def gloo(host: str, port: int, rank: int, size: int) -> Broadcast:
     """Connect over Gloo. The engine's first rank opens the port."""
-    store = dist.TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=60))
-    group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=600))
+    store = TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=60))
+    group: ProcessGroup = ProcessGroupGloo(store, rank, size, timedelta(seconds=600))
 
     def broadcast(tensor: Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = rank
-        group.broadcast([tensor], options).wait()
+        group.broadcast(tensor, rank).wait()
 
     return broadcast
 
