@@ -12,6 +12,7 @@ from megazero.data.labelled.dataset import EpochOrder
 from megazero.data.preferences.dataset import PairSamples
 from megazero.data.sampler import BatchSampler, SamplerSpec
 from megazero.errors import CheckpointError, ConfigError, DataError
+from megazero.models.objective import LossChange
 from megazero.mpu.context import ParallelContext
 from megazero.post_training.files import encoder_of, read_pairs
 from megazero.post_training.scores import PairBatch, PairCollate, RewardLoss
@@ -46,13 +47,13 @@ def reward_on(config: Config, joined: ParallelContext, disk: Disk | None = None)
     return assemble(config, vocabulary, joined, task, disk).carry_out(task, disk)
 
 
-def completed(config: Config, task: Rewarding, context: ParallelContext) -> Config:
-    """Complete the configuration by the data: one class, global batch and length.
+def completed(config: Config, task: Rewarding, context: ParallelContext, classes: int | None = 1) -> Config:
+    """Complete the configuration by the data: number of classes, global batch and length.
 
     Raises:
         ConfigError: a given setting contradicts the task.
     """
-    if config.model.num_classes not in (None, 1):
+    if config.model.num_classes not in (None, classes):
         raise ConfigError(
             f"`num_classes` must be 1 for a reward model, but is {config.model.num_classes}; leave it out"
         )
@@ -66,7 +67,7 @@ def completed(config: Config, task: Rewarding, context: ParallelContext) -> Conf
         "skip_train": task.train is None,
     }
     sections = {
-        "model": config.model.model_copy(update={"num_classes": 1}),
+        "model": config.model.model_copy(update={"num_classes": classes}),
         "batch": config.batch.model_copy(update={"global_batch_size": batch}),
         "training": config.training.model_copy(update=training),
     }
@@ -84,7 +85,7 @@ class Rewarding(TrainingTask):
         self.train = train
         self.valid = valid
 
-    def objective(self, config: Config) -> RewardLoss:
+    def objective(self, config: Config) -> LossChange:
         return RewardLoss(config.reward)
 
     def begin(

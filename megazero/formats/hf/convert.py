@@ -22,7 +22,7 @@ from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import CheckpointError, DataError
 from megazero.formats.hf.approximation import Approximation
-from megazero.formats.hf.architectures import DECODERS
+from megazero.formats.hf.architectures import DECODERS, SCORERS
 from megazero.formats.hf.config_json import Description, TokenIds, objections
 from megazero.formats.hf.reader import HFReader
 from megazero.formats.hf.tokenizer_files import tokenizer_files, tokenizer_settings
@@ -222,7 +222,8 @@ class ModelFacts:
                 f"the tokenizer of `{where}` must be where it was, or in {where.parent}, but "
                 f"{error} Or name another with `--tokenizer-type`, or leave it out with `--no-tokenizer`"
             ) from error
-        origins = [known for known in DECODERS if known.name == self.converted_from]
+        kinds = {known.model_type for known in DECODERS if known.name == self.converted_from}
+        origins = [known for known in (*DECODERS, *SCORERS) if known.model_type in kinds]
         origin = next((known.name for known in origins if not objections(known, model)), None)
         chosen = architecture or origin
         return ModelFiles(self.tokens or files.tokens, files.files, self.labels, chosen), files.remark
