@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megazero.commands.outputs import output_file
-from megazero.config.resolve import resolve_or_exit
+from megazero.config.resolve import parse_config
 from megazero.config.tree.config import Config
 from megazero.errors import CheckpointError, ConfigError, exit_status
 from megazero.train.folders import read_folder
@@ -45,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
     return exit_status(work)
 
 
-def config_of(flags: argparse.Namespace, rest: Sequence[str]) -> Config:
-    """The configuration of a scoring.
+def config_of(flags: argparse.Namespace, rest: Sequence[str], world_size: int | None = None) -> Config:
+    """The configuration of a scoring on this many ranks, by default those of the environment.
 
     Raises:
         CheckpointError: there is no model in the folder.
@@ -57,13 +57,11 @@ def config_of(flags: argparse.Namespace, rest: Sequence[str]) -> Config:
     stated = read_folder({name: flags.checkpoint})
     if stated is None:
         raise CheckpointError(
-            f"`CKPT` must be a folder with a model, but {flags.checkpoint} has none; check it"
+            f"`CKPT` must be a folder with a model, but {flags.checkpoint} has none; check the path"
         )
     rewards = stated.model.num_classes is not None
     if rewards and flags.per_token:
-        raise ConfigError(
-            "`per_token` must be left out for a reward model, which scores whole answers; do so"
-        )
+        raise ConfigError("`per_token` must be left out for a reward model, which scores whole answers")
     given = ["--load-hf" if hugging_face else "--pretrained-checkpoint", flags.checkpoint]
     given += ["--task", "reward" if rewards else "preference", "--epochs", "0", "--valid-data", flags.data]
-    return resolve_or_exit([*given, "--lr", "0", *rest], "megazero score", read_folder)
+    return parse_config([*given, "--lr", "0", *rest], world_size=world_size, reader=read_folder).config

@@ -26,8 +26,9 @@ from megazero.models.objective import LOGS, AnswerBatch, LossChange, Objective
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
 from megazero.post_training.files import encoder_of
-from megazero.post_training.reward import Rewarding, completed
+from megazero.post_training.reward import RewardTask, with_one_class
 from megazero.post_training.scores import PairCollate, RewardLoss
+from megazero.post_training.task import Splits, completed
 from megazero.train.assemble import Run, assemble
 from megazero.train.observe.evaluation import PeriodicEvaluation
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
@@ -73,9 +74,7 @@ def read_lines(path: str, encoder: ConversationEncoder, length: int) -> list[Sco
             for ids, mask in map(encoder.encode, texts):
                 end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
                 if not 1 < end <= length:
-                    raise BadRow(
-                        f"it must have an answer that ends within {length} tokens, but ends at {end}"
-                    )
+                    raise BadRow(f"its answer must end within {length} tokens, but ends at {end}")
                 rows.append(ids[:end])
                 counted.append(mask[:end])
         except (BadRow, RecursionError) as error:
@@ -97,11 +96,11 @@ class Likelihood(Objective):
         return {"lm": -batch.learnt.weighted(logs).sum()}
 
 
-class Scoring(Rewarding):
+class Scoring(RewardTask):
     """The task of scoring lines; each sample is two rows that need not belong together."""
 
     def __init__(self, lines: Sequence[ScoredLine], out: str, *, per_token: bool):
-        super().__init__(None, None)
+        super().__init__(Splits(None, None))
         self.lines = lines
         self.out = out
         self.per_token = per_token
@@ -109,6 +108,12 @@ class Scoring(Rewarding):
 
     def objective(self, config: Config) -> LossChange:
         return RewardLoss(config.reward) if config.model.num_classes else Likelihood()
+
+    def begin(
+        self, config: Config, context: ParallelContext, vocab_size: int, engine: Engine
+    ) -> tuple[str, ...]:
+        begin = super().begin if config.model.num_classes else super(RewardTask, self).begin
+        return begin(config, context, vocab_size, engine)
 
     def feeds(self, resumed: Resumed, vocabulary: Vocabulary, context: ParallelContext) -> Feeds:
         config = resumed.config
@@ -122,11 +127,9 @@ class Scoring(Rewarding):
     def conclude(self, run: Run, state: TrainState) -> None:
         """Score all lines, and write the file."""
         engine, config = run.resumed.engine, run.resumed.config
-        flat = [(row, mask) for line in self.lines for row, mask in zip(line.rows, line.counted, strict=True)]
-        flat += [(np.zeros(1, np.int64), np.zeros(1, bool))] * (
-            -len(flat) % (2 * self._stride(config, engine))
-        )
-        step, values = 2 * self._stride(config, engine), []
+        flat = [pair for line in self.lines for pair in zip(line.rows, line.counted, strict=True)]
+        step, values = 2 * config.batch.micro_batch_size * engine.context.data.size, []
+        flat += [(np.zeros(1, np.int64), np.zeros(1, bool))] * (-len(flat) % step)
         for start in range(0, len(flat), step):
             values += self._scored(flat[start : start + step], engine, config)
         rows, records = iter(values), []
@@ -146,10 +149,6 @@ class Scoring(Rewarding):
 
         together(context, write if context.rank == 0 else None, f"write {out}")
         run.monitor.message(f"wrote the scores of {len(self.lines)} lines to {out}")
-
-    def _stride(self, config: Config, engine: Engine) -> int:
-        """Samples in a global batch of one micro-batch for each replica."""
-        return config.batch.micro_batch_size * engine.context.data.size
 
     def _scored(
         self, rows: Sequence[tuple[np.ndarray, np.ndarray]], engine: Engine, config: Config
@@ -202,5 +201,6 @@ def score_on(config: Config, joined: ParallelContext, out: str, *, per_token: bo
     (path,) = config.finetune.valid_data
     vocabulary = build_vocabulary(config)
     task = Scoring(read_lines(path, encoder_of(config), config.model.seq_length), out, per_token=per_token)
-    config = completed(config, task, joined, classes=1 if config.finetune.task == "reward" else None)
+    config = with_one_class(config) if config.finetune.task == "reward" else config
+    config = completed(config, task.splits, joined)
     return assemble(config, vocabulary, joined, task).carry_out(task)

@@ -38,7 +38,7 @@ def read_folder(given: Mapping[str, Any]) -> Stated | None:
     stated = _checkpoint(load, given.get("checkpoint.ckpt_step"), given) if load else None
     stated = stated or (_checkpoint(pretrained, None, given) if pretrained else None)
     stated = stated or (_hugging_face(folder, given) if folder else None)
-    if stated is None or given.get("finetune.task") is None:
+    if stated is None or given.get("finetune.task") in (None, "chat", "preference"):
         return stated
     from megazero.train.resume.fit import OF_THE_HEAD
 
