@@ -64,4 +64,6 @@ def config_of(flags: argparse.Namespace, rest: Sequence[str], world_size: int | 
         raise ConfigError("`per_token` must be left out for a reward model, which scores whole answers")
     given = ["--load-hf" if hugging_face else "--pretrained-checkpoint", flags.checkpoint]
     given += ["--task", "reward" if rewards else "preference", "--epochs", "0", "--valid-data", flags.data]
-    return parse_config([*given, "--lr", "0", *rest], world_size=world_size, reader=read_folder).config
+    # A score takes no step, but a configuration has the size and the rate of one.
+    given += ["--lr", "1", "--micro-batch-size", "1"]
+    return parse_config([*given, *rest], world_size=world_size, reader=read_folder).config

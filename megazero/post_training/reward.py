@@ -27,16 +27,16 @@ class RewardTask(AnswerTask[PairBatch]):
         """
         section, encoder, length = config.finetune, encoder_of(config), config.model.seq_length
         paths = (section.train_data if section.epochs else (), section.valid_data)
-        splits = [
+        train, valid = (
             PairSamples(read_pairs(named, encoder, length), length) if named else None for named in paths
-        ]
-        read = [split for split in splits if split is not None]
+        )
+        read = [split for split in (train, valid) if split is not None]
         if config.reward.reward_loss == "per_token" and any(split.pairs.margins.any() for split in read):
             raise DataError(
                 "`margin` must be left out of pairs with --reward-loss per_token, which has none, but is "
                 "there; take pairwise."
             )
-        return cls(Splits(*splits, tuple(line for split in read for line in split.pairs.remarks)))
+        return cls(Splits(train, valid, tuple(line for split in read for line in split.pairs.remarks)))
 
     def objective(self, config: Config) -> LossChange:
         return RewardLoss(config.reward)

@@ -20,7 +20,7 @@ from megazero.data.preferences.pairs import read_pair
 from megazero.data_tools.conversations import lines_of
 from megazero.errors import DataError
 from megazero.loss import LossTerm
-from megazero.models.batch import Columns, TextCollate
+from megazero.models.batch import Columns, MicroBatch, TextCollate
 from megazero.models.classifier import SCORES
 from megazero.models.objective import LOGS, AnswerBatch, LossChange, Objective
 from megazero.mpu.context import ParallelContext
@@ -66,12 +66,11 @@ def read_lines(path: str, encoder: ConversationEncoder, length: int) -> list[Sco
                 raise BadRow(f"it has more than {line >> 20} MiB")
             if not line.strip():
                 continue
-            paired = "chosen" in read_object(line)
-            names, texts = ("score",), (read_row(line),) if not paired else ()
-            if paired:
-                names, texts = ("chosen", "rejected"), read_pair(line)[:2]
+            texts = {"score": read_row(line)} if "chosen" not in read_object(line) else {}
+            if not texts:
+                texts["chosen"], texts["rejected"], _ = read_pair(line)
             rows, counted = [], []
-            for ids, mask in map(encoder.encode, texts):
+            for ids, mask in map(encoder.encode, texts.values()):
                 end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
                 if not 1 < end <= length:
                     raise BadRow(f"its answer must end within {length} tokens, but ends at {end}")
@@ -79,7 +78,7 @@ def read_lines(path: str, encoder: ConversationEncoder, length: int) -> list[Sco
                 counted.append(mask[:end])
         except (BadRow, RecursionError) as error:
             raise DataError(f"{place}: {error}; correct the line, or raise --seq-length.") from error
-        lines.append(ScoredLine(tuple(rows), tuple(counted), names))
+        lines.append(ScoredLine(tuple(rows), tuple(counted), tuple(texts)))
     if not lines:
         raise DataError(f"`data` must hold a conversation or more, but {path} has none; check the file.")
     return lines
@@ -164,8 +163,9 @@ class Scoring(RewardTask):
         collate, samples = self._collate, tuple(range(2 * size))
         if isinstance(collate, PairCollate):
             lengths = np.array([len(ids) for ids, _ in own]).reshape(-1, 2)
-            named = {"lengths": lengths, "answers": 0 * lengths, "margins": np.zeros(size, np.float32)}
-            batch = collate({"tokens": tokens.reshape(size, 2, width), **named}, samples[:size])
+            margins = np.zeros(size, np.float32)
+            arrays = {"tokens": tokens.reshape(size, 2, width), "lengths": lengths, "margins": margins}
+            batch: MicroBatch = collate({**arrays, "answers": 0 * lengths}, samples[:size])
         else:
             assert collate is not None, "`feeds` sets it"
             following = {"labels": np.roll(tokens, -1, 1), "loss_mask": np.roll(counted, -1, 1)}

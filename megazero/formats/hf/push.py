@@ -17,7 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, TCPStore
@@ -41,7 +41,7 @@ class Connect(Protocol):
 def gloo(host: str, port: int, rank: int, size: int) -> Broadcast:
     """Connect over Gloo. The engine's first rank opens the port."""
     store = TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=60))
-    group: ProcessGroup = ProcessGroupGloo(store, rank, size, timedelta(seconds=600))
+    group = cast(ProcessGroup, ProcessGroupGloo(store, rank, size, timedelta(seconds=600)))
 
     def broadcast(tensor: Tensor) -> None:
         group.broadcast(tensor, rank).wait()
