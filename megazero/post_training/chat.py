@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -93,6 +94,9 @@ class ChatSamples(EpochSamples):
 
 class ChatTask(AnswerTask[Batch]):
     """Fine-tuning on conversations."""
+
+    # Conversations that share a row have nothing to do with each other.
+    implied = MappingProxyType({"reset_attention_mask": True, "reset_position_ids": True})
 
     @classmethod
     def read(cls, config: Config) -> ChatTask:
