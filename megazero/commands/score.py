@@ -36,11 +36,11 @@ def main(argv: Sequence[str]) -> int:
 
     def work() -> None:
         config = config_of(flags, rest)
-        from megazero.post_training.score import score_on
+        from megazero.post_training.score import read_lines, score_on
         from megazero.train.process import in_job
 
-        out, per_token = str(flags.out), flags.per_token
-        in_job(config, None, lambda joined: score_on(config, joined, out, per_token=per_token))
+        lines, out, per_token = read_lines(config), str(flags.out), flags.per_token
+        in_job(config, None, lambda joined: score_on(config, joined, lines, out, per_token=per_token))
 
     return exit_status(work)
 

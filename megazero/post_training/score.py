@@ -14,7 +14,6 @@ from torch import Tensor
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.saver import together
 from megazero.config.tree.config import Config
-from megazero.data.conversations.answers import ConversationEncoder
 from megazero.data.conversations.rows import BadRow, read_object, read_row
 from megazero.data.preferences.pairs import read_pair
 from megazero.data_tools.conversations import lines_of
@@ -53,12 +52,13 @@ class ScoredLine:
     names: tuple[str, ...]
 
 
-def read_lines(path: str, encoder: ConversationEncoder, length: int) -> list[ScoredLine]:
-    """Read a file of conversations or pairs of answers; every line is kept.
+def read_lines(config: Config) -> list[ScoredLine]:
+    """Read `--valid-data`, conversations or pairs of answers; every line is kept.
 
     Raises:
-        DataError: a line is neither, has no answer, or more than `length` tokens.
+        DataError: a line is neither, has no answer, or its answer does not end within the sequence length.
     """
+    (path,), encoder, length = config.finetune.valid_data, encoder_of(config), config.model.seq_length
     lines = []
     for place, line in lines_of([path], goes_on=False):
         try:
@@ -187,10 +187,18 @@ class Scoring(RewardTask):
         return [row[: len(ids) - 1] * mask[1:] for row, (ids, mask) in zip(scores, rows, strict=True)]
 
 
-def score_on(config: Config, joined: ParallelContext, out: str, *, per_token: bool = False) -> TrainState:
-    """Score `--valid-data` on a rank that has joined its job, such as a thread of a test.
+def score_on(
+    config: Config,
+    joined: ParallelContext,
+    lines: Sequence[ScoredLine],
+    out: str,
+    *,
+    per_token: bool = False,
+) -> TrainState:
+    """Score lines on a rank that has joined its job, such as a thread of a test.
 
     Args:
+        lines: those of `--valid-data`, see `read_lines`.
         out: the file of JSON lines, in the order of the data: `score`, or `chosen` and `rejected`; it appears
             whole.
         per_token: whether to add each answer token's log-probability, under `score_tokens` and so on.
@@ -198,9 +206,7 @@ def score_on(config: Config, joined: ParallelContext, out: str, *, per_token: bo
     Raises:
         MegazeroError: something that the user has to fix prevents the run.
     """
-    (path,) = config.finetune.valid_data
-    vocabulary = build_vocabulary(config)
-    task = Scoring(read_lines(path, encoder_of(config), config.model.seq_length), out, per_token=per_token)
+    task = Scoring(lines, out, per_token=per_token)
     config = with_one_class(config) if config.finetune.task == "reward" else config
     config = completed(config, task.splits, joined)
-    return assemble(config, vocabulary, joined, task).carry_out(task)
+    return assemble(config, build_vocabulary(config), joined, task).carry_out(task)

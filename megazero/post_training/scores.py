@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from megazero.config.tree.config import Config
 from megazero.data.labelled.dataset import UNKNOWN_LABEL
 from megazero.layers.inputs import Deferred
 from megazero.loss import LossTerm
-from megazero.models.batch import Columns, SampleIndex, tensor_of
+from megazero.models.batch import Columns, MicroBatch, SampleIndex, tensor_of
 from megazero.models.classifier import SCORES, LastTokenClassifier
 from megazero.models.classifier_batch import ClassifierCollate, LabelledBatch
 from megazero.models.objective import LossChange, over_columns
@@ -27,19 +26,20 @@ _PAIRS = "pairs"
 
 
 @dataclass(frozen=True)
-class PairBatch(LabelledBatch):
+class PairBatch(MicroBatch):
     """A micro-batch of `n` pairs; row 2i is the chosen answer of pair i, row 2i + 1 the rejected one.
 
-    With context parallelism, `pooled` are places among this rank's columns.
-
     Attributes:
+        rows: the same as whole rows, with labels [n]: 0, or -1 for a pair that does not count. Its `pooled`
+            are places among this rank's columns.
         here: float32 [2n], 1 for rows whose last token is among this rank's columns, else 0.
         margins: float32 [n], by how much the chosen answer is better.
         shares: float32 [s/cp, n], the weight of each token in its pair's loss; None if last tokens count.
     """
 
-    of_sequences = LabelledBatch.of_sequences | {_PAIRS, "tokens"}
+    of_sequences = MicroBatch.of_sequences | {_PAIRS, "tokens"}
 
+    rows: LabelledBatch
     here: Tensor
     margins: Tensor
     shares: Tensor | None = None
@@ -47,7 +47,11 @@ class PairBatch(LabelledBatch):
     @property
     def counts(self) -> dict[str, float]:
         """The numbers of pairs that count, of tokens and of sequences."""
-        return {**super().counts, _PAIRS: float(self.known)}
+        counts = self.rows.counts
+        return {
+            _PAIRS: float(self.rows.known),
+            **{name: counts[name] for name in ("tokens", "sequences", "micro_batches")},
+        }
 
 
 @dataclass(frozen=True)
@@ -95,10 +99,7 @@ class PairCollate:
         return PairBatch(
             whole.tokens[:, own],
             places=replace(whole.places, token_types=types[:, own]),
-            pooled=tensor_of(pooled, device),
-            labels=whole.labels,
-            known=whole.known,
-            real=whole.real,
+            rows=replace(whole, pooled=tensor_of(pooled, device)),
             here=tensor_of((place >= 0).astype(np.float32), device),
             margins=tensor_of(arrays["margins"], device),
             shares=shares,
@@ -144,7 +145,7 @@ class RewardLoss(LossChange):
     def of_pairs(self, pairs: Tensor, batch: PairBatch) -> dict[str, Tensor]:
         """The sums over pairs of each term that depends on the scores [n, 2] of last tokens."""
         chosen, rejected = pairs.unbind(-1)
-        known = (batch.labels != UNKNOWN_LABEL).float()
+        known = (batch.rows.labels != UNKNOWN_LABEL).float()
         sums = {
             "accuracy": chosen.detach() > rejected.detach(),
             "reward_chosen": chosen.detach(),
@@ -190,15 +191,15 @@ class RewardChunk(Chunk[PairBatch]):
         if student.head is None:
             return ChunkResult(hidden, sums.terms, sums.tallies)
         # Scores are not dropped out, as in TRL and DeepSpeed-Chat.
-        bare: dict[str, Any] = {"places": replace(batch.places, sample_keys=None)}
+        rows = replace(batch.rows, places=replace(batch.places, sample_keys=None))
         if batch.shares is not None:
-            bare["pooled"] = torch.arange(batch.tokens.numel(), device=batch.tokens.device)
-        scores: Tensor = student.head(hidden, replace(batch, **bare), deferred).float().view(-1)
+            rows = replace(rows, pooled=torch.arange(batch.tokens.numel(), device=batch.tokens.device))
+        scores: Tensor = student.head(hidden, rows, deferred).float().view(-1)
         last, terms = scores, dict(sums.terms)
         if batch.shares is not None:
             chosen, rejected = scores.view(len(batch.shares), -1, 2).unbind(-1)
             terms["reward"] = -(F.logsigmoid(chosen - rejected) * batch.shares).sum()
-            last = scores.detach()[batch.pooled]
+            last = scores.detach()[batch.rows.pooled]
         cp = student.placement.groups["cp"]
         pairs = over_columns((last * batch.here)[None], cp).view(-1, 2)
         compared = self.loss.of_pairs(pairs, batch)

@@ -17,7 +17,7 @@ from megazero.formats.hf.convert import convert_to_hf
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.launch import grid_of
 from megazero.mpu.thread_group import ThreadWorld
-from megazero.post_training.score import score_on
+from megazero.post_training.score import read_lines, score_on
 from tests.post_training import samples
 from tests.post_training.samples import LENGTH, make_files, run, write
 
@@ -63,13 +63,16 @@ def scores(folder: Path, checkpoint: Path, data: Path, *flags: object, ranks: in
     per_token = "--per-token" in flags
     argv += [str(flag) for flag in flags if flag != "--per-token"]
     config = config_of(given, argv, world_size=ranks)
+    lines = read_lines(config)
     if ranks == 1:
-        score_on(config, solo_context(), str(out), per_token=per_token)
+        score_on(config, solo_context(), lines, str(out), per_token=per_token)
     else:
         world, grid = ThreadWorld(ranks), grid_of(config.parallel, ranks)
-        world.run(
-            lambda rank: score_on(config, thread_context(world, grid, rank), str(out), per_token=per_token)
-        )
+
+        def work(rank: int) -> None:
+            score_on(config, thread_context(world, grid, rank), lines, str(out), per_token=per_token)
+
+        world.run(work)
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 

@@ -152,7 +152,7 @@ def every_score(chunk, batch) -> torch.Tensor:
     """Scores of all tokens, float64 [n, 2, s], by another way through the same layers."""
     everything = torch.arange(batch.tokens.numel())
     with torch.no_grad():
-        scores = chunk.student.head(chunk.student.hidden(batch), replace(batch, pooled=everything))
+        scores = chunk.student.head(chunk.student.hidden(batch), replace(batch.rows, pooled=everything))
     return scores.double().view(batch.tokens.shape[1], -1, 2).permute(1, 2, 0)
 
 
@@ -204,7 +204,7 @@ def test_per_token_terms_are_deepspeed_chat_s_in_float64():
 def test_the_end_of_a_row_is_its_length_whatever_the_tokens_are():
     """A padding id inside a text is no end, and what pads a row changes nothing."""
     chunk, batch, _ = built("centered")
-    ends = batch.pooled // len(batch.tokens)
+    ends = batch.rows.pooled // len(batch.tokens)
     padded = torch.arange(batch.tokens.shape[1]) > ends[:, None]
     other = replace(batch, tokens=torch.where(padded, 7, batch.tokens))
     assert padded.any()
