@@ -128,7 +128,7 @@ def ours(folder: Path, center: float = 0.0, margins: bool = False):
     pairs = Pairs(np.concatenate(sides), offsets, np.full(2 * PAIRS, 3), given)
     collate = PairCollate.of(config, size, context, None)
     batch = collate(PairSamples(pairs, LONGEST).batch(range(PAIRS)), tuple(range(PAIRS)))
-    run = RewardLoss(config.reward).around(chunk)
+    run = RewardLoss(config.reward).on_chunk(chunk)
     sums = run.run(batch).terms
     loss = sum(term.coefficient * sums[term.name] / batch.counts[term.over] for term in run.terms)
     assert isinstance(loss, torch.Tensor)

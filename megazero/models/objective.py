@@ -44,16 +44,16 @@ class AnswerBatch(Batch):
 
 
 class LossChange(Protocol):
-    """What a run minimizes instead of its model's own loss."""
+    """A loss that a run minimizes instead of its model's own."""
 
-    def around(self, student: nn.Module) -> Chunk[Any]:
+    def on_chunk(self, student: nn.Module) -> Chunk[Any]:
         """The chunk `student`, whose sums are of the other loss; rules refuse models that have none."""
 
 
 class Objective(LossChange, Protocol):
     """A loss of sequences, by the log-probabilities of their labels."""
 
-    def around(self, student: nn.Module) -> ObjectiveChunk:
+    def on_chunk(self, student: nn.Module) -> ObjectiveChunk:
         """Run a GPT's chunk, and hand the log-probability of each label to this objective."""
         return ObjectiveChunk.of(student, self)
 

@@ -163,25 +163,25 @@ class Scoring(RewardTask):
         collate, samples = self._collate, tuple(range(2 * size))
         if isinstance(collate, PairCollate):
             lengths = np.array([len(ids) for ids, _ in own]).reshape(-1, 2)
-            margins = np.zeros(size, np.float32)
-            arrays = {"tokens": tokens.reshape(size, 2, width), "lengths": lengths, "margins": margins}
-            batch: MicroBatch = collate({**arrays, "answers": 0 * lengths}, samples[:size])
+            arrays = {"tokens": tokens.reshape(size, 2, width), "lengths": lengths, "answers": 0 * lengths}
+            arrays["margins"] = np.zeros(size, np.float32)
+            batch: MicroBatch = collate(arrays, samples[:size])
         else:
             assert collate is not None, "`feeds` sets it"
             following = {"labels": np.roll(tokens, -1, 1), "loss_mask": np.roll(counted, -1, 1)}
             text = collate({"tokens": tokens, **following}, samples)
             batch = AnswerBatch(text.tokens, text.targets, places=text.places)
         (outputs,) = engine.evaluate([[batch]]).outputs
-        found = torch.zeros(len(rows), 1 if rewards else width, device=context.device)
+        values = torch.zeros(len(rows), 1 if rewards else width, device=context.device)
         columns = Columns.of(config.parallel, context)
         for output in outputs.values() if context.tp.rank == 0 else ():
             if rewards and columns.rank == 0:
-                found[first : first + 2 * size, 0] = output[SCORES].view(-1)
+                values[first : first + 2 * size, 0] = output[SCORES].view(-1)
             elif not rewards:
                 places = torch.from_numpy(columns.own(np.arange(width)[None])[0]).to(context.device)
-                found[first : first + 2 * size, places] = output[LOGS].t()
-        context.world.all_reduce(found).wait()
-        scores = found.cpu().numpy()
+                values[first : first + 2 * size, places] = output[LOGS].t()
+        context.world.all_reduce(values).wait()
+        scores = values.cpu().numpy()
         if rewards:
             return [*scores]
         return [row[: len(ids) - 1] * mask[1:] for row, (ids, mask) in zip(scores, rows, strict=True)]

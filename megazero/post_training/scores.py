@@ -30,8 +30,8 @@ class PairBatch(MicroBatch):
     """A micro-batch of `n` pairs; row 2i is the chosen answer of pair i, row 2i + 1 the rejected one.
 
     Attributes:
-        rows: the same as whole rows, with labels [n]: 0, or -1 for a pair that does not count. Its `pooled`
-            are places among this rank's columns.
+        rows: the rows with labels [n]: 0, or -1 for a pair that does not count. Its `pooled` are places among
+            this rank's columns.
         here: float32 [2n], 1 for rows whose last token is among this rank's columns, else 0.
         margins: float32 [n], by how much the chosen answer is better.
         shares: float32 [s/cp, n], the weight of each token in its pair's loss; None if last tokens count.
@@ -96,10 +96,12 @@ class PairCollate:
         own = tensor_of(self.columns.own(np.arange(width)[None])[0], device)
         types = whole.places.token_types
         assert types is not None, "labelled rows have types"
+        places = replace(whole.places, token_types=types[:, own])
+        rows = replace(whole, tokens=whole.tokens[:, own], places=places, pooled=tensor_of(pooled, device))
         return PairBatch(
-            whole.tokens[:, own],
-            places=replace(whole.places, token_types=types[:, own]),
-            rows=replace(whole, pooled=tensor_of(pooled, device)),
+            rows.tokens,
+            places=places,
+            rows=rows,
             here=tensor_of((place >= 0).astype(np.float32), device),
             margins=tensor_of(arrays["margins"], device),
             shares=shares,
@@ -134,10 +136,14 @@ class RewardLoss(LossChange):
         """The loss, its centering, and figures that are only reported."""
         center = self.section.center_rewards_coefficient
         centering = (LossTerm("center", center, _PAIRS),) if center else ()
-        told = ("accuracy", "reward_chosen", "reward_rejected")
-        return (LossTerm("reward", 1.0, _PAIRS), *centering, *(LossTerm(name, 0.0, _PAIRS) for name in told))
+        reported = ("accuracy", "reward_chosen", "reward_rejected")
+        return (
+            LossTerm("reward", 1.0, _PAIRS),
+            *centering,
+            *(LossTerm(name, 0.0, _PAIRS) for name in reported),
+        )
 
-    def around(self, student: nn.Module) -> RewardChunk:
+    def on_chunk(self, student: nn.Module) -> RewardChunk:
         """Run a classifier's chunk, and compare the scores of its pairs."""
         assert isinstance(student, LastTokenClassifier), "rewards need the score of a last token"
         return RewardChunk(student, self)
@@ -178,7 +184,7 @@ class RewardChunk(Chunk[PairBatch]):
 
     def input_boundary(self, batch: PairBatch) -> Boundary:
         """The boundary of the wrapped chunk."""
-        return self.student.input_boundary(batch)
+        return self.student.input_boundary(batch.rows)
 
     output_boundary = input_boundary
 
@@ -187,11 +193,11 @@ class RewardChunk(Chunk[PairBatch]):
     ) -> ChunkResult:
         """Compute the hidden states for the next chunk, or with the head the loss terms."""
         student = self.student
-        hidden, sums = student.through(batch, hidden, deferred=deferred)
+        hidden, sums = student.through(batch.rows, hidden, deferred=deferred)
         if student.head is None:
             return ChunkResult(hidden, sums.terms, sums.tallies)
         # Scores are not dropped out, as in TRL and DeepSpeed-Chat.
-        rows = replace(batch.rows, places=replace(batch.places, sample_keys=None))
+        rows = replace(batch.rows, places=replace(batch.rows.places, sample_keys=None))
         if batch.shares is not None:
             rows = replace(rows, pooled=torch.arange(batch.tokens.numel(), device=batch.tokens.device))
         scores: Tensor = student.head(hidden, rows, deferred).float().view(-1)

@@ -48,7 +48,7 @@ class TrainingTask(Protocol):
     """Everything in which pretraining and fine-tuning differ. Every rank calls all methods."""
 
     def objective(self, config: Config) -> LossChange | None:
-        """What replaces the model's own loss; None to train with that."""
+        """The loss that replaces the model's own loss; None to train with that."""
         return None
 
     def begin(

@@ -106,7 +106,7 @@ def build_engine(
         sum_in_products(blocks, sharding.collect, blas)
     run: Mapping[int, Chunk[Any]] = distillation.beside(chunks)
     if objective is not None:
-        run = {number: objective.around(chunk) for number, chunk in chunks.items()}
+        run = {number: objective.on_chunk(chunk) for number, chunk in chunks.items()}
     executor = Executor(run, context.pp, sharding, context.device)
     engine = Engine(
         executor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,10 +103,12 @@ def test_the_loss_of_pairs_is_megazero_s_per_token_loss(program):
     assert float(program.pair_loss(*scores, *tokens, ends)) == pytest.approx(float(wanted), rel=1e-6)
 
 
-def test_more_inference_ranks_than_the_layout_s_are_refused_by_name(program):
+def test_more_inference_ranks_than_the_layout_s_are_refused_by_name(program, monkeypatch):
     from megazero.deepspeed import initialize
     from megazero.errors import ConfigError
 
+    alone = SimpleNamespace(get_world_size=lambda: 1)
+    monkeypatch.setattr(program.deepspeed, "comm", alone, raising=False)
     model = program.llama(program.LlamaForCausalLM)
     config = program.ds_config(3, hybrid=True, inference_tp_size=2)
     with pytest.raises(ConfigError, match="autotp_size"):

@@ -152,7 +152,7 @@ def every_score(chunk, batch) -> torch.Tensor:
     """Scores of all tokens, float64 [n, 2, s], by another way through the same layers."""
     everything = torch.arange(batch.tokens.numel())
     with torch.no_grad():
-        scores = chunk.student.head(chunk.student.hidden(batch), replace(batch.rows, pooled=everything))
+        scores = chunk.student.head(chunk.student.hidden(batch.rows), replace(batch.rows, pooled=everything))
     return scores.double().view(batch.tokens.shape[1], -1, 2).permute(1, 2, 0)
 
 
@@ -206,7 +206,7 @@ def test_the_end_of_a_row_is_its_length_whatever_the_tokens_are():
     chunk, batch, _ = built("centered")
     ends = batch.rows.pooled // len(batch.tokens)
     padded = torch.arange(batch.tokens.shape[1]) > ends[:, None]
-    other = replace(batch, tokens=torch.where(padded, 7, batch.tokens))
+    other = replace(batch, rows=replace(batch.rows, tokens=torch.where(padded, 7, batch.tokens)))
     assert padded.any()
     with torch.no_grad():
         assert torch.equal(chunk.run(batch).outputs[SCORES], chunk.run(other).outputs[SCORES])

@@ -149,7 +149,7 @@ def convert_to_hf(
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the facts of a checkpoint, saved by a run or converted, say of its model.
+    """The model of a checkpoint, saved by a run or converted, by its facts.
 
     Attributes:
         model, vocab_size: the model, and the entries of its vocabulary, without padding.
@@ -204,7 +204,7 @@ class ModelFacts:
     def extras(
         self, model: ModelConfig, section: TokenizerConfig, where: Path, architecture: str | None = None
     ) -> tuple[ModelFiles, str | None]:
-        """What a folder of `model` has besides weights, and the reason why it has no tokenizer.
+        """The files of a folder of `model` besides weights, and the reason why it has no tokenizer.
 
         Args:
             section: the settings of the tokenizer.

@@ -50,8 +50,8 @@ class FolderAtEnd:
             return None
         out = Path(section.save_hf).absolute()
         together(context, partial(check_new, out) if context.rank == 0 else None, f"write {out}")
-        told = {**facts, "config": config.model_dump(mode="json"), "vocab_size": vocab_size}
-        known = ModelFacts.of(told, out)
+        described = {**facts, "config": config.model_dump(mode="json"), "vocab_size": vocab_size}
+        known = ModelFacts.of(described, out)
         extras, _ = known.extras(known.model, known.tokenizer, out)
         architecture = architecture_of(known.model, extras.architecture)
         dtype = DTYPES[section.save_hf_dtype]

@@ -119,7 +119,7 @@ def write_hf(
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """What is written beside a stream of weights.
+    """The files that are written beside a stream of weights.
 
     Attributes:
         architecture: the class in transformers.
