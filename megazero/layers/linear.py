@@ -366,19 +366,10 @@ class ReplicatedLinear(nn.Module):
         placement: ranks, dtype and device.
         std: standard deviation of the initial weight.
         between: whether it lies between hidden states, where it has no bias.
-        biased: whether it has a bias elsewhere.
     """
 
     def __init__(
-        self,
-        name: str,
-        features: int,
-        width: int,
-        placement: Placement,
-        std: float,
-        *,
-        between: bool = False,
-        biased: bool = True,
+        self, name: str, features: int, width: int, placement: Placement, std: float, *, between: bool = False
     ):
         super().__init__()
         normal, partial = InitialValues("normal", std), between and placement.sequence_parallel
@@ -387,7 +378,7 @@ class ReplicatedLinear(nn.Module):
             ParamSpec(f"{name}.weight", (width, features), normal, partial_grad=partial, matrices=matrices)
         )
         self.bias = None
-        if biased and not between:
+        if not between:
             zeros = InitialValues("zeros")
             self.bias = placement.parameter(ParamSpec(f"{name}.bias", (width,), zeros, weight_decay=False))
         self.product: LinearProduct = column_linear

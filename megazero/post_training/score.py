@@ -168,8 +168,8 @@ class Scoring(RewardTask):
             batch: MicroBatch = collate(arrays, samples[:size])
         else:
             assert collate is not None, "`feeds` sets it"
-            following = {"labels": np.roll(tokens, -1, 1), "loss_mask": np.roll(counted, -1, 1)}
-            text = collate({"tokens": tokens, **following}, samples)
+            labels, counts = np.roll(tokens, -1, 1), np.roll(counted, -1, 1)
+            text = collate({"tokens": tokens, "labels": labels, "loss_mask": counts}, samples)
             batch = AnswerBatch(text.tokens, text.targets, places=text.places)
         (outputs,) = engine.evaluate([[batch]]).outputs
         values = torch.zeros(len(rows), 1 if rewards else width, device=context.device)
