@@ -52,6 +52,7 @@ VERBS = (
     Verb("quantize", "write a model in integers of 8 or 4 bits, as transformers and vLLM read it"),
     Verb("report", "write one page that shows runs, or watch them while they go on"),
     Verb("run", "run a script that imports `deepspeed`, with megazero in its place"),
+    Verb("score", "write the log-probabilities or rewards of a file's answers, on any layout"),
     Verb("serve", "answer requests over HTTP, as OpenAI's API, with a trained model on one rank or several"),
     Verb("tune", "look for the layout in which a training is quickest, on paper"),
     Verb("verify", "check that a configuration's layout trains like one process"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -43,8 +43,19 @@ class AnswerBatch(Batch):
         return {**super().counts_of_share(sharers), **shared}
 
 
-class Objective(Protocol):
+class LossChange(Protocol):
+    """A loss that a run minimizes instead of its model's own."""
+
+    def on_chunk(self, student: nn.Module) -> Chunk[Any]:
+        """The chunk `student`, whose sums are of the other loss; rules refuse models that have none."""
+
+
+class Objective(LossChange, Protocol):
     """A loss of sequences, by the log-probabilities of their labels."""
+
+    def on_chunk(self, student: nn.Module) -> ObjectiveChunk:
+        """Run a GPT's chunk, and hand the log-probability of each label to this objective."""
+        return ObjectiveChunk.of(student, self)
 
     @property
     def terms(self) -> tuple[LossTerm, ...]:

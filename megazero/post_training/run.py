@@ -9,6 +9,7 @@ from megazero.mpu.context import ParallelContext
 from megazero.mpu.launch import Launch
 from megazero.post_training.chat import ChatTask
 from megazero.post_training.preference import PreferenceTask
+from megazero.post_training.reward import RewardTask, with_one_class
 from megazero.post_training.task import completed
 from megazero.train.assemble import assemble
 from megazero.train.parts.vocabulary import build_vocabulary
@@ -28,7 +29,7 @@ def post_train(config: Config, launch: Launch | None = None, disk: Disk | None =
     return in_job(config, launch, lambda joined: post_train_on(config, joined, read_task(config), disk))
 
 
-def read_task(config: Config) -> ChatTask | PreferenceTask:
+def read_task(config: Config) -> ChatTask | PreferenceTask | RewardTask:
     """Read the files of the configured task.
 
     Raises:
@@ -38,11 +39,16 @@ def read_task(config: Config) -> ChatTask | PreferenceTask:
         return ChatTask.read(config)
     if config.finetune.task == "preference":
         return PreferenceTask.read(config)
-    raise ConfigError(f"`task` must be chat or preference here, but is {config.finetune.task}")
+    if config.finetune.task == "reward":
+        return RewardTask.read(config)
+    raise ConfigError(f"`task` must be one of answers here, but is {config.finetune.task}")
 
 
 def post_train_on(
-    config: Config, joined: ParallelContext, task: ChatTask | PreferenceTask, disk: Disk | None = None
+    config: Config,
+    joined: ParallelContext,
+    task: ChatTask | PreferenceTask | RewardTask,
+    disk: Disk | None = None,
 ) -> TrainState:
     """Train on a rank that has joined its job, such as a thread of a test.
 
@@ -53,5 +59,7 @@ def post_train_on(
         MegazeroError: as `post_train`.
     """
     vocabulary = build_vocabulary(config)
+    if isinstance(task, RewardTask):
+        config = with_one_class(config)
     config = completed(config, task.splits, joined, **task.implied)
     return assemble(config, vocabulary, joined, task, disk).carry_out(task, disk)

@@ -20,7 +20,7 @@ from megazero.formats.hf.architecture import Architecture
 from megazero.formats.hf.architectures import DECODERS
 from megazero.formats.hf.config_json import architecture_of, objections
 from megazero.formats.hf.packed import BYTES, PACKED, QuantizedWeight, words_of
-from megazero.formats.hf.writer import HFTensor
+from megazero.formats.hf.stream import HFTensor
 from megazero.quantize.blocks import BlockModel
 from megazero.quantize.layers import QuantizedBlock
 from megazero.quantize.recipe import Recipe

@@ -16,8 +16,9 @@ from megazero.account.profiler import ProfiledRun
 from megazero.account.profilers.build import profiler_of
 from megazero.checkpoint.disk import Disk
 from megazero.config.tree.config import Config
+from megazero.formats.hf.save import FolderAtEnd
 from megazero.layers.state_space.library import scan_remarks
-from megazero.models.objective import Objective
+from megazero.models.objective import LossChange
 from megazero.mpu.agreement import agree
 from megazero.mpu.context import ParallelContext
 from megazero.spec.resolve import model_spec
@@ -34,6 +35,7 @@ from megazero.train.parts.attention import attention_remarks
 from megazero.train.parts.chunks import DTYPES
 from megazero.train.parts.families import TokenFlops
 from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.resume.keepers import keepers_of
 from megazero.train.resume.resume import Resumed, resume
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.run_record import begin_record
@@ -45,8 +47,8 @@ from megazero.train.step.state import TrainState
 class TrainingTask(Protocol):
     """Everything in which pretraining and fine-tuning differ. Every rank calls all methods."""
 
-    def objective(self, config: Config) -> Objective | None:
-        """The objective that replaces the model's own loss; None to train with that."""
+    def objective(self, config: Config) -> LossChange | None:
+        """The loss that replaces the model's own loss; None to train with that."""
         return None
 
     def begin(
@@ -94,6 +96,7 @@ class Run:
         meters: measures its steps.
         monitor: receives all metrics and messages.
         snapshots: saves it; None if nothing is saved.
+        folder: gets the trained weights; None without `--save-hf`.
     """
 
     resumed: Resumed
@@ -101,6 +104,7 @@ class Run:
     meters: Meters
     monitor: Monitor
     snapshots: Snapshots | None = None
+    folder: FolderAtEnd | None = None
 
     def carry_out(self, task: TrainingTask, disk: Disk | None = None) -> TrainState:
         """Train, evaluate and conclude; `disk` writes what the task saves."""
@@ -112,6 +116,10 @@ class Run:
             else:
                 evaluations.at_the_end(state)
             if not trains or state.iteration >= resumed.training_plan.end.iteration:
+                if self.folder is not None and trains:
+                    parts = [part for keeper in keepers_of(resumed.engine, ()) for part in keeper.parts()]
+                    self.folder.write(parts, resumed.engine.context, state.iteration, disk)
+                    self.monitor.message(f"wrote the weights for transformers to {self.folder.out}")
                 task.conclude(self, state)  # not if it stopped early: the next job continues it
             self.meters.profiler.conclude()
         finally:
@@ -174,6 +182,7 @@ def assemble(
             seed = resumed.stream_seed
             run.snapshots = Snapshots(config, plan, engine, context, vocabulary.size, seed, disk)
             run.snapshots.note(task.facts())
+        run.folder = FolderAtEnd.of(config, vocabulary.size, task.facts(), context)
         # After the folder is locked, and over groups that are not profiled.
         monitor.members += begin_record(meters, joined.world, state.progress)
     except BaseException:

@@ -17,7 +17,7 @@ from megazero.layers.fp8 import Fp8State, use_fp8
 from megazero.layers.graphed import CudaGraphs, graph_layers
 from megazero.layers.initialize import initialize_parameters
 from megazero.layers.linear import sum_in_products
-from megazero.models.objective import Objective, ObjectiveChunk
+from megazero.models.objective import LossChange
 from megazero.moe.loads import RouterLoads
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.param_spec import spec_of
@@ -64,7 +64,7 @@ def build_engine(
     chunks: Chunks,
     context: ParallelContext,
     teacher: Teacher | None = None,
-    objective: Objective | None = None,
+    objective: LossChange | None = None,
 ) -> Engine:
     """Build the engine of this rank's chunks, with optimizer, loss scale and schedules.
 
@@ -106,7 +106,7 @@ def build_engine(
         sum_in_products(blocks, sharding.collect, blas)
     run: Mapping[int, Chunk[Any]] = distillation.beside(chunks)
     if objective is not None:
-        run = {number: ObjectiveChunk.of(chunk, objective) for number, chunk in chunks.items()}
+        run = {number: objective.on_chunk(chunk) for number, chunk in chunks.items()}
     executor = Executor(run, context.pp, sharding, context.device)
     engine = Engine(
         executor,
@@ -160,7 +160,7 @@ def build_model(
     context: ParallelContext,
     config: Config,
     training_plan: TrainingPlan,
-    objective: Objective | None = None,
+    objective: LossChange | None = None,
 ) -> Engine:
     """Build this rank's chunks of the configured model, its teacher's if it has one, and their engine."""
     chunks = build_chunks(config, vocabulary, context)

@@ -33,6 +33,7 @@ STEP = (
 WORDS = ("What", "is", "the", "capital", "of", "France", "?", "Paris", "Rome", "Italy", "thank", "you")
 TASKS = {
     "chat": "--task chat --train-data {folder}/chats.jsonl --valid-data {folder}/more.jsonl",
+    "reward": "--task reward --train-data {folder}/pairs.jsonl --valid-data {folder}/valid.jsonl",
     "preference": "--task preference --train-data {folder}/pairs.jsonl --valid-data {folder}/valid.jsonl",
     "only chat": "--task chat --train-data {folder}/chats.jsonl",
     "only preference": "--task preference --train-data {folder}/pairs.jsonl",

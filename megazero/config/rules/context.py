@@ -7,6 +7,7 @@ import math
 from megazero.config.derive import sequence_multiple
 from megazero.config.fields import paths
 from megazero.config.rules.rule import Case, rule
+from megazero.config.tree.finetune import OF_ANSWERS
 
 _FINETUNE, _MODEL, _PARALLEL, _SKIPPING = paths.finetune, paths.model, paths.parallel, paths.skipping
 
@@ -79,5 +80,5 @@ def random_ltd_attends_to_all_it_keeps(case: Case) -> bool:
 
 @rule((_SIZE, _FINETUNE.task), "leave out `--context-parallel-size`: samples of other tasks are short")
 def finetuning_shares_no_sequences(case: Case) -> bool:
-    """`context_parallel_size` must be 1 for fine-tuning on a task other than chat and preference"""
-    return not _shared(case) or case.config.finetune.task in (None, "chat", "preference")
+    """`context_parallel_size` must be 1 for fine-tuning on labelled samples"""
+    return not _shared(case) or case.config.finetune.task in (None, *OF_ANSWERS)

@@ -47,6 +47,11 @@ class CheckpointConfig(Section):
     )
     """where --load or --load-hf has a dense model, begin experts from it: each is a copy of the MLP whose
     place it takes"""
+    save_hf: str | None = option(None, roles=Role.LOCAL | Role.OUTPUT)
+    """new folder that gets the trained weights where the training ends, as transformers reads them, with a
+    version and a hash of each"""
+    save_hf_dtype: Literal["float32", "bfloat16", "float16"] = option("float32", needs=here.save_hf)
+    """type of the weights in --save-hf"""
     save_interval: Interval = option(None, unit="iterations", idle_without=_UNSAVED)
     """iterations between checkpoints; default, and with 0: one where the run ends, and no other"""
     save_retain_interval: PositiveInt | None = option(None, unit="iterations", idle_without=_UNSAVED)

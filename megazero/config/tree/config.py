@@ -8,6 +8,7 @@ what spans fields. Names are Megatron's wherever Megatron has one.
 from __future__ import annotations
 
 from megazero.config.fim import FimConfig
+from megazero.config.preference.rewards import RewardConfig
 from megazero.config.preference.settings import PreferenceConfig
 from megazero.config.tree.acceleration import AccelerationConfig
 from megazero.config.tree.checkpoint import CheckpointConfig
@@ -51,6 +52,7 @@ class Config(Section):
     guards: GuardsConfig = GuardsConfig()
     finetune: FinetuneConfig = FinetuneConfig()
     preference: PreferenceConfig = PreferenceConfig()
+    reward: RewardConfig = RewardConfig()
     distillation: DistillationConfig = DistillationConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
     data_sampling: DataSamplingConfig = DataSamplingConfig()

@@ -90,7 +90,7 @@ class WordLossConfig(AttentionConfig):
 class ClassifierConfig(AttentionConfig):
     """The head of a task"""
 
-    needs = config.finetune.task.among(*get_args(Labelled))
+    needs = config.finetune.task.among(*get_args(Labelled), "reward")
 
     num_classes: PositiveInt | None = of_model(
         None,

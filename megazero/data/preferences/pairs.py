@@ -69,7 +69,7 @@ def encode_pairs(lines: Iterable[tuple[str, bytes | int]], encoder: Encoder, len
                 raise BadRow(f"it has more than {line >> 20} MiB")
             if not line.strip():
                 continue
-            *pair, margin = _read_pair(line)
+            *pair, margin = read_pair(line)
             encoded = [_answered(*encoder.encode(conversation)) for conversation in pair]
         except (BadRow, RecursionError) as error:
             raise DataError(f"{place}: {error}; correct the line.") from error
@@ -113,7 +113,7 @@ def _answered(ids: np.ndarray, counted: np.ndarray) -> tuple[np.ndarray, int]:
     return ids[:end], begin
 
 
-def _read_pair(line: bytes) -> tuple[Conversation, Conversation, float]:
+def read_pair(line: bytes) -> tuple[Conversation, Conversation, float]:
     """The chosen and the rejected conversation of a line of JSON, and the margin. Raises BadRow."""
     row = read_object(line)
     if "chosen" not in row or "rejected" not in row:

@@ -35,6 +35,7 @@ from megazero.formats.hf.opt import OPT
 from megazero.formats.hf.phi3 import PHI3
 from megazero.formats.hf.qwen import QWEN2, QWEN3, QWEN3_MOE
 from megazero.formats.hf.qwen2_moe import QWEN2_MOE
+from megazero.formats.hf.scores import scoring
 from megazero.formats.hf.smollm3 import SMOLLM3
 from megazero.formats.hf.t5 import T5_GENERATION
 
@@ -68,6 +69,9 @@ DECODERS: tuple[Architecture, ...] = (
     SMOLLM3,
     APERTUS,
 )
+SCORERS = tuple(
+    map(scoring, (GPT2, LLAMA, QWEN2, MISTRAL, MIXTRAL, QWEN2_MOE, QWEN3, QWEN3_MOE, GEMMA2, PHI3))
+)
 ENCODERS: tuple[Architecture, ...] = (
     MEGATRON_BERT_PRETRAINING,
     MEGATRON_BERT_MASKED_LM,
@@ -79,7 +83,7 @@ ENCODERS: tuple[Architecture, ...] = (
     BERT_MULTIPLE_CHOICE,
 )
 ENCODER_DECODERS: tuple[Architecture, ...] = (T5_GENERATION,)
-ARCHITECTURES = DECODERS + ENCODERS + ENCODER_DECODERS
+ARCHITECTURES = DECODERS + SCORERS + ENCODERS + ENCODER_DECODERS
 
 _MAMBA1 = "mixers are Mamba's first kind; here they are Mamba-2"
 _SHARED = "layers share a block of attention; here each layer has weights of its own"

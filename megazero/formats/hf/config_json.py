@@ -258,11 +258,13 @@ def architecture_of(model: ModelConfig, name: str | None = None) -> Architecture
     family = [
         architecture
         for architecture in ARCHITECTURES
-        if dict(architecture.ours_fixed)["family"] == model.family and architecture.classifies == classifies
+        if (fixed := dict(architecture.ours_fixed))["family"] == model.family
+        and architecture.classifies == classifies
+        and fixed.get("num_classes", model.num_classes) == model.num_classes
     ]
     if not family:
         raise CheckpointError(
-            f"`num_classes` must be unset for a model of the family {model.family}, but is "
+            f"`num_classes` must be unset or 1 for a model of the family {model.family}, but is "
             f"{model.num_classes}: the classifiers that transformers makes of such models, as "
             "GPT2ForSequenceClassification, have no bias; `finetune.py --epochs 0` evaluates it here"
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -21,7 +22,7 @@ from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import CheckpointError, DataError
 from megazero.formats.hf.approximation import Approximation
-from megazero.formats.hf.architectures import DECODERS
+from megazero.formats.hf.architectures import DECODERS, SCORERS
 from megazero.formats.hf.config_json import Description, TokenIds, objections
 from megazero.formats.hf.reader import HFReader
 from megazero.formats.hf.tokenizer_files import tokenizer_files, tokenizer_settings
@@ -125,18 +126,15 @@ def convert_to_hf(
         DataError: the tokenizer's files are missing or unsuitable.
     """
     reader = CheckpointReader(one_checkpoint(checkpoint))
-    facts = _facts_of(reader)
+    facts = ModelFacts.of(reader.facts, reader.folder, reader.folder.parent)
+    check_saved_model(facts.model, facts.vocab_size, reader.shapes, reader.folder / STATE)
     section = tokenizer or facts.tokenizer
     model = facts.model
     for approximation in approximations:
         model = approximation.of(model, reader.folder)
-    try:
-        files = tokenizer_files(section, facts.model.vocab_size, facts.model.positions)
-    except DataError as error:
-        raise DataError(
-            f"the tokenizer of `{reader.folder}` must be where it was, or in {reader.folder.parent}, but "
-            f"{error} Or name another with `--tokenizer-type`, or leave it out with `--no-tokenizer`"
-        ) from error
+    extras, remark = facts.extras(model, section, reader.folder, architecture)
+    if card is not None:
+        extras = replace(extras, card=lambda exported: card(reader, exported, remark is None))
     with reader:
         exported = write_hf(
             reader,
@@ -145,20 +143,24 @@ def convert_to_hf(
             out,
             dtype=dtype,
             max_shard_bytes=max_shard_bytes,
-            extras=ModelFiles(
-                facts.tokens or files.tokens,
-                files.files,
-                facts.labels,
-                architecture or facts.origin(model),
-                None if card is None else lambda exported: card(reader, exported, files.remark is None),
-            ),
+            extras=extras,
             disk=disk,
         )
-    return exported, files.remark
+    return exported, remark
 
 
 @dataclass(frozen=True)
-class _Facts:
+class ModelFacts:
+    """The model of a checkpoint, saved by a run or converted, by its facts.
+
+    Attributes:
+        model, vocab_size: the model, and the entries of its vocabulary, without padding.
+        tokenizer: the settings of its tokenizer.
+        tokens: its special tokens; None leaves them to the tokenizer.
+        labels: the names of its classes.
+        converted_from: the architecture that the weights were converted from.
+    """
+
     model: ModelConfig
     vocab_size: int
     tokenizer: TokenizerConfig
@@ -166,36 +168,64 @@ class _Facts:
     labels: tuple[str, ...]
     converted_from: str | None
 
-    def origin(self, model: ModelConfig) -> str | None:
-        """The architecture that the weights were converted from, if it can still express `model`."""
-        origins = [architecture for architecture in DECODERS if architecture.name == self.converted_from]
-        return next((origin.name for origin in origins if not objections(origin, model)), None)
+    @classmethod
+    def of(cls, facts: Mapping[str, Any], *folders: Path) -> ModelFacts:
+        """Read facts.
 
+        Args:
+            folders: where the tokenizer's files may be, if not where they were. The first one is named in
+                messages.
 
-def _facts_of(reader: CheckpointReader) -> _Facts:
-    """Read the facts of a checkpoint, saved by a run or converted."""
-    facts = reader.facts
-    try:
-        sections = facts.get("config") or facts
-        model = ModelConfig.model_validate(sections["model"])
-        tokenizer = TokenizerConfig.model_validate(sections.get("tokenizer") or {})
-        tokenizer = tokenizer.located(reader.folder, reader.folder.parent)
-        vocab_size = int(facts["vocab_size"])
-        labels = tuple(map(str, (sections.get("finetune") or {}).get("labels") or ()))
-        stored = facts.get("token_ids")
-        tokens = None
-        if stored is not None:
-            tokens = TokenIds.of_json({f"{role}_token_id": value for role, value in stored.items()})
-    except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
-        raise CheckpointError(
-            f"`{reader.folder}` must say which model it is of, but its facts do not: {error!r:.300}"
-        ) from error
-    check_saved_model(model, vocab_size, reader.shapes, reader.folder / STATE)
-    if labels and model.num_classes not in (1, len(labels)):
-        raise CheckpointError(
-            f"`{reader.folder}` must name as many classes as it has, but names {len(labels)}, and "
-            f"`num_classes` is {model.num_classes}"
-        )
-    origin = facts.get("converted_from")
-    converted_from = origin.get("architecture") if isinstance(origin, dict) else None
-    return _Facts(model, vocab_size, tokenizer, tokens, labels, converted_from)
+        Raises:
+            CheckpointError: they do not describe a model.
+        """
+        where = folders[0]
+        try:
+            sections = facts.get("config") or facts
+            model = ModelConfig.model_validate(sections["model"])
+            tokenizer = TokenizerConfig.model_validate(sections.get("tokenizer") or {}).located(*folders)
+            vocab_size = int(facts["vocab_size"])
+            labels = tuple(map(str, (sections.get("finetune") or {}).get("labels") or ()))
+            stored = facts.get("token_ids")
+            tokens = None
+            if stored is not None:
+                tokens = TokenIds.of_json({f"{role}_token_id": value for role, value in stored.items()})
+        except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
+            raise CheckpointError(
+                f"`{where}` must say which model it is of, but its facts do not: {error!r:.300}"
+            ) from error
+        if labels and model.num_classes not in (1, len(labels)):
+            raise CheckpointError(
+                f"`{where}` must name as many classes as it has, but names {len(labels)}, and "
+                f"`num_classes` is {model.num_classes}"
+            )
+        origin = facts.get("converted_from")
+        converted_from = origin.get("architecture") if isinstance(origin, dict) else None
+        return cls(model, vocab_size, tokenizer, tokens, labels, converted_from)
+
+    def extras(
+        self, model: ModelConfig, section: TokenizerConfig, where: Path, architecture: str | None = None
+    ) -> tuple[ModelFiles, str | None]:
+        """The files of a folder of `model` besides weights, and the reason why it has no tokenizer.
+
+        Args:
+            section: the settings of the tokenizer.
+            where: the folder that is named in messages.
+            architecture: the class in transformers; by default the one that the weights were converted from,
+                if it can still express `model`.
+
+        Raises:
+            DataError: the tokenizer's files are missing or unsuitable.
+        """
+        try:
+            files = tokenizer_files(section, self.model.vocab_size, self.model.positions)
+        except DataError as error:
+            raise DataError(
+                f"the tokenizer of `{where}` must be where it was, or in {where.parent}, but "
+                f"{error} Or name another with `--tokenizer-type`, or leave it out with `--no-tokenizer`"
+            ) from error
+        kinds = {known.model_type for known in DECODERS if known.name == self.converted_from}
+        origins = [known for known in (*DECODERS, *SCORERS) if known.model_type in kinds]
+        origin = next((known.name for known in origins if not objections(known, model)), None)
+        chosen = architecture or origin
+        return ModelFiles(self.tokens or files.tokens, files.files, self.labels, chosen), files.remark

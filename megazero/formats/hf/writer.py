@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
 
-from megazero.checkpoint.box import Box
 from megazero.checkpoint.disk import Disk, appear
-from megazero.checkpoint.naming import Table, TensorLink, cut
-from megazero.checkpoint.part import WEIGHT, Key, Part, Source, misfits
+from megazero.checkpoint.part import Source
 from megazero.checkpoint.tensor_file import Later, write_bytes, write_tensors
 from megazero.checkpoint.writer import NAMES as INDEX
 from megazero.checkpoint.writer import SHARD_BYTES, deal
@@ -26,11 +22,7 @@ from megazero.errors import CheckpointError
 from megazero.formats.hf.architecture import GENERATING, Architecture, Json
 from megazero.formats.hf.config_json import CONFIG, NO_TOKENS, TokenIds, architecture_of, config_of
 from megazero.formats.hf.folder import SINGLE
-from megazero.spec.model import ModelSpec
-from megazero.spec.resolve import model_spec
-
-CHUNK = 1 << 18
-"""Elements that are requested from a source at a time, if it must convert or transpose them."""
+from megazero.formats.hf.stream import Packing, WeightStream
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -38,7 +30,8 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 GENERATION = "generation_config.json"
 CARD = "README.md"
-_MOST_NAMED = 8
+VERSIONS = "megazero_weights.json"
+"""The file with the version of the weights, and the hash of each tensor's bytes."""
 
 
 @dataclass(frozen=True)
@@ -84,70 +77,6 @@ class Exported:
     files: tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True)
-class HFTensor:
-    """A tensor to write: one link, or several whose rows are concatenated (a fused tensor).
-
-    Attributes:
-        theirs: the name.
-        links: the links, in the order of rows.
-        dtype: the dtype that is written.
-    """
-
-    theirs: str
-    links: tuple[TensorLink, ...]
-    dtype: torch.dtype
-
-    @property
-    def their_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor in the Hugging Face checkpoint."""
-        if not self.links[0].their_shape:
-            return ()
-        rows = sum(link.their_shape[0] for link in self.links)
-        return (rows, *self.links[0].their_shape[1:])
-
-    @property
-    def size(self) -> int:
-        """Bytes of the tensor."""
-        return math.prod(self.their_shape) * self.dtype.itemsize
-
-    @classmethod
-    def of_model(
-        cls, architecture: Architecture, spec: ModelSpec, vocab_size: int, dtype: torch.dtype
-    ) -> tuple[HFTensor, ...]:
-        """The tensors of a model, in the order of blocks.
-
-        dtype: the dtype of weights. Expert biases stay fp32, as in transformers: rounding would change which
-        experts are chosen.
-        """
-        # Name of a link -> name of the fused tensor that has its rows.
-        fused = {part: whole for whole, parts in architecture.fused_in(len(spec.layers)) for part in parts}
-        order = {part: place for place, part in enumerate(fused)}
-        joined: dict[str, list[TensorLink]] = defaultdict(list)
-        for rules in (architecture.rules, architecture.without_ours):
-            for link in Table.of(rules, spec, vocab_size).links:
-                joined[fused.get(link.theirs, link.theirs)].append(link)
-        tensors = tuple(
-            cls(
-                name,
-                tuple(sorted(run, key=lambda link: order.get(link.theirs, 0))),
-                dtype if run[0].key.kind == WEIGHT else torch.float32,
-            )
-            for name, run in joined.items()
-        )
-        return tuple(sorted(tensors, key=lambda tensor: _block_of(tensor.links[0].key)))
-
-
-def _block_of(key: Key) -> float:
-    """The number of the layer that a tensor of ours is in; less for the embedding, more for what follows."""
-    first, *rest = key.name.split(".")
-    return float(rest[0]) if first == "layers" else -1.0 if first == "embedding" else math.inf
-
-
-Packing = Callable[[HFTensor], Sequence[tuple[str, Later]] | None]
-"""The tensors, with their names, that are stored for one; None if it is stored as it is."""
-
-
 def write_hf(
     source: Source,
     model: ModelConfig,
@@ -179,56 +108,89 @@ def write_hf(
         CheckpointError: no architecture supports the model, the source does not hold exactly its weights, a
             weight overflows in float16, `out` is not empty, or the disk cannot be written.
     """
-    out, disk, extras = Path(os.path.abspath(out)), disk or Disk(), extras or ModelFiles()
     if dtype not in NAMES:
         raise CheckpointError(f"`dtype` must be one of {', '.join(DTYPES)}, but is {dtype}")
+    extras = extras or ModelFiles()
+    architecture = architecture_of(model, extras.architecture)
+    stream = WeightStream.of_model(source, architecture, model, vocab_size, dtype=dtype, packing=packing)
+    described = FolderFiles.of(architecture, model, vocab_size, dtype, extras)
+    return write_stream(stream, described, out, max_shard_bytes=max_shard_bytes, disk=disk)
+
+
+@dataclass(frozen=True)
+class FolderFiles:
+    """The files that are written beside a stream of weights.
+
+    Attributes:
+        architecture: the class in transformers.
+        dtype: the dtype of weights.
+        small: name -> content of the small files.
+        card: see `ModelFiles`.
+    """
+
+    architecture: Architecture
+    dtype: torch.dtype
+    small: Mapping[str, bytes]
+    card: Callable[[Exported], str] | None
+
+    @classmethod
+    def of(
+        cls,
+        architecture: Architecture,
+        model: ModelConfig,
+        vocab_size: int,
+        dtype: torch.dtype,
+        extras: ModelFiles,
+    ) -> FolderFiles:
+        """Describe a model."""
+        config = config_of(architecture, model, vocab_size, extras.tokens, NAMES[dtype], extras.labels)
+        small = {CONFIG: _json({**config, **extras.settings}), **dict(extras.files)}
+        if architecture.auto == GENERATING:
+            small[GENERATION] = _json(extras.tokens.as_json())
+        return cls(architecture, dtype, small, extras.card)
+
+
+def write_stream(
+    stream: WeightStream,
+    described: FolderFiles,
+    out: str | Path,
+    *,
+    max_shard_bytes: int = SHARD_BYTES,
+    disk: Disk | None = None,
+) -> Exported:
+    """Write a stream that has not begun as a folder, which appears whole by one rename.
+
+    With a version, the folder has a file `VERSIONS` too, with the version and the hash of each tensor.
+
+    Raises:
+        CheckpointError: see `write_hf`.
+    """
+    out, disk, architecture = Path(os.path.abspath(out)), disk or Disk(), described.architecture
     if max_shard_bytes < 1:
         raise CheckpointError(f"`max_shard_bytes` must be positive, but is {max_shard_bytes}")
-    architecture = architecture_of(model, extras.architecture)
-    spec = model_spec(model)
-    table = Table.of(architecture.rules, spec, vocab_size)
-    check_source(source, table)
-    constants = {
-        link.key: constant.number
-        for constant in architecture.constants
-        for link in Table.of([constant.rule], spec, vocab_size).links
-    }
-    tensors = HFTensor.of_model(architecture, spec, vocab_size, dtype)
-    config = config_of(architecture, model, vocab_size, extras.tokens, NAMES[dtype], extras.labels)
-    config |= extras.settings
-    values = _Values(source, constants)
-    stored = [pair for t in tensors for pair in packing(t) or ((t.theirs, values.later(t)),)]
-    export = _Export(plan_shards(stored, max_shard_bytes))
-    small = {CONFIG: _json(config), **dict(extras.files)}
-    if architecture.auto == GENERATING:
-        small[GENERATION] = _json(extras.tokens.as_json())
-    parameters = sum(math.prod(tensor.their_shape) for tensor in tensors)
-    exported = Exported(out, architecture.name, architecture.auto, NAMES[dtype], len(stored), parameters, ())
-    if extras.card is not None:
-        small[CARD] = extras.card(exported).encode()
+    parameters = sum(math.prod(later.shape) for _, later in stream.tensors)
+    counts = len(stream.tensors), parameters
+    exported = Exported(out, architecture.name, architecture.auto, NAMES[described.dtype], *counts, ())
+    small = dict(described.small)
+    if described.card is not None:
+        small[CARD] = described.card(exported).encode()
+    export = _Export(plan_shards(stream.laters, max_shard_bytes), stream)
     try:
-        if os.path.lexists(out) and (not out.is_dir() or os.listdir(out)):
-            raise CheckpointError(f"`{out}` must be new or an empty folder, but is neither; name another")
+        check_new(out)
         files = appear(disk, out, lambda aside: tuple(export.write(disk, aside, small)))
     except OSError as error:
         raise CheckpointError(f"`{out}` must be written, but cannot be: {error}") from error
     return replace(exported, files=files)
 
 
-def check_source(source: Source, table: Table) -> None:
-    """Check that a source holds exactly the weights of a table.
+def check_new(out: Path) -> None:
+    """Refuse a folder in which something is.
 
     Raises:
-        CheckpointError: weights are missing, superfluous or have other shapes.
+        CheckpointError: there is.
     """
-    weights = {key: tuple(shape) for key, shape in source.shapes.items() if key.kind == WEIGHT}
-    wrong = misfits(weights, {key: shape for key, shape in table.shapes.items() if key.kind == WEIGHT})
-    wrong += [f"{key} is unknown to transformers" for key in weights if key not in table.shapes]
-    if wrong:
-        more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
-        raise CheckpointError(
-            f"the weights must be those of the model, but {'; '.join(wrong[:_MOST_NAMED])}{more}"
-        )
+    if os.path.lexists(out) and (not out.is_dir() or os.listdir(out)):
+        raise CheckpointError(f"`{out}` must be new or an empty folder, but is neither; name another")
 
 
 def plan_shards(
@@ -245,47 +207,10 @@ def _size(later: Later) -> int:
     return math.prod(later.shape) * later.dtype.itemsize
 
 
-def read_theirs(source: Source, link: TensorLink, dtype: torch.dtype) -> Tensor:
-    """Read a tensor of transformers: let the source fill it through a view with our dims.
-
-    Raises:
-        CheckpointError: `dtype` is float16, and a value overflows.
-    """
-    theirs = torch.empty(link.their_shape, dtype=dtype)
-    ours = link.as_ours(theirs)
-    # To convert, transpose or skip elements, a source holds a copy of what is asked for: ask for little.
-    straight = link.is_straight and link.box == Box.whole(link.shape) and dtype == torch.float32
-    boxes = [link.box] if straight else cut(link.box, range(len(link.shape)), CHUNK)
-    source.read([Part(link.key, link.shape, box, ours[box.within(link.box)]) for box in boxes])
-    if dtype == torch.float16 and not all(math.isfinite(extreme) for extreme in theirs.aminmax()):
-        raise CheckpointError(
-            f"`{link.key}` must be finite as float16, but has values beyond its range; export bfloat16 or "
-            "float32"
-        )
-    return theirs
-
-
-@dataclass(frozen=True)
-class _Values:
-    source: Source
-    constants: Mapping[Key, float]
-
-    def later(self, tensor: HFTensor) -> Later:
-        def make() -> Tensor:
-            rows = [self._rows(link, tensor.dtype) for link in tensor.links]
-            return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-        return Later(tensor.dtype, tensor.their_shape, make)
-
-    def _rows(self, link: TensorLink, dtype: torch.dtype) -> Tensor:
-        if link.key not in self.source.shapes:  # one of `Architecture.blank`
-            return torch.full(link.their_shape, self.constants.get(link.key, 0.0), dtype=dtype)
-        return read_theirs(self.source, link, dtype)
-
-
 @dataclass(frozen=True)
 class _Export:
     shards: list[tuple[str, list[tuple[str, Later]]]]
+    stream: WeightStream
 
     def write(self, disk: Disk, folder: Path, small: Mapping[str, bytes]) -> Iterator[tuple[str, int]]:
         """Write all files into `folder`; yield the name and size of each after it is written."""
@@ -294,6 +219,9 @@ class _Export:
             yield name, record.size
         if len(self.shards) > 1:
             small = {INDEX: _json(self._index()), **small}
+        if self.stream.version is not None:
+            versions = {"version": self.stream.version, "sha256": self.stream.hashes}
+            small = {**small, VERSIONS: _json(versions)}
         for name, data in small.items():
             write_bytes(disk, folder / name, data)
             yield name, len(data)

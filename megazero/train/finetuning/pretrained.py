@@ -87,5 +87,5 @@ def _same_classes(classes: int | None, labels: tuple[str, ...], config: Config) 
 
     A multiple-choice classifier has one row for all choices, and may have no labels.
     """
-    unnamed = classes == 1 and not labels
+    unnamed = classes == 1 and len(labels) < 2
     return classes == config.model.num_classes and (unnamed or labels == config.finetune.labels)

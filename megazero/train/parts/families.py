@@ -19,7 +19,7 @@ from megazero.config.tree.model import ModelConfig
 from megazero.data.build import Datasets
 from megazero.data.from_config import bert_datasets, gpt_datasets, t5_datasets
 from megazero.formats.hf.architecture import Architecture
-from megazero.formats.hf.architectures import DECODERS, ENCODER_DECODERS, ENCODERS
+from megazero.formats.hf.architectures import DECODERS, ENCODER_DECODERS, ENCODERS, SCORERS
 from megazero.layers.inputs import Skipping
 from megazero.models.batch import Collate, M, MicroBatch, TextCollate, random_text
 from megazero.models.bert import BERT, bert_blocks
@@ -117,7 +117,7 @@ _ROWS: tuple[Family[Any], ...] = (
         name="gpt",
         models=FamilyModels(gpt_blocks, GPT, GPT.ties, causal=True),
         samples=FamilySamples(TextCollate.of, gpt_datasets, lambda config: {}, random_text),
-        architectures=DECODERS,
+        architectures=DECODERS + SCORERS,
         verb="generate",
         classifier=LastTokenClassifier,
     ),

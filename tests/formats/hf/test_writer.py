@@ -48,7 +48,7 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_loads_it_and_generates(name, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr("megazero.formats.hf.writer.CHUNK", 500)
+    monkeypatch.setattr("megazero.formats.hf.stream.CHUNK", 500)
     source = random_weights(MODELS[name])
     for key, tensor in source.tensors.items():
         if "norm.weight" in key.name:
@@ -238,7 +238,7 @@ def test_what_a_killed_run_left_is_cleared(tmp_path):
 
 
 def test_a_source_is_asked_for_little_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("megazero.formats.hf.writer.CHUNK", 300)
+    monkeypatch.setattr("megazero.formats.hf.stream.CHUNK", 300)
     source = random_weights(GPT2)
     write_hf(source, GPT2, VOCAB, tmp_path / "bf16", dtype=torch.bfloat16)
     assert source.most <= 300
