@@ -107,11 +107,11 @@ def _ordered(group: Group) -> Group:
 
 
 def _check(model: StagedModel[Any]) -> None:
-    placement = model.placement
-    if placement.device.type != "cpu" or placement.dtype not in NATIVE_DTYPES or not available():
+    placement, device = model.placement, model.device.type
+    if device != "cpu" or placement.dtype not in NATIVE_DTYPES or not available():
         raise ConfigError(
             "a batch-invariant model must be in fp32 or bf16 on a CPU with megazero's compiled kernels, but "
-            f"is in {str(placement.dtype).removeprefix('torch.')} on {placement.device.type}"
+            f"is in {str(placement.dtype).removeprefix('torch.')} on {device}"
             f"{'' if available() else ', and they are not built'}; leave batch invariance out"
         )
     for module in (module for chunk in model.chunks.values() for module in chunk.modules()):

@@ -17,6 +17,7 @@ from megazero.config.rules import (
     model,
     pipeline,
     places,
+    policy,
     routing,
     skipping,
     training,
@@ -30,7 +31,7 @@ from megazero.config.tree.config import Config
 from megazero.config.tree.option import Section
 
 _MODEL = (model, attention, heterogeneous, hybrid, t5, experts, routing)
-_STEP = (context, pipeline, zero, training, data, curriculum, data_sampling, skipping, places)
+_STEP = (context, pipeline, zero, training, data, curriculum, data_sampling, skipping, places, policy)
 
 RULES: tuple[Rule, ...] = tuple(
     rule for module in (*_MODEL, *_STEP) for rule in vars(module).values() if isinstance(rule, Rule)

@@ -22,6 +22,7 @@ from megazero.config.tree.offload import OffloadConfig
 from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.config.tree.option import Section
 from megazero.config.tree.parallel import ParallelConfig
+from megazero.config.tree.policy import PolicyConfig
 from megazero.config.tree.precision import PrecisionConfig
 from megazero.config.tree.profiling import ProfilingConfig
 from megazero.config.tree.recompute import RecomputeConfig
@@ -50,6 +51,7 @@ class Config(Section):
     guards: GuardsConfig = GuardsConfig()
     finetune: FinetuneConfig = FinetuneConfig()
     distillation: DistillationConfig = DistillationConfig()
+    policy: PolicyConfig = PolicyConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
     data_sampling: DataSamplingConfig = DataSamplingConfig()
     skipping: SkippingConfig = SkippingConfig()
