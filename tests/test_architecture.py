@@ -38,7 +38,7 @@ LEVELS = {
     **dict.fromkeys(
         (
             *("ablate", "data_tools", "deepspeed", "env", "harness", "inference", "launch", "plan"),
-            *("quantize", "serving", "verify"),
+            *("post_training", "quantize", "serving", "verify"),
         ),
         5,
     ),
@@ -56,6 +56,9 @@ SAME_LEVEL = {
     ("harness", "serving"),
     ("serving", "inference"),
     ("deepspeed", "serving"),
+    ("post_training", "data_tools"),
+    ("post_training", "inference"),
+    ("post_training", "serving"),
 }
 # A module of the core -> the module of an annex whose names it shows, and imports when one is asked for.
 EXTRAS = {

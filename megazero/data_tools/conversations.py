@@ -79,7 +79,7 @@ def _encoded(
     """Yield ids and mask of each line. Adds a bad line to `bad` or raises DataError."""
     from megazero.data.conversations.rows import BadRow, read_row
 
-    for place, line in _lines(paths, goes_on=skip):
+    for place, line in lines_of(paths, goes_on=skip):
         try:
             if isinstance(line, int):
                 raise BadRow(f"it has more than {line >> 20} MiB")
@@ -91,7 +91,7 @@ def _encoded(
                 raise DataError(f"{bad[0]}; correct the line or pass `--on-bad-line skip`.") from error
 
 
-def _lines(paths: Sequence[str], *, goes_on: bool) -> Iterator[tuple[str, bytes | int]]:
+def lines_of(paths: Sequence[str], *, goes_on: bool) -> Iterator[tuple[str, bytes | int]]:
     """Yield each line's place and bytes, or the limit that it exceeds; rows of tables as lines of JSON."""
     from megazero.data_tools.preprocessing.chunks import cut
     from megazero.data_tools.preprocessing.inputs import is_table, kind_of

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megazero.config.stated import Stated
+from megazero.config.tree.finetune import OF_ANSWERS
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import DamagedCheckpointError
@@ -38,7 +39,7 @@ def read_folder(given: Mapping[str, Any]) -> Stated | None:
     stated = _checkpoint(load, given.get("checkpoint.ckpt_step"), given) if load else None
     stated = stated or (_checkpoint(pretrained, None, given) if pretrained else None)
     stated = stated or (_hugging_face(folder, given) if folder else None)
-    if stated is None or given.get("finetune.task") is None:
+    if stated is None or given.get("finetune.task") in (None, *OF_ANSWERS):
         return stated
     from megazero.train.resume.fit import OF_THE_HEAD
 

@@ -77,7 +77,7 @@ def random_ltd_attends_to_all_it_keeps(case: Case) -> bool:
     return not (_shared(case) and case.config.skipping.random_ltd and by_distance)
 
 
-@rule((_SIZE, _FINETUNE.task), "leave out `--context-parallel-size`: samples of tasks are short")
+@rule((_SIZE, _FINETUNE.task), "leave out `--context-parallel-size`: samples of other tasks are short")
 def finetuning_shares_no_sequences(case: Case) -> bool:
-    """`context_parallel_size` must be 1 for fine-tuning on a task"""
-    return not _shared(case) or case.config.finetune.task is None
+    """`context_parallel_size` must be 1 for fine-tuning on a task other than chat and preference"""
+    return not _shared(case) or case.config.finetune.task in (None, "chat", "preference")

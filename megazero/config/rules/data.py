@@ -5,6 +5,7 @@ from __future__ import annotations
 from megazero.config.fields import paths
 from megazero.config.rules.rule import Case, rule, value_at
 from megazero.config.tasks import Task, task_of
+from megazero.config.tree.finetune import OF_ANSWERS
 from megazero.config.words import is_number
 
 _DATA, _FINETUNE, _MODEL, _TRAINING = paths.data, paths.finetune, paths.model, paths.training
@@ -89,6 +90,10 @@ def _fine_tunes(case: Case) -> bool:
     return case.config.finetune.task is not None
 
 
+def _has_labels(case: Case) -> bool:
+    return _fine_tunes(case) and case.config.finetune.task not in OF_ANSWERS
+
+
 def _task(case: Case) -> Task:
     return task_of(case.config.finetune)
 
@@ -104,26 +109,26 @@ def task_has_data(case: Case) -> bool:
     return bool(finetune.train_data if finetune.epochs else finetune.valid_data or finetune.test_data)
 
 
-@rule(_COLUMNS[:2], "add `--text-columns`", where=_fine_tunes)
+@rule(_COLUMNS[:2], "add `--text-columns`", where=_has_labels)
 def one_or_two_text_columns(case: Case) -> bool:
     """`text_columns` must name one or two columns, unless the task is a published one"""
     return 1 <= len(_task(case).texts) <= 2
 
 
-@rule(_COLUMNS, "add or leave out `--choice-columns`", where=_fine_tunes)
+@rule(_COLUMNS, "add or leave out `--choice-columns`", where=_has_labels)
 def choices_for_multiple_choice(case: Case) -> bool:
     """`choice_columns` must be set for multiple choice and for nothing else"""
     return bool(_task(case).choices) == _task(case).multiple_choice
 
 
-@rule((_FINETUNE.labels,), "name each label once", where=_fine_tunes)
+@rule((_FINETUNE.labels,), "name each label once", where=_has_labels)
 def labels_differ(case: Case) -> bool:
     """`labels` must be two or more, all different"""
     labels = _task(case).labels.values
     return not labels or (len(labels) >= 2 and len(set(labels)) == len(labels))
 
 
-@rule((_MODEL.num_classes, _FINETUNE.labels), "leave `--num-classes` out", where=_fine_tunes)
+@rule((_MODEL.num_classes, _FINETUNE.labels), "leave `--num-classes` out", where=_has_labels)
 def classes_are_the_labels(case: Case) -> bool:
     """`num_classes` must be the number of labels, or 1 for multiple choice"""
     classes, task = case.model.num_classes, _task(case)

@@ -8,6 +8,8 @@ what spans fields. Names are Megatron's wherever Megatron has one.
 from __future__ import annotations
 
 from megazero.config.fim import FimConfig
+from megazero.config.policy.settings import PolicyConfig
+from megazero.config.preference.settings import PreferenceConfig
 from megazero.config.tree.acceleration import AccelerationConfig
 from megazero.config.tree.checkpoint import CheckpointConfig
 from megazero.config.tree.curriculum import CurriculumConfig
@@ -22,7 +24,6 @@ from megazero.config.tree.offload import OffloadConfig
 from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.config.tree.option import Section
 from megazero.config.tree.parallel import ParallelConfig
-from megazero.config.tree.policy import PolicyConfig
 from megazero.config.tree.precision import PrecisionConfig
 from megazero.config.tree.profiling import ProfilingConfig
 from megazero.config.tree.recompute import RecomputeConfig
@@ -50,6 +51,7 @@ class Config(Section):
     training: TrainingConfig = TrainingConfig()
     guards: GuardsConfig = GuardsConfig()
     finetune: FinetuneConfig = FinetuneConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     distillation: DistillationConfig = DistillationConfig()
     policy: PolicyConfig = PolicyConfig()
     curriculum: CurriculumConfig = CurriculumConfig()

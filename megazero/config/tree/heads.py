@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import NonNegativeFloat, PositiveInt
 
 from megazero.config.condition import config, here
 from megazero.config.tree.attention import AttentionConfig
+from megazero.config.tree.finetune import Labelled
 from megazero.config.tree.option import of_model, of_training
 from megazero.config.tree.roles import Role
 
@@ -75,7 +76,7 @@ class WordLossConfig(AttentionConfig):
         0.0,
         "weight of the z-loss, the mean of log(Z)^2 of the output logits, which keeps Z near 1; 0.0001 in "
         "PaLM (Chowdhery et al. 2022)",
-        needs=config.finetune.task.is_none.because("a classifier predicts no words"),
+        needs=config.finetune.task.among(None, "chat").because("others train no likelihood of words"),
     )
 
     @property
@@ -87,7 +88,7 @@ class WordLossConfig(AttentionConfig):
 class ClassifierConfig(AttentionConfig):
     """The head of a task"""
 
-    needs = config.finetune.task
+    needs = config.finetune.task.among(*get_args(Labelled))
 
     num_classes: PositiveInt | None = of_model(
         None,

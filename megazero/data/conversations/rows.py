@@ -49,6 +49,11 @@ class Conversation:
 
 def read_row(line: bytes) -> Conversation:
     """The conversation of a line of JSON. Raises BadRow."""
+    return _conversation(read_object(line))
+
+
+def read_object(line: bytes) -> dict[str, Any]:
+    """The object of a line of JSON. Raises BadRow."""
     try:
         row = json.loads(str(line, "utf-8-sig"))
         if b"\\ud" in line or b"\\uD" in line:
@@ -59,16 +64,15 @@ def read_row(line: bytes) -> Conversation:
         raise BadRow(f"it holds {error.object[error.start]!a}, half of a surrogate pair") from error
     except (ValueError, RecursionError) as error:
         raise BadRow(f"it must be JSON, but is not ({error})") from error
-    return _conversation(_of_type(row, dict, "it must be an object"))
+    known: dict[str, Any] = _of_type(row, dict, "it must be an object")
+    return known
 
 
 def _conversation(row: dict[str, Any]) -> Conversation:
-    variables = {"tools": _tools(row.get("tools"))}
-    further = row.get("chat_template_kwargs") or {}
-    variables |= _of_type(further, dict, "`chat_template_kwargs` must be an object")
+    variables = variables_of(row)
     for key in ("messages", "conversations"):
         if key in row:
-            return Conversation(_messages(key, row[key], row.get("system")), 0, variables)
+            return Conversation(messages_of(key, row[key], row.get("system")), 0, variables)
     if "instruction" in row and "output" in row:
         return Conversation(_alpaca(row), 0, variables)
     if "prompt" not in row or "completion" not in row:
@@ -79,12 +83,19 @@ def _conversation(row: dict[str, Any]) -> Conversation:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return Conversation([], texts=(prompt, completion))
-    before = _messages("prompt", prompt)
-    return Conversation([*before, *_messages("completion", completion)], len(before), variables)
+    before = messages_of("prompt", prompt)
+    return Conversation([*before, *messages_of("completion", completion)], len(before), variables)
 
 
-def _messages(key: str, turns: object, system: object = None) -> list[dict[str, Any]]:
-    """Turns as messages, behind the system's text if the row has that by itself."""
+def variables_of(row: dict[str, Any]) -> dict[str, Any]:
+    """What the template is given besides messages. Raises BadRow."""
+    variables = {"tools": _tools(row.get("tools"))}
+    further = row.get("chat_template_kwargs") or {}
+    return variables | _of_type(further, dict, "`chat_template_kwargs` must be an object")
+
+
+def messages_of(key: str, turns: object, system: object = None) -> list[dict[str, Any]]:
+    """Turns as messages, behind the system's text if the row has that by itself. Raises BadRow."""
     listed = _of_type(turns or None, list, f"`{key}` must be a list of messages")
     first = [] if system in (None, "") else [{"role": "system", "content": system}]
     return [_message(_of_type(turn, dict, "a message must be an object")) for turn in [*first, *listed]]
@@ -112,7 +123,7 @@ def _alpaca(row: dict[str, Any]) -> list[dict[str, Any]]:
     for pair in reversed(_of_type(row.get("history") or [], list, must)):
         texts = [*_of_type(pair, list, must)[:2], *texts]
     turns = [{"role": (ASSISTANT if i % 2 else "user"), "content": text} for i, text in enumerate(texts)]
-    return _messages("instruction", turns, row.get("system"))
+    return messages_of("instruction", turns, row.get("system"))
 
 
 def _tools(tools: Any) -> Any:

@@ -1,10 +1,11 @@
-"""Encoded samples in memory, and their order in the epochs of a training."""
+"""Encoded samples in memory, and the order of samples in the epochs of a training."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -16,8 +17,22 @@ UNKNOWN_LABEL = -1
 """The label of a sample whose label is unknown, which counts neither in losses nor in scores."""
 
 
+class EpochSamples(Protocol):
+    """The samples of one epoch."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]: ...  # -1: one that does not count
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]: ...  # everything that the samples depend on
+
+    @property
+    def padding_share(self) -> float: ...  # of the positions of a sample, those without a token
+
+
 @dataclass(frozen=True)
-class LabelledSamples:
+class LabelledSamples(EpochSamples):
     """`n` encoded samples; a sample has one row of ids for each choice, or a single row.
 
     Attributes:
@@ -38,6 +53,17 @@ class LabelledSamples:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Everything that the samples depend on."""
+        return self.ids, self.offsets, self.firsts, self.labels
+
+    @property
+    def padding_share(self) -> float:
+        """Share of the positions that hold no token."""
+        positions = len(self) * self.choices * self.length
+        return 1.0 - len(self.ids) / positions if positions else 0.0
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
         """The samples `indices`, arrays of int64.
@@ -63,7 +89,7 @@ class LabelledSamples:
 
 
 class EpochOrder(SampleDataset):
-    """The samples of several epochs, each padded to whole global batches with samples of unknown label.
+    """The samples of several epochs, each padded to whole global batches with samples that do not count.
 
     So every epoch has each sample once, whatever the batch size and the ranks, and the loss of the last step
     is the mean over its real samples. The order of an epoch is a function of (seed, epoch).
@@ -78,7 +104,7 @@ class EpochOrder(SampleDataset):
 
     def __init__(
         self,
-        samples: LabelledSamples,
+        samples: EpochSamples,
         batch_size: int,
         epochs: int = 1,
         seed: int | None = None,
@@ -100,12 +126,9 @@ class EpochOrder(SampleDataset):
     @property
     def description(self) -> dict[str, object]:
         """Everything that the samples and their order depend on, as JSON."""
-        digest = hashlib.blake2b(digest_size=16)
-        for array in (self.samples.ids, self.samples.offsets, self.samples.firsts, self.samples.labels):
-            digest.update(np.ascontiguousarray(array).data)
         return {
             "kind": "labelled",
-            "samples": digest.hexdigest(),
+            "samples": digest_of(self.samples),
             "epoch": self._size,
             "epochs": self._epochs,
             "seed": self._seed,
@@ -114,8 +137,7 @@ class EpochOrder(SampleDataset):
     @property
     def padding_share(self) -> float:
         """Share of the positions of real samples that hold no token."""
-        positions = len(self.samples) * self.samples.choices * self.samples.length
-        return 1.0 - len(self.samples.ids) / positions if positions else 0.0
+        return self.samples.padding_share
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -129,3 +151,11 @@ class EpochOrder(SampleDataset):
         if self._seed is None:
             return place
         return cyclic_sample(epoch * len(self.samples) + place, len(self.samples), self._seed)
+
+
+def digest_of(samples: EpochSamples) -> str:
+    """A digest of all samples of an epoch."""
+    digest = hashlib.blake2b(digest_size=16)
+    for array in samples.arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()

@@ -128,29 +128,28 @@ class Cycle(SampleDataset):
             self._hold(number, self._made(number))
         # A checkpoint after this step needs the rollout unless the next step begins another.
         pending = (step.before.samples + step.batch_size) % self._samples != 0
-        kept = self._rollout.packed() if pending and self._rollout is not None else None
-        self.note({"rollout": {**self.facts(), "number": number, "arrays": kept}})
+        rollout = {}
+        if pending and self._rollout is not None:
+            rollout = {"rollout": str(number), "answers": self._rollout.packed()}
+        self.note({"task": {**self.facts(), **rollout}})
 
-    def facts(self) -> dict[str, object]:
+    def facts(self) -> dict[str, str]:
         """What a resumed run compares."""
         return {"prompts": self.prompts.digest}
 
-    def resume(self, saved: Mapping[str, object] | None) -> None:
+    def resume(self, saved: Mapping[str, str]) -> None:
         """Take a checkpoint's rollout over.
 
         Raises:
             CheckpointError: the run's prompts are others.
         """
-        if saved is None:
-            return
-        if saved.get("prompts") != self.prompts.digest:
+        if saved.get("prompts", self.prompts.digest) != self.prompts.digest:
             raise CheckpointError(
                 "`prompts` must hold the prompts that the checkpoint was trained on, in their order, but "
                 "hold others; use the same, or begin anew with `--finetune`"
             )
-        number, arrays = saved.get("number"), saved.get("arrays")
-        if isinstance(number, int) and isinstance(arrays, str):
-            self._hold(number, Rollout.unpacked(arrays))
+        if "answers" in saved:
+            self._hold(int(saved["rollout"]), Rollout.unpacked(saved["answers"]))
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The arrays of answers, given their places in the order of the training."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.config.tree.policy import Advantage, Aggregation, KlEstimator, PolicyConfig, RatioLevel
+from megazero.config.policy.settings import Advantage, Aggregation, KlEstimator, PolicyConfig, RatioLevel
 
 _EPSILON = 1e-4
 """Added to standard deviations, as in TRL and Megatron-LM."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.tree.config import Config
-from megazero.config.tree.policy import KlEstimator
+from megazero.config.policy.settings import KlEstimator
 from megazero.loss import LossTerm
 from megazero.models.objective import AnswerBatch, Objective, over_columns
 from megazero.mpu.group import Group

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megazero.config.tree.config import Config
+from megazero.data.conversations.answers import load_for_templates
+from megazero.data.conversations.rows import BadRow, messages_of, read_object
 from megazero.data.shuffle import cyclic_sample
-from megazero.data.tokenizers.base import is_failure
+from megazero.data.tokenizers.base import Tokenizer, is_failure
+from megazero.data_tools.conversations import lines_of
 from megazero.errors import DataError
-from megazero.regular_file import read_regular
-from megazero.train.parts.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,6 @@ class Prompt:
     ids: tuple[int, ...]
     said: str | list[dict[str, Any]]
     columns: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def chats(self) -> bool:
-        """Whether it is of messages, so that its answer is one too."""
-        return not isinstance(self.said, str)
 
 
 @dataclass(frozen=True)
@@ -57,91 +52,57 @@ class Prompts:
         return whole.hexdigest()
 
 
-def read_prompts(config: Config, vocabulary: Vocabulary) -> Prompts:
-    """Read the prompts of a run, and encode them.
+def read_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
+    """Read the prompts of a run, JSON lines, Parquet or Arrow, and encode them.
 
     Raises:
         DataError: a file cannot be read, or a prompt is missing, empty, or too long beside an answer.
     """
     room = config.model.seq_length - config.policy.max_answer_tokens
-    prompts = []
-    template: Any = None
-    for path in config.policy.prompts:
-        for place, row in _rows(Path(path)):
-            said = row.get("prompt")
-            if isinstance(said, list) and said:
-                template = template or _template(config, place)
-                ids = _rendered(template, said, place)
-            elif isinstance(said, str) and said:
-                assert vocabulary.tokenizer is not None, "`policy_on` asks for a tokenizer"
-                ids = vocabulary.tokenizer.encode(said)
+    prompts: list[Prompt] = []
+    chats: Any = None
+    for place, line in lines_of(config.policy.prompts, goes_on=False):
+        try:
+            if isinstance(line, int):
+                raise BadRow(f"it has more than {line >> 20} MiB")
+            if not line.strip():
+                continue
+            row = read_object(line)
+            said = row.pop("prompt", None)
+            if isinstance(said, str):
+                ids = tokenizer.encode(said)
             else:
-                raise DataError(f"{place} must have a `prompt`, text or messages, but has {_short(said)}.")
+                said = messages_of("prompt", said)
+                chats = chats or _templates(config)
+                ids = _rendered(chats, said)
             if not 0 < len(ids) <= room:
-                raise DataError(
-                    f"{place} must have a prompt of 1 to {room} tokens, `seq_length` less "
-                    f"`max_answer_tokens`, but has {len(ids)}; leave it out, or make room."
+                raise BadRow(
+                    f"its prompt must have 1 to {room} tokens, `seq_length` less `max_answer_tokens`, but has "
+                    f"{len(ids)}"
                 )
-            prompts.append(Prompt(tuple(ids), said, {k: v for k, v in row.items() if k != "prompt"}))
+        except BadRow as error:
+            raise DataError(f"{place}: {error}; correct the line.") from error
+        prompts.append(Prompt(tuple(ids), said, row))
     if not prompts:
-        raise DataError(f"`prompts` must hold a prompt, but {', '.join(config.policy.prompts)} has none.")
+        raise DataError(f"`prompts` must hold a prompt, but {', '.join(config.policy.prompts)} holds none.")
     return Prompts(prompts, config.training.seed)
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each row of a file, and its place for messages."""
-    if path.suffix == ".parquet":
-        try:
-            from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]
-        except ImportError as error:
-            raise DataError(f"`pyarrow` must be installed to read {path}; pip install pyarrow.") from error
-        try:
-            rows = parquet.read_table(path).to_pylist()
-        except (OSError, ArrowException) as error:
-            raise DataError(f"`{path}` must be a Parquet file, but cannot be read ({error}).") from error
-        yield from ((f"`{path}` row {number}", row) for number, row in enumerate(rows, 1))
-        return
-    try:
-        lines = read_regular(path).decode("utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"`{path}` must be JSON lines in UTF-8, but cannot be read ({error}).") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        place = f"`{path}` line {number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{place} must be JSON, but is not ({error}).") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{place} must be an object, but is {_short(row)}.")
-        yield place, row
-
-
-def _template(config: Config, place: str) -> Any:
+def _templates(config: Config) -> Any:
     """A tokenizer of transformers with the chat template of the run's."""
-    from megazero.data.conversations.answers import load_for_templates
-
     model = config.tokenizer.tokenizer_model
     if model is None or config.tokenizer.tokenizer_type != "HFTokenizer":
-        raise DataError(
-            f"{place} must be text, but is messages, which need a chat template; use `--tokenizer-type "
-            "HFTokenizer`."
-        )
+        raise BadRow("messages need a tokenizer with a chat template: `--tokenizer-type HFTokenizer`")
     return load_for_templates(model)
 
 
-def _rendered(template: Any, messages: list[dict[str, Any]], place: str) -> list[int]:
+def _rendered(chats: Any, messages: list[dict[str, Any]]) -> list[int]:
     """The tokens of messages and of the header that asks for an answer."""
     try:
-        text = template.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        ids: list[int] = template(text, add_special_tokens=False)["input_ids"]
+        text = chats.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids: list[int] = chats(text, add_special_tokens=False)["input_ids"]
     except BaseException as error:
         if not is_failure(error):
             raise
-        raise DataError(f"{place} must suit the chat template, but does not ({str(error)[:200]}).") from error
+        raise BadRow(f"the chat template refuses it: {str(error)[:200]}") from error
     return ids
-
-
-def _short(value: object) -> str:
-    return f"{value!r:.40}" if value is not None else "none"

@@ -61,7 +61,7 @@ class Rewards:
             return rewards
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in _columns(prompts)}
         answers = [
-            [{"role": "assistant", "content": text}] if prompt.chats else text
+            [{"role": "assistant", "content": text}] if isinstance(prompt.said, list) else text
             for prompt, text in zip(prompts, texts, strict=True)
         ]
         given: dict[str, Any] = {"prompts": [prompt.said for prompt in prompts], "completions": answers}

@@ -51,7 +51,7 @@ def policy_on(config: Config, joined: ParallelContext, disk: Disk | None = None)
     if vocabulary.tokenizer is None:
         raise ConfigError("`tokenizer_type` must be set to read prompts, but is not; set --tokenizer-type")
     rewards = Rewards.of(config.policy.reward_functions, config.policy.reward_timeout)
-    task = PolicyTraining(read_prompts(config, vocabulary), rewards)
+    task = PolicyTraining(read_prompts(config, vocabulary.tokenizer), rewards)
     return assemble(config, vocabulary, joined, task, disk).carry_out(task, disk)
 
 
@@ -77,7 +77,7 @@ class PolicyTraining(TrainingTask):
             reference = load_reference(config, vocabulary, context)
         judges = Judges(self.rewards, reference)
         self.cycle = Cycle(config, resumed.engine, vocabulary, self.prompts, judges)
-        self.cycle.resume(None if resumed.run is None else resumed.run.rollout)
+        self.cycle.resume({} if resumed.run is None else resumed.run.task)
         return Feeds(PolicyFeed.of_cycle(self.cycle), None, None)
 
     def samples(self, config: Config, feeds: Feeds) -> Mapping[str, str]:
@@ -95,7 +95,7 @@ class PolicyTraining(TrainingTask):
         )
 
     def facts(self) -> Mapping[str, object]:
-        return {"rollout": self.cycle.facts()}
+        return {"task": self.cycle.facts()}
 
     def evaluations(self, run: Run, disk: Disk | None) -> PeriodicEvaluation:
         """Make what looks at each step: `--check-rollout`."""

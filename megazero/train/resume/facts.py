@@ -145,7 +145,7 @@ class RunFacts(_FactsModel):
         lengths: the lengths of its schedules; None if they follow from the configuration.
         origin: the progress at which the training began with its present settings.
         blend: the segments of its blend; None if it cannot change.
-        rollout: the answers that it trains on, if it trains on its own.
+        task: what the task noted (`TrainingTask.facts`), name -> value.
     """
 
     config: SavedConfig
@@ -160,7 +160,7 @@ class RunFacts(_FactsModel):
     lengths: LrLengths | None = None
     origin: Progress = BEGINNING
     blend: History | None = None
-    rollout: dict[str, object] | None = None
+    task: dict[str, str] = Field(default_factory=dict)
 
 
 class ModelFacts(_FactsModel):
