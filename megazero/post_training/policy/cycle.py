@@ -16,7 +16,7 @@ from megazero.config.tree.config import Config
 from megazero.data.blended import SampleDataset
 from megazero.data.sampler import BatchSampler, SamplerSpec
 from megazero.errors import CheckpointError, DataError
-from megazero.models.batch import Columns, SampleIndex, column_multiple, tensor_of
+from megazero.models.batch import Columns, Places, SampleIndex, column_multiple, documents_on, tensor_of
 from megazero.models.gpt import GPT
 from megazero.models.objective import AnswerBatch, ObjectiveChunk
 from megazero.models.targets import Targets
@@ -211,7 +211,7 @@ class Cycle(SampleDataset):
         self._hold(-1, replace(rollout, reference=np.zeros_like(rollout.logs)))
         replica = np.array_split(np.arange(self._answers), context.data.size)[context.data.rank]
         most = -(-self._answers // context.data.size)
-        padded = np.resize(replica, -(-most // size) * size) if len(replica) else np.zeros(size, int)
+        padded = np.resize(replica, -(-most // size) * size)
         parts = padded.reshape(-1, size)
         collate = AnswerCollate.of(self.config, self.vocabulary, context)
         batches = [collate(self.batch(part), tuple(part.tolist())) for part in parts]
@@ -308,7 +308,9 @@ class AnswerCollate:
         given |= {name: tensor_of(array, device) for name, array in columns.items()}
         if arrays["kept"].shape[2]:
             given["kept"] = tensor_of(_by_column(arrays, width, self.columns), device)
-        weights = columns["weights"]
+        weights, documents = columns["weights"], None
+        if self.config.model.num_experts and int(arrays["rows"].min()) < width:  # no expert sees padding
+            documents = np.where(np.arange(width) < arrays["rows"][:, None], 0, -1).astype(np.int32)
         targets = Targets(given["labels"], given["weights"], float(weights.sum(dtype="float64")))
         counted, answered = arrays["counted"], arrays["lengths"]
         divisors = {
@@ -317,8 +319,10 @@ class AnswerCollate:
             counts.ALL: float(len(counted)),
             counts.ALL_TOKENS: float(answered.sum()),
             counts.REWARDED: float(arrays["rewarded"].sum()),
+            "tokens": float(arrays["rows"].sum()),  # which terms of routers are over: without padding
         }
-        return AnswerBatch(given["tokens"], targets, given=given, divisors=divisors)
+        places = Places(documents=documents_on(device, documents))
+        return AnswerBatch(given["tokens"], targets, places=places, given=given, divisors=divisors)
 
 
 def _by_column(arrays: Mapping[str, np.ndarray], width: int, columns: Columns) -> np.ndarray:

@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megazero.config.tree.config import Config
 from megazero.config.policy.settings import KlEstimator
+from megazero.config.tree.config import Config
 from megazero.loss import LossTerm
 from megazero.models.objective import AnswerBatch, Objective, over_columns
 from megazero.mpu.group import Group

@@ -77,8 +77,8 @@ def read_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
                 ids = _rendered(chats, said)
             if not 0 < len(ids) <= room:
                 raise BadRow(
-                    f"its prompt must have 1 to {room} tokens, `seq_length` less `max_answer_tokens`, but has "
-                    f"{len(ids)}"
+                    f"its prompt must have 1 to {room} tokens, `seq_length` less `max_answer_tokens`, "
+                    f"but has {len(ids)}"
                 )
         except BadRow as error:
             raise DataError(f"{place}: {error}; correct the line.") from error

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megazero.config.tree.config import Config
 from megazero.config.policy.settings import PolicyConfig
+from megazero.config.tree.config import Config
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.thread_group import ThreadWorld
