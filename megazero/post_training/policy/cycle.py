@@ -17,7 +17,7 @@ from megazero.data.blended import SampleDataset
 from megazero.data.sampler import BatchSampler, SamplerSpec
 from megazero.errors import CheckpointError, DataError
 from megazero.models.batch import Columns, Places, SampleIndex, column_multiple, documents_on, tensor_of
-from megazero.models.gpt import GPT
+from megazero.models.language_model import LanguageModel
 from megazero.models.objective import AnswerBatch, ObjectiveChunk
 from megazero.models.targets import Targets
 from megazero.mpu.context import ParallelContext
@@ -28,7 +28,7 @@ from megazero.post_training.policy.methods import Method, advantages, equal_grou
 from megazero.post_training.policy.prompts import Prompts
 from megazero.post_training.policy.reference import score
 from megazero.post_training.policy.rewards import Rewards
-from megazero.post_training.policy.rollout import Copies, Drawing, Rollout
+from megazero.post_training.policy.rollout import FAILED, REFERENCE, REWARDS, Copies, Drawing, Rollout
 from megazero.train.parts.vocabulary import Vocabulary
 from megazero.train.step.engine import Engine
 from megazero.train.step.feed import Feed
@@ -47,7 +47,7 @@ class Judges:
     """
 
     rewards: Rewards
-    reference: dict[int, GPT] | None
+    reference: dict[int, LanguageModel] | None
 
 
 class Cycle(SampleDataset):
@@ -172,26 +172,25 @@ class Cycle(SampleDataset):
         if self._drawing.copies.leads:
             ids = [rollout.answer(row) for row in rows]
             texts = [self._text(answer) for answer in ids]
-            judged = self.judges.rewards([prompts[row // group] for row in rows], texts, ids)
-            own[0][rows.start : rows.stop] = judged
+            asked = [prompts[row // group] for row in rows]
+            own[0][rows.start : rows.stop] = self.judges.rewards(asked, texts, ids)
             clause = "; ".join(self.judges.rewards.failures) or None
             own[1][rows.start : rows.stop] = clause is not None
-        whole = self._drawing.everywhere(
-            {"rewards": own[0], "failed": own[1]}, mine=self._drawing.copies.leads
-        )
-        rollout = replace(rollout, **whole)
-        self._report(rollout, clause)
+        mine = self._drawing.copies.leads
+        judged = self._drawing.everywhere({REWARDS: own[0], FAILED: own[1]}, mine=mine)
+        rollout = replace(rollout, judged=judged)
+        self._report(judged[REWARDS], clause)
         if self.judges.reference is not None:
-            rollout = replace(rollout, reference=self._scored(rollout, self.judges.reference))
+            judged[REFERENCE] = self._scored(rollout, self.judges.reference)
         return rollout
 
-    def _report(self, rollout: Rollout, clause: str | None) -> None:
+    def _report(self, rewards: np.ndarray, clause: str | None) -> None:
         """Say which reward function failed, on the first copy where one did."""
         context = self.engine.context
         failure = first_value(context.world, clause, context.device)
         if failure is None:
             return
-        if np.isnan(rollout.rewards).all():
+        if np.isnan(rewards).all():
             raise DataError(
                 f"`reward_functions` must reward an answer, but none of {self._answers} has a reward: "
                 f"{failure[1]}."
@@ -205,10 +204,10 @@ class Cycle(SampleDataset):
         special = {*tokenizer.special_ids.values(), *self._drawing.stops}
         return tokenizer.decode([token for token in answer if token not in special])
 
-    def _scored(self, rollout: Rollout, reference: dict[int, GPT]) -> np.ndarray:
+    def _scored(self, rollout: Rollout, reference: dict[int, LanguageModel]) -> np.ndarray:
         """The log-probabilities of all labels under the reference, float32 [B, W - 1], on every rank."""
         context, size = self.engine.context, self.config.batch.micro_batch_size
-        self._hold(-1, replace(rollout, reference=np.zeros_like(rollout.logs)))
+        self._hold(-1, rollout)
         replica = np.array_split(np.arange(self._answers), context.data.size)[context.data.rank]
         most = -(-self._answers // context.data.size)
         padded = np.resize(replica, -(-most // size) * size)
@@ -232,9 +231,10 @@ class Cycle(SampleDataset):
         """Make a rollout the current one, with what its updates are given."""
         self.number, self._rollout = number, rollout
         policy, answered = self.config.policy, rollout.answered()
-        rewards = weighted_sum(rollout.rewards, policy.reward_weights)
-        if rollout.reference.size and policy.kl_in == "reward":
-            apart = ((rollout.logs - rollout.reference) * answered).sum(1, dtype=np.float64)
+        rewards = weighted_sum(rollout.judged[REWARDS], policy.reward_weights)
+        reference = rollout.judged.get(REFERENCE)
+        if reference is not None and policy.kl_in == "reward":
+            apart = ((rollout.logs - reference) * answered).sum(1, dtype=np.float64)
             rewards = rewards - (policy.kl_coef or 0.0) * apart
         groups = rewards.reshape(-1, policy.group_size)
         equal = np.repeat(equal_groups(groups), policy.group_size)
@@ -260,11 +260,11 @@ class Cycle(SampleDataset):
             "answer_length": (rollout.lengths - rollout.prompts).astype(np.float32),
             "truncated": (rollout.ended == 0).astype(np.float32),
             "equal_groups": equal.astype(np.float32),
-            "failed_rewards": rollout.failed.astype(np.float32),
+            "failed_rewards": rollout.judged[FAILED].astype(np.float32),
             "counted": counted.astype(np.float32),
         }
-        if rollout.reference.size:
-            self._rows["reference"] = rollout.reference
+        if reference is not None:
+            self._rows["reference"] = reference
 
 
 def advantages_std(groups: np.ndarray) -> np.ndarray:

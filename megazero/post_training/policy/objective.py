@@ -33,7 +33,9 @@ def invariant(config: Config) -> bool:
     """Whether products are computed batch-invariantly."""
     if config.policy.batch_invariant is not None:
         return config.policy.batch_invariant
-    return config.parallel.device == "cpu" and config.precision.dtype != "fp16" and native.available()
+    device = config.parallel.device
+    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+    return on_cpu and config.precision.dtype != "fp16" and native.available()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megazero.config.tree.config import Config
 from megazero.config.tree.zero import ZeroConfig
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.formats.foreign import open_foreign
-from megazero.models.gpt import GPT
+from megazero.models.language_model import LanguageModel
 from megazero.models.objective import LOGS, AnswerBatch, ObjectiveChunk
 from megazero.mpu.context import ParallelContext
 from megazero.pipeline.executor import Evaluator
@@ -25,7 +25,9 @@ from megazero.train.resume.saved import Checkpoint, read_saved_model
 from megazero.train.resume.trained import load_chunks
 
 
-def load_reference(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> dict[int, GPT]:
+def load_reference(
+    config: Config, vocabulary: Vocabulary, context: ParallelContext
+) -> dict[int, LanguageModel]:
     """Load this rank's chunks of the reference; every rank calls this.
 
     Its weights are its own: no update reaches them.
@@ -49,17 +51,13 @@ def load_reference(config: Config, vocabulary: Vocabulary, context: ParallelCont
     except DamagedCheckpointError as error:
         # As DamagedCheckpointError, `resume` would take it for damage to the run's own checkpoint.
         raise CheckpointError(str(error)) from error
-    gpts = {}
-    for number, chunk in chunks.items():
-        assert isinstance(chunk, GPT), "a rule asks for a GPT"
-        gpts[number] = chunk.requires_grad_(False)
-    return gpts
+    return {number: LanguageModel.of(chunk.requires_grad_(False)) for number, chunk in chunks.items()}
 
 
 def score(
     config: Config,
     context: ParallelContext,
-    reference: dict[int, GPT],
+    reference: dict[int, LanguageModel],
     objective: PolicyObjective,
     batches: Sequence[AnswerBatch],
 ) -> list[torch.Tensor]:
@@ -68,7 +66,7 @@ def score(
     As the trained model's: at the rollout's temperature, among the tokens that it drew among.
     """
     alone = replace(objective, estimator=None)
-    chunks = {number: ObjectiveChunk(chunk, alone) for number, chunk in reference.items()}
+    chunks = {number: ObjectiveChunk.of(chunk, alone) for number, chunk in reference.items()}
     # The reference is whole on each replica, whatever ZeRO shards, so its program gathers nothing.
     programs = programs_of(ZeroConfig(), PipelineShape.of(config))
     evaluator = Evaluator(chunks, context.pp, context.device)

@@ -10,7 +10,8 @@ import base64
 import io
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from megazero.inference.invariant import make_invariant
 from megazero.inference.sampling import Sampling
 from megazero.inference.staged import StagedModel
 from megazero.models.batch import Batch
-from megazero.models.gpt import GPT
+from megazero.models.language_model import LanguageModel
 from megazero.mpu.context import ParallelContext
 from megazero.post_training.policy.objective import invariant
 from megazero.post_training.policy.prompts import Prompt
@@ -30,6 +31,8 @@ from megazero.serving.engine import Completed, complete
 from megazero.serving.wanted import Wanted
 from megazero.train.parts.chunks import schedule_of
 
+ARRAYS = ("tokens", "prompts", "lengths", "ended", "logs", "kept")
+REWARDS, FAILED, REFERENCE = JUDGED = "rewards", "failed", "reference"
 _MODEL_GROUPS = ("tp", "ep", "pp")
 """The groups whose ranks compute answers together."""
 
@@ -46,9 +49,9 @@ class Rollout:
         logs: float32 [B, W - 1], the log-probability of each label when it was drawn; 0 elsewhere.
         kept: int64 [B, answer tokens, K], the tokens that each was drawn among, and -1 behind; K is 0 where
             those are all.
-        rewards: float64 [B, functions]; NaN is none.
-        failed: int64 [B], whether a reward function failed.
-        reference: float32 [B, W - 1], the log-probability of each label under the reference; empty without.
+        judged: ``rewards``, float64 [B, functions], where NaN is none; ``failed``, int64 [B], whether a
+            reward function failed; with a reference ``reference``, float32 [B, W - 1], the log-probability of
+            each label under it.
     """
 
     tokens: np.ndarray
@@ -57,14 +60,13 @@ class Rollout:
     ended: np.ndarray
     logs: np.ndarray
     kept: np.ndarray
-    rewards: np.ndarray
-    failed: np.ndarray
-    reference: np.ndarray
+    judged: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def packed(self) -> str:
         """The arrays as text, exactly, for a checkpoint's facts."""
         buffer = io.BytesIO()
-        np.savez(buffer, **{field.name: getattr(self, field.name) for field in fields(self)})
+        arrays: dict[str, Any] = {name: getattr(self, name) for name in ARRAYS}
+        np.savez(buffer, **arrays, **dict[str, Any](self.judged))
         return base64.b64encode(zlib.compress(buffer.getvalue(), 6)).decode()
 
     @classmethod
@@ -75,8 +77,11 @@ class Rollout:
             DamagedCheckpointError: it is not one.
         """
         try:
-            with np.load(io.BytesIO(zlib.decompress(base64.b64decode(text)))) as arrays:
-                return cls(**{field.name: arrays[field.name] for field in fields(cls)})
+            with np.load(io.BytesIO(zlib.decompress(base64.b64decode(text)))) as stored:
+                arrays = dict(stored)
+            judged = {name: arrays.pop(name) for name in JUDGED if name in arrays}
+            given: dict[str, Any] = {name: arrays[name] for name in ARRAYS}
+            return cls(**given, judged=judged)
         except (ValueError, KeyError, zlib.error, OSError) as error:
             raise DamagedCheckpointError(
                 f"`rollout` must be one of this version, but is not ({error})"
@@ -140,12 +145,12 @@ class Drawing:
     """
 
     config: Config
-    students: Mapping[int, GPT]
+    students: Mapping[int, LanguageModel]
     context: ParallelContext
     copies: Copies
     stops: frozenset[int]
 
-    def prepare(self, chunks: Mapping[int, GPT]) -> StagedModel[Batch]:
+    def prepare(self, chunks: Mapping[int, LanguageModel]) -> StagedModel[Batch]:
         """Chunks as a model that answers; its products are batch-invariant where the settings ask for it."""
         stage_of = schedule_of(PipelineShape.of(self.config)).stage_of
         model: StagedModel[Batch] = StagedModel(chunks, stage_of, self.context.pp)
@@ -188,8 +193,8 @@ class Drawing:
         trimmed = int(whole["lengths"].max())
         whole["tokens"], whole["logs"] = whole["tokens"][:, :trimmed], whole["logs"][:, : trimmed - 1]
         whole["kept"] -= 1
-        nothing = np.zeros((count, 0))
-        return Rollout(**whole, rewards=nothing, failed=np.zeros(count, np.int64), reference=nothing)
+        arguments: dict[str, Any] = whole
+        return Rollout(**arguments)
 
     def everywhere(self, arrays: Mapping[str, np.ndarray], *, mine: bool) -> dict[str, np.ndarray]:
         """Sum arrays over all ranks, of which each element has but one that is not 0: those with `mine`."""
