@@ -51,6 +51,7 @@ VERBS = (
     Verb("profile", "measure this machine, and write it as a device that plans can use"),
     Verb("quantize", "write a model in integers of 8 or 4 bits, as transformers and vLLM read it"),
     Verb("report", "write one page that shows runs, or watch them while they go on"),
+    Verb("rl", "train by policy gradients (GRPO and its kin) on answers that the model gives itself"),
     Verb("run", "run a script that imports `deepspeed`, with megazero in its place"),
     Verb("score", "write the log-probabilities or rewards of a file's answers, on any layout"),
     Verb("serve", "answer requests over HTTP, as OpenAI's API, with a trained model on one rank or several"),

@@ -110,11 +110,11 @@ def _ordered(group: Group) -> Group:
 
 def hindrance(model: StagedModel[Any]) -> str:
     """Why the model's forward cannot be batch-invariant, in a sentence; "" if it can."""
-    placement = model.placement
-    if placement.device.type != "cpu" or placement.dtype not in NATIVE_DTYPES or not available():
+    placement, device = model.placement, model.device.type
+    if device != "cpu" or placement.dtype not in NATIVE_DTYPES or not available():
         return (
             "a batch-invariant model must be in fp32 or bf16 on a CPU with megazero's compiled kernels, but "
-            f"is in {str(placement.dtype).removeprefix('torch.')} on {placement.device.type}"
+            f"is in {str(placement.dtype).removeprefix('torch.')} on {device}"
             f"{'' if available() else ', and they are not built'}; leave batch invariance out"
         )
     for module in (module for chunk in model.chunks.values() for module in chunk.modules()):

@@ -69,6 +69,11 @@ class Sampling:
         if violations:
             raise ConfigError(violations)
 
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn among some tokens only, by their probabilities."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
+
 
 def keep_top_k(scores: Tensor, k: int | Tensor) -> Tensor:
     """Set all scores [b, v] but the `k` largest of a row to -inf; of equal scores the smaller id stays.

@@ -15,6 +15,7 @@ from megazero.mpu.context import ParallelContext
 from megazero.mpu.grid import Place
 from megazero.mpu.group import Group
 from megazero.mpu.param_spec import ParamSpec
+from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.streams import INLINE, Streams
 
 TokenDispatcher = Literal["alltoall", "allgather"]
@@ -95,6 +96,14 @@ class Placement:
     def without_sequence_parallelism(self) -> Placement:
         """The same placement, where all tensor-parallel ranks hold the same rows."""
         return replace(self, cut=replace(self.cut, over_tp=False))
+
+    def with_whole_sequences(self) -> Placement:
+        """The same placement, where each rank holds all rows, and none shares a sequence with another."""
+        cp = self.groups["cp"]
+        if cp.size == 1 and not self.sequence_parallel:
+            return self
+        groups = {**self.groups, "cp": SoloGroup("cp", 0), "sequence": self.tp}
+        return replace(self, groups=groups, cut=replace(self.cut, over_tp=False, zigzag=False))
 
     @property
     def tp(self) -> Group:

@@ -223,9 +223,9 @@ class GPT(LanguageModel):
 
         It can share them because weights are sliced alike with and without sequence parallelism.
         """
-        if not self.placement.sequence_parallel:
+        placement = self.placement.with_whole_sequences()
+        if placement is self.placement:
             return self
-        placement = self.placement.without_sequence_parallelism()
         on_meta = replace(placement, device=torch.device("meta"))
         twin = GPT(replace(self.held, placement=on_meta, recompute=RecomputeConfig(), tied={}))
         twin.placement = placement  # with the real device, which a stage without weights has nowhere else

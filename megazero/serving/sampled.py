@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megazero.inference.sampling import draw_tokens
+from megazero.inference.sampling import Sampling, draw_tokens, probabilities
 from megazero.serving.wanted import Token, Wanted
 
 ROWS_AT_ONCE = 128
@@ -47,7 +48,19 @@ def draw(logits: Tensor, rows: Sequence[Row]) -> list[Token]:
         scores = token_scores(logits[asked], ids[asked], best).tolist()
         for i, score in zip(asked, scores, strict=True):
             tokens[i] = scored_token(drawn[i], score, rows[i].wanted.logprobs or 0)
+    for i, row in enumerate(rows):
+        if row.wanted.as_drawn:
+            tokens[i] = _as_drawn(changed[i : i + 1], drawn[i], row.wanted.sampling)
     return tokens
+
+
+def _as_drawn(logits: Tensor, token: int, sampling: Sampling) -> Token:
+    """A token with its log-probability in the distribution that it is drawn from, by logits [1, v]."""
+    whole = probabilities(logits[:, : sampling.vocab_size], sampling)[0]
+    log = math.log(float(whole[token]))
+    kept = whole.nonzero().squeeze(1) if sampling.truncates else whole.new_empty(0, dtype=torch.int64)
+    logs = whole[kept].log()
+    return Token(token, log, tuple(zip(kept.tolist(), logs.tolist(), strict=True)))
 
 
 def token_scores(logits: Tensor, tokens: Tensor, best: int) -> Tensor:

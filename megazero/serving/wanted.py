@@ -62,6 +62,8 @@ class Wanted:
         penalties: changes of the logits that tokens are drawn from.
         logprobs: tell the log-probability of each drawn token and so many of the likeliest; None: neither.
         prompt_logprobs: the same for the prompt's tokens, except the first, which has none.
+        as_drawn: tell instead the log-probability in the distribution that the token was drawn from, with all
+            tokens that it was drawn among if those are not all.
         salt: keys and values of a prompt are shared only with requests of an equal salt.
 
     Raises:
@@ -77,6 +79,7 @@ class Wanted:
     penalties: Penalties = NO_PENALTIES
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    as_drawn: bool = False
     salt: str = ""
 
     def __post_init__(self) -> None:
@@ -92,7 +95,7 @@ class Token:
     """A token that was drawn, or one of a scored prompt.
 
     Log-probabilities are natural logarithms of the model's own distribution, before temperature, penalties
-    and masks.
+    and masks, except with `Wanted.as_drawn`.
 
     Attributes:
         id: the token.

@@ -44,7 +44,8 @@ def _is_prepared(case: Case) -> bool:
 )
 def data_source_given(case: Case) -> bool:
     """the data must be given"""
-    return _sources(case) >= 1 or case.config.finetune.task is not None
+    tasks = case.config.finetune.task, case.config.policy.policy_method
+    return _sources(case) >= 1 or any(tasks)
 
 
 @rule(

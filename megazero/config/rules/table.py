@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Set
 from megazero.config.fields import SECTIONS
 from megazero.config.heterogeneous import rules as heterogeneous
 from megazero.config.hybrid import rules as hybrid
+from megazero.config.policy import rules as policy
 from megazero.config.preference import rules as preference
 from megazero.config.rules import (
     attention,
@@ -31,10 +32,11 @@ from megazero.config.tree.config import Config
 from megazero.config.tree.option import Section
 
 _MODEL = (model, attention, heterogeneous, hybrid, t5, experts, routing)
-_STEP = (context, pipeline, zero, training, data, curriculum, data_sampling, skipping, preference, places)
+_STEP = (context, pipeline, zero, training, data, curriculum, data_sampling, skipping, places)
+_AFTER = (preference, policy)
 
 RULES: tuple[Rule, ...] = tuple(
-    rule for module in (*_MODEL, *_STEP) for rule in vars(module).values() if isinstance(rule, Rule)
+    rule for module in (*_MODEL, *_STEP, *_AFTER) for rule in vars(module).values() if isinstance(rule, Rule)
 )
 """Every rule, by module and in the order in which they are written."""
 

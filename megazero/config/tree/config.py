@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from megazero.config.fim import FimConfig
 from megazero.config.preference.rewards import RewardConfig
+from megazero.config.policy.settings import PolicyConfig
 from megazero.config.preference.settings import PreferenceConfig
 from megazero.config.tree.acceleration import AccelerationConfig
 from megazero.config.tree.checkpoint import CheckpointConfig
@@ -54,6 +55,7 @@ class Config(Section):
     preference: PreferenceConfig = PreferenceConfig()
     reward: RewardConfig = RewardConfig()
     distillation: DistillationConfig = DistillationConfig()
+    policy: PolicyConfig = PolicyConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
     data_sampling: DataSamplingConfig = DataSamplingConfig()
     skipping: SkippingConfig = SkippingConfig()

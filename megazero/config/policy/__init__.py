@@ -1,0 +1,1 @@
+"""policy: settings of policy gradients, and the rules on them."""
