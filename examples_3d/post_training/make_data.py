@@ -3,7 +3,7 @@
     python examples_3d/post_training/make_data.py --output out/post_training/data
 
 The questions are sums of two digits, brackets to close, words to repeat, and small talk. In the chats half of
-the answers are terse and half are wordy; the pairs prefer the terse ones; the prompts come with the right answer.
+the answers are terse and half are wordy; the pairs prefer the terse ones; prompts come with the right answer.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-WORDS = (
+WORDS = str.split(
     "apple river stone cloud tiger music green seven winter candle garden silver bridge island "
     "rocket pepper window forest dragon velvet anchor basket copper desert engine falcon guitar "
     "harbor jungle kitten ladder meadow needle orange pillow quartz ribbon saddle temple valley "
     "walnut yellow zebra"
-).split()
+)
 PAIRS = {"(": ")", "[": "]", "{": "}"}
 TALK = (
     ("Hello!", "Hello. What can I do for you?"),
