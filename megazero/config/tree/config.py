@@ -8,8 +8,8 @@ what spans fields. Names are Megatron's wherever Megatron has one.
 from __future__ import annotations
 
 from megazero.config.fim import FimConfig
-from megazero.config.preference.rewards import RewardConfig
 from megazero.config.policy.settings import PolicyConfig
+from megazero.config.preference.rewards import RewardConfig
 from megazero.config.preference.settings import PreferenceConfig
 from megazero.config.tree.acceleration import AccelerationConfig
 from megazero.config.tree.checkpoint import CheckpointConfig
