@@ -115,6 +115,8 @@ def allowed_by_room() -> dict[str, set[str] | frozenset[str] | None]:
         "megazero.launch": launch,
         "megazero.pictures": {"--output"},
         "megazero.plan": of("plan", "plan.job", "tune") | TRAINING,
+        "megazero.post_training": TRAINING,
+        "megazero.quantize": of("quantize"),
         "megazero.report": of("report") | {"--load", "--metrics-jsonl", "--save"},
         "megazero.serving": of("serve"),
         "megazero.train.parts.vocabulary": set(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from torch import Tensor, nn
 
 from megazero.layers.inputs import Deferred
@@ -51,6 +53,6 @@ def give_codes(layer: CodedLinear, weight: CodedWeight) -> None:
     layer.register_parameter("weight", None)
 
 
-def takes_codes(layer: nn.Module) -> bool:
+def takes_codes(layer: nn.Module) -> TypeGuard[CodedLinear]:
     """Whether a module is a linear layer that computes its own product, for which codes will do."""
     return isinstance(layer, CodedLinear) and layer.product is column_linear

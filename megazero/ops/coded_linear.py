@@ -117,7 +117,8 @@ class CodedWeight:
     def dequantized(self) -> Tensor:
         """The numbers, fp32 [width, depth]."""
         scales = self.row_scales
-        return (self.codes.float().unflatten(1, (scales.shape[1], -1)) * scales.unsqueeze(2)).flatten(1)
+        grouped = self.codes.float().view(self.width, scales.shape[1], -1)
+        return (grouped * scales.unsqueeze(2)).flatten(1)
 
 
 def rounded(x: Tensor, greatest: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -24,8 +24,8 @@ FOLDERS = ("examples_3d/", "scripts/", "data_tools/", "benchmarks/", "proofs/", 
 LANGUAGES = ("", "bash", "console", "sh")
 PROGRAMS = ("python", "torchrun", "megazero", "bash", "pretrain_gpt.py", "pretrain_bert.py", "finetune.py")
 STARTERS = ("torchrun", "torch.distributed.run")
-TRAINERS = ("pretrain_gpt.py", "pretrain_bert.py", "finetune.py", "pretrain", "finetune")
-TRAINERS_TOO = ("analyze-loss", "config", "evaluate", "verify")
+TRAINERS = ("pretrain_gpt.py", "pretrain_bert.py", "finetune.py", "pretrain", "finetune", "rl")
+TRAINERS_TOO = ("analyze-loss", "config", "evaluate", "score", "verify")
 """Verbs with flags of their own that also take a training's."""
 OF_OTHERS = ("lm-eval",)
 """Verbs whose flags are those of a program that may not be installed."""
