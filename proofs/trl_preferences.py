@@ -53,7 +53,10 @@ TASKS: dict[str, tuple[str, dict[str, object]]] = {
         "--task preference --preference-loss robust --preference-label-smoothing 0.2",
         {"loss_type": ["robust"], "label_smoothing": 0.2},
     ),
-    "ipo": ("--task preference --preference-loss ipo", {"loss_type": ["ipo"]}),
+    "ipo": (  # with a smaller beta, the square of the margin is far from one
+        "--task preference --preference-loss ipo --preference-beta 0.5",
+        {"loss_type": ["ipo"], "beta": 0.5},
+    ),
     "hinge": ("--task preference --preference-loss hinge", {"loss_type": ["hinge"]}),
     "sigmoid_norm": ("--task preference --preference-loss sigmoid_norm", {"loss_type": ["sigmoid_norm"]}),
     "apo_zero": ("--task preference --preference-loss apo_zero", {"loss_type": ["apo_zero"]}),
