@@ -28,7 +28,8 @@ from tests.post_training.samples import make_files, run
 TOLERANCE = 2e-5
 KEYS = ("lm_loss", "preference_loss", "sft_loss", "rewards_margins", "grad_norm")
 EXPERTS = (
-    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.02"
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-aux-loss-coeff 0.02"
 )
 MODELS = {"dense": "", "experts": EXPERTS, "learned": "--position-embedding-type learned_absolute"}
 TASKS = {
