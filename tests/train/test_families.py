@@ -7,7 +7,7 @@ from collections import Counter
 from typing import get_args
 
 from megazero.config.tree.model import ModelConfig
-from megazero.formats.hf.architectures import ARCHITECTURES
+from megazero.formats.hf.architectures import ARCHITECTURES, SCORERS
 from megazero.models.chunk import Block
 from megazero.mpu.context import solo_context
 from megazero.mpu.param_spec import spec_of
@@ -47,7 +47,7 @@ def test_classifiers_have_the_architectures_that_classify():
     kinds = ("SequenceClassification", "MultipleChoice")
     expected = {f"{prefix}For{kind}" for prefix in ("Bert", "MegatronBert") for kind in kinds}
     assert names("bert", 3) == names("bert", 1) == expected < names("bert", None)
-    assert names("gpt", 3) == set()
+    assert names("gpt", 3) == {each.name for each in SCORERS}
 
 
 def test_measured_losses_of_an_encoder_are_of_the_share_that_is_masked():

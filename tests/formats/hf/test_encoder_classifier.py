@@ -202,9 +202,7 @@ def test_only_rows_for_classifiers_take_one():
 
 @pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_a_classifier_on_the_last_token_is_refused(model, tmp_path, capsys):
-    with pytest.raises(
-        CheckpointError, match="unset or 1 for a model of the family gpt, but is 3: .*GPT2ForSeq"
-    ):
+    with pytest.raises(CheckpointError, match="unset or 1 for a model of .* but is 3: .*GPT2ForSeq"):
         architecture_of(model.model_copy(update={"num_classes": 3}))
     weights = random_weights(model).tensors
     run = save_as_trained(
