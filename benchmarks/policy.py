@@ -1,4 +1,4 @@
-"""Rollout and update of GRPO: processor seconds of a step, beside TRL's GRPOTrainer with transformers' generation.
+"""Rollout and update of GRPO: processor seconds of a step, beside TRL's GRPOTrainer with transformers.
 
     python benchmarks/policy.py --python /path/to/a/venv/with/trl/bin/python
 
@@ -25,10 +25,12 @@ MODEL = f"""
 import sys
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
-words = {{f"w{{i}}": i for i in range({VOCABULARY} - 2)}} | {{"<eos>": {VOCABULARY} - 2, "<pad>": {VOCABULARY} - 1}}
+words = {{f"w{{i}}": i for i in range({VOCABULARY} - 2)}}
+words |= {{"<eos>": {VOCABULARY} - 2, "<pad>": {VOCABULARY} - 1}}
 tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
 tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(sys.argv[1])
+whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+whole.save_pretrained(sys.argv[1])
 set_seed(0)
 LlamaForCausalLM(LlamaConfig(vocab_size={VOCABULARY}, hidden_size=384, intermediate_size=1024,
     num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=6, max_position_embeddings=128,
@@ -92,7 +94,10 @@ def main() -> int:
             short, long = (seconds(command) for command in run)
             return (long - short) / (STEPS[1] - STEPS[0])
 
-        ours = [[sys.executable, "-m", "megazero.cli", "rl", *OURS.split(), *files, "--train-iters", str(n)] for n in STEPS]
+        ours = [
+            [sys.executable, "-m", "megazero.cli", "rl", *OURS.split(), *files, "--train-iters", str(n)]
+            for n in STEPS
+        ]
         theirs = [[flags.python, "-c", THEIRS, folder, str(n)] for n in STEPS]
         times: dict[str, list[float]] = {"megazero": [], "TRL": []}
         for _ in range(flags.rounds):
