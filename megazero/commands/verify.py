@@ -17,6 +17,7 @@ from megazero.config.flags import scan
 from megazero.config.resolve import parse_config
 from megazero.config.tasks import task_of
 from megazero.config.tree.config import Config
+from megazero.config.tree.finetune import OF_ANSWERS
 from megazero.config.tree.roles import Role
 from megazero.errors import ConfigError, MegazeroError
 from megazero.train.folders import read_folder
@@ -100,6 +101,11 @@ def _resolved(argv: Sequence[str], ranks: int) -> Config:
     config = parse_config(argv, world_size=ranks, reader=read_folder).config
     if config.finetune.task is None:
         return config
+    if config.finetune.task in OF_ANSWERS:
+        raise ConfigError(
+            f"`task` must be left out of a check of a layout, but is {config.finetune.task}; give the line "
+            "without it and its files, and the same layers are checked"
+        )
     task = task_of(config.finetune)
     classes = config.model.num_classes or (1 if task.multiple_choice else len(task.labels.values) or 2)
     changes = {"model": {"num_classes": classes}, "training": {"train_iters": 1}}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -17,10 +18,11 @@ from megazero.data.indexed.format import dtype_for_vocab
 from megazero.data.labelled.dataset import EpochSamples
 from megazero.data.packed.dataset import PADDING_ID
 from megazero.data.packed.packing import Packing, pack
+from megazero.data_tools.conversations import lines_of
 from megazero.errors import DataError
 from megazero.models.batch import Batch, Collate, TextCollate
 from megazero.mpu.context import ParallelContext
-from megazero.post_training.files import encoder_of, lines_of
+from megazero.post_training.files import encoder_of
 from megazero.post_training.task import AnswerTask, Splits
 
 
@@ -93,6 +95,9 @@ class ChatSamples(EpochSamples):
 class ChatTask(AnswerTask[Batch]):
     """Fine-tuning on conversations."""
 
+    # Conversations that share a row have nothing to do with each other.
+    implied = MappingProxyType({"reset_attention_mask": True, "reset_position_ids": True})
+
     @classmethod
     def read(cls, config: Config) -> ChatTask:
         """Read the files.
@@ -114,10 +119,8 @@ class ChatTask(AnswerTask[Batch]):
                     "the files, or raise --seq-length."
                 )
             packed = ChatSamples.of(rows, length, config.training.seed)
-            share = packed.padding_share
-            remarks.append(
-                f"{name}: {len(rows):,} conversations in {len(packed):,} rows, {share:.1%} padding"
-            )
+            share = f"{packed.padding_share:.1%} padding"
+            remarks.append(f"{name}: {len(rows):,} conversations in {len(packed):,} rows, {share}")
             return packed
 
         train = samples("train_data", section.train_data if section.epochs else ())

@@ -67,7 +67,7 @@ def _orpo(chosen: Tensor, rejected: Tensor, settings: PreferenceConfig) -> Tenso
 
 def _log_odds(logs: Tensor) -> Tensor:
     """log(p / (1 - p))."""
-    return logs - torch.log1p(-torch.exp(logs))
+    return logs - torch.log(-torch.expm1(logs))
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,10 @@ class PreferenceLoss(Objective):
     def __call__(self, logs: Tensor, batch: AnswerBatch, cp: Group) -> Mapping[str, Tensor]:
         """The sums of the terms over this micro-batch, shared by the ranks of `cp`."""
         kind, own = KINDS[self.settings.preference_loss], batch.learnt.weighted(logs)
-        sizes, reference = batch.given["answers"], batch.given["reference"]
-        counts = (sizes[0::2] > 0).to(logs.dtype) / cp.size
-        ratios = over_columns(own, cp) - reference
-        means = ratios / sizes.clamp(min=1)
+        sizes, ratios = batch.given["answers"], over_columns(own, cp)
+        if self.settings.has_reference:
+            ratios = ratios - batch.given["reference"]
+        counts, means = (sizes[0::2] > 0).to(logs.dtype) / cp.size, ratios / sizes.clamp(min=1)
         # Rows that count nothing have a mean of 0, whose odds are infinite.
         compared = torch.where(sizes > 0, means if kind.means else ratios, -1.0)
         losses = kind.loss(compared[0::2], compared[1::2], self.settings)

@@ -82,10 +82,9 @@ class PairCollate:
         if self.marked and int(lengths.min()) < width:
             documents = np.where(places < lengths, 0, -1).astype(np.int32)
         if self.seed is not None:
-            own = [(i,) if isinstance(i, int) else i for i in samples]
-            keys = tensor_of(
-                sample_keys(self.seed, ((2 * i + side, *r) for i, *r in own for side in (0, 1))), device
-            )
+            whole = [(i,) if isinstance(i, int) else i for i in samples]
+            paths = ((2 * first + side, *rest) for first, *rest in whole for side in (0, 1))
+            keys = tensor_of(sample_keys(self.seed, paths), device)
         tokens, labels, weights = (self.columns.own(array) for array in (tokens, labels, weights))
         reference = arrays.get("reference", np.zeros((len(samples), 2), np.float32))
         given = {"answers": sizes.astype(np.float32), "reference": reference.reshape(rows)}

@@ -86,8 +86,8 @@ class Reference:
             say: receives a remark.
 
         Raises:
-            CheckpointError: on every rank: the file has scores of other answers, or cannot be written; or it is
-                gone and the weights are no longer the reference's.
+            CheckpointError: on every rank: the file has scores of other answers, or cannot be written; or
+                it is gone and the weights are no longer the reference's.
         """
         path = self.path(samples, data)
         first = self.context.rank == 0
@@ -105,7 +105,7 @@ class Reference:
 
 
 def score(engine: Engine, feed: Feed[AnswerBatch], batch_size: int, log: ProgressLog) -> np.ndarray:
-    """The log-probability of each answer by the engine's weights, float32 [samples, 2]; every rank calls this.
+    """The log-probability of each answer, float32 [samples, 2]; every rank calls this.
 
     Args:
         feed: the pairs in the files' order, in whole global batches and without dropout.
@@ -172,7 +172,8 @@ def _wrapped(number: int) -> int:
 def _lengths(samples: PairSamples) -> np.ndarray:
     """The number of tokens of each answer, int64 [n, 2]."""
     pairs = samples.pairs
-    return (np.diff(pairs.offsets) - pairs.answers).reshape(-1, 2)
+    lengths: np.ndarray = np.diff(pairs.offsets) - pairs.answers
+    return lengths.reshape(-1, 2)
 
 
 def _read(path: Path, samples: PairSamples, begins: bool) -> list[float] | None:

@@ -25,24 +25,33 @@ def post_train(config: Config, launch: Launch | None = None, disk: Disk | None =
     Raises:
         MegazeroError: something that the user has to fix prevents the run.
     """
-    return in_job(config, launch, lambda joined: post_train_on(config, joined, disk))
+    return in_job(config, launch, lambda joined: post_train_on(config, joined, read_task(config), disk))
 
 
-def post_train_on(config: Config, joined: ParallelContext, disk: Disk | None = None) -> TrainState:
+def read_task(config: Config) -> ChatTask | PreferenceTask:
+    """Read the files of the configured task.
+
+    Raises:
+        DataError: a file cannot be read, or holds nothing to train on.
+    """
+    if config.finetune.task == "chat":
+        return ChatTask.read(config)
+    if config.finetune.task == "preference":
+        return PreferenceTask.read(config)
+    raise ConfigError(f"`task` must be chat or preference here, but is {config.finetune.task}")
+
+
+def post_train_on(
+    config: Config, joined: ParallelContext, task: ChatTask | PreferenceTask, disk: Disk | None = None
+) -> TrainState:
     """Train on a rank that has joined its job, such as a thread of a test.
+
+    Args:
+        task: what the files hold; this rank's own.
 
     Raises:
         MegazeroError: as `post_train`.
     """
     vocabulary = build_vocabulary(config)
-    task: ChatTask | PreferenceTask
-    if config.finetune.task == "chat":
-        task = ChatTask.read(config)
-        # Conversations that share a row have nothing to do with each other.
-        config = completed(config, task.splits, joined, reset_attention_mask=True, reset_position_ids=True)
-    elif config.finetune.task == "preference":
-        task = PreferenceTask.read(config)
-        config = completed(config, task.splits, joined)
-    else:
-        raise ConfigError(f"`task` must be chat or preference here, but is {config.finetune.task}")
+    config = completed(config, task.splits, joined, **task.implied)
     return assemble(config, vocabulary, joined, task, disk).carry_out(task, disk)

@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Generic
+from types import MappingProxyType
+from typing import ClassVar, Generic
 
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.part import Source
@@ -73,6 +74,9 @@ def completed(config: Config, splits: Splits, context: ParallelContext, **change
 class AnswerTask(TrainingTask, Generic[M]):
     """A task whose samples are answers in conversations."""
 
+    implied: ClassVar[Mapping[str, object]] = MappingProxyType({})
+    """Settings of the section `data` that the task implies."""
+
     def __init__(self, splits: Splits):
         self.splits = splits
         self.noted: dict[str, str] = {}
@@ -106,7 +110,7 @@ class AnswerTask(TrainingTask, Generic[M]):
 
         def feed(samples: EpochSamples | None, epochs: int, seed: int | None) -> Feed[M] | None:
             collate = self.collate(config, vocabulary.size, context, seed)
-            return samples and feed_of(config, context, samples, collate, epochs, seed)
+            return None if samples is None else feed_of(config, context, samples, collate, epochs, seed)
 
         train = feed(splits.train, config.finetune.epochs, resumed.stream_seed)
         valid = feed(splits.valid, 1, None)
@@ -158,7 +162,7 @@ class AnswerTask(TrainingTask, Generic[M]):
         interval = run.resumed.training_plan.evaluations.interval
         return PeriodicEvaluation(evaluate, interval, self._feeds.keys())
 
-    metrics = EvalMetrics
+    metrics: ClassVar[type[EvalMetrics]] = EvalMetrics
     """Makes the metrics of an evaluation."""
 
     def conclude(self, run: Run, state: TrainState) -> None:

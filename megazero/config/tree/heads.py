@@ -76,7 +76,9 @@ class WordLossConfig(AttentionConfig):
         0.0,
         "weight of the z-loss, the mean of log(Z)^2 of the output logits, which keeps Z near 1; 0.0001 in "
         "PaLM (Chowdhery et al. 2022)",
-        needs=config.finetune.task.among(None, "chat").because("others train no likelihood of words"),
+        needs=(config.finetune.task.is_none | (config.finetune.task == "chat")).because(
+            "others train no likelihood of words"
+        ),
     )
 
     @property

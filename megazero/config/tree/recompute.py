@@ -79,7 +79,7 @@ class RecomputeConfig(Section):
         flag="--recompute-logits",
         needs=(
             (config.model.family == "gpt").because("other heads are small, or need their logits whole"),
-            config.finetune.task.among(None, "chat").because(
+            (config.finetune.task.is_none | (config.finetune.task == "chat")).because(
                 "other tasks have small heads, or need them whole"
             ),
             config.distillation.kd.is_off.because("whole logits are compared there"),

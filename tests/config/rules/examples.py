@@ -160,6 +160,14 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "parallel.context_parallel_size": 2,
         "model.window_size": (8, 0),
     },
+    "preferences_route_as_the_reference": {
+        **EXPERTS,
+        **TASK,
+        "finetune.task": "preference",
+        "tokenizer.tokenizer_type": "HFTokenizer",
+        "tokenizer.tokenizer_model": "words",
+        "model.moe_input_jitter_eps": 0.1,
+    },
     "finetuning_shares_no_sequences": {**TASK, "parallel.context_parallel_size": 2},
     "experts_over_expert_ranks": {
         "model.num_experts": (4, 4, 4, 6),
