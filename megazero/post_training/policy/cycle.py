@@ -39,7 +39,7 @@ _BY_COLUMN = ("tokens", "labels", "weights", "answered", "logs", "reference")
 
 @dataclass(frozen=True)
 class Judges:
-    """What judges answers.
+    """The judges of answers.
 
     Attributes:
         rewards: the reward functions.
@@ -134,7 +134,7 @@ class Cycle(SampleDataset):
         self.note({"task": {**self.facts(), **rollout}})
 
     def facts(self) -> dict[str, str]:
-        """What a resumed run compares."""
+        """Facts that a resumed run compares."""
         return {"prompts": self.prompts.digest}
 
     def resume(self, saved: Mapping[str, str]) -> None:

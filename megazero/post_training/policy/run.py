@@ -98,7 +98,7 @@ class PolicyTraining(TrainingTask):
         return {"task": self.cycle.facts()}
 
     def evaluations(self, run: Run, disk: Disk | None) -> PeriodicEvaluation:
-        """Make what looks at each step: `--check-rollout`."""
+        """Make the check of each step, `--check-rollout`."""
         self.cycle.say = run.monitor.message
         if run.snapshots is not None:
             self.cycle.note = run.snapshots.note

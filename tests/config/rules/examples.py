@@ -8,6 +8,13 @@ from tests.source_tree import ROOT
 
 WORLD = 4
 
+POLICY: dict[str, Any] = {
+    "policy.policy_method": "grpo",
+    "policy.prompts": ("p.jsonl",),
+    "policy.reward_functions": ("m:f",),
+    "policy.group_size": 2,
+    "policy.max_answer_tokens": 4,
+}
 TASK = {
     "finetune.task": "MNLI",
     "finetune.train_data": ("a.tsv",),
@@ -168,6 +175,12 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "tokenizer.tokenizer_model": "words",
         "model.moe_input_jitter_eps": 0.1,
     },
+    "prompts_are_given": {**POLICY, "policy.prompts": ()},
+    "rewards_are_given": {**POLICY, "policy.reward_functions": ()},
+    "each_reward_has_a_weight": {**POLICY, "policy.reward_weights": (1.0, 2.0)},
+    "updates_fill_a_rollout": {**POLICY, "policy.group_size": 3},
+    "answers_leave_room_for_prompts": {**POLICY, "policy.max_answer_tokens": 1 << 20},
+    "divergence_has_a_reference": {**POLICY, "policy.kl_coef": 0.1},
     "finetuning_shares_no_sequences": {**TASK, "parallel.context_parallel_size": 2},
     "experts_over_expert_ranks": {
         "model.num_experts": (4, 4, 4, 6),

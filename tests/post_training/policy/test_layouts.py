@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
 from megazero.config.rules.table import broken_rules
@@ -14,7 +12,7 @@ from tests.post_training.policy.toy import config_of, train
 pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled kernels are not built")
 
 STEPS = 4
-DISCRETE = ("reward", "answer_length", "truncated", "equal_groups", "failed_rewards", "apart")
+DISCRETE = ("reward", "answer_length", "truncated", "equal_groups", "failed_rewards")
 ROUNDED = ("grad_norm", "reward_std", "surprisal", "kl")
 LAYOUTS = [
     Layout(shape="llama", tp=2),
@@ -54,12 +52,7 @@ def of(number: int) -> dict:
     return {"policy": policy}
 
 
-@cache
-def alone(layout: Layout, number: int, folder: object) -> list[dict]:
-    return train(layout, folder, STEPS, of(number))
-
-
-@pytest.mark.seconds(12)
+@pytest.mark.seconds(6)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_a_layout_answers_and_learns_like_one_process(layout, tmp_path):
     number = LAYOUTS.index(layout)
@@ -67,11 +60,10 @@ def test_a_layout_answers_and_learns_like_one_process(layout, tmp_path):
     one = train(layout.serial, tmp_path, STEPS, of(number))
     rows = train(layout, tmp_path, STEPS, of(number))
     assert len(one) == len(rows) == STEPS
-    assert len({row["surprisal"] for row in one}) == STEPS
+    assert any(row["grad_norm"] > 0 for row in one)
     for want, got in zip(one, rows, strict=True):
-        assert {name: got[name] for name in DISCRETE if name != "apart"} == pytest.approx(
-            {name: want[name] for name in DISCRETE if name != "apart"}, rel=1e-12
-        )
+        for name in DISCRETE:
+            assert got[name] == pytest.approx(want[name], rel=1e-12), name
         for name in ROUNDED:
             if name in want:
                 assert got[name] == pytest.approx(want[name], rel=2e-5, abs=1e-7), name
