@@ -48,19 +48,23 @@ def draw(logits: Tensor, rows: Sequence[Row]) -> list[Token]:
         scores = token_scores(logits[asked], ids[asked], best).tolist()
         for i, score in zip(asked, scores, strict=True):
             tokens[i] = scored_token(drawn[i], score, rows[i].wanted.logprobs or 0)
-    for i, row in enumerate(rows):
-        if row.wanted.as_drawn:
-            tokens[i] = _as_drawn(changed[i : i + 1], drawn[i], row.wanted.sampling)
+    for sampling in {row.wanted.sampling for row in rows if row.wanted.as_drawn}:
+        own = [i for i, row in enumerate(rows) if row.wanted.as_drawn and row.wanted.sampling == sampling]
+        told = _as_drawn(changed[own][:, : sampling.vocab_size], [drawn[i] for i in own], sampling)
+        for i, token in zip(own, told, strict=True):
+            tokens[i] = token
     return tokens
 
 
-def _as_drawn(logits: Tensor, token: int, sampling: Sampling) -> Token:
-    """A token with its log-probability in the distribution that it is drawn from, by logits [1, v]."""
-    whole = probabilities(logits[:, : sampling.vocab_size], sampling)[0]
-    log = math.log(float(whole[token]))
-    kept = whole.nonzero().squeeze(1) if sampling.truncates else whole.new_empty(0, dtype=torch.int64)
-    logs = whole[kept].log()
-    return Token(token, log, tuple(zip(kept.tolist(), logs.tolist(), strict=True)))
+def _as_drawn(logits: Tensor, ids: Sequence[int], sampling: Sampling) -> list[Token]:
+    """Tokens with their log-probabilities in the distribution that they are drawn from, by logits [b, v]."""
+    whole = probabilities(logits, sampling)
+    told = []
+    for token, row in zip(ids, whole, strict=True):
+        kept = row.nonzero().squeeze(1) if sampling.truncates else row.new_empty(0, dtype=torch.int64)
+        pairs = zip(kept.tolist(), row[kept].log().tolist(), strict=True)
+        told.append(Token(token, math.log(float(row[token])), tuple(pairs)))
+    return told
 
 
 def token_scores(logits: Tensor, tokens: Tensor, best: int) -> Tensor:

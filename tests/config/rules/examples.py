@@ -13,6 +13,7 @@ POLICY: dict[str, Any] = {
     "policy.prompts": ("p.jsonl",),
     "policy.reward_functions": ("m:f",),
     "policy.group_size": 2,
+    "batch.global_batch_size": 16,
     "policy.max_answer_tokens": 4,
 }
 TASK = {

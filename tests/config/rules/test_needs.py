@@ -28,6 +28,7 @@ _VALUES: Mapping[Kind, tuple[Any, ...]] = MappingProxyType(
         Kind.BOOL: (True, False),
         Kind.INT: (2, 1, 0, None),
         Kind.FLOAT: (0.25, 2.0, 1.0, None),
+        Kind.FLOATS: ((1.0,), ()),
         Kind.TEXT: ("a", "M", None),
         Kind.TEXTS: (("a",), (), ("a", "b"), None, ("0:8",)),
         Kind.INTS: ((8,), (8, 8, 100), (), None, (8, 0)),
