@@ -74,8 +74,8 @@ def test_an_unknown_verb_is_answered_with_the_nearest(capsys, word, answer):
     assert capsys.readouterr().err == (
         "error: the verb must be one of ablate, analyze-loss, checkpoint, completion, config, data, env, "
         "evaluate, fill-mask, finetune, generate, incidents, kernels, launch, lm-eval, memory-report, "
-        "merge-traces, moe-report, plan, pretrain, profile, quantize, report, run, score, serve, tune, verify, "
-        f"version, but is `{word}`; {answer}\n"
+        "merge-traces, moe-report, plan, pretrain, profile, quantize, report, run, score, serve, tune, "
+        f"verify, version, but is `{word}`; {answer}\n"
     )
 
 
