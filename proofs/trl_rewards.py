@@ -15,6 +15,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
 CASES = {
     "pairs": {},
     "margins": {"margins": True},
