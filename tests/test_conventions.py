@@ -38,7 +38,7 @@ LARGE_CONSTRUCTORS = {
     "megazero.mpu.param_spec.ParamSpec": 11,
     "megazero.mpu.watch.report.Report": 9,
     "megazero.serving.engine.Counters": 8,  # shown as they are, under the names that dashboards know
-    "megazero.serving.wanted.Wanted": 10,  # what a request may ask for, by the names that clients know
+    "megazero.serving.wanted.Wanted": 11,  # what a request may ask for, by the names that clients know
 }
 MOST_LARGE = 17
 # Signatures of DeepSpeed's, which its users' scripts call by position and by name: they are not ours to

@@ -1,4 +1,4 @@
-"""What the tasks of answers share: initial weights, epochs, and the evaluation after each."""
+"""The common parts of tasks of answers: initial weights, epochs, and the evaluation after each."""
 
 from __future__ import annotations
 

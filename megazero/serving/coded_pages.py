@@ -28,7 +28,7 @@ class CodedPages(PageBuffers):
         self._codes: dict[int, tuple[Tensor, ...]] = {}  # and scales, of keys and of values
         self._open: dict[int, int] = {}  # page -> its place in the tensors of `_kept`
         self._spare: list[int] = []
-        self._step: _Step | None = None
+        self._step: _PagedRows | None = None
 
     @property
     def bytes(self) -> int:
@@ -63,7 +63,7 @@ class CodedPages(PageBuffers):
         read._kept[layer] = replace(kept, keys=keys, values=values)
         return read, step.runs
 
-    def _begun(self, ragged: Ragged) -> _Step:
+    def _begun(self, ragged: Ragged) -> _PagedRows:
         """Cut a step into runs of rows in one page each, and find a place for each page that is written."""
         if self._step is not None:
             self.forget([page for page, _ in self._step.full])
@@ -88,7 +88,7 @@ class CodedPages(PageBuffers):
             (*(numbers[page] for page in table), len(earlier) + run) for run, table in enumerate(tables)
         )
         runs = Ragged(tuple(counts), tuple(past), within)
-        return _Step(ragged, runs, tuple(places), tuple(full), earlier)
+        return _PagedRows(ragged, runs, tuple(places), tuple(full), earlier)
 
     @torch.inference_mode(False)
     def _reserve(self, layer: int, count: int, key: Tensor, value: Tensor) -> tuple[Kept, tuple[Tensor, ...]]:
@@ -111,7 +111,7 @@ class CodedPages(PageBuffers):
 
 
 @dataclass(frozen=True)
-class _Step:
+class _PagedRows:
     """A step's rows by pages.
 
     Attributes:

@@ -50,8 +50,8 @@ def draw(logits: Tensor, rows: Sequence[Row]) -> list[Token]:
             tokens[i] = scored_token(drawn[i], score, rows[i].wanted.logprobs or 0)
     for sampling in {row.wanted.sampling for row in rows if row.wanted.as_drawn}:
         own = [i for i, row in enumerate(rows) if row.wanted.as_drawn and row.wanted.sampling == sampling]
-        told = _as_drawn(changed[own][:, : sampling.vocab_size], [drawn[i] for i in own], sampling)
-        for i, token in zip(own, told, strict=True):
+        drawn_so = _as_drawn(changed[own][:, : sampling.vocab_size], [drawn[i] for i in own], sampling)
+        for i, token in zip(own, drawn_so, strict=True):
             tokens[i] = token
     return tokens
 
@@ -59,12 +59,12 @@ def draw(logits: Tensor, rows: Sequence[Row]) -> list[Token]:
 def _as_drawn(logits: Tensor, ids: Sequence[int], sampling: Sampling) -> list[Token]:
     """Tokens with their log-probabilities in the distribution that they are drawn from, by logits [b, v]."""
     whole = probabilities(logits, sampling)
-    told = []
+    tokens = []
     for token, row in zip(ids, whole, strict=True):
         kept = row.nonzero().squeeze(1) if sampling.truncates else row.new_empty(0, dtype=torch.int64)
         pairs = zip(kept.tolist(), row[kept].log().tolist(), strict=True)
-        told.append(Token(token, math.log(float(row[token])), tuple(pairs)))
-    return told
+        tokens.append(Token(token, math.log(float(row[token])), tuple(pairs)))
+    return tokens
 
 
 def token_scores(logits: Tensor, tokens: Tensor, best: int) -> Tensor:

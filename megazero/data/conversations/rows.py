@@ -88,10 +88,10 @@ def _conversation(row: dict[str, Any]) -> Conversation:
 
 
 def variables_of(row: dict[str, Any]) -> dict[str, Any]:
-    """What the template is given besides messages. Raises BadRow."""
-    variables = {"tools": _tools(row.get("tools"))}
+    """The variables that the template is given besides messages. Raises BadRow."""
     further = row.get("chat_template_kwargs") or {}
-    return variables | _of_type(further, dict, "`chat_template_kwargs` must be an object")
+    variables: dict[str, Any] = _of_type(further, dict, "`chat_template_kwargs` must be an object")
+    return {"tools": _tools(row.get("tools")), **variables}
 
 
 def messages_of(key: str, turns: object, system: object = None) -> list[dict[str, Any]]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
+from megazero.data.conversations.answers import ConversationEncoder
 from megazero.data.conversations.rows import BadRow, Conversation, messages_of, read_object, variables_of
 from megazero.data.indexed.format import dtype_for_vocab
 from megazero.errors import DataError
@@ -39,16 +39,9 @@ class Pairs:
         return len(self.margins)
 
 
-class Encoder(Protocol):
-    """Turns conversations into tokens; a `ConversationEncoder`."""
-
-    vocab_size: int
-
-    def encode(self, row: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """The token ids [n], and which of them count. Raises BadRow."""
-
-
-def encode_pairs(lines: Iterable[tuple[str, bytes | int]], encoder: Encoder, length: int) -> Pairs:
+def encode_pairs(
+    lines: Iterable[tuple[str, bytes | int]], encoder: ConversationEncoder, length: int
+) -> Pairs:
     """Encode pairs; longer ones lose tokens at the left of their prompt, as many in both rows.
 
     Args:
