@@ -95,7 +95,11 @@ class PairCollate:
             ),
             places=Places(documents=documents_on(device, documents), sample_keys=keys),
             given={name: tensor_of(array, device) for name, array in given.items()},
-            divisors={PAIRS: float((sizes[0::2] > 0).sum()), CHOSEN_TOKENS: float(sizes[0::2].sum())},
+            divisors={
+                PAIRS: float((sizes[0::2] > 0).sum()),
+                CHOSEN_TOKENS: float(sizes[0::2].sum()),
+                "tokens": float(lengths.sum()),  # which terms of routers are over: without padding
+            },
         )
 
 

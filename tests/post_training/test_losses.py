@@ -40,7 +40,7 @@ def test_a_label_counts_if_it_is_a_token_of_the_answer():
     assert batch.learnt.weights.sum(1).tolist() == [3, 4, 1, 3, 0, 0]
     assert batch.learnt.weights[0].tolist() == [0, 1, 1, 1, 0, 0]
     assert batch.counts == {
-        **{"lm": 11.0, "tokens": 36.0, "sequences": 6.0, "micro_batches": 1.0},
+        **{"lm": 11.0, "tokens": 20.0, "sequences": 6.0, "micro_batches": 1.0},
         **{"pairs": 2.0, "chosen_tokens": 4.0},
     }
 
