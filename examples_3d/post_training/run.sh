@@ -54,7 +54,7 @@ train chat finetune --task chat --train-data "$data/chat_train.jsonl" --valid-da
 echo "== preferences: terse answers before wordy ones"
 train preference finetune --task preference --train-data "$data/pairs_train.jsonl" --valid-data "$data/pairs_valid.jsonl" \
     --pretrained-checkpoint "$out/chat" --epochs 1 --micro-batch-size 8 --global-batch-size 16 \
-    --preference-loss sigmoid --preference-beta 0.1 --lr 1e-4 --lr-decay-style constant --weight-decay 0 --log-interval 5 \
+    --preference-loss sigmoid --preference-beta 0.1 --preference-sft-coeff 1 --lr 1e-4 --lr-decay-style constant --weight-decay 0 --log-interval 5 \
     --save-hf "$out/preference-hf"
 
 echo "== policy gradients: right answers"

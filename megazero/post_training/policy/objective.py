@@ -48,7 +48,8 @@ class PolicyObjective(Objective):
         longest: the most tokens of an answer, the constant divisor of sums over tokens.
         estimator: of the divergence; None without a reference.
         kl_coef: its weight in the loss.
-        tolerance: beyond which a token's log-probability is apart from the rollout's.
+        tolerance: beyond which a token's log-probability is apart from the rollout's, for those below -1 as a
+            share of it.
     """
 
     method: Method
@@ -118,7 +119,8 @@ class PolicyObjective(Objective):
         terms["clipped"] = (clipped * answered).sum()
         terms["log_ratio"] = gap.sum()
         terms["surprisal"] = -(logs.detach() * answered).sum()
-        terms[APART] = (gap > self.tolerance).float().sum()
+        # Of a large number, the last bits are larger.
+        terms[APART] = (gap > self.tolerance * logs.detach().abs().clamp(min=1)).float().sum()
         return {**terms, **{name: given[name].sum() / cp.size for name, _ in _PER_ROW}}
 
     def _ratio(self, difference: Tensor, lengths: Tensor, cp: Group) -> Tensor:
