@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.inference.sampling import Sampling, draw_tokens, probabilities
+from megazero.ops.cross_entropy import OneRank, VocabularySlice, vocab_parallel_losses
 from megazero.serving.wanted import Token, Wanted
 
 ROWS_AT_ONCE = 128
@@ -57,14 +57,23 @@ def draw(logits: Tensor, rows: Sequence[Row]) -> list[Token]:
 
 
 def _as_drawn(logits: Tensor, ids: Sequence[int], sampling: Sampling) -> list[Token]:
-    """Tokens with their log-probabilities in the distribution that they are drawn from, by logits [b, v]."""
-    whole = probabilities(logits, sampling)
-    tokens = []
-    for token, row in zip(ids, whole, strict=True):
-        kept = row.nonzero().squeeze(1) if sampling.truncates else row.new_empty(0, dtype=torch.int64)
-        pairs = zip(kept.tolist(), row[kept].log().tolist(), strict=True)
-        tokens.append(Token(token, math.log(float(row[token])), tuple(pairs)))
-    return tokens
+    """Tokens with their log-probabilities in the distribution that they are drawn from, by logits [b, v].
+
+    They are those of training's loss, to the last bit where one rank has the whole vocabulary.
+    """
+    scores = logits.float() if sampling.temperature == 1.0 else logits.float() / sampling.temperature
+    kept: list[list[int]] = [[] for _ in ids]
+    if sampling.truncates:
+        there = probabilities(logits, sampling) > 0
+        scores = scores.masked_fill(~there, torch.finfo(scores.dtype).min / 4)
+        kept = [row.nonzero().squeeze(1).tolist() for row in there]
+    part = VocabularySlice(OneRank(), 0, scores.shape[-1])
+    drawn = torch.tensor(ids, device=logits.device)
+    losses = vocab_parallel_losses(scores.contiguous(), drawn, part).loss.tolist()
+    return [
+        Token(token, -loss, tuple((one, 0.0) for one in among))
+        for token, loss, among in zip(ids, losses, kept, strict=True)
+    ]
 
 
 def token_scores(logits: Tensor, tokens: Tensor, best: int) -> Tensor:

@@ -63,7 +63,7 @@ class Wanted:
         logprobs: tell the log-probability of each drawn token and so many of the likeliest; None: neither.
         prompt_logprobs: the same for the prompt's tokens, except the first, which has none.
         as_drawn: tell instead the log-probability in the distribution that the token was drawn from, with all
-            tokens that it was drawn among if those are not all.
+            tokens that it was drawn among, without theirs, if those are not all.
         salt: keys and values of a prompt are shared only with requests of an equal salt.
 
     Raises:
