@@ -100,8 +100,8 @@ class PolicyConfig(Section):
     """compare the log-probabilities of a rollout with those of its first update: end with an error where a
     token's differ by more than `rollout_tolerance`, or report it"""
     rollout_tolerance: PositiveFloat | None = option(None)
-    """for log-probabilities below -1 as a share of them; default: 2e-6 in fp32 and 1e-3 in bf16; times 1,000
-    where products are not batch-invariant"""
+    """for log-probabilities below -1 as a share of them; default: 2e-6 in fp32, 2e-5 with tensor parallelism,
+    1e-3 in bf16; times 1,000 where products are not batch-invariant"""
     batch_invariant: bool | None = option(None)
     """compute products so that a token's log-probability does not depend on what is computed beside it;
     default: on a CPU that has the compiled kernels"""

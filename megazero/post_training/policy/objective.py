@@ -26,7 +26,7 @@ ANSWERS, TOKENS, ALL, ALL_TOKENS, REWARDED = (
 _PER_ROW = (("reward", REWARDED), ("reward_std", ALL), ("answer_length", ALL), ("truncated", ALL),
             ("equal_groups", ALL), ("failed_rewards", ALL))  # fmt: skip
 """What is reported of whole answers, and over which count its mean is."""
-_FP32, _BF16, _ORDINARY = 2e-6, 1e-3, 1000.0
+_FP32, _SLICED, _BF16, _ORDINARY = 2e-6, 2e-5, 1e-3, 1000.0
 
 
 def invariant(config: Config) -> bool:
@@ -65,7 +65,9 @@ class PolicyObjective(Objective):
         policy = config.policy
         tolerance = policy.rollout_tolerance
         if tolerance is None:
-            exact = _FP32 if config.precision.dtype == "fp32" else _BF16
+            # Slices of the vocabulary are added in another order than the whole.
+            exact = _FP32 if config.parallel.tensor_model_parallel_size == 1 else _SLICED
+            exact = exact if config.precision.dtype == "fp32" else _BF16
             tolerance = exact if invariant(config) else exact * _ORDINARY
         return cls(
             Method.of(policy),
