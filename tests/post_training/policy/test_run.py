@@ -62,7 +62,7 @@ def test_the_toy_learns_to_say_what_is_rewarded(tmp_path):
     rows = train(ONE, tmp_path, 14, sections)
     assert rows[0]["reward"] < 0.2
     assert rows[-1]["reward"] > 0.9
-    assert all(row["apart"] == row["clipped"] == 0.0 and row["log_ratio"] < 1e-6 for row in rows)
+    assert all(row["apart"] == row["clipped"] == row["log_ratio"] == 0.0 for row in rows)
 
 
 def test_a_run_that_stops_within_a_rollout_goes_on_bit_for_bit(tmp_path):
@@ -130,7 +130,8 @@ def test_the_reference_does_not_drift(tmp_path):
 )
 def test_the_ratio_is_one_for_any_distribution_that_answers_are_drawn_from(tmp_path, layout, drawn):
     rows = train(layout, tmp_path, 3, {"policy": drawn})
-    assert all(row["apart"] == 0.0 and 0 <= row["log_ratio"] < 1e-6 for row in rows)
+    most = 0.0 if layout.tp == 1 else 1e-6
+    assert all(row["apart"] == 0.0 and 0.0 <= row["log_ratio"] <= most for row in rows)
 
 
 def test_a_rollout_with_other_log_probabilities_ends_the_run(tmp_path, monkeypatch):
@@ -154,7 +155,7 @@ def test_a_rollout_with_other_log_probabilities_ends_the_run(tmp_path, monkeypat
 def test_dropout_is_off_in_answers_and_their_updates(tmp_path):
     """Trap 9."""
     rows = train(Layout(shape="llama", micro_batch=8, dropout=0.3), tmp_path, 3)
-    assert all(row["log_ratio"] < 1e-6 for row in rows)
+    assert all(row["log_ratio"] == 0.0 for row in rows)
 
 
 def test_truncated_answers_and_equal_groups_leave_the_loss(tmp_path):
