@@ -106,8 +106,8 @@ def spoiled(spoils: dict[int, Spoil], noise: Sequence[int]) -> Iterator[None]:
     """Within this, these ranks' engines are spoiled, and these samples are noise."""
     honest_model, honest_feeds = assemble.build_model, feeds.make_feed
 
-    def build_model(vocabulary, context, *rest):
-        engine = honest_model(vocabulary, context, *rest)
+    def build_model(vocabulary, context, *rest, **given):
+        engine = honest_model(vocabulary, context, *rest, **given)
         if context.rank in spoils:
             spoils[context.rank](engine)
         return engine

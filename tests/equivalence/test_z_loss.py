@@ -100,5 +100,5 @@ def test_a_classifier_has_none():
         "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --lr 1 "
     )
     line += "--task MNLI --z-loss-coeff 0.1 --mock-data --tokenizer-type NullTokenizer --vocab-size 9"
-    with pytest.raises(ConfigError, match="a classifier predicts no words"):
+    with pytest.raises(ConfigError, match="others train no likelihood of words"):
         parse_config(line.split(), world_size=1)

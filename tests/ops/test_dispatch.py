@@ -30,6 +30,7 @@ from megazero.ops.attention.varlen import varlen_knows
 from megazero.ops.bias_dropout_add import bias_dropout_add
 from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.chosen_rows import chosen_rows
+from megazero.ops.coded_linear import CodedWeight, coded_linear
 from megazero.ops.cross_entropy import VocabularySlice, vocab_parallel_cross_entropy
 from megazero.ops.dispatch import CallFacts, Implementation, Operator, explain, kinds_of_calls, where
 from megazero.ops.dropout import AttentionDropout, Dropout
@@ -267,6 +268,11 @@ def _run_gradient_sum(facts) -> None:
     assert total.tolist() == [1.0] * 3
 
 
+def _run_coded_linear(facts) -> None:
+    weight = CodedWeight.of(torch.ones(5, 8, dtype=torch.int8), torch.ones(5, 1), 8)
+    coded_linear(torch.ones(3, 8, dtype=facts.dtype), weight, None)
+
+
 def _run_square_sum(facts) -> None:
     square_sum([torch.ones(3, dtype=facts.dtype)])
 
@@ -309,6 +315,7 @@ RUNS: dict[str, Callable] = {
     "gate": lambda facts: torch.cat(
         gate(_randn(facts, 3, 40), torch.arange(2 if facts.small else 33).expand(3, -1), Gating.SIGMOID), 1
     ),
+    "coded_linear": _run_coded_linear,
     "gathered_sum": lambda facts: gathered_sum(
         _randn(facts, 4, 8), torch.arange(4).view(2, 2), torch.arange(4), _randn(facts, 2, 2)
     ),

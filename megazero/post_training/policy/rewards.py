@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from megazero.errors import ConfigError
+from megazero.mpu.threads import helper_thread
 from megazero.post_training.policy.prompts import Prompt
 
 RewardFunction = Callable[..., Sequence[float | None]]
@@ -89,7 +89,7 @@ class Rewards:
             except Exception as error:  # a user's code may raise anything; the answer then has no reward
                 errors.append(f"raised {type(error).__name__}: {str(error)[:200]}")
 
-        thread = threading.Thread(target=call, name="reward", daemon=True)
+        thread = helper_thread(call, "reward")
         thread.start()
         thread.join(self.timeout)
         if results:

@@ -96,7 +96,7 @@ def test_what_is_absent_is_named() -> None:
         ("--mamba-training-ssm-states-dtype bf16", "the states of state-space layers are always fp32"),
         ("--heterogeneous-block-specs", "are given by `--heterogeneous-layers-config-path` or `--heterog"),
         ("--mtp-detach-heads", "further tokens are predicted by a layer each, on the last stage"),
-        ("--perform-rl-step", "reinforcement learning is not offered"),
+        ("--perform-rl-step", "policy gradients are trained by `megazero rl`"),
         ("--full-validation", "validation data are evaluated for `--eval-iters` batches"),
         ("--attention-backend cudnn", "`--attention-backend cudnn` is not accepted: choose auto"),
         ("--dist-ckpt-strictness lax", "choose raise_all or leave it out"),
