@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples_3d.post_training.rewards import right
 from megazero.inference.sampling import Sampling
 from megazero.inference.staged import StagedModel
 from megazero.models.language_model import LanguageModel
@@ -27,13 +27,17 @@ from megazero.serving.wanted import Wanted
 from megazero.train.resume.trained import AxisSizes, load_for_inference
 
 MOST_TOKENS = 16
-CURVES = (("lm_loss", "loss of chats"), ("accuracy", "preferred"), ("reward", "mean reward"))
+CURVES = (
+    ("lm_loss", "loss of chats"),
+    ("rewards_margins", "margin of rewards (nats)"),
+    ("reward", "mean reward"),
+)
 Row = dict[str, Any]
 
 
 def answers(run: str, rows: Sequence[Row], chats: ChatTemplate) -> list[str]:
     """The likeliest answers of a run's newest checkpoint."""
-    loaded = load_for_inference(run, Launch(), AxisSizes(), verb="compare")
+    loaded = load_for_inference(run, Launch(), AxisSizes(), verb="generate")
     chunks = {number: LanguageModel.of(chunk) for number, chunk in loaded.chunks.items()}
     end, greedy = frozenset({loaded.tokenizer.eod}), Sampling(greedy=True)
     wanted = [
@@ -46,10 +50,11 @@ def answers(run: str, rows: Sequence[Row], chats: ChatTemplate) -> list[str]:
 
 
 def shares(rows: Sequence[Row], texts: Sequence[str]) -> str:
-    """Shares of right and terse answers, and of those that hold the right one."""
-    rewards = right([row["prompt"] for row in rows], texts, [row["answer"] for row in rows])
-    terse, held = (sum(reward >= least for reward in rewards) / len(rewards) for least in (1.0, 0.2))
-    return f"{terse:6.1%} {held:10.1%}"
+    """Shares of answers that are the right one alone, and of those that hold it."""
+    answered = [(row["answer"], text.strip()) for row, text in zip(rows, texts, strict=True)]
+    alone = sum(text == wanted for wanted, text in answered) / len(rows)
+    held = sum(wanted in re.split(r"[\s.,]+", text) for wanted, text in answered) / len(rows)
+    return f"{alone:6.1%} {held:10.1%}"
 
 
 def curve(run: Path, key: str) -> list[tuple[int, float]]:
@@ -85,7 +90,7 @@ def main() -> None:
         name: {file: answers(str(run), rows[file], chats) for file in files} for name, run in runs.items()
     }
     for file in files:
-        print(f"{file} ({len(rows[file])}): right and terse, right among other words")
+        print(f"{file} ({len(rows[file])}): the right answer alone, or among other words")
         for name in runs:
             print(f"  {name:18} {shares(rows[file], said[name][file])}")
     for number in range(0, len(rows["prompts"]), len(rows["prompts"]) // 6):

@@ -60,8 +60,8 @@ train preference finetune --task preference --train-data "$data/pairs_train.json
 echo "== policy gradients: right answers"
 train policy rl --policy-method grpo --prompts "$data/prompts.jsonl" --reward-functions "$here/rewards.py:right" \
     --load-hf "$out/preference-hf" --group-size 8 --max-answer-tokens 16 \
-    --micro-batch-size 64 --global-batch-size 64 --train-iters 120 \
-    --lr 3e-4 --lr-decay-style constant --weight-decay 0 --log-interval 10
+    --micro-batch-size 64 --global-batch-size 128 --train-iters 120 \
+    --lr 1e-4 --adam-beta2 0.99 --lr-warmup-iters 5 --lr-decay-style constant --weight-decay 0 --log-interval 10
 
 echo "== before and after"
 "$python" "$here/compare.py" --data "$data" --tokenizer "$tokenizer" --output "$out" \
