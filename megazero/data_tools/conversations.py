@@ -12,17 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import BytesIO
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import numpy as np
 
 from megazero.data_tools import cli
 from megazero.errors import DataError
 
-if TYPE_CHECKING:
-    from megazero.data.conversations.answers import ConversationEncoder
+R = TypeVar("R")
 
 _SHOWN = 10
 
@@ -44,15 +43,19 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 def convert(args: argparse.Namespace) -> None:
     """Convert, and print a summary. DataError, and no output, for a bad line or without an answer."""
     from megazero.data.conversations.answers import ConversationEncoder
+    from megazero.data.conversations.rows import read_row
     from megazero.data.indexed.format import dtype_for_vocab
     from megazero.data.indexed.writer import IndexedDatasetWriter
 
     paths, bad = cli.expand_inputs(args.input), list[str]()
-    special = args.allow_special_tokens
+    special, skips = args.allow_special_tokens, args.on_bad_line == "skip"
     encoder = ConversationEncoder(args.tokenizer_model, args.chat_template, allow_special=special)
     cut = dropped = counted = 0
     with IndexedDatasetWriter(args.output_prefix, dtype_for_vocab(encoder.vocab_size)) as writer:
-        for whole, mask in _encoded(paths, encoder, bad, skip=args.on_bad_line == "skip"):
+        lines, remedy = lines_of(paths, goes_on=skips), "correct the line or pass `--on-bad-line skip`"
+        for whole, mask in read_each(
+            lines, lambda line: encoder.encode(read_row(line)), remedy, bad if skips else None
+        ):
             ids, counts = whole[: args.max_tokens], mask[: args.max_tokens]
             cut += ids.size < whole.size
             if not counts.any():
@@ -73,22 +76,25 @@ def convert(args: argparse.Namespace) -> None:
         print(f"skipped {len(bad):,} bad lines; the first:", *bad[:_SHOWN], sep="\n  ", file=sys.stderr)
 
 
-def _encoded(
-    paths: Sequence[str], encoder: ConversationEncoder, bad: list[str], *, skip: bool
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield ids and mask of each line. Adds a bad line to `bad` or raises DataError."""
-    from megazero.data.conversations.rows import BadRow, read_row
+def read_each(
+    lines: Iterable[tuple[str, bytes | int]],
+    read: Callable[[bytes], R],
+    remedy: str = "correct the line",
+    bad: list[str] | None = None,
+) -> Iterator[R]:
+    """Yield what `read` makes of lines that are not blank; bad ones go to `bad`, or raise DataError."""
+    from megazero.data.conversations.rows import BadRow
 
-    for place, line in lines_of(paths, goes_on=skip):
+    for place, line in lines:
         try:
             if isinstance(line, int):
                 raise BadRow(f"it has more than {line >> 20} MiB")
             if line.strip():
-                yield encoder.encode(read_row(line))
+                yield read(line)
         except (BadRow, RecursionError) as error:
+            if bad is None:
+                raise DataError(f"{place}: {error}; {remedy}.") from error
             bad.append(f"{place}: {error}")
-            if not skip:
-                raise DataError(f"{bad[0]}; correct the line or pass `--on-bad-line skip`.") from error
 
 
 def lines_of(paths: Sequence[str], *, goes_on: bool) -> Iterator[tuple[str, bytes | int]]:

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 
 from megazero.config.tree.config import Config
 from megazero.data.conversations.answers import ConversationEncoder
-from megazero.data.conversations.rows import BadRow, read_row
+from megazero.data.conversations.rows import read_row
 from megazero.data.indexed.format import dtype_for_vocab
 from megazero.data.labelled.dataset import EpochSamples
 from megazero.data.packed.dataset import PADDING_ID
 from megazero.data.packed.packing import Packing, pack
-from megazero.data_tools.conversations import lines_of
+from megazero.data_tools.conversations import lines_of, read_each
 from megazero.errors import DataError
 from megazero.models.batch import Batch, Collate, TextCollate
 from megazero.mpu.context import ParallelContext
@@ -95,9 +94,6 @@ class ChatSamples(EpochSamples):
 class ChatTask(AnswerTask[Batch]):
     """Fine-tuning on conversations."""
 
-    # Conversations that share a row have nothing to do with each other.
-    implied = MappingProxyType({"reset_attention_mask": True, "reset_position_ids": True})
-
     @classmethod
     def read(cls, config: Config) -> ChatTask:
         """Read the files.
@@ -126,6 +122,11 @@ class ChatTask(AnswerTask[Batch]):
         train = samples("train_data", section.train_data if section.epochs else ())
         return cls(Splits(train, samples("valid_data", section.valid_data), tuple(remarks)))
 
+    def implied(self, config: Config) -> Config:
+        """Keep conversations that share a row apart."""
+        apart = {"reset_attention_mask": True, "reset_position_ids": True}
+        return config.model_copy(update={"data": config.data.model_copy(update=apart)})
+
     def collate(
         self, config: Config, vocab_size: int, context: ParallelContext, stream_seed: int | None
     ) -> Collate[Batch]:
@@ -141,15 +142,7 @@ def encoded(
         DataError: a line is no conversation.
     """
     rows, cut, dropped = [], 0, 0
-    for place, line in lines:
-        try:
-            if isinstance(line, int):
-                raise BadRow(f"it has more than {line >> 20} MiB")
-            if not line.strip():
-                continue
-            ids, counted = encoder.encode(read_row(line))
-        except (BadRow, RecursionError) as error:
-            raise DataError(f"{place}: {error}; correct the line.") from error
+    for ids, counted in read_each(lines, lambda line: encoder.encode(read_row(line))):
         cut += len(ids) > length
         if counted[:length].any():
             rows.append((ids[:length].astype(dtype_for_vocab(encoder.vocab_size)), counted[:length]))

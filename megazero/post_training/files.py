@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
 
 from megazero.config.tree.config import Config
 from megazero.data.conversations.answers import ConversationEncoder
-from megazero.data.preferences.pairs import Pairs, encode_pairs
-from megazero.data_tools.conversations import lines_of
+from megazero.data.preferences.dataset import PairSamples
+from megazero.data.preferences.pairs import encode_pair, joined
+from megazero.data_tools.conversations import lines_of, read_each
+from megazero.post_training.task import Splits
 
 
 def encoder_of(config: Config) -> ConversationEncoder:
@@ -21,10 +23,25 @@ def encoder_of(config: Config) -> ConversationEncoder:
     return ConversationEncoder(model, section.chat_template, allow_special=section.allow_special_tokens)
 
 
-def read_pairs(paths: Sequence[str], encoder: ConversationEncoder, length: int) -> Pairs:
-    """Read pairs of answers, see `encode_pairs`.
+def read_splits(config: Config, *, compared: bool = False) -> tuple[Splits, list[PairSamples]]:
+    """The pairs of answers of training and validation, and those of both in a list.
+
+    Args:
+        compared: whether samples have room for a reference's log-probabilities.
 
     Raises:
-        DataError: a file cannot be read, a line is no pair, or no pair is left.
+        DataError: a file cannot be read, a line is no pair, or a split has none that is usable.
     """
-    return encode_pairs(lines_of(paths, goes_on=False), encoder, length)
+    section, encoder, length = config.finetune, encoder_of(config), config.model.seq_length
+    paths = {"train_data": section.train_data if section.epochs else (), "valid_data": section.valid_data}
+    read: dict[str, PairSamples] = {}
+    remarks: list[str] = []
+    for name, named in paths.items():
+        if named:
+            rows = read_each(lines_of(named, goes_on=False), lambda line: encode_pair(line, encoder))
+            pairs = joined(rows, encoder.vocab_size, length)
+            scores = np.zeros((len(pairs), 2), np.float32) if compared else None
+            read[name] = PairSamples(pairs, length, scores)
+            remarks += [f"{name}: {remark}" for remark in (*pairs.remarks, f"{len(pairs):,} pairs")]
+    splits = Splits(read.get("train_data"), read.get("valid_data"), tuple(remarks))
+    return splits, [*read.values()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -27,11 +27,12 @@ from megazero.models.objective import AnswerBatch
 from megazero.models.targets import Targets
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.rng import sample_keys
-from megazero.post_training.files import encoder_of, read_pairs
+from megazero.post_training.files import read_splits
 from megazero.post_training.losses import CHOSEN_TOKENS, PAIRS, PreferenceLoss
 from megazero.post_training.reference import Reference, score
-from megazero.post_training.task import AnswerTask, Splits, feed_of
+from megazero.post_training.task import AnswerTask, Splits
 from megazero.train.assemble import Run
+from megazero.train.finetuning.epochs import feed_of
 from megazero.train.observe.evaluation import PeriodicEvaluation
 from megazero.train.observe.metrics import EvalMetrics
 from megazero.train.parts.vocabulary import Vocabulary
@@ -125,22 +126,8 @@ class PreferenceTask(AnswerTask[AnswerBatch]):
         Raises:
             DataError: a file cannot be read, a line is no pair, or nothing in a split is usable.
         """
-        section, length, remarks = config.finetune, config.model.seq_length, list[str]()
-        encoder, compares = encoder_of(config), config.preference.has_reference
-
-        def samples(name: str, paths: Sequence[str]) -> PairSamples | None:
-            if not paths:
-                return None
-            pairs = read_pairs(paths, encoder, length)
-            remarks.extend(f"{name}: {remark}" for remark in pairs.remarks)
-            remarks.append(f"{name}: {len(pairs):,} pairs")
-            # The task fills it before the first step.
-            scores = np.zeros((len(pairs), 2), np.float32) if compares else None
-            return PairSamples(pairs, length, scores)
-
-        train = samples("train_data", section.train_data if section.epochs else ())
-        valid = samples("valid_data", section.valid_data)
-        return cls(Splits(train, valid, tuple(remarks)))
+        # The task fills the reference's numbers in before the first step.
+        return cls(read_splits(config, compared=config.preference.has_reference)[0])
 
     def objective(self, config: Config) -> PreferenceLoss:
         return PreferenceLoss(config.preference)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
 from megazero.checkpoint.disk import Disk
 from megazero.config.tree.config import Config
 from megazero.errors import ConfigError
@@ -9,12 +13,16 @@ from megazero.mpu.context import ParallelContext
 from megazero.mpu.launch import Launch
 from megazero.post_training.chat import ChatTask
 from megazero.post_training.preference import PreferenceTask
-from megazero.post_training.reward import RewardTask, with_one_class
-from megazero.post_training.task import completed
+from megazero.post_training.reward import RewardTask
+from megazero.post_training.task import AnswerTask
 from megazero.train.assemble import assemble
 from megazero.train.parts.vocabulary import build_vocabulary
 from megazero.train.process import in_job
 from megazero.train.step.state import TrainState
+
+_READ: Mapping[str, Callable[[Config], AnswerTask[Any]]] = MappingProxyType(
+    {"chat": ChatTask.read, "preference": PreferenceTask.read, "reward": RewardTask.read}
+)
 
 
 def post_train(config: Config, launch: Launch | None = None, disk: Disk | None = None) -> TrainState:
@@ -29,26 +37,20 @@ def post_train(config: Config, launch: Launch | None = None, disk: Disk | None =
     return in_job(config, launch, lambda joined: post_train_on(config, joined, read_task(config), disk))
 
 
-def read_task(config: Config) -> ChatTask | PreferenceTask | RewardTask:
+def read_task(config: Config) -> AnswerTask[Any]:
     """Read the files of the configured task.
 
     Raises:
         DataError: a file cannot be read, or holds nothing to train on.
     """
-    if config.finetune.task == "chat":
-        return ChatTask.read(config)
-    if config.finetune.task == "preference":
-        return PreferenceTask.read(config)
-    if config.finetune.task == "reward":
-        return RewardTask.read(config)
-    raise ConfigError(f"`task` must be one of answers here, but is {config.finetune.task}")
+    name = config.finetune.task
+    if name is None or name not in _READ:
+        raise ConfigError(f"`task` must be one of {', '.join(_READ)} here, but is {name}")
+    return _READ[name](config)
 
 
 def post_train_on(
-    config: Config,
-    joined: ParallelContext,
-    task: ChatTask | PreferenceTask | RewardTask,
-    disk: Disk | None = None,
+    config: Config, joined: ParallelContext, task: AnswerTask[Any], disk: Disk | None = None
 ) -> TrainState:
     """Train on a rank that has joined its job, such as a thread of a test.
 
@@ -58,8 +60,5 @@ def post_train_on(
     Raises:
         MegazeroError: as `post_train`.
     """
-    vocabulary = build_vocabulary(config)
-    if isinstance(task, RewardTask):
-        config = with_one_class(config)
-    config = completed(config, task.splits, joined, **task.implied)
-    return assemble(config, vocabulary, joined, task, disk).carry_out(task, disk)
+    config = task.completed(config, joined)
+    return assemble(config, build_vocabulary(config), joined, task, disk).carry_out(task, disk)

@@ -16,7 +16,7 @@ from megazero.checkpoint.saver import together
 from megazero.config.tree.config import Config
 from megazero.data.conversations.rows import BadRow, read_object, read_row
 from megazero.data.preferences.pairs import read_pair
-from megazero.data_tools.conversations import lines_of
+from megazero.data_tools.conversations import lines_of, read_each
 from megazero.errors import DataError
 from megazero.loss import LossTerm
 from megazero.models.batch import Columns, MicroBatch, TextCollate
@@ -25,9 +25,9 @@ from megazero.models.objective import LOGS, AnswerBatch, LossChange, Objective
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
 from megazero.post_training.files import encoder_of
-from megazero.post_training.reward import RewardTask, with_one_class
+from megazero.post_training.reward import RewardTask
 from megazero.post_training.scores import PairCollate, RewardLoss
-from megazero.post_training.task import Splits, completed
+from megazero.post_training.task import Splits
 from megazero.train.assemble import Run, assemble
 from megazero.train.observe.evaluation import PeriodicEvaluation
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
@@ -59,26 +59,24 @@ def read_lines(config: Config) -> list[ScoredLine]:
         DataError: a line is neither, has no answer, or its answer does not end within the sequence length.
     """
     (path,), encoder, length = config.finetune.valid_data, encoder_of(config), config.model.seq_length
-    lines = []
-    for place, line in lines_of([path], goes_on=False):
-        try:
-            if isinstance(line, int):
-                raise BadRow(f"it has more than {line >> 20} MiB")
-            if not line.strip():
-                continue
-            texts = {"score": read_row(line)} if "chosen" not in read_object(line) else {}
-            if not texts:
-                texts["chosen"], texts["rejected"], _ = read_pair(line)
-            rows, counted = [], []
-            for ids, mask in map(encoder.encode, texts.values()):
-                end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
-                if not 1 < end <= length:
-                    raise BadRow(f"its answer must end within {length} tokens, but ends at {end}")
-                rows.append(ids[:end])
-                counted.append(mask[:end])
-        except (BadRow, RecursionError) as error:
-            raise DataError(f"{place}: {error}; correct the line, or raise --seq-length.") from error
-        lines.append(ScoredLine(tuple(rows), tuple(counted), tuple(texts)))
+
+    def read(line: bytes) -> ScoredLine:
+        if "chosen" in read_object(line):
+            chosen, rejected, _ = read_pair(line)
+            texts = {"chosen": chosen, "rejected": rejected}
+        else:
+            texts = {"score": read_row(line)}
+        rows, counted = [], []
+        for ids, mask in map(encoder.encode, texts.values()):
+            end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
+            if not 1 < end <= length:
+                raise BadRow(f"its answer must end within {length} tokens, but ends at {end}")
+            rows.append(ids[:end])
+            counted.append(mask[:end])
+        return ScoredLine(tuple(rows), tuple(counted), tuple(texts))
+
+    remedy = "correct the line, or raise --seq-length"
+    lines = list(read_each(lines_of([path], goes_on=False), read, remedy))
     if not lines:
         raise DataError(f"`data` must hold a conversation or more, but {path} has none; check the file.")
     return lines
@@ -104,6 +102,9 @@ class Scoring(RewardTask):
         self.out = out
         self.per_token = per_token
         self._collate: PairCollate | TextCollate | None = None
+
+    def implied(self, config: Config) -> Config:
+        return super().implied(config) if config.finetune.task == "reward" else config
 
     def objective(self, config: Config) -> LossChange:
         return RewardLoss(config.reward) if config.model.num_classes else Likelihood()
@@ -207,6 +208,5 @@ def score_on(
         MegazeroError: something that the user has to fix prevents the run.
     """
     task = Scoring(lines, out, per_token=per_token)
-    config = with_one_class(config) if config.finetune.task == "reward" else config
-    config = completed(config, task.splits, joined)
+    config = task.completed(config, joined)
     return assemble(config, build_vocabulary(config), joined, task).carry_out(task)

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import ClassVar, Generic
 
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.part import Source
 from megazero.config.derive import FREE_MODEL_FIELDS
-from megazero.config.rules.table import check
 from megazero.config.tree.config import Config
 from megazero.data.build_report import ProgressLog
-from megazero.data.labelled.dataset import EpochOrder, EpochSamples, digest_of
-from megazero.data.sampler import BatchSampler, SamplerSpec
-from megazero.errors import CheckpointError, ConfigError, DataError
+from megazero.data.labelled.dataset import EpochSamples, digest_of
+from megazero.errors import DataError
 from megazero.models.batch import Collate, M
 from megazero.mpu.context import ParallelContext
 from megazero.train.assemble import Run, TrainingTask
+from megazero.train.finetuning.epochs import check_batch, feed_of, over_epochs
 from megazero.train.observe.evaluation import PeriodicEvaluation
 from megazero.train.observe.metrics import EvalMetrics
 from megazero.train.parts.vocabulary import Vocabulary
@@ -29,7 +28,7 @@ from megazero.train.resume.resume import Resumed
 from megazero.train.resume.saved import Checkpoint
 from megazero.train.resume.weights import take_foreign_weights, take_weights
 from megazero.train.step.engine import Engine
-from megazero.train.step.feed import Feed, Feeds, make_feed
+from megazero.train.step.feed import Feed, Feeds
 from megazero.train.step.state import TrainState
 
 
@@ -42,51 +41,45 @@ class Splits:
     remarks: tuple[str, ...] = ()
 
 
-def completed(config: Config, splits: Splits, context: ParallelContext, **changes: object) -> Config:
-    """Complete the configuration by the data: global batch and length.
-
-    Args:
-        changes: settings of the section `data` that the task implies.
-
-    Raises:
-        ConfigError: a rule does not allow the whole.
-    """
-    batch = config.batch.global_batch_size or config.batch.micro_batch_size * context.data.size
-    steps = 1 if splits.train is None else -(-len(splits.train) // batch)
-    training = {
-        "train_iters": steps * max(1, config.finetune.epochs),
-        "eval_interval": steps,
-        "skip_train": splits.train is None,
-    }
-    complete = config.model_copy(
-        update={
-            "batch": config.batch.model_copy(update={"global_batch_size": batch}),
-            "training": config.training.model_copy(update=training),
-            "data": config.data.model_copy(update=changes),
-        }
-    )
-    # Rules about the task apply to the user's own settings, and have been checked before.
-    if violations := check(complete, context.world_size, {"finetune.task"}):
-        raise ConfigError(violations)
-    return complete
-
-
 class AnswerTask(TrainingTask, Generic[M]):
     """A task whose samples are answers in conversations."""
-
-    implied: ClassVar[Mapping[str, object]] = MappingProxyType({})
-    """Settings of the section `data` that the task implies."""
 
     def __init__(self, splits: Splits):
         self.splits = splits
         self.noted: dict[str, str] = {}
         self._feeds: dict[str, Feed[M]] = {}
 
+    @classmethod
+    @abstractmethod
+    def read(cls, config: Config) -> AnswerTask[M]:
+        """Read the files of the configured task.
+
+        Raises:
+            DataError: a file cannot be read, or a split holds nothing to train on.
+        """
+
+    def completed(self, config: Config, context: ParallelContext) -> Config:
+        """The configuration with what the task implies, its global batch and its length.
+
+        Raises:
+            ConfigError: a given setting contradicts the task, or a rule does not allow the whole.
+        """
+        train = self.splits.train
+        return over_epochs(self.implied(config), None if train is None else len(train), context)
+
+    def implied(self, config: Config) -> Config:
+        """The configuration with the settings that the task implies.
+
+        Raises:
+            ConfigError: a given setting contradicts them.
+        """
+        return config
+
+    @abstractmethod
     def collate(
         self, config: Config, vocab_size: int, context: ParallelContext, stream_seed: int | None
     ) -> Collate[M]:
         """The function that makes micro-batches; without a seed nothing is dropped."""
-        raise NotImplementedError
 
     def begin(
         self, config: Config, context: ParallelContext, vocab_size: int, engine: Engine
@@ -108,12 +101,11 @@ class AnswerTask(TrainingTask, Generic[M]):
     def feeds(self, resumed: Resumed, vocabulary: Vocabulary, context: ParallelContext) -> Feeds:
         config, splits = resumed.config, self.splits
 
-        def feed(samples: EpochSamples | None, epochs: int, seed: int | None) -> Feed[M] | None:
+        def feed(samples: EpochSamples | None, seed: int | None) -> Feed[M] | None:
             collate = self.collate(config, vocabulary.size, context, seed)
-            return None if samples is None else feed_of(config, context, samples, collate, epochs, seed)
+            return None if samples is None else feed_of(config, context, samples, collate, seed)
 
-        train = feed(splits.train, config.finetune.epochs, resumed.stream_seed)
-        valid = feed(splits.valid, 1, None)
+        train, valid = feed(splits.train, resumed.stream_seed), feed(splits.valid, None)
         self._feeds = {} if valid is None else {"validation": valid}
         if splits.train is not None:
             self.noted["samples"] = digest_of(splits.train)
@@ -124,16 +116,11 @@ class AnswerTask(TrainingTask, Generic[M]):
         return {name: "none" if split is None else digest_of(split) for name, split in named.items()}
 
     def check(self, resumed: Resumed, feeds: Feeds) -> None:
-        """Refuse a new batch size, with which iterations would be other epochs, and other samples."""
-        state, batch, run = resumed.state, resumed.config.batch.global_batch_size, resumed.run
+        """Refuse a new batch size, and other samples."""
+        run = resumed.run
         if run is None or self.splits.train is None:
             return
-        assert batch is not None, "`completed` sets it"
-        if state.consumed_samples != state.iteration * batch:
-            raise CheckpointError(
-                f"`global_batch_size` must stay {state.consumed_samples / state.iteration:g} until the last "
-                f"epoch, but is {batch}; set it, or begin anew in another folder"
-            )
+        check_batch(resumed)
         if run.task.get("samples", self.noted["samples"]) != self.noted["samples"]:
             raise DataError(
                 "`train_data` must give the samples with which the checkpoint was trained, but gives others; "
@@ -164,30 +151,3 @@ class AnswerTask(TrainingTask, Generic[M]):
 
     metrics: ClassVar[type[EvalMetrics]] = EvalMetrics
     """Makes the metrics of an evaluation."""
-
-    def conclude(self, run: Run, state: TrainState) -> None:
-        """Do nothing: the last step ends the training."""
-
-    def close(self) -> None:
-        """Do nothing: the task opens no resources of its own."""
-
-
-def feed_of(
-    config: Config,
-    context: ParallelContext,
-    samples: EpochSamples,
-    collate: Collate[M],
-    epochs: int = 1,
-    stream_seed: int | None = None,
-) -> Feed[M]:
-    """Make a feed: with a stream seed all epochs, shuffled, else one in the files' order."""
-    batch, trains = config.batch, stream_seed is not None
-    assert batch.global_batch_size is not None, "`completed` sets it"
-    order = EpochOrder(samples, batch.global_batch_size, epochs, config.training.seed if trains else None)
-    spec = SamplerSpec(
-        num_samples=len(order),
-        micro_batch_size=batch.micro_batch_size,
-        data_parallel_rank=context.data.rank,
-        data_parallel_size=context.data.size,
-    )
-    return make_feed(order, BatchSampler(spec), collate, config.data.num_workers if trains else 0)

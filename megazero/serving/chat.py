@@ -61,8 +61,8 @@ class ChatTemplate:
         template = template or self._chosen
         if template is None and not self._tokenizer.chat_template:
             raise DataError(
-                f"the tokenizer {self._folder} must have a chat template to answer chats, but has none; use "
-                "/v1/completions, or give a template by `--chat-template` or the field `chat_template`"
+                f"the tokenizer {self._folder} must have a chat template to answer chats, but has none; give "
+                "one as `--chat-template`, or put it beside the tokenizer as chat_template.jinja"
             )
         try:
             text = self._tokenizer.apply_chat_template(

@@ -80,10 +80,12 @@ class TrainingTask(Protocol):
         """Make the evaluation of the run."""
 
     def conclude(self, run: Run, state: TrainState) -> None:
-        """Finish the task after the last step."""
+        """Finish the task after the last step; by default there is nothing to do."""
+        return
 
     def close(self) -> None:
-        """Release the task's resources."""
+        """Release the task's resources; by default there are none."""
+        return
 
 
 @dataclass

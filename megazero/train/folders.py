@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megazero.config.stated import Stated
+from megazero.config.tree.finetune import OF_WORDS
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import DamagedCheckpointError
@@ -38,15 +39,14 @@ def read_folder(given: Mapping[str, Any]) -> Stated | None:
     stated = _checkpoint(load, given.get("checkpoint.ckpt_step"), given) if load else None
     stated = stated or (_checkpoint(pretrained, None, given) if pretrained else None)
     stated = stated or (_hugging_face(folder, given) if folder else None)
-    if stated is None or given.get("finetune.task") in (None, "chat", "preference"):
+    if stated is None or given.get("finetune.task") in (None, *OF_WORDS):
         return stated
     from megazero.train.resume.fit import OF_THE_HEAD
 
-    differences = stated.differences
     return replace(
         stated,
         silent=stated.silent | OF_THE_HEAD,
-        differences=lambda model: [row for row in differences(model) if row[0] not in OF_THE_HEAD],
+        differences=lambda model: [row for row in stated.differences(model) if row[0] not in OF_THE_HEAD],
     )
 
 

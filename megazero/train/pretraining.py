@@ -111,12 +111,6 @@ class Pretraining(TrainingTask):
         evaluations = PeriodicEvaluation(evaluate, samples.interval, there)
         return evaluations if self._more is None else self._more(run, evaluations)
 
-    def conclude(self, run: Run, state: TrainState) -> None:
-        """Do nothing: the last step ends a pretraining."""
-
-    def close(self) -> None:
-        """Do nothing: pretraining opens no resources of its own."""
-
 
 def pretrain_on(
     config: Config, joined: ParallelContext, disk: Disk | None = None, more: MoreEvaluations | None = None

@@ -79,12 +79,12 @@ def scores(folder: Path, checkpoint: Path, data: Path, *flags: object, ranks: in
 def test_transformers_gives_the_scores_that_score_writes(trained):
     from transformers import AutoModelForSequenceClassification
 
-    from megazero.post_training.files import encoder_of, read_pairs
+    from megazero.post_training.files import read_splits
 
     model = AutoModelForSequenceClassification.from_pretrained(trained / "hf").eval()
     assert type(model).__name__ == "LlamaForSequenceClassification"
     config = samples.config_of(trained, "reward")
-    pairs = read_pairs([str(trained / "valid.jsonl")], encoder_of(config), LENGTH)
+    pairs = read_splits(config)[0].valid.pairs
     rows = [pairs.ids[a:b] for a, b in zip(pairs.offsets[:-1], pairs.offsets[1:], strict=True)]
     with torch.no_grad():
         theirs = [model(torch.from_numpy(row.astype("int64"))[None]).logits.item() for row in rows]
@@ -131,10 +131,10 @@ def words(tmp_path_factory) -> Path:
 def test_log_probabilities_are_transformers_of_answers_alone(words):
     from transformers import AutoModelForCausalLM
 
-    from megazero.post_training.files import encoder_of, read_pairs
+    from megazero.post_training.files import read_splits
 
     model = AutoModelForCausalLM.from_pretrained(words / "hf").eval()
-    pairs = read_pairs([str(words / "valid.jsonl")], encoder_of(samples.config_of(words, "reward")), LENGTH)
+    pairs = read_splits(samples.config_of(words, "reward"))[0].valid.pairs
     ours = scores(words, words / "run", words / "valid.jsonl", "--per-token")
     flat = [(line[name], line[f"{name}_tokens"]) for line in ours for name in ("chosen", "rejected")]
     for row, (total, tokens) in enumerate(flat):

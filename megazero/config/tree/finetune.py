@@ -16,6 +16,8 @@ Labelled = Literal[
 OfAnswers = Literal["chat", "preference", "reward"]
 OF_ANSWERS = get_args(OfAnswers)
 """The tasks whose samples are answers in conversations."""
+OF_WORDS = ("chat", "preference")
+"""Those of them that train a model that predicts words; others have a head of their own."""
 _ANY = here.task.because("the corpus of pretraining is `--data-path`")
 _ANSWERS = here.task.among(*OF_ANSWERS)
 _LABELLED = here.task.among(*get_args(Labelled)).because("other tasks have no labels")

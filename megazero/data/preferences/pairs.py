@@ -12,7 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from megazero.data.conversations.answers import ConversationEncoder
-from megazero.data.conversations.rows import BadRow, Conversation, messages_of, read_object, variables_of
+from megazero.data.conversations.rows import (
+    BadRow,
+    Conversation,
+    messages_of,
+    read_object,
+    variables_of,
+)
 from megazero.data.indexed.format import dtype_for_vocab
 from megazero.errors import DataError
 
@@ -39,33 +45,27 @@ class Pairs:
         return len(self.margins)
 
 
-def encode_pairs(
-    lines: Iterable[tuple[str, bytes | int]], encoder: ConversationEncoder, length: int
-) -> Pairs:
-    """Encode pairs; longer ones lose tokens at the left of their prompt, as many in both rows.
+EncodedPair = tuple[Sequence[tuple[np.ndarray, int]], float]
+"""Tokens of the chosen row and of the rejected one, and where the answer begins in each; the margin."""
 
-    Args:
-        lines: place and bytes of each line of JSON; a number is the limit in bytes that a line exceeds.
-        encoder: applies the chat template.
-        length: the most tokens of a row. Pairs whose answers do not fit, or are the same, are left out.
 
-    Raises:
-        DataError: a line is no pair, or no pair is left.
+def encode_pair(line: bytes, encoder: ConversationEncoder) -> EncodedPair:
+    """The pair of a line of JSON as tokens, up to the end of each answer. Raises BadRow."""
+    *pair, margin = read_pair(line)
+    return [_answered(*encoder.encode(conversation)) for conversation in pair], margin
+
+
+def joined(pairs: Iterable[EncodedPair], vocab_size: int, length: int) -> Pairs:
+    """Put pairs together; longer ones lose tokens at the left of their prompt, as many in both rows.
+
+    Pairs whose answers do not fit into `length` tokens, or are the same, are left out. Raises DataError if
+    none is left.
     """
     rows: list[np.ndarray] = []
     answers: list[int] = []
     margins: list[float] = []
     shortened = too_long = same = 0
-    for place, line in lines:
-        try:
-            if isinstance(line, int):
-                raise BadRow(f"it has more than {line >> 20} MiB")
-            if not line.strip():
-                continue
-            *pair, margin = read_pair(line)
-            encoded = [_answered(*encoder.encode(conversation)) for conversation in pair]
-        except (BadRow, RecursionError) as error:
-            raise DataError(f"{place}: {error}; correct the line.") from error
+    for encoded, margin in pairs:
         cut = max(0, max(len(ids) for ids, _ in encoded) - length)
         if np.array_equal(encoded[0][0], encoded[1][0]):
             same += 1
@@ -73,7 +73,7 @@ def encode_pairs(
             too_long += 1
         else:
             shortened += cut > 0
-            rows += [ids[cut:].astype(dtype_for_vocab(encoder.vocab_size)) for ids, _ in encoded]
+            rows += [ids[cut:].astype(dtype_for_vocab(vocab_size)) for ids, _ in encoded]
             answers += [begin - cut for _, begin in encoded]
             margins.append(margin)
     if not margins:

@@ -1,6 +1,6 @@
 """`WeightStream`: a model's tensors under transformers' names, one after the other, from any `Source`.
 
-Conversion, `--save-hf`, `send_weights` and DeepSpeed's `save_16bit_model` take weights from such a stream.
+Conversion, `--save-hf` and `send_weights` take weights from such a stream.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import first_value
 from megazero.ops.attention import varying_shapes
 from megazero.post_training.policy import objective as counts
-from megazero.post_training.policy.methods import Method, advantages, equal_groups, weighted_sum
+from megazero.post_training.policy.methods import Method, advantages, deviations, equal_groups, weighted_sum
 from megazero.post_training.policy.prompts import Prompts
 from megazero.post_training.policy.reference import score
 from megazero.post_training.policy.rewards import Rewards
@@ -214,18 +214,14 @@ class Cycle(SampleDataset):
         parts = padded.reshape(-1, size)
         collate = AnswerCollate.of(self.config, self.vocabulary, context)
         batches = [collate(self.batch(part), tuple(part.tolist())) for part in parts]
-        logs = score(self.config, context, reference, self._objective(), batches)
+        logs = score(self.config, context, reference, counts.PolicyObjective.of(self.config), batches)
         whole = np.zeros_like(rollout.logs)
         for part, one in zip(parts, logs, strict=False):
-            width = collate.width(self.batch(part))
-            places = collate.columns.places(width)
+            places = collate.columns.places(one.shape[1] * collate.columns.ranks)
             mine = np.flatnonzero(places[: whole.shape[1]] >= 0)
             whole[np.ix_(part, mine)] = one.cpu().numpy()[:, places[mine]]
         mine_alone = context.tp.rank == 0 and bool(logs)
         return self._drawing.everywhere({"logs": whole * rollout.answered()}, mine=mine_alone)["logs"]
-
-    def _objective(self) -> counts.PolicyObjective:
-        return counts.PolicyObjective.of(self.config)
 
     def _hold(self, number: int, rollout: Rollout) -> None:
         """Make a rollout the current one, with what its updates are given."""
@@ -242,7 +238,7 @@ class Cycle(SampleDataset):
         if policy.mask_truncated:
             counted &= rollout.ended != 0
         there = ~np.isnan(rewards)
-        spread = np.repeat(advantages_std(groups), policy.group_size)
+        spread = np.repeat(deviations(groups), policy.group_size)
         self._rows = {
             "tokens": rollout.tokens[:, :-1],
             "labels": rollout.tokens[:, 1:],
@@ -252,7 +248,6 @@ class Cycle(SampleDataset):
             "rows": rollout.lengths - 1,
             "prompts": rollout.prompts,
             "kept": rollout.kept,
-            "lengths": (rollout.lengths - rollout.prompts).astype(np.float32),
             "advantages": advantages(groups, self._method.advantage).ravel().astype(np.float32),
             "reward": np.where(there, rewards, 0.0).astype(np.float32),
             "rewarded": there.astype(np.float32),
@@ -265,15 +260,6 @@ class Cycle(SampleDataset):
         }
         if reference is not None:
             self._rows["reference"] = reference
-
-
-def advantages_std(groups: np.ndarray) -> np.ndarray:
-    """The standard deviation of each group's rewards, float64 [prompts]; 0 with fewer than two."""
-    there = ~np.isnan(groups)
-    count = there.sum(1)
-    mean = np.where(there, groups, 0.0).sum(1) / np.maximum(count, 1)
-    squares = np.where(there, groups - mean[:, None], 0.0) ** 2
-    return np.asarray(np.sqrt(squares.sum(1) / np.maximum(count - 1, 1)))
 
 
 @dataclass(frozen=True)
@@ -312,7 +298,7 @@ class AnswerCollate:
         if self.config.model.num_experts and int(arrays["rows"].min()) < width:  # no expert sees padding
             documents = np.where(np.arange(width) < arrays["rows"][:, None], 0, -1).astype(np.int32)
         targets = Targets(given["labels"], given["weights"], float(weights.sum(dtype="float64")))
-        counted, answered = arrays["counted"], arrays["lengths"]
+        counted, answered = arrays["counted"], arrays["answer_length"]
         divisors = {
             counts.ANSWERS: float(counted.sum()),
             counts.TOKENS: float((answered * counted).sum()),
@@ -329,16 +315,14 @@ def _by_column(arrays: Mapping[str, np.ndarray], width: int, columns: Columns) -
     """The tokens that each label was drawn among, int64 [b, s, K], of this rank's columns."""
     kept = arrays["kept"]
     spread = np.full((len(kept), width, kept.shape[2]), -1)
-    for row, (start, length) in enumerate(zip(arrays["prompts"], arrays["lengths"], strict=True)):
+    for row, (start, length) in enumerate(zip(arrays["prompts"], arrays["answer_length"], strict=True)):
         spread[row, start - 1 : start - 1 + int(length)] = kept[row, : int(length)]
     return columns.own(spread)
 
 
 @dataclass(frozen=True)
 class PolicyFeed(Feed[AnswerBatch]):
-    """This rank's micro-batches of answers; a step makes its rollout first if it is due."""
-
-    cycle: Cycle | None = None
+    """This rank's micro-batches of the answers of a `Cycle`; a step makes its rollout first if it is due."""
 
     @classmethod
     def of_cycle(cls, cycle: Cycle) -> PolicyFeed:
@@ -351,10 +335,10 @@ class PolicyFeed(Feed[AnswerBatch]):
             data_parallel_size=context.data.size,
         )
         collate = AnswerCollate.of(config, cycle.vocabulary, context)
-        return cls(cycle, BatchSampler(spec), collate, cycle=cycle)
+        return cls(cycle, BatchSampler(spec), collate)
 
     def of_step(self, step: Step) -> list[AnswerBatch]:
         """This rank's micro-batches of a step, of a new rollout if it begins one; every rank calls this."""
-        assert self.cycle is not None, "`of_cycle` sets it"
-        self.cycle.reach(step)
+        assert isinstance(self.dataset, Cycle), "`of_cycle` sets it"
+        self.dataset.reach(step)
         return self.micro_batches(step.before.samples, step.micro_batches)

@@ -62,18 +62,28 @@ def advantages(rewards: np.ndarray, kind: Advantage) -> np.ndarray:
     Args:
         rewards: float64 [prompts, group]; NaN is no reward.
     """
-    there = ~np.isnan(rewards)
-    values, count = np.where(there, rewards, 0.0), there.sum(1, keepdims=True)
-    mean = values.sum(1, keepdims=True) / np.maximum(count, 1)
-    centred = np.where(there & (count > 1), values - mean, 0.0)
+    there, (centred, count) = ~np.isnan(rewards), _centred(rewards)
     if kind == "leave-one-out":
         return np.asarray(centred * count / np.maximum(count - 1, 1))
     if kind == "group-std":
-        variance = (centred**2).sum(1, keepdims=True) / np.maximum(count - 1, 1)
-        return np.asarray(centred / (np.sqrt(variance) + _EPSILON))
+        return np.asarray(centred / (deviations(rewards)[:, None] + _EPSILON))
     if kind == "batch-std" and there.sum() > 1:
         return np.asarray(centred / (rewards[there].std(ddof=1) + _EPSILON))
-    return np.asarray(centred)
+    return centred
+
+
+def deviations(rewards: np.ndarray) -> np.ndarray:
+    """The standard deviation of each group's rewards, float64 [prompts], 0 with fewer than two."""
+    centred, count = _centred(rewards)
+    return np.asarray(np.sqrt((centred**2).sum(1) / np.maximum(count[:, 0] - 1, 1)))
+
+
+def _centred(rewards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rewards less the mean of their group, or 0 where there are not two; how many a group has, [n, 1]."""
+    there = ~np.isnan(rewards)
+    values, count = np.where(there, rewards, 0.0), there.sum(1, keepdims=True)
+    mean = values.sum(1, keepdims=True) / np.maximum(count, 1)
+    return np.where(there & (count > 1), values - mean, 0.0), count
 
 
 def equal_groups(rewards: np.ndarray) -> np.ndarray:

@@ -110,9 +110,9 @@ class PolicyObjective(Objective):
         assert counts is not None, "answers are a part of their sequences"
         counts = counts.t()
         difference = (logs - given["logs"].t()) * answered
-        ratio = self._ratio(difference, given["lengths"], cp)
+        ratio = self._ratio(difference, given["answer_length"], cp)
         loss, clipped = clipped_loss(ratio, given["advantages"].expand_as(ratio), self.method)
-        weights = counts * self._row_weights(given["lengths"])
+        weights = counts * self._row_weights(given["answer_length"])
         terms = {LOSS: (loss * weights).sum()}
         if self.estimator is not None:
             apart = (logs - given["reference"].t()) * answered

@@ -77,14 +77,14 @@ class PolicyTraining(TrainingTask):
             reference = load_reference(config, vocabulary, context)
         judges = Judges(self.rewards, reference)
         self.cycle = Cycle(config, resumed.engine, vocabulary, self.prompts, judges)
-        self.cycle.resume({} if resumed.run is None else resumed.run.task)
         return Feeds(PolicyFeed.of_cycle(self.cycle), None, None)
 
     def samples(self, config: Config, feeds: Feeds) -> Mapping[str, str]:
         return {"prompts": self.prompts.digest}
 
     def check(self, resumed: Resumed, feeds: Feeds) -> None:
-        """Do nothing: `feeds` compares the prompts with those of the checkpoint."""
+        """Refuse other prompts than the checkpoint's, and take its rollout over."""
+        self.cycle.resume({} if resumed.run is None else resumed.run.task)
 
     def remarks(self, run: Run) -> Iterable[str]:
         yield from run.resumed.remarks
@@ -103,12 +103,6 @@ class PolicyTraining(TrainingTask):
         if run.snapshots is not None:
             self.cycle.note = run.snapshots.note
         return RolloutCheck(self.cycle, run)
-
-    def conclude(self, run: Run, state: TrainState) -> None:
-        """Do nothing: the last step ends the training."""
-
-    def close(self) -> None:
-        """Do nothing: the task opens no resources of its own."""
 
 
 class RolloutCheck(PeriodicEvaluation):

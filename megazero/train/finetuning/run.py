@@ -7,15 +7,14 @@ from functools import partial
 
 from megazero.checkpoint.disk import Disk
 from megazero.config.tree.config import Config
-from megazero.data.labelled.dataset import EpochOrder
-from megazero.data.sampler import BatchSampler, SamplerSpec
-from megazero.errors import CheckpointError, ConfigError, DataError
+from megazero.errors import ConfigError, DataError
 from megazero.models.classifier_batch import LabelledBatch
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.launch import Launch
 from megazero.mpu.messages import broadcast_value
 from megazero.train.assemble import Run, TrainingTask, assemble
 from megazero.train.finetuning.best import BestModel
+from megazero.train.finetuning.epochs import check_batch, feed_of
 from megazero.train.finetuning.evaluation import TaskEvaluation
 from megazero.train.finetuning.predictions import check_writable, write_predictions
 from megazero.train.finetuning.pretrained import take_pretrained
@@ -27,7 +26,7 @@ from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
 from megazero.train.process import in_job
 from megazero.train.resume.resume import Resumed
 from megazero.train.step.engine import Engine
-from megazero.train.step.feed import Feed, Feeds, make_feed
+from megazero.train.step.feed import Feed, Feeds
 from megazero.train.step.state import TrainState
 
 
@@ -85,14 +84,9 @@ class FineTuning(TrainingTask):
         return labelled_samples(config)
 
     def check(self, resumed: Resumed, feeds: Feeds) -> None:
-        """Refuse a new batch size, with which iterations would no longer be positions in an epoch."""
-        state, batch = resumed.state, resumed.config.batch.global_batch_size
-        assert batch is not None, "`completed` sets it"
-        if self.data.train is not None and state.consumed_samples != state.iteration * batch:
-            raise CheckpointError(
-                f"`global_batch_size` must stay {state.consumed_samples / state.iteration:g} until the last "
-                f"epoch, but is {batch}; set it, or begin anew in another folder"
-            )
+        """Refuse a new batch size."""
+        if self.data.train is not None:
+            check_batch(resumed)
 
     def remarks(self, run: Run) -> Iterable[str]:
         return *self.data.remarks, *run.resumed.remarks
@@ -144,25 +138,11 @@ def _feed(
     """Make the feed of a split: with a stream seed all epochs, shuffled, else one in the files' order."""
     if split is None:
         return None
-    batch, trains, classes = config.batch, stream_seed is not None, config.model.num_classes
-    assert batch.global_batch_size is not None, "`completed` sets it"
+    classes = config.model.num_classes
     assert classes is not None, "`completed` sets them"
-    order = EpochOrder(
-        split.samples,
-        batch.global_batch_size,
-        config.finetune.epochs if trains else 1,
-        config.training.seed if trains else None,
-    )
-    spec = SamplerSpec(
-        num_samples=len(order),
-        micro_batch_size=batch.micro_batch_size,
-        data_parallel_rank=context.data.rank,
-        data_parallel_size=context.data.size,
-    )
-    collate = classifiers_of(config.model.family, classes).samples.collate(
-        config, vocabulary.size, context, stream_seed
-    )
-    return make_feed(order, BatchSampler(spec), collate, config.data.num_workers if trains else 0)
+    samples = classifiers_of(config.model.family, classes).samples
+    collate = samples.collate(config, vocabulary.size, context, stream_seed)
+    return feed_of(config, context, split.samples, collate, stream_seed)
 
 
 def _on_first(context: ParallelContext, work: Callable[[], None]) -> None:

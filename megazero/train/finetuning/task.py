@@ -9,7 +9,6 @@ from pathlib import Path
 from megazero.checkpoint.folder import candidates
 from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.reader import Verify
-from megazero.config.rules.table import check
 from megazero.config.tasks import Task, task_of
 from megazero.config.tree.config import Config
 from megazero.data.labelled.dataset import LabelledSamples
@@ -18,6 +17,7 @@ from megazero.data.labelled.files import LabelledFile, read_labelled
 from megazero.errors import ConfigError, DataError
 from megazero.formats.hf.config_json import Description
 from megazero.mpu.context import ParallelContext
+from megazero.train.finetuning.epochs import over_epochs
 from megazero.train.parts.families import FAMILIES
 from megazero.train.parts.vocabulary import Vocabulary
 from megazero.train.resume.saved import Checkpoint
@@ -90,31 +90,15 @@ def completed(config: Config, data: TaskData, context: ParallelContext) -> Confi
     Raises:
         ConfigError: a given setting contradicts the data.
     """
-    batch = config.batch.global_batch_size or config.batch.micro_batch_size * context.data.size
     classes = 1 if task_of(config.finetune).multiple_choice else len(data.labels)
     if config.model.num_classes not in (None, classes):
         raise ConfigError(
             f"`num_classes` must be {classes} for these labels, but is {config.model.num_classes}; leave it "
             "out"
         )
-    steps = 1 if data.train is None else -(-len(data.train) // batch)
-    training = {
-        "train_iters": steps * max(1, config.finetune.epochs),
-        "eval_interval": steps,
-        "skip_train": data.train is None,
-    }
-    complete = config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"num_classes": classes}),
-            "batch": config.batch.model_copy(update={"global_batch_size": batch}),
-            "training": config.training.model_copy(update=training),
-            "finetune": config.finetune.model_copy(update={"labels": data.labels}),
-        }
-    )
-    # Rules about the task apply to the user's own settings, and have been checked before.
-    if violations := check(complete, context.world_size, {"finetune.task"}):
-        raise ConfigError(violations)
-    return complete
+    model, finetune = {"num_classes": classes}, {"labels": data.labels}
+    count = None if data.train is None else len(data.train)
+    return over_epochs(config, count, context, model=model, finetune=finetune)
 
 
 def _labels(config: Config, task: Task, train: Sequence[LabelledFile]) -> tuple[str, ...]:

@@ -12,7 +12,8 @@ pytest.importorskip("transformers")
 from megazero.data.conversations.answers import ConversationEncoder
 from megazero.data.labelled.dataset import EpochOrder
 from megazero.data.preferences.dataset import PairSamples
-from megazero.data.preferences.pairs import Pairs, encode_pairs
+from megazero.data.preferences.pairs import Pairs, encode_pair, joined
+from megazero.data_tools.conversations import read_each
 from megazero.errors import DataError
 from tests.data.conversations.templates import CHATML, LLAMA_3
 from tests.data.conversations.tokenizer import byte_level, write_folder
@@ -40,7 +41,8 @@ def encoder(request, tmp_path_factory) -> ConversationEncoder:
 
 def pairs_of(encoder, *rows: object, length: int = 99) -> Pairs:
     lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
-    return encode_pairs([(f"f.jsonl, line {i}", line) for i, line in enumerate(lines, 1)], encoder, length)
+    numbered = [(f"f.jsonl, line {i}", line) for i, line in enumerate(lines, 1)]
+    return joined(read_each(numbered, lambda line: encode_pair(line, encoder)), encoder.vocab_size, length)
 
 
 def rows_of(encoder, pairs: Pairs) -> list[tuple[str, str]]:

@@ -118,11 +118,11 @@ def batch_of(old, signs, lengths, width=9, dtype=torch.float64) -> tuple[AnswerB
     names = ("reward", "reward_std", "answer_length", "truncated", "equal_groups", "failed_rewards")
     zeros = {name: torch.zeros(b) for name in names}
     given = {
+        **zeros,
         "answered": mask.to(dtype),
         "logs": logs,
-        "lengths": torch.tensor(lengths, dtype=dtype),
+        "answer_length": torch.tensor(lengths, dtype=dtype),
         "advantages": torch.tensor(signs, dtype=dtype),
-        **zeros,
     }
     labels = torch.zeros(b, width, dtype=torch.int64)
     targets = Targets(labels, mask.to(dtype), float(mask.sum()))
