@@ -168,3 +168,13 @@ def test_only_the_first_rank_prints(loads, capsys, monkeypatch):
     )
     assert main(["--load", "here", "--prompt", "a", "--max-new-tokens", "2"]) == 0
     assert capsys.readouterr() == ("", "")
+
+
+def test_keys_and_values_may_be_kept_in_8_bits(loads, capsys):
+    line = ["--load", "here", "--prompt", "de", "--max-new-tokens", "5", "--greedy", "--kv-cache-dtype"]
+    assert main([*line, "int8"]) == 0
+    # A first block that is not full stays as it is.
+    assert capsys.readouterr().out == expected(["de"], 5, greedy=True)[0] + "\n"
+    with pytest.raises(SystemExit):
+        main([*line, "int4"])
+    assert "--kv-cache-dtype" in capsys.readouterr().err

@@ -123,3 +123,15 @@ def test_scores_of_given_tokens():
         *(logs[0, 0], 1.0, 2.0, 0.0),
         *(logs[0, 1], logs[0, 2], logs[0, 0]),
     ]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7), Sampling(1.5, top_k=5, min_p=0.02)], ids=str)
+def test_a_token_tells_what_it_was_drawn_from(sampling):
+    """At the temperature, among what truncation leaves: training on it begins with a ratio of 1."""
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(3)) * 8
+    rows = [Row(Wanted((1,), 9, sampling, number, as_drawn=True), [1]) for number in range(4)]
+    for row, token in zip(logits.double(), draw(logits, rows), strict=True):
+        kept = probabilities(row[None], sampling)[0] > 0
+        assert [one for one, _ in token.best] == (kept.nonzero()[:, 0].tolist() if sampling.truncates else [])
+        among = (row / sampling.temperature).masked_fill(~kept, -torch.inf)
+        assert token.logprob == pytest.approx(among.log_softmax(0)[token.id].item(), rel=2e-6, abs=2e-6)

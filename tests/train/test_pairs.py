@@ -91,6 +91,8 @@ def test_from_text_to_answers(folder, capsys):
     # It was accepted, and did nothing.
     assert generate([*argv, "--prefill-chunk", "4"]) == 2
     assert "`--prefill-chunk` must be left out for a T5" in capsys.readouterr().err
+    assert generate([*argv, "--kv-cache-dtype", "int8"]) == 2
+    assert "`--kv-cache-dtype` must be auto for a T5" in capsys.readouterr().err
 
 
 def test_fewer_sentinels_than_spans_are_refused_before_training(folder):
