@@ -46,6 +46,7 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         yields: whether this rank is given the tensors.
 
     Attributes:
+        parameters: the number of the model's, however they are stored.
         hashes: name -> SHA-256 of the tensor's bytes, of the tensors that were yielded.
     """
 
@@ -55,6 +56,7 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         self.tensors = tuple(tensors)
         self.version = version
         self.yields = yields
+        self.parameters = sum(math.prod(later.shape) for _, later in self.tensors)
         self.hashes: dict[str, str] = {}
         self._left = iter(self.tensors)
 
@@ -95,7 +97,9 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         values = _Values(source, constants, torch.device("cpu" if yields else "meta"))
         tensors = HFTensor.of_model(architecture, spec, vocab_size, dtype)
         stored = [pair for t in tensors for pair in packing(t) or ((t.theirs, values.later(t)),)]
-        return cls(stored, version, yields=yields)
+        stream = cls(stored, version, yields=yields)
+        stream.parameters = sum(math.prod(tensor.their_shape) for tensor in tensors)
+        return stream
 
     def __next__(self) -> tuple[str, Tensor]:
         for name, later in self._left:

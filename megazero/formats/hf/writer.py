@@ -168,8 +168,7 @@ def write_stream(
     out, disk, architecture = Path(os.path.abspath(out)), disk or Disk(), described.architecture
     if max_shard_bytes < 1:
         raise CheckpointError(f"`max_shard_bytes` must be positive, but is {max_shard_bytes}")
-    parameters = sum(math.prod(later.shape) for _, later in stream.tensors)
-    counts = len(stream.tensors), parameters
+    counts = len(stream.tensors), stream.parameters
     exported = Exported(out, architecture.name, architecture.auto, NAMES[described.dtype], *counts, ())
     small = dict(described.small)
     if described.card is not None:
