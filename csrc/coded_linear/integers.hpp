@@ -8,7 +8,9 @@
 
 #if MEGAZERO_HAS_TARGETS
 #include <immintrin.h>
+#ifndef MEGAZERO_VNNI  // a test imitates these instructions
 #define MEGAZERO_VNNI __attribute__((target("arch=x86-64-v4,avx512vnni")))
+#endif
 #endif
 
 namespace megazero::coded {
