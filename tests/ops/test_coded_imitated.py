@@ -1,4 +1,4 @@
-"""The paths of products with codes for AVX-512 and VNNI have the bits of those for AVX2, on any x86 processor."""
+"""Products with codes by AVX-512 and VNNI have the bits of those by AVX2, on any x86 processor."""
 
 from __future__ import annotations
 
@@ -63,5 +63,6 @@ def test_integers_by_vnni_are_exact(imitation, shape):
             x, y = drawn(rows, depth), torch.zeros(rows, width)
             x[0] = -x[0].abs().max()  # all inputs are -128, too
             expected = coded_linear_native_cpu(x, own, bias, None, native.NATIVE.CodedPath.BASELINE)
-            imitation.imitated_integers(*sizes(rows, width, depth), *map(at, (x, own.words, own.scales, bias, y)))
+            tensors = (x, own.words, own.scales, bias, y)
+            imitation.imitated_integers(*sizes(rows, width, depth), *map(at, tensors))
             assert torch.equal(y, expected)
