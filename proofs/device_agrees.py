@@ -52,6 +52,7 @@ from megazero.ops.counter_random import keep_mask, normal
 from megazero.train.pretraining import pretrain
 from megazero.train.process import choose_products, compute_deterministically
 from megazero.verify.record import Record, micro_batches, record_steps, verification_engine
+from proofs.device_uses import use_checks
 from proofs.verdicts import (
     BF16_CURVE,
     CHOSEN_CURVE,
@@ -331,6 +332,7 @@ def checks(backend: str) -> Iterator[tuple[str, Check]]:
             partial(curves, first=Side(eight), second=Side(plain), bound=FP8_CURVE),
         )
         yield f"fp8 curve {recipe} on CPU", curves_on_cpu(eight, FP8_CURVE)
+    yield from use_checks()
     yield "compiled near eager", feature(GPT, near, compiled=backend)
     yield "compiled near eager, llama", feature(LLAMA, near, compiled=backend)
 

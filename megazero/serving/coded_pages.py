@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -45,17 +46,14 @@ class CodedPages(PageBuffers):
         """Keep the rows of a step; return the pages that they attend to, decoded, and each page's rows."""
         if self._step is None or self._step.ragged is not ragged:
             self._step = self._begun(ragged)
-        step, device = self._step, key.device
+        step = self._step
         kept, codes = self._reserve(layer, 1 + max(step.places), key, value)
-        places = torch.tensor(step.places, device=device)
-        counts = torch.tensor(step.runs.counts, device=device)
-        self.write(layer, places.repeat_interleave(counts) * self.page + slots % self.page, key, value)
+        places, of_rows, pages, chosen, earlier = step.numbers
+        self.write(layer, of_rows * self.page + slots % self.page, key, value)
         if step.full:
-            pages, chosen = (torch.tensor(numbers, device=device) for numbers in zip(*step.full, strict=True))
             coded = *encoded(kept.keys[chosen], 2, 4), *encoded(kept.values[chosen], 3)
             for x, new in zip(codes, coded, strict=True):
                 x[pages] = new
-        earlier = torch.tensor(step.earlier, dtype=torch.int64, device=device)
         both = (decoded(codes[i][earlier], codes[i + 1][earlier], kept.keys.dtype) for i in (0, 2))
         own = kept.keys[places], kept.values[places]
         keys, values = (torch.cat(parts) for parts in zip(both, own, strict=True))
@@ -87,7 +85,7 @@ class CodedPages(PageBuffers):
         within = tuple(
             (*(numbers[page] for page in table), len(earlier) + run) for run, table in enumerate(tables)
         )
-        runs = Ragged(tuple(counts), tuple(past), within)
+        runs = Ragged(tuple(counts), tuple(past), within, ragged.device)
         return _PagedRows(ragged, runs, tuple(places), tuple(full), earlier)
 
     @torch.inference_mode(False)
@@ -128,3 +126,14 @@ class _PagedRows:
     places: tuple[int, ...]
     full: tuple[tuple[int, int], ...]
     earlier: tuple[int, ...]
+
+    @cached_property
+    def numbers(self) -> tuple[Tensor, ...]:
+        """On the device, int64: `places`, that of each row, pages and places of `full`, and `earlier`."""
+        runs = zip(self.places, self.runs.counts, strict=True)
+        of_rows = [place for place, count in runs for _ in range(count)]
+        full = [page for page, _ in self.full], [place for _, place in self.full]
+        lists = [[*self.places], of_rows, *full, [*self.earlier]]
+        together = [number for numbers in lists for number in numbers]
+        whole = torch.tensor(together, dtype=torch.int64, device=self.ragged.device)
+        return whole.split([len(numbers) for numbers in lists])

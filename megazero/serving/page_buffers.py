@@ -32,11 +32,13 @@ class Ragged:
         counts: rows of each sequence in this step.
         past: positions of each sequence that are in the pages already.
         tables: page numbers of each sequence, in order; enough for its past and its rows.
+        device: where pages are; what all layers read of a step goes there once.
     """
 
     counts: tuple[int, ...]
     past: tuple[int, ...]
     tables: tuple[tuple[int, ...], ...]
+    device: torch.device = torch.device("cpu")
 
     @cached_property
     def steps(self) -> Tensor:
@@ -46,12 +48,20 @@ class Ragged:
         rows = [(count, past, *table, *(0,) * (most - len(table))) for count, past, table in runs]
         return torch.tensor(rows, dtype=torch.int64).view(len(rows), 2 + most)
 
+    @cached_property
+    def pages(self) -> tuple[Tensor, ...]:
+        """int64 [pages] of each sequence, `tables` on the device."""
+        numbers = [page for table in self.tables for page in table]
+        whole = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        return whole.split([len(table) for table in self.tables])
+
     def slots(self, page: int) -> Tensor:
-        """int64 [T]: where each row's key is kept, page * size + place in it."""
+        """int64 [T], on the device: where each row's key is kept, page * size + place in it."""
         runs = zip(self.counts, self.past, self.tables, strict=True)
         return torch.tensor(
             [table[at // page] * page + at % page for n, past, table in runs for at in range(past, past + n)],
             dtype=torch.int64,
+            device=self.device,
         )
 
 
@@ -106,10 +116,9 @@ class PageBuffers:
         kept.keys[pages, :, places // PANEL, :, places % PANEL] = key.to(kept.keys.dtype)
         kept.values[pages, :, places, : kept.width] = value.to(kept.values.dtype)
 
-    def read(self, layer: int, table: tuple[int, ...], count: int) -> tuple[Tensor, Tensor]:
-        """The first `count` keys [t, 1, g, d] and values [t, 1, g, e] of a sequence, copied."""
+    def read(self, layer: int, chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The first `count` keys [t, 1, g, d] and values [t, 1, g, e] of a sequence in these pages, copied."""
         kept = self._kept[layer]
-        chosen = torch.tensor(table, device=kept.keys.device)
         key = kept.keys[chosen].permute(0, 2, 4, 1, 3).flatten(0, 2)  # [pages, page / 16, 16, g, d]
         value = kept.values[chosen].transpose(1, 2).flatten(0, 1)[..., : kept.width]
         return key[:count].unsqueeze(1).to(kept.dtype), value[:count].unsqueeze(1).to(kept.dtype)
@@ -201,14 +210,13 @@ class _PagedCore(AttentionCore):
         bias: Bias | None,
         offset: Tensor | None = None,
     ) -> Tensor:
-        slots = self.slots.to(k.device)
-        buffers, ragged = self.buffers.filled(attends.layer, self.ragged, slots, k[:, 0], v[:, 0])
+        buffers, ragged = self.buffers.filled(attends.layer, self.ragged, self.slots, k[:, 0], v[:, 0])
         if buffers.serves(attends, bias, offset):
             return buffers.attend(q, ragged, attends, bias if isinstance(bias, Slopes) else None)
         contexts = []
-        for own, past, table in zip(q.split(ragged.counts), ragged.past, ragged.tables, strict=True):
+        for own, past, pages in zip(q.split(ragged.counts), ragged.past, ragged.pages, strict=True):
             count = past + len(own)
-            kept = attends.keys_and_values(*buffers.read(attends.layer, table, count))
+            kept = attends.keys_and_values(*buffers.read(attends.layer, pages, count))
             alone = replace(inputs, rows=Rows(range(past, count)))
             contexts.append(self.core(own, *kept, alone, attends, bias, offset))
         return torch.cat(contexts)

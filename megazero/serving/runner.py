@@ -87,6 +87,7 @@ class Runner:
             tuple(part.rows for part in parts),
             tuple(part.past for part in parts),
             tuple(self._tables[part.ticket] for part in parts),
+            self.model.device,
         )
         positions = torch.tensor([at for part in parts for at in range(part.past, part.past + part.rows)])
         places = Places(positions.to(self.model.device))

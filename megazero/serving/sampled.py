@@ -66,7 +66,8 @@ def _as_drawn(logits: Tensor, ids: Sequence[int], sampling: Sampling) -> list[To
     if sampling.truncates:
         there = probabilities(logits, sampling) > 0
         scores = scores.masked_fill(~there, torch.finfo(scores.dtype).min / 4)
-        kept = [row.nonzero().squeeze(1).tolist() for row in there]
+        counts = there.sum(1).tolist()
+        kept = [row.tolist() for row in there.nonzero()[:, 1].cpu().split(counts)]  # one wait for all rows
     part = VocabularySlice(OneRank(), 0, scores.shape[-1])
     drawn = torch.tensor(ids, device=logits.device)
     losses = vocab_parallel_losses(scores.contiguous(), drawn, part).loss.tolist()
