@@ -76,7 +76,7 @@ def place(bench: Bench, *, first: bool) -> torch.device:
 
 
 def products(bench: Bench) -> Verdict:
-    """Products with weights of codes as torch computes them, of one row and of many, against the reference."""
+    """Products with weights of codes as torch computes them against the reference, of one row and of many."""
     worst = Verdict(0.0, "every product")
     wide = 16 if bench.wide else 1
     device = place(bench, first=True)
@@ -115,7 +115,7 @@ def requests(length: int) -> list[Wanted]:
 
 
 def served(bench: Bench, bound: float, *, coded: bool = False, drawn: bool = True) -> Verdict:
-    """An engine's answers on the device against those on the CPU: log-probabilities, and the tokens if `drawn`."""
+    """An engine's log-probabilities, and the tokens if `drawn`, on the device against the CPU."""
     length = 96
     sizes = {"seq_length": length, "init_method_std": 0.4}
     if bench.wide:
@@ -138,8 +138,8 @@ def served(bench: Bench, bound: float, *, coded: bool = False, drawn: bool = Tru
         pairs = list(zip(mine.tokens, other.tokens, strict=True))
         if any(one.id != two.id for one, two in pairs):
             return Verdict(float("inf"), f"a token of request {number}")
-        for scores in zip(*(one.prompt_scores.tokens for one in (mine, other) if one.prompt_scores)):
-            pairs += [scores] if scores and scores[0] else []
+        if mine.prompt_scores and other.prompt_scores:
+            pairs += list(zip(mine.prompt_scores.tokens, other.prompt_scores.tokens, strict=True))[1:]
         gaps = [abs(one.logprob - two.logprob) for one, two in pairs if one.logprob is not None]
         used = float(np.max(gaps)) / bound
         if not used <= worst.used:
@@ -147,7 +147,9 @@ def served(bench: Bench, bound: float, *, coded: bool = False, drawn: bool = Tru
     return worst
 
 
-def trained_on_answers(bench: Bench, folder: Path, spoil: float, *, device: str, first: bool) -> dict[str, Tensor]:
+def trained_on_answers(
+    bench: Bench, folder: Path, spoil: float, *, device: str, first: bool
+) -> dict[str, Tensor]:
     """The tensors of a model that was trained by policy gradients on its own answers, cut and uncut."""
     lr, tensors = 1e-2 * (1 + spoil), {}
     cut = {"rollout_temperature": 0.9, "rollout_top_k": 12, "rollout_top_p": 0.95}
@@ -170,7 +172,7 @@ def trained_on_answers(bench: Bench, folder: Path, spoil: float, *, device: str,
 
 
 def answers(bench: Bench, *, twice: bool) -> Verdict:
-    """Policy gradients on the device against the CPU, or, with `twice`, the same bits in deterministic mode."""
+    """Policy gradients on the device against the CPU; with `twice`, the same bits in deterministic mode."""
     if twice:
         compute_deterministically()
     with tempfile.TemporaryDirectory() as folder:

@@ -20,6 +20,7 @@ from megazero.mpu.group import Group
 from megazero.ops.attention import Bias, Slopes
 from megazero.ops.native import NATIVE, NATIVE_DTYPES, address, adjacent, available, heads_of
 
+_CPU = torch.device("cpu")
 PANEL = 16
 """Positions whose keys lie together; pages are multiples of it."""
 
@@ -38,7 +39,7 @@ class Ragged:
     counts: tuple[int, ...]
     past: tuple[int, ...]
     tables: tuple[tuple[int, ...], ...]
-    device: torch.device = torch.device("cpu")
+    device: torch.device = _CPU
 
     @cached_property
     def steps(self) -> Tensor:
@@ -117,7 +118,7 @@ class PageBuffers:
         kept.values[pages, :, places, : kept.width] = value.to(kept.values.dtype)
 
     def read(self, layer: int, chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The first `count` keys [t, 1, g, d] and values [t, 1, g, e] of a sequence in these pages, copied."""
+        """The first `count` keys [t, 1, g, d] and values [t, 1, g, e] of the pages `chosen`, copied."""
         kept = self._kept[layer]
         key = kept.keys[chosen].permute(0, 2, 4, 1, 3).flatten(0, 2)  # [pages, page / 16, 16, g, d]
         value = kept.values[chosen].transpose(1, 2).flatten(0, 1)[..., : kept.width]

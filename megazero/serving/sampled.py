@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -66,8 +67,8 @@ def _as_drawn(logits: Tensor, ids: Sequence[int], sampling: Sampling) -> list[To
     if sampling.truncates:
         there = probabilities(logits, sampling) > 0
         scores = scores.masked_fill(~there, torch.finfo(scores.dtype).min / 4)
-        counts = there.sum(1).tolist()
-        kept = [row.tolist() for row in there.nonzero()[:, 1].cpu().split(counts)]  # one wait for all rows
+        among = iter(there.nonzero()[:, 1].tolist())  # of all rows, for which the host waits once
+        kept = [[*islice(among, count)] for count in there.sum(1).tolist()]
     part = VocabularySlice(OneRank(), 0, scores.shape[-1])
     drawn = torch.tensor(ids, device=logits.device)
     losses = vocab_parallel_losses(scores.contiguous(), drawn, part).loss.tolist()

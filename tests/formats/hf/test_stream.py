@@ -237,7 +237,7 @@ def test_reading_asks_each_rank_for_its_own_boxes_alone():
 
 
 def test_no_rank_goes_ahead_of_the_first():
-    """On a GPU, sends that wait longer than a call may take would end the job: the last stage's first ones."""
+    """On a GPU, sends that wait longer than a call may take end the job: those of the last stage."""
     layout = Layout(pp=2)
     config = config_of(layout, "llama", True)
     begun = [0, 0]
