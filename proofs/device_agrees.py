@@ -255,6 +255,7 @@ def resuming(bench: Bench, more: tuple[str, ...] = ()) -> Verdict:
 
 GPT, LLAMA = Layout(dropout=0.1, micro_batch=2), Layout(shape="llama", micro_batch=2)
 BERT = Layout(shape="bert", micro_batch=2, dropout=0.1)
+HYBRID = Layout(letters="M-*", layers=3, micro_batch=2)
 HOST = Layout(store="cpu", micro_batch=2, zero=1)
 DELAYED = {"offload": {"optimizer": "cpu", "delayed_param_update": True, "delayed_param_update_start": 1}}
 
@@ -294,6 +295,8 @@ def checks(backend: str) -> Iterator[tuple[str, Check]]:
     for experts in filter(None, EXPERTS):
         yield f"fp32 experts {experts}", on_cpu(Layout(experts=experts, layers=4, micro_batch=2))
     yield "fp32 experts top2 gathered", on_cpu(Layout(experts="top2", dispatcher="allgather", micro_batch=2))
+    yield "fp32 hybrid", on_cpu(HYBRID)
+    yield "hybrid twice the same", feature(replace(HYBRID, dtype="bf16"))
     for stage in (1, 2, 3):
         yield f"zero {stage} = 0", feature(GPT, zero=stage)
     yield "zero 3 = 0, bf16", feature(replace(LLAMA, dtype="bf16"), zero=3)

@@ -50,7 +50,7 @@ def test_a_row_agrees_when_neither_is(name):
 
 
 def test_the_list_has_every_kind_of_experts_and_each_stage():
-    assert len(CHECKS) >= 69
+    assert len(CHECKS) >= 71
     assert CHECKS.keys() >= FEW
     assert {f"zero {stage} = 0" for stage in (1, 2, 3)} <= CHECKS.keys()
     assert {f"fp32 experts {name}" for name in ("top2", "first-come", "biased", "noisy")} <= CHECKS.keys()
