@@ -145,10 +145,7 @@ def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _in_units(probs: Tensor) -> Tensor:
-    """Probabilities as integers, int64, whose sums are exact and, on a GPU too, the same in each run.
-
-    There a cumulative sum of floats has no fixed order, and raises an error in deterministic mode.
-    """
+    """Probabilities as int64: sums of floats have no order on a GPU, and raise in deterministic mode."""
     return (probs.double() * _UNITS).round().long()
 
 

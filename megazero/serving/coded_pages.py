@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.inference.coded import decoded, encoded
-from megazero.serving.page_buffers import PANEL, Kept, PageBuffers, Ragged
+from megazero.serving.page_buffers import PANEL, Kept, PageBuffers, Ragged, on_device
 
 
 class CodedPages(PageBuffers):
@@ -82,10 +82,8 @@ class CodedPages(PageBuffers):
                 at = stop
         earlier = tuple(dict.fromkeys(page for table in tables for page in table))
         numbers = {page: number for number, page in enumerate(earlier)}
-        within = tuple(
-            (*(numbers[page] for page in table), len(earlier) + run) for run, table in enumerate(tables)
-        )
-        runs = Ragged(tuple(counts), tuple(past), within, ragged.device)
+        within = [(*map(numbers.__getitem__, table), len(earlier) + run) for run, table in enumerate(tables)]
+        runs = Ragged(tuple(counts), tuple(past), tuple(within), ragged.device)
         return _PagedRows(ragged, runs, tuple(places), tuple(full), earlier)
 
     @torch.inference_mode(False)
@@ -133,7 +131,4 @@ class _PagedRows:
         runs = zip(self.places, self.runs.counts, strict=True)
         of_rows = [place for place, count in runs for _ in range(count)]
         full = [page for page, _ in self.full], [place for _, place in self.full]
-        lists = [[*self.places], of_rows, *full, [*self.earlier]]
-        together = [number for numbers in lists for number in numbers]
-        whole = torch.tensor(together, dtype=torch.int64, device=self.ragged.device)
-        return whole.split([len(numbers) for numbers in lists])
+        return on_device(self.ragged.device, self.places, of_rows, *full, self.earlier)

@@ -25,6 +25,12 @@ PANEL = 16
 """Positions whose keys lie together; pages are multiples of it."""
 
 
+def on_device(device: torch.device, *lists: Sequence[int]) -> tuple[Tensor, ...]:
+    """Lists of numbers as int64 tensors on a device, where they arrive in one copy."""
+    whole = torch.tensor([number for one in lists for number in one], dtype=torch.int64, device=device)
+    return whole.split([len(one) for one in lists])
+
+
 @dataclass(frozen=True)
 class Ragged:
     """The rows of one step, all sequences behind each other in one row of T tokens.
@@ -52,18 +58,13 @@ class Ragged:
     @cached_property
     def pages(self) -> tuple[Tensor, ...]:
         """int64 [pages] of each sequence, `tables` on the device."""
-        numbers = [page for table in self.tables for page in table]
-        whole = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        return whole.split([len(table) for table in self.tables])
+        return on_device(self.device, *self.tables)
 
     def slots(self, page: int) -> Tensor:
         """int64 [T], on the device: where each row's key is kept, page * size + place in it."""
         runs = zip(self.counts, self.past, self.tables, strict=True)
-        return torch.tensor(
-            [table[at // page] * page + at % page for n, past, table in runs for at in range(past, past + n)],
-            dtype=torch.int64,
-            device=self.device,
-        )
+        rows = ((table, at) for n, past, table in runs for at in range(past, past + n))
+        return on_device(self.device, [table[at // page] * page + at % page for table, at in rows])[0]
 
 
 class PageBuffers:
@@ -101,9 +102,7 @@ class PageBuffers:
         """Keep the rows of a step; return the pages that its rows attend to, and where these are in them.
 
         Args:
-            layer: the layer.
-            ragged: the rows.
-            slots: where they are kept, int64 [T].
+            slots: where the rows are kept, int64 [T].
             key, value: [T, g, d] and [T, g, e].
         """
         self.write(layer, slots, key, value)
@@ -128,11 +127,8 @@ class PageBuffers:
         """Attend over pages in compiled code, for a layer that `serves`: q [T, 1, n, d] -> [T, 1, n d]."""
         kept, q = self._kept[attends.layer], adjacent(q)
         (rows, _, n, d), g, steps = q.shape, kept.keys.shape[1], ragged.steps
-        narrow, (left, _), limits = (
-            q.dtype == torch.bfloat16,
-            attends.pattern.sides(True),
-            NATIVE.AttentionLimits(),
-        )
+        narrow, limits = q.dtype == torch.bfloat16, NATIVE.AttentionLimits()
+        left, _ = attends.pattern.sides(True)
         sizes = rows, self.page, len(ragged.counts), n, g, d, torch.get_num_threads()
         shape = NATIVE.AttentionShape(*sizes, attends.scale_of(q), narrow, narrow)
         limits.places(0, 0, left, 0, 0)
@@ -198,7 +194,6 @@ class _PagedCore(AttentionCore):
 
     @cached_property
     def slots(self) -> Tensor:
-        """int64 [T]: where each row's key is kept."""
         return self.ragged.slots(self.buffers.page)
 
     def __call__(

@@ -106,8 +106,7 @@ def scored_token(token: int, score: Sequence[float], kept: int) -> Token:
 
 def _change(logits: Tensor, row: Row) -> None:
     """Change one row of logits [v] by its penalties, and take away the tokens that end it too early."""
-    wanted, device = row.wanted, logits.device
-    penalties = wanted.penalties
+    wanted, penalties, device = row.wanted, row.wanted.penalties, logits.device
     if penalties.repetition != 1.0:
         seen = torch.tensor(sorted(set(row.tokens)), device=device)
         scores = logits[seen]
