@@ -52,6 +52,7 @@ from megazero.ops.counter_random import keep_mask, normal
 from megazero.train.pretraining import pretrain
 from megazero.train.process import choose_products, compute_deterministically
 from megazero.verify.record import Record, micro_batches, record_steps, verification_engine
+from proofs.device_uses import use_checks
 from proofs.verdicts import (
     BF16_CURVE,
     CHOSEN_CURVE,
@@ -67,6 +68,8 @@ from tests.layers.pooled_graphs import PooledGraphs
 from tests.layouts.layout import EXPERTS, METHODS, Layout
 
 ROW_SECONDS = 60.0
+SLOWNESS = 8
+"""A dry run's rows may take so many times as long: machines without a GPU are busy with other things."""
 WIDE = {
     "hidden_size": 256,
     "ffn_hidden_size": 512,
@@ -252,6 +255,7 @@ def resuming(bench: Bench, more: tuple[str, ...] = ()) -> Verdict:
 
 GPT, LLAMA = Layout(dropout=0.1, micro_batch=2), Layout(shape="llama", micro_batch=2)
 BERT = Layout(shape="bert", micro_batch=2, dropout=0.1)
+HYBRID = Layout(letters="M-*", layers=3, micro_batch=2)
 HOST = Layout(store="cpu", micro_batch=2, zero=1)
 DELAYED = {"offload": {"optimizer": "cpu", "delayed_param_update": True, "delayed_param_update_start": 1}}
 
@@ -291,6 +295,8 @@ def checks(backend: str) -> Iterator[tuple[str, Check]]:
     for experts in filter(None, EXPERTS):
         yield f"fp32 experts {experts}", on_cpu(Layout(experts=experts, layers=4, micro_batch=2))
     yield "fp32 experts top2 gathered", on_cpu(Layout(experts="top2", dispatcher="allgather", micro_batch=2))
+    yield "fp32 hybrid", on_cpu(HYBRID)
+    yield "hybrid twice the same", feature(replace(HYBRID, dtype="bf16"))
     for stage in (1, 2, 3):
         yield f"zero {stage} = 0", feature(GPT, zero=stage)
     yield "zero 3 = 0, bf16", feature(replace(LLAMA, dtype="bf16"), zero=3)
@@ -331,6 +337,7 @@ def checks(backend: str) -> Iterator[tuple[str, Check]]:
             partial(curves, first=Side(eight), second=Side(plain), bound=FP8_CURVE),
         )
         yield f"fp8 curve {recipe} on CPU", curves_on_cpu(eight, FP8_CURVE)
+    yield from use_checks()
     yield "compiled near eager", feature(GPT, near, compiled=backend)
     yield "compiled near eager, llama", feature(LLAMA, near, compiled=backend)
 
@@ -363,7 +370,7 @@ def main() -> int:
         return 0
     bench = Bench("cpu" if args.dry_run else "cuda", wide=not args.dry_run)
     bad = 0
-    rows = dict.fromkeys(names, ROW_SECONDS)
+    rows = dict.fromkeys(names, ROW_SECONDS * (SLOWNESS if args.dry_run else 1))
     for name, line in run_rows(partial(line_of, bench=bench), rows, args.seconds, args.workers):
         good = line.get("used", float("inf")) <= 1
         bad += not good

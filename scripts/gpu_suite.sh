@@ -176,16 +176,17 @@ export -f environment
 export results
 
 correct() {
-    local rows=(--seconds 165) marked pick=(-m gpu)
+    local rows=(--seconds 165) marked pick=(-m gpu) workers=4
     mapfile -t marked < <(grep -rl 'mark\.gpu' tests --include='test_*.py' | sort)
     if [[ -n $dry ]]; then
-        rows=(--dry-run --workers 2 --seconds $((165 * slowness))) pick=(-n0) marked=(tests/layers/test_graphed.py)
+        workers=2 rows=(--dry-run --workers 2 --seconds $((165 * slowness))) pick=(-n0) marked=(tests/layers/test_graphed.py)
     fi
-    if [[ -n $brief ]]; then rows+=(--workers 1 --only masks "zero 3 = 0, bf16" "graphs = launches, bf16"); fi
+    if [[ -n $brief ]]; then workers=0 rows+=(--workers 1 --only masks "zero 3 = 0, bf16" "graphs = launches, bf16"); fi
     check "the device against a CPU, features against none" 170 \
         python proofs/device_agrees.py "${rows[@]}" --output "$results/agrees.jsonl"
     check "operators against their references" 45 \
-        python -m pytest --device "$device" tests/ops/test_sweep.py ${brief:+-k squared_relu}
+        python -m pytest -n "$workers" --device "$device" --slow tests/ops/test_sweep.py \
+        -k "not every_dtype${brief:+ and squared_relu}" # each operator, which the default suite takes in turns
     if [[ -z $brief ]]; then
         check "tests that are marked gpu" 45 python -m pytest "${pick[@]}" "${marked[@]}"
         # Where there is a GPU, the kernels' sweeps run on it too. Their imitation on a CPU takes minutes.

@@ -53,12 +53,7 @@ class MaskFiller:
         DataError: the tokenizer lacks a special token that the model needs.
     """
 
-    def __init__(
-        self,
-        model: StagedModel[BertBatch],
-        tokenizer: Tokenizer,
-        collate: Collate[MicroBatch],
-    ):
+    def __init__(self, model: StagedModel[BertBatch], tokenizer: Tokenizer, collate: Collate[MicroBatch]):
         missing = [f"[{role.upper()}]" for role in _ROLES if role not in tokenizer.special_ids]
         if missing:
             raise DataError(

@@ -126,8 +126,7 @@ class _Stepper:
         """Feed the next tokens [b, s]; return the logits of the token after them, float32 [b, v]."""
         start, self.fed = self.fed, self.fed + len(tokens[0])
         batch = Batch(
-            tokens=torch.tensor(tokens, device=self.model.device),
-            places=Places(range(start, self.fed)),
+            tokens=torch.tensor(tokens, device=self.model.device), places=Places(range(start, self.fed))
         )
         return self.model.logits(batch, self.cache)
 

@@ -19,6 +19,8 @@ from megazero.errors import ConfigError, NumericsError
 from megazero.mpu.rng import derive_key
 from megazero.ops.counter_random import hash_uniform
 
+_UNITS = 2.0**52
+"""Units of probability in 1."""
 _NUCLEUS = 1024
 """The number of likeliest tokens among which a nucleus is looked for, before all are sorted."""
 
@@ -99,8 +101,8 @@ def keep_top_p(scores: Tensor, p: float | Tensor) -> Tensor:
         ids = scores.topk(count, dim=-1).indices.sort(dim=-1).values
         ranked, at = scores.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
         order = ids.gather(-1, at)
-        mass = probs.gather(-1, order)
-        outside = mass.cumsum(dim=-1) - mass >= p
+        mass = _in_units(probs.gather(-1, order))
+        outside = mass.cumsum(dim=-1) - mass >= p * _UNITS
         outside[:, 0] = False  # the most likely token always stays
         if bool((outside | (ranked > ranked[:, -1:])).all()):
             break  # what is not among these is neither inside nor equal to what is
@@ -136,10 +138,15 @@ def _probabilities(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
 
 def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Draw tokens by inverting the cumulative distribution: probs [b, v], uniforms [b] -> int64 [b]."""
-    cumulative = probs.double().cumsum(dim=-1)
+    cumulative = _in_units(probs).cumsum(dim=-1)
     # Scaled by the sum of the row, so that a uniform below 1 always hits a token of positive probability.
-    points = uniforms.double().unsqueeze(-1) * cumulative[:, -1:]
+    points = (uniforms.double().unsqueeze(-1) * cumulative[:, -1:]).long()
     return torch.searchsorted(cumulative, points, right=True).squeeze(-1)
+
+
+def _in_units(probs: Tensor) -> Tensor:
+    """Probabilities as int64: sums of floats have no order on a GPU, and raise in deterministic mode."""
+    return (probs.double() * _UNITS).round().long()
 
 
 def token_uniforms(seed: int, numbers: Sequence[int], position: int, device: torch.device | str) -> Tensor:

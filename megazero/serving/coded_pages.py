@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from megazero.inference.coded import decoded, encoded
-from megazero.serving.page_buffers import PANEL, Kept, PageBuffers, Ragged
+from megazero.serving.page_buffers import PANEL, Kept, PageBuffers, Ragged, on_device
 
 
 class CodedPages(PageBuffers):
@@ -45,17 +46,14 @@ class CodedPages(PageBuffers):
         """Keep the rows of a step; return the pages that they attend to, decoded, and each page's rows."""
         if self._step is None or self._step.ragged is not ragged:
             self._step = self._begun(ragged)
-        step, device = self._step, key.device
+        step = self._step
         kept, codes = self._reserve(layer, 1 + max(step.places), key, value)
-        places = torch.tensor(step.places, device=device)
-        counts = torch.tensor(step.runs.counts, device=device)
-        self.write(layer, places.repeat_interleave(counts) * self.page + slots % self.page, key, value)
+        places, of_rows, pages, chosen, earlier = step.numbers
+        self.write(layer, of_rows * self.page + slots % self.page, key, value)
         if step.full:
-            pages, chosen = (torch.tensor(numbers, device=device) for numbers in zip(*step.full, strict=True))
             coded = *encoded(kept.keys[chosen], 2, 4), *encoded(kept.values[chosen], 3)
             for x, new in zip(codes, coded, strict=True):
                 x[pages] = new
-        earlier = torch.tensor(step.earlier, dtype=torch.int64, device=device)
         both = (decoded(codes[i][earlier], codes[i + 1][earlier], kept.keys.dtype) for i in (0, 2))
         own = kept.keys[places], kept.values[places]
         keys, values = (torch.cat(parts) for parts in zip(both, own, strict=True))
@@ -84,10 +82,8 @@ class CodedPages(PageBuffers):
                 at = stop
         earlier = tuple(dict.fromkeys(page for table in tables for page in table))
         numbers = {page: number for number, page in enumerate(earlier)}
-        within = tuple(
-            (*(numbers[page] for page in table), len(earlier) + run) for run, table in enumerate(tables)
-        )
-        runs = Ragged(tuple(counts), tuple(past), within)
+        within = [(*map(numbers.__getitem__, table), len(earlier) + run) for run, table in enumerate(tables)]
+        runs = Ragged(tuple(counts), tuple(past), tuple(within), ragged.device)
         return _PagedRows(ragged, runs, tuple(places), tuple(full), earlier)
 
     @torch.inference_mode(False)
@@ -128,3 +124,11 @@ class _PagedRows:
     places: tuple[int, ...]
     full: tuple[tuple[int, int], ...]
     earlier: tuple[int, ...]
+
+    @cached_property
+    def numbers(self) -> tuple[Tensor, ...]:
+        """On the device, int64: `places`, that of each row, pages and places of `full`, and `earlier`."""
+        runs = zip(self.places, self.runs.counts, strict=True)
+        of_rows = [place for place, count in runs for _ in range(count)]
+        full = [page for page, _ in self.full], [place for _, place in self.full]
+        return on_device(self.ragged.device, self.places, of_rows, *full, self.earlier)

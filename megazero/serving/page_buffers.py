@@ -20,8 +20,15 @@ from megazero.mpu.group import Group
 from megazero.ops.attention import Bias, Slopes
 from megazero.ops.native import NATIVE, NATIVE_DTYPES, address, adjacent, available, heads_of
 
+_CPU = torch.device("cpu")
 PANEL = 16
 """Positions whose keys lie together; pages are multiples of it."""
+
+
+def on_device(device: torch.device, *lists: Sequence[int]) -> tuple[Tensor, ...]:
+    """Lists of numbers as int64 tensors on a device, where they arrive in one copy."""
+    whole = torch.tensor([number for one in lists for number in one], dtype=torch.int64, device=device)
+    return whole.split([len(one) for one in lists])
 
 
 @dataclass(frozen=True)
@@ -32,11 +39,13 @@ class Ragged:
         counts: rows of each sequence in this step.
         past: positions of each sequence that are in the pages already.
         tables: page numbers of each sequence, in order; enough for its past and its rows.
+        device: where pages are; what all layers read of a step goes there once.
     """
 
     counts: tuple[int, ...]
     past: tuple[int, ...]
     tables: tuple[tuple[int, ...], ...]
+    device: torch.device = _CPU
 
     @cached_property
     def steps(self) -> Tensor:
@@ -46,13 +55,16 @@ class Ragged:
         rows = [(count, past, *table, *(0,) * (most - len(table))) for count, past, table in runs]
         return torch.tensor(rows, dtype=torch.int64).view(len(rows), 2 + most)
 
+    @cached_property
+    def pages(self) -> tuple[Tensor, ...]:
+        """int64 [pages] of each sequence, `tables` on the device."""
+        return on_device(self.device, *self.tables)
+
     def slots(self, page: int) -> Tensor:
-        """int64 [T]: where each row's key is kept, page * size + place in it."""
+        """int64 [T], on the device: where each row's key is kept, page * size + place in it."""
         runs = zip(self.counts, self.past, self.tables, strict=True)
-        return torch.tensor(
-            [table[at // page] * page + at % page for n, past, table in runs for at in range(past, past + n)],
-            dtype=torch.int64,
-        )
+        rows = ((table, at) for n, past, table in runs for at in range(past, past + n))
+        return on_device(self.device, [table[at // page] * page + at % page for table, at in rows])[0]
 
 
 class PageBuffers:
@@ -90,9 +102,7 @@ class PageBuffers:
         """Keep the rows of a step; return the pages that its rows attend to, and where these are in them.
 
         Args:
-            layer: the layer.
-            ragged: the rows.
-            slots: where they are kept, int64 [T].
+            slots: where the rows are kept, int64 [T].
             key, value: [T, g, d] and [T, g, e].
         """
         self.write(layer, slots, key, value)
@@ -106,10 +116,9 @@ class PageBuffers:
         kept.keys[pages, :, places // PANEL, :, places % PANEL] = key.to(kept.keys.dtype)
         kept.values[pages, :, places, : kept.width] = value.to(kept.values.dtype)
 
-    def read(self, layer: int, table: tuple[int, ...], count: int) -> tuple[Tensor, Tensor]:
-        """The first `count` keys [t, 1, g, d] and values [t, 1, g, e] of a sequence, copied."""
+    def read(self, layer: int, chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The first `count` keys [t, 1, g, d] and values [t, 1, g, e] of the pages `chosen`, copied."""
         kept = self._kept[layer]
-        chosen = torch.tensor(table, device=kept.keys.device)
         key = kept.keys[chosen].permute(0, 2, 4, 1, 3).flatten(0, 2)  # [pages, page / 16, 16, g, d]
         value = kept.values[chosen].transpose(1, 2).flatten(0, 1)[..., : kept.width]
         return key[:count].unsqueeze(1).to(kept.dtype), value[:count].unsqueeze(1).to(kept.dtype)
@@ -118,11 +127,8 @@ class PageBuffers:
         """Attend over pages in compiled code, for a layer that `serves`: q [T, 1, n, d] -> [T, 1, n d]."""
         kept, q = self._kept[attends.layer], adjacent(q)
         (rows, _, n, d), g, steps = q.shape, kept.keys.shape[1], ragged.steps
-        narrow, (left, _), limits = (
-            q.dtype == torch.bfloat16,
-            attends.pattern.sides(True),
-            NATIVE.AttentionLimits(),
-        )
+        narrow, limits = q.dtype == torch.bfloat16, NATIVE.AttentionLimits()
+        left, _ = attends.pattern.sides(True)
         sizes = rows, self.page, len(ragged.counts), n, g, d, torch.get_num_threads()
         shape = NATIVE.AttentionShape(*sizes, attends.scale_of(q), narrow, narrow)
         limits.places(0, 0, left, 0, 0)
@@ -188,7 +194,6 @@ class _PagedCore(AttentionCore):
 
     @cached_property
     def slots(self) -> Tensor:
-        """int64 [T]: where each row's key is kept."""
         return self.ragged.slots(self.buffers.page)
 
     def __call__(
@@ -201,14 +206,13 @@ class _PagedCore(AttentionCore):
         bias: Bias | None,
         offset: Tensor | None = None,
     ) -> Tensor:
-        slots = self.slots.to(k.device)
-        buffers, ragged = self.buffers.filled(attends.layer, self.ragged, slots, k[:, 0], v[:, 0])
+        buffers, ragged = self.buffers.filled(attends.layer, self.ragged, self.slots, k[:, 0], v[:, 0])
         if buffers.serves(attends, bias, offset):
             return buffers.attend(q, ragged, attends, bias if isinstance(bias, Slopes) else None)
         contexts = []
-        for own, past, table in zip(q.split(ragged.counts), ragged.past, ragged.tables, strict=True):
+        for own, past, pages in zip(q.split(ragged.counts), ragged.past, ragged.pages, strict=True):
             count = past + len(own)
-            kept = attends.keys_and_values(*buffers.read(attends.layer, table, count))
+            kept = attends.keys_and_values(*buffers.read(attends.layer, pages, count))
             alone = replace(inputs, rows=Rows(range(past, count)))
             contexts.append(self.core(own, *kept, alone, attends, bias, offset))
         return torch.cat(contexts)

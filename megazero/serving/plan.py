@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from megazero.mpu.group import Group
@@ -127,9 +126,8 @@ class Relay:
 
     def _sent(self, numbers: list[int], length: int) -> list[int]:
         """The leading rank's numbers, `length` of them."""
-        message = np.zeros(length, dtype=np.int32)
-        message[: len(numbers)] = numbers
-        tensor = torch.from_numpy(message).to(self.device)
+        message = [*numbers, *[0] * (length - len(numbers))]
+        tensor = torch.tensor(message, dtype=torch.int32, device=self.device)
         for group in self.groups:
             group.broadcast(tensor, 0).wait()
         received: list[int] = tensor.tolist()

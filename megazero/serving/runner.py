@@ -13,7 +13,7 @@ from megazero.layers.inputs import AttentionCore
 from megazero.models.batch import Batch, Places
 from megazero.models.chunk import StagedChunk
 from megazero.serving.coded_pages import CodedPages
-from megazero.serving.page_buffers import PageBuffers, Ragged
+from megazero.serving.page_buffers import PageBuffers, Ragged, on_device
 from megazero.serving.plan import Part, Plan
 from megazero.serving.sampled import ROWS_AT_ONCE, token_scores
 
@@ -83,14 +83,10 @@ class Runner:
         for part in parts:
             if part.pages:
                 self._tables[part.ticket] = (*self._tables.get(part.ticket, ()), *part.pages)
-        ragged = Ragged(
-            tuple(part.rows for part in parts),
-            tuple(part.past for part in parts),
-            tuple(self._tables[part.ticket] for part in parts),
-        )
-        positions = torch.tensor([at for part in parts for at in range(part.past, part.past + part.rows)])
-        places = Places(positions.to(self.model.device))
-        return self._forward(parts, places, lambda chunk: buffers.core(ragged, chunk.placement.tp))
+        rows, past, device = [part.rows for part in parts], [part.past for part in parts], self.model.device
+        ragged = Ragged((*rows,), (*past,), tuple(self._tables[part.ticket] for part in parts), device)
+        (positions,) = on_device(device, [at + i for at, n in zip(past, rows, strict=True) for i in range(n)])
+        return self._forward(parts, Places(positions), lambda chunk: buffers.core(ragged, chunk.placement.tp))
 
     def _alone(self, part: Part) -> Computed:
         if part.ticket not in self._caches:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -66,7 +67,8 @@ def _as_drawn(logits: Tensor, ids: Sequence[int], sampling: Sampling) -> list[To
     if sampling.truncates:
         there = probabilities(logits, sampling) > 0
         scores = scores.masked_fill(~there, torch.finfo(scores.dtype).min / 4)
-        kept = [row.nonzero().squeeze(1).tolist() for row in there]
+        among = iter(there.nonzero()[:, 1].tolist())  # of all rows, for which the host waits once
+        kept = [[*islice(among, count)] for count in there.sum(1).tolist()]
     part = VocabularySlice(OneRank(), 0, scores.shape[-1])
     drawn = torch.tensor(ids, device=logits.device)
     losses = vocab_parallel_losses(scores.contiguous(), drawn, part).loss.tolist()
@@ -104,8 +106,7 @@ def scored_token(token: int, score: Sequence[float], kept: int) -> Token:
 
 def _change(logits: Tensor, row: Row) -> None:
     """Change one row of logits [v] by its penalties, and take away the tokens that end it too early."""
-    wanted, device = row.wanted, logits.device
-    penalties = wanted.penalties
+    wanted, penalties, device = row.wanted, row.wanted.penalties, logits.device
     if penalties.repetition != 1.0:
         seen = torch.tensor(sorted(set(row.tokens)), device=device)
         scores = logits[seen]

@@ -127,3 +127,19 @@ def test_where_no_kernel_sums_an_operator_of_its_own_does():
         leaf, bias = x.clone().requires_grad_(), torch.zeros(24, requires_grad=True)
         grad_x, grad_bias = torch.autograd.grad(call(leaf, bias).square().sum(), (leaf, bias))
         assert torch.equal(grad_bias, grad_x.view(-1, 24).sum(0))
+
+
+def test_a_bias_without_a_place_for_its_sums_is_refused():
+    """The matrix would be read as one row, and the bias as long as that."""
+    x, bias = randn(3, 8), randn(8)
+    arguments = (x.dtype, 0, 3, 8, 0, x, bias, randn(3, 8), torch.empty(3, 8), None, None, None)
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        Device(library_path()).launch("bias_gelu_backward", *arguments)
+
+
+def test_sizes_that_vary_are_not_kept_for_ever(monkeypatch):
+    """Experts have another number of rows in each call."""
+    monkeypatch.setattr("megazero.kernels.library._MOST_SIZES", 4)
+    library = Device(library_path())
+    assert len({library.column_groups(count, 512) for count in range(1, 4000, 100)}) > 1
+    assert len(library._sizes) <= 5

@@ -20,6 +20,7 @@ FEW = {
     *("dropout masks", "initial weights", "zero 3 = 0, bf16", "recompute full = none"),
     *("graphs = launches", "offload to disk = to host", "fp32 lion", "saved beside training = saved"),
     *("resumed = straight", "bf16 curve llama", "fp8 curve delayed near bf16"),
+    *("fp32 products with codes", "fp32 scored, int8 cache", "fp32 rewards last token"),
 }
 
 
@@ -49,7 +50,7 @@ def test_a_row_agrees_when_neither_is(name):
 
 
 def test_the_list_has_every_kind_of_experts_and_each_stage():
-    assert len(CHECKS) >= 56
+    assert len(CHECKS) >= 71
     assert CHECKS.keys() >= FEW
     assert {f"zero {stage} = 0" for stage in (1, 2, 3)} <= CHECKS.keys()
     assert {f"fp32 experts {name}" for name in ("top2", "first-come", "biased", "noisy")} <= CHECKS.keys()

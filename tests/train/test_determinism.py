@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.config.resolve import parse_config
 from megazero.errors import ConfigError
+from megazero.inference.sampling import Sampling, draw_tokens
 from megazero.mpu.launch import Launch
 from megazero.train.build import check_device
 from megazero.train.pretraining import pretrain
@@ -128,3 +129,12 @@ def test_no_family_needs_an_operator_that_raises_on_cuda() -> None:
             run_alone(layout.config(), steps=1)
     with pytest.raises(RuntimeError, match="cumsum"), Refusing():
         torch.ones(2).cumsum(0)
+
+
+def test_nor_does_drawing_tokens() -> None:
+    """Cumulative sums of probabilities ended every rollout in this mode; those of integers are exact."""
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    settings = [Sampling(), Sampling(0.8, top_p=0.9, top_k=20), Sampling(min_p=0.1)]
+    with Refusing():
+        drawn = draw_tokens(logits, settings, [0, 1, 2], [4, 5, 6])
+    assert drawn.shape == (3,)

@@ -168,7 +168,12 @@ class GatheredSource(Source):
         return self._shapes
 
     def read(self, parts: Iterable[Part]) -> None:
-        """Fill the memory of parts on the first rank; every rank calls this with the same boxes."""
+        """Fill the memory of parts on the first rank; every rank calls this with the same boxes.
+
+        Ranks meet first. On a GPU a rank does not wait for what it has sent, and one that has nothing to send
+        would go on: its later calls would be too old by the time a first rank that writes slowly gets there.
+        """
+        self.context.world.barrier()
         for part in parts:
             arriving: list[tuple[Tensor, Tensor]] = []
             transfers: list[Transfer] = []

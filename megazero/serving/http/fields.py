@@ -54,9 +54,7 @@ class Refusal(Exception):
         """The object that is sent."""
         kinds = {401: "authentication_error", 429: "rate_limit_error", 404: "not_found_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
-        }
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,7 @@ class Field:
         for amount in self._amounts(value):
             if not self.low <= amount <= self.high:
                 raise Refusal(
-                    f"`{self.name}` must be {words}, {self._range}, but is {shown(value)}",
-                    self.name,
+                    f"`{self.name}` must be {words}, {self._range}, but is {shown(value)}", self.name
                 )
         return value
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.part import Part
 from megazero.config.steps import Progress
 from megazero.config.tree.checkpoint import CheckpointConfig
 from megazero.errors import CheckpointError
@@ -233,6 +234,31 @@ def test_reading_asks_each_rank_for_its_own_boxes_alone():
     assert shapes == same
     assert not nothing
     assert most <= max(tensor.numel() for tensor in tensors.values())
+
+
+def test_no_rank_goes_ahead_of_the_first():
+    """On a GPU, sends that wait longer than a call may take end the job: those of the last stage."""
+    layout = Layout(pp=2)
+    config = config_of(layout, "llama", True)
+    begun = [0, 0]
+    ahead = []
+
+    def work(resumed, context):
+        source = GatheredSource(parts_of(resumed.engine), context)
+        exchange = context.world.exchange
+
+        def counted(transfers):
+            ahead.append(begun[1] - begun[0])
+            return exchange(transfers)
+
+        context.world.exchange = counted
+        for key, shape in source.shapes.items():
+            begun[context.rank] += 1
+            source.read([Part.whole(key, torch.empty(shape))])
+
+    on_ranks(layout, config, work)
+    assert min(begun) > 8
+    assert {abs(number) for number in ahead} <= {0, 1}
 
 
 class StandIn(ThreadingHTTPServer):
