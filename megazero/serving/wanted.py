@@ -101,11 +101,13 @@ class Token:
         id: the token.
         logprob: its log-probability; None if nobody asked.
         best: (id, log-probability) of the likeliest tokens, from the likeliest.
+        entropy: with `Wanted.as_drawn`, that of the distribution that it was drawn from, in nats.
     """
 
     id: int
     logprob: float | None = None
     best: tuple[tuple[int, float], ...] = ()
+    entropy: float = 0.0
 
 
 @dataclass(frozen=True)

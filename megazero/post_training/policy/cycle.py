@@ -256,6 +256,7 @@ class Cycle(SampleDataset):
             "truncated": (rollout.ended == 0).astype(np.float32),
             "equal_groups": equal.astype(np.float32),
             "failed_rewards": rollout.judged[FAILED].astype(np.float32),
+            "entropy": rollout.entropies.astype(np.float32),
             "counted": counted.astype(np.float32),
         }
         if reference is not None:

@@ -31,7 +31,7 @@ from megazero.serving.engine import Completed, complete
 from megazero.serving.wanted import Wanted
 from megazero.train.parts.chunks import schedule_of
 
-ARRAYS = ("tokens", "prompts", "lengths", "ended", "logs", "kept")
+ARRAYS = ("tokens", "prompts", "lengths", "ended", "logs", "kept", "entropies")
 REWARDS, FAILED, REFERENCE = JUDGED = "rewards", "failed", "reference"
 _MODEL_GROUPS = ("tp", "ep", "pp")
 """The groups whose ranks compute answers together."""
@@ -49,6 +49,8 @@ class Rollout:
         logs: float32 [B, W - 1], the log-probability of each label when it was drawn; 0 elsewhere.
         kept: int64 [B, answer tokens, K], the tokens that each was drawn among, and -1 behind; K is 0 where
             those are all.
+        entropies: float64 [B], the sum over an answer's tokens of the entropy of the distribution that each
+            was drawn from, in nats.
         judged: ``rewards``, float64 [B, functions], where NaN is none; ``failed``, int64 [B], whether a
             reward function failed; with a reference ``reference``, float32 [B, W - 1], the log-probability of
             each label under it.
@@ -60,6 +62,7 @@ class Rollout:
     ended: np.ndarray
     logs: np.ndarray
     kept: np.ndarray
+    entropies: np.ndarray
     judged: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def packed(self) -> str:
@@ -218,12 +221,14 @@ def _arrays(
     widest = max((len(token.best) for one in answers for token in one.tokens), default=0)
     tokens, logs = np.zeros((count, width), np.int64), np.zeros((count, width - 1), np.float32)
     prompts, lengths, ended = np.zeros((3, count), np.int64)
+    entropies = np.zeros(count)
     kept = np.zeros((count, longest, widest), np.int64)
     for row, wanted, answer in zip(share, asked, answers, strict=True):
         ids = [*wanted.prompt, *(token.id for token in answer.tokens)]
         start, end = len(wanted.prompt), len(ids)
         tokens[row, :end], prompts[row], lengths[row] = ids, start, end
         ended[row] = answer.reason == "stop"
+        entropies[row] = sum(token.entropy for token in answer.tokens)
         logs[row, start - 1 : end - 1] = [token.logprob for token in answer.tokens]
         for place, token in enumerate(answer.tokens):
             kept[row, place, : len(token.best)] = [one + 1 for one, _ in token.best]
@@ -234,4 +239,5 @@ def _arrays(
         "lengths": lengths,
         "ended": ended,
         "kept": kept,
+        "entropies": entropies,
     }
