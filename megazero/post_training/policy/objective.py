@@ -24,7 +24,8 @@ ANSWERS, TOKENS, ALL, ALL_TOKENS, REWARDED = (
 )  # fmt: skip
 """Counts: answers that the loss counts and their tokens; all of them and theirs; those with a reward."""
 PER_ROW = (("reward", REWARDED), ("reward_std", ALL), ("answer_length", ALL), ("truncated", ALL),
-            ("equal_groups", ALL), ("failed_rewards", ALL), ("entropy", ALL_TOKENS))  # fmt: skip
+            ("equal_groups", ALL), ("failed_rewards", ALL), ("resampled", ALL),
+            ("entropy", ALL_TOKENS))  # fmt: skip
 """What is reported of whole answers, and over which count its mean is."""
 _FP32, _SLICED, _BF16, _ORDINARY = 2e-6, 2e-5, 1e-3, 1000.0
 

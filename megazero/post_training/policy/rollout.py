@@ -31,7 +31,7 @@ from megazero.serving.engine import Completed, complete
 from megazero.serving.wanted import Wanted
 from megazero.train.parts.chunks import schedule_of
 
-ARRAYS = ("tokens", "prompts", "lengths", "ended", "logs", "kept", "entropies")
+ARRAYS = ("tokens", "prompts", "lengths", "ended", "logs", "kept", "entropies", "rounds")
 REWARDS, FAILED, REFERENCE = JUDGED = "rewards", "failed", "reference"
 _MODEL_GROUPS = ("tp", "ep", "pp")
 """The groups whose ranks compute answers together."""
@@ -51,7 +51,8 @@ class Rollout:
             those are all.
         entropies: float64 [B], the sum over an answer's tokens of the entropy of the distribution that each
             was drawn from, in nats.
-        judged: ``rewards``, float64 [B, functions], where NaN is none; ``failed``, int64 [B], whether a
+        rounds: int64 [B], how many prompts were answered in vain before that of the answer (see `replaced`).
+        judged: ``rewards``, float64 [B, judges], where NaN is none; ``failed``, int64 [B], whether a
             reward function failed; with a reference ``reference``, float32 [B, W - 1], the log-probability of
             each label under it.
     """
@@ -63,6 +64,7 @@ class Rollout:
     logs: np.ndarray
     kept: np.ndarray
     entropies: np.ndarray
+    rounds: np.ndarray
     judged: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def packed(self) -> str:
@@ -94,6 +96,25 @@ class Rollout:
         """The tokens of an answer."""
         answer: list[int] = self.tokens[row, self.prompts[row] : self.lengths[row]].tolist()
         return answer
+
+    def replaced(self, rows: np.ndarray, others: Rollout) -> Rollout:
+        """This rollout with `others` in these rows, answers to prompts that were drawn for theirs."""
+
+        def joined(name: str, before: np.ndarray, now: np.ndarray) -> np.ndarray:
+            shape = np.maximum(before.shape[1:], now.shape[1:])
+            blank = -1 if name == "kept" else 0
+            whole, those = (
+                np.pad(x, [(0, 0), *((0, n - m) for n, m in zip(shape, x.shape[1:], strict=True))],
+                       constant_values=blank)
+                for x in (before, now)
+            )  # fmt: skip
+            whole[rows] = those
+            return whole
+
+        arrays: dict[str, Any] = {n: joined(n, getattr(self, n), getattr(others, n)) for n in ARRAYS}
+        arrays["rounds"][rows] = self.rounds[rows] + 1
+        judged = {name: joined(name, array, others.judged[name]) for name, array in self.judged.items()}
+        return Rollout(**arrays, judged=judged)
 
     def answered(self) -> np.ndarray:
         """Which labels are tokens of answers, bool [B, W - 1]."""
@@ -240,4 +261,5 @@ def _arrays(
         "ended": ended,
         "kept": kept,
         "entropies": entropies,
+        "rounds": np.zeros_like(lengths),
     }
