@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from megazero.config.derive import PipelineShape
-from megazero.config.policy.settings import PolicyConfig
 from megazero.config.preference.rewards import RewardConfig
 from megazero.config.rules.table import check
 from megazero.config.tree.config import Config
@@ -64,14 +63,13 @@ class RewardModel:
                     f"take its {length} tokens, but {folder} has {saved.vocab_size} and takes "
                     f"{model.seq_length}; name another"
                 )
-            own = config.model
-            padding = {
-                name: getattr(own, name) for name in ("make_vocab_size_divisible_by", "pad_vocab_size_to")
-            }
-            changed = {"policy": PolicyConfig(), "model": model.model_copy(update=padding)}
-            config = config.model_copy(update=changed)
-            if problems := check(config, context.world_size):
+            own, names = config.model, ("make_vocab_size_divisible_by", "pad_vocab_size_to")
+            model = model.model_copy(update={name: getattr(own, name) for name in names})
+            # Its layers are laid out as the policy's; the rules on a task of classifiers are not meant here.
+            trunk = config.model_copy(update={"model": model.model_copy(update={"num_classes": None})})
+            if problems := check(trunk, context.world_size):
                 raise ConfigError([f"the reward model of {folder} does not fit here: {p}" for p in problems])
+            config = config.model_copy(update={"model": model})
             loaded = load_chunks(config, build_vocabulary(config), context, reader)
         chunks = {number: chunk.requires_grad_(False) for number, chunk in loaded.items()}
         collate = PairCollate.of(config, vocabulary.size, context, None)

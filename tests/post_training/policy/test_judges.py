@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,16 @@ import torch
 from safetensors.torch import load_file
 
 from megazero.checkpoint.folder import latest_iteration
+from megazero.commands.score import build_parser
+from megazero.commands.score import config_of as scored_by
+from megazero.errors import CheckpointError, ConfigError
 from megazero.mpu.context import solo_context
 from megazero.ops import native
 from megazero.post_training.policy.cycle import Cycle
+from megazero.post_training.score import ScoredLine, score_on
 from tests.layouts.layout import Layout
 from tests.post_training.policy.toy import GROUP, train
+from tests.post_training.samples import LENGTH, make_files, run
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled kernels are not built")
 
@@ -205,7 +211,7 @@ def test_a_folder_of_another_model_is_no_reward_model(tmp_path, judge):
     train(ONE, tmp_path, 3, {**settings, "policy": {}, "checkpoint": {"save": str(tmp_path / "words")}})
     refused = {
         "must be a decoder with one score, .* but .* holds another model": judged(tmp_path, "words"),
-        r"must have the vocabulary of the policy, 16 tokens, .* but .* has \d+": {
+        r"must have the vocabulary of the policy, 17 tokens, .* but .* has \d+": {
             "policy": settings["policy"]
         },
         "take its 64 tokens, but .* takes 48": {**settings, "model": {"vocab_size": None, "seq_length": 64}},
