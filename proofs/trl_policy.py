@@ -97,11 +97,11 @@ def tensors(seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def ours(given: dict[str, np.ndarray], method: Method, beta: float) -> tuple[float, np.ndarray]:
-    """Our loss of the step, and its gradient by the new log-probabilities."""
+def batch_of(given: dict[str, np.ndarray]) -> AnswerBatch:
+    """These answers as a micro-batch of ours."""
     values = {name: torch.from_numpy(np.asarray(array)) for name, array in given.items()}
-    mask, logs = values["mask"], values["new"].clone().requires_grad_()
-    batch = AnswerBatch(
+    mask = values["mask"]
+    return AnswerBatch(
         torch.zeros(mask.shape, dtype=torch.int64),
         Targets(torch.zeros(mask.shape, dtype=torch.int64), mask, float(mask.sum())),
         given={
@@ -114,6 +114,11 @@ def ours(given: dict[str, np.ndarray], method: Method, beta: float) -> tuple[flo
         },
         divisors={ANSWERS: float(len(mask)), TOKENS: float(mask.sum())},
     )
+
+
+def ours(given: dict[str, np.ndarray], method: Method, beta: float) -> tuple[float, np.ndarray]:
+    """Our loss of the step, and its gradient by the new log-probabilities."""
+    batch, logs = batch_of(given), torch.from_numpy(given["new"]).clone().requires_grad_()
     objective = PolicyObjective(method, longest=LONGEST, estimator="k3" if beta else None, kl_coef=beta)
     terms = objective(logs.t(), batch, SoloGroup("cp", 0))
     total = torch.zeros((), dtype=torch.float64)
