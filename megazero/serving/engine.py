@@ -359,15 +359,11 @@ def _plain(events: Sequence[Event]) -> tuple[_Plain, _Plain | None, Reason, str]
     """A request's tokens, its prompt's if they are scored, the reason of its end and the message."""
     if not events:
         return None  # on ranks that are told by the leading one
-
-    def plain(one: Token) -> tuple[int, float | None, Sequence[tuple[int, float]], float]:
-        return one.id, one.logprob, one.best, one.entropy
-
-    tokens = [plain(event) for event in events if isinstance(event, Token)]
+    tokens = [event for event in events if isinstance(event, Token)]
     prompt: _Plain | None = None
     for event in events:
         if isinstance(event, PromptScores):
-            prompt = [one and plain(one) for one in event.tokens]
+            prompt = event.tokens
     ended = events[-1]
     assert isinstance(ended, Ended), "the last event is the end"
     return tokens, prompt, ended.reason, ended.message

@@ -29,7 +29,15 @@ from megazero.post_training.policy.prompts import Prompts
 from megazero.post_training.policy.reference import score
 from megazero.post_training.policy.reward_model import RewardModel
 from megazero.post_training.policy.rewards import Rewards
-from megazero.post_training.policy.rollout import FAILED, REFERENCE, REWARDS, Copies, Drawing, Rollout
+from megazero.post_training.policy.rollout import (
+    FAILED,
+    REFERENCE,
+    REWARDS,
+    Copies,
+    Drawing,
+    Rollout,
+    micro_batches,
+)
 from megazero.train.parts.vocabulary import Vocabulary
 from megazero.train.step.engine import Engine
 from megazero.train.step.feed import Feed
@@ -245,10 +253,7 @@ class Cycle(SampleDataset):
         """The log-probabilities of all labels under the reference, float32 [B, W - 1], on every rank."""
         context, size = self.engine.context, self.config.batch.micro_batch_size
         self._hold(-1, rollout)
-        replica = np.array_split(np.arange(self._answers), context.data.size)[context.data.rank]
-        most = -(-self._answers // context.data.size)
-        padded = np.resize(replica, -(-most // size) * size)
-        parts = padded.reshape(-1, size)
+        parts, there = micro_batches(self._answers, size, context.data)
         collate = AnswerCollate.of(self.config, self.vocabulary, context)
         batches = [collate(self.batch(part), tuple(part.tolist())) for part in parts]
         logs = score(self.config, context, reference, counts.PolicyObjective.of(self.config), batches)
@@ -257,7 +262,7 @@ class Cycle(SampleDataset):
             places = collate.columns.places(one.shape[1] * collate.columns.ranks)
             mine = np.flatnonzero(places[: whole.shape[1]] >= 0)
             whole[np.ix_(part, mine)] = one.cpu().numpy()[:, places[mine]]
-        mine_alone = context.tp.rank == 0 and bool(logs)
+        mine_alone = context.tp.rank == 0 and bool(logs) and there
         return self._drawing.everywhere({"logs": whole * rollout.answered()}, mine=mine_alone)["logs"]
 
     def _hold(self, number: int, rollout: Rollout) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
@@ -14,9 +14,11 @@ from megazero.config.tree.config import Config
 from megazero.config.tree.zero import ZeroConfig
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.formats.foreign import ForeignModel, open_foreign
+from megazero.models.batch import M
 from megazero.models.language_model import LanguageModel
 from megazero.models.objective import LOGS, AnswerBatch, ObjectiveChunk
 from megazero.mpu.context import ParallelContext
+from megazero.pipeline.chunk import Chunk
 from megazero.pipeline.executor import Evaluator
 from megazero.post_training.policy.objective import PolicyObjective
 from megazero.train.parts.chunks import programs_of
@@ -78,8 +80,15 @@ def score(
     """
     alone = replace(objective, estimator=None)
     chunks = {number: ObjectiveChunk.of(chunk, alone) for number, chunk in reference.items()}
-    # The reference is whole on each replica, whatever ZeRO shards, so its program gathers nothing.
+    outputs = evaluated(config, context, chunks, batches)
+    return [outputs[number][LOGS].t() for number in sorted(outputs) if LOGS in outputs[number]]
+
+
+def evaluated(
+    config: Config, context: ParallelContext, chunks: Mapping[int, Chunk[M]], batches: Sequence[M]
+) -> Mapping[int, Mapping[str, torch.Tensor]]:
+    """The outputs of each micro-batch that this rank has, of a model that is whole on each replica."""
+    # Whatever ZeRO shards of the policy, its program gathers nothing.
     programs = programs_of(ZeroConfig(), PipelineShape.of(config))
     evaluator = Evaluator(chunks, context.pp, context.device)
-    outputs = evaluator.evaluate(programs.evaluate(len(batches)), batches).outputs
-    return [outputs[number][LOGS].t() for number in sorted(outputs) if LOGS in outputs[number]]
+    return evaluator.evaluate(programs.evaluate(len(batches)), batches).outputs

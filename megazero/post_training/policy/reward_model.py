@@ -7,19 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megazero.config.derive import PipelineShape
 from megazero.config.preference.rewards import RewardConfig
 from megazero.config.rules.table import check
 from megazero.config.tree.config import Config
-from megazero.config.tree.zero import ZeroConfig
 from megazero.errors import CheckpointError, ConfigError
 from megazero.models.classifier import SCORES, LastTokenClassifier
 from megazero.mpu.context import ParallelContext
-from megazero.pipeline.executor import Evaluator
-from megazero.post_training.policy.reference import opened
-from megazero.post_training.policy.rollout import Rollout
+from megazero.post_training.policy.reference import evaluated, opened
+from megazero.post_training.policy.rollout import Rollout, micro_batches
 from megazero.post_training.scores import PairCollate, RewardLoss
-from megazero.train.parts.chunks import programs_of
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
 from megazero.train.resume.trained import load_chunks
 
@@ -80,23 +76,18 @@ class RewardModel:
 
         Every rank calls this.
         """
-        data, count, width = self.context.data, len(rollout.tokens), rollout.tokens.shape[1]
+        count, width = rollout.tokens.shape
         pairs = max(1, self.config.batch.micro_batch_size // 2)
-        batches = -(-count // (2 * pairs * data.size))
-        # The last ranks and batches may have rows that are none; the last answer stands for them.
-        own = np.arange(batches * data.size * pairs * 2).reshape(data.size, batches, pairs, 2)[data.rank]
+        own, there = micro_batches(count, 2 * pairs, self.context.data)
         tokens = np.pad(rollout.tokens, ((0, 0), (0, self.config.model.seq_length - width)))
         made = []
-        for rows in np.minimum(own, count - 1):
+        for rows in own.reshape(-1, pairs, 2):
             arrays = {"tokens": tokens[rows], "lengths": rollout.lengths[rows], "answers": 0 * rows}
             made.append(self.collate({**arrays, "margins": np.zeros(pairs, np.float32)}, tuple(range(pairs))))
         chunks = {number: RewardLoss(RewardConfig()).on_chunk(chunk) for number, chunk in self.chunks.items()}
-        evaluate = programs_of(ZeroConfig(), PipelineShape.of(self.config)).evaluate
-        evaluator = Evaluator(chunks, self.context.pp, self.context.device)
-        outputs = evaluator.evaluate(evaluate(len(made)), made).outputs
-        scores, there = np.zeros(data.size * own.size), False
-        for number, output in outputs.items():
+        scores, spoke = np.zeros(count), False
+        for number, output in evaluated(self.config, self.context, chunks, made).items():
             if SCORES in output:
-                scores[own[number]], there = output[SCORES].cpu().numpy(), True
+                scores[own[number]], spoke = output[SCORES].cpu().numpy().ravel(), there
         leads = self.context.tp.rank == 0 and self.collate.columns.rank == 0
-        return scores[:count], leads and there
+        return scores, leads and spoke

@@ -25,6 +25,7 @@ from megazero.inference.staged import StagedModel
 from megazero.models.batch import Batch
 from megazero.models.language_model import LanguageModel
 from megazero.mpu.context import ParallelContext
+from megazero.mpu.group import Group
 from megazero.post_training.policy.objective import invariant
 from megazero.post_training.policy.prompts import Prompt
 from megazero.serving.engine import Completed, complete
@@ -231,6 +232,15 @@ class Drawing:
         return summed
 
 
+def micro_batches(count: int, size: int, data: Group) -> tuple[np.ndarray, bool]:
+    """A replica's share of `count` rows, int64 [micro-batches, size], and whether it has any.
+
+    All replicas have as many micro-batches; its first rows stand again where rows are missing.
+    """
+    own, most = np.array_split(np.arange(count), data.size)[data.rank], -(-count // data.size)
+    return np.resize(own, (-(-most // size), size)), len(own) > 0
+
+
 def _arrays(
     answers: Sequence[Completed], asked: Sequence[Wanted], share: range, shape: tuple[int, int, int]
 ) -> dict[str, np.ndarray]:
@@ -240,26 +250,19 @@ def _arrays(
     """
     count, width, longest = shape
     widest = max((len(token.best) for one in answers for token in one.tokens), default=0)
-    tokens, logs = np.zeros((count, width), np.int64), np.zeros((count, width - 1), np.float32)
-    prompts, lengths, ended = np.zeros((3, count), np.int64)
-    entropies = np.zeros(count)
-    kept = np.zeros((count, longest, widest), np.int64)
+    whole = {name: np.zeros(count, np.int64) for name in ("prompts", "lengths", "ended", "rounds")}
+    whole["tokens"], whole["logs"] = (
+        np.zeros((count, width), np.int64),
+        np.zeros((count, width - 1), np.float32),
+    )
+    whole["kept"], whole["entropies"] = np.zeros((count, longest, widest), np.int64), np.zeros(count)
     for row, wanted, answer in zip(share, asked, answers, strict=True):
         ids = [*wanted.prompt, *(token.id for token in answer.tokens)]
         start, end = len(wanted.prompt), len(ids)
-        tokens[row, :end], prompts[row], lengths[row] = ids, start, end
-        ended[row] = answer.reason == "stop"
-        entropies[row] = sum(token.entropy for token in answer.tokens)
-        logs[row, start - 1 : end - 1] = [token.logprob for token in answer.tokens]
+        whole["tokens"][row, :end], whole["prompts"][row], whole["lengths"][row] = ids, start, end
+        whole["ended"][row] = answer.reason == "stop"
+        whole["entropies"][row] = sum(token.entropy for token in answer.tokens)
+        whole["logs"][row, start - 1 : end - 1] = [token.logprob for token in answer.tokens]
         for place, token in enumerate(answer.tokens):
-            kept[row, place, : len(token.best)] = [one + 1 for one, _ in token.best]
-    return {
-        "tokens": tokens,
-        "logs": logs,
-        "prompts": prompts,
-        "lengths": lengths,
-        "ended": ended,
-        "kept": kept,
-        "entropies": entropies,
-        "rounds": np.zeros_like(lengths),
-    }
+            whole["kept"][row, place, : len(token.best)] = [one + 1 for one, _ in token.best]
+    return whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -54,6 +55,14 @@ def command(folder: Path, run: str, pause: float) -> list[str]:
     return [sys.executable, *ranks, "-m", "megazero.cli", "rl", *LINE.split(), *files]
 
 
+def kill(launcher: int) -> None:
+    """Kill the launcher and its ranks, which it would otherwise end in order."""
+    ranks = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    for process in (launcher, *map(int, ranks)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
 def curve(path: Path) -> dict[int, list]:
     """Iteration -> what was reported of it last."""
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
@@ -77,7 +86,6 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(tmp_path)
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
         )
         begun, saving = latest_iteration(parts) if parts.exists() else None, attempt % 3 == 2
         deadline = None
@@ -88,7 +96,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(tmp_path)
             if now != begun and deadline is None:
                 deadline = time.monotonic() + rng.uniform(0.0, 1.5)
             if deadline is not None and (time.monotonic() > deadline or (saving and writes)):
-                os.killpg(process.pid, signal.SIGKILL)
+                kill(process.pid)
                 kills.append((now, saving and writes))
                 break
             time.sleep(0.002)
