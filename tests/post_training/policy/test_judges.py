@@ -123,6 +123,31 @@ def test_every_layout_draws_the_same_further_prompts(tmp_path, layout):
         assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=2e-5)
 
 
+def test_the_end_of_an_answer_is_learnt_and_said_once(tmp_path, rollouts):
+    """Trap 4: a missing end has no loss, and lengths are never learned; a second one is a token too many."""
+    train(ONE, tmp_path, 3)
+    ends = 0
+    for rollout in rollouts:
+        for row in np.flatnonzero(rollout.ended):
+            answer, last = rollout.answer(row), rollout.lengths[row] - 1
+            assert answer.count(16) == 1
+            assert rollout.tokens[row, last] == answer[-1] == 16
+            assert rollout.answered()[row, last - 1], "the label of the end counts"
+            assert rollout.logs[row, last - 1] < 0
+            ends += 1
+    assert ends > 1
+
+
+def test_statistics_are_of_whole_groups_and_of_all_ranks(tmp_path):
+    """Traps 6 and 7: four replicas share two groups, and the deviation is that of the whole rollout."""
+    settings = {"policy": {"advantage": "batch-std"}}
+    layout = Layout(shape="llama", dp=4)
+    one, rows = train(layout.serial, tmp_path, 3, settings), train(layout, tmp_path, 3, settings)
+    for want, got in zip(one, rows, strict=True):
+        assert got["reward"] == want["reward"]
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=2e-5)
+
+
 def made(folder: Path) -> Path:
     folder.mkdir()
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -13,11 +14,12 @@ from megazero.ops import native
 from tests.layouts.layout import Layout
 from tests.layouts.selection import covering
 from tests.post_training.policy.toy import config_of, train
+from tests.tables import over_table
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled kernels are not built")
 
 STEPS = 4
-DISCRETE = ("reward", "answer_length", "truncated", "equal_groups", "failed_rewards")
+DISCRETE = ("reward", "answer_length", "truncated", "equal_groups", "failed_rewards", "resampled")
 ROUNDED = ("grad_norm", "reward_std", "surprisal", "entropy", "kl")
 LAYOUTS = [
     Layout(shape="llama", tp=2),
@@ -53,6 +55,7 @@ def of(number: int) -> dict:
         "policy_method": METHODS[number % len(METHODS)],
         "prompts_per_rollout": 4,
         "rollout_iterations": 2,
+        "resample_rounds": number % 2,
     }
     return {"policy": policy}
 
@@ -121,18 +124,20 @@ def test_a_layout_answers_and_learns_like_one_process(layout, tmp_path, record_p
     record_property("worst", compare(layout, number, tmp_path))
 
 
-@pytest.mark.slow
-def test_any_two_settings_of_layouts_meet_in_one_that_learns_like_one_process(tmp_path):
-    """At least 45 further layouts, in which every pair of values meets that the rules allow."""
-    known = {(layout.serial, layout) for layout in LAYOUTS}
+def chosen() -> list[tuple[int, Layout]]:
+    """45 layouts beside those above, in which every two values meet that the rules allow together."""
 
     def allowed(layout: Layout) -> bool:
-        return not broken_rules(config_of(layout, tmp_path, STEPS, of(0)), layout.world_size)
+        return not broken_rules(
+            config_of(layout, Path(tempfile.gettempdir()), STEPS, of(0)), layout.world_size
+        )
 
-    chosen = list(covering(drawn(3), 45, allowed=allowed))
-    assert len({(layout.serial, layout) for layout in chosen} | known) >= 60
-    worst = {}
-    for number, layout in enumerate(chosen):
-        worst[layout.name] = compare(layout, number, tmp_path)
-        print(f"{layout.name} {METHODS[number % 5]} {worst[layout.name]:.1e}", flush=True)
-    print(f"{len(chosen)} layouts, worst {max(worst.values()):.1e}")
+    layouts = list(covering(drawn(3), 45, allowed=allowed))
+    assert len({*layouts, *LAYOUTS}) >= 60
+    return list(enumerate(layouts))
+
+
+@pytest.mark.slow
+@over_table(("number", "layout"), chosen, ids=lambda value: getattr(value, "name", value))
+def test_any_two_settings_of_layouts_meet_in_one_that_learns_like_one_process(number, layout, tmp_path):
+    print(f"{layout.name} {METHODS[number % 5]} {compare(layout, number, tmp_path):.1e}")
