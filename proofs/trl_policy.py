@@ -22,7 +22,7 @@ from megazero.models.objective import AnswerBatch
 from megazero.models.targets import Targets
 from megazero.mpu.solo_group import SoloGroup
 from megazero.post_training.policy.methods import METHODS, Method
-from megazero.post_training.policy.objective import ANSWERS, KL, LOSS, TOKENS, PolicyObjective
+from megazero.post_training.policy.objective import ANSWERS, KL, LOSS, PER_ROW, TOKENS, PolicyObjective
 
 LONGEST, ANSWERS_OF_A_STEP = 12, 8
 THEIRS = """
@@ -97,24 +97,28 @@ def tensors(seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def ours(given: dict[str, np.ndarray], method: Method, beta: float) -> tuple[float, np.ndarray]:
-    """Our loss of the step, and its gradient by the new log-probabilities."""
+def batch_of(given: dict[str, np.ndarray]) -> AnswerBatch:
+    """These answers as a micro-batch of ours."""
     values = {name: torch.from_numpy(np.asarray(array)) for name, array in given.items()}
-    mask, logs = values["mask"], values["new"].clone().requires_grad_()
-    rows = ("reward", "reward_std", "answer_length", "truncated", "equal_groups", "failed_rewards")
-    batch = AnswerBatch(
+    mask = values["mask"]
+    return AnswerBatch(
         torch.zeros(mask.shape, dtype=torch.int64),
         Targets(torch.zeros(mask.shape, dtype=torch.int64), mask, float(mask.sum())),
         given={
+            **{name: torch.zeros(len(mask)) for name, _ in PER_ROW},
             "answered": mask,
             "logs": values["old"],
             "reference": values["reference"],
-            "lengths": mask.sum(1),
+            "answer_length": mask.sum(1),
             "advantages": values["advantages"],
-            **{name: torch.zeros(len(mask)) for name in rows},
         },
         divisors={ANSWERS: float(len(mask)), TOKENS: float(mask.sum())},
     )
+
+
+def ours(given: dict[str, np.ndarray], method: Method, beta: float) -> tuple[float, np.ndarray]:
+    """Our loss of the step, and its gradient by the new log-probabilities."""
+    batch, logs = batch_of(given), torch.from_numpy(given["new"]).clone().requires_grad_()
     objective = PolicyObjective(method, longest=LONGEST, estimator="k3" if beta else None, kl_coef=beta)
     terms = objective(logs.t(), batch, SoloGroup("cp", 0))
     total = torch.zeros((), dtype=torch.float64)

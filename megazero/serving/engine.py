@@ -352,18 +352,18 @@ def complete(
     return [_completed(*answer) for answer in answers]
 
 
-_Plain = Sequence[tuple[int, float | None, Sequence[tuple[int, float]]] | None]
+_Plain = Sequence[tuple[int, float | None, Sequence[tuple[int, float]], float] | None]
 
 
 def _plain(events: Sequence[Event]) -> tuple[_Plain, _Plain | None, Reason, str] | None:
     """A request's tokens, its prompt's if they are scored, the reason of its end and the message."""
     if not events:
         return None  # on ranks that are told by the leading one
-    tokens = [(event.id, event.logprob, event.best) for event in events if isinstance(event, Token)]
+    tokens = [event for event in events if isinstance(event, Token)]
     prompt: _Plain | None = None
     for event in events:
         if isinstance(event, PromptScores):
-            prompt = [None if one is None else (one.id, one.logprob, one.best) for one in event.tokens]
+            prompt = event.tokens
     ended = events[-1]
     assert isinstance(ended, Ended), "the last event is the end"
     return tokens, prompt, ended.reason, ended.message
@@ -371,7 +371,9 @@ def _plain(events: Sequence[Event]) -> tuple[_Plain, _Plain | None, Reason, str]
 
 def _completed(tokens: _Plain, prompt: _Plain | None, reason: Reason, _: str) -> Completed:
     def told(plain: _Plain) -> tuple[Token | None, ...]:
-        return tuple(one and Token(one[0], one[1], tuple((i, log) for i, log in one[2])) for one in plain)
+        return tuple(
+            one and Token(one[0], one[1], tuple((i, log) for i, log in one[2]), one[3]) for one in plain
+        )
 
     drawn = tuple(token for token in told(tokens) if token is not None)
     return Completed(drawn, reason, None if prompt is None else PromptScores(told(prompt)))

@@ -60,7 +60,7 @@ def draw(logits: Tensor, rows: Sequence[Row]) -> list[Token]:
 def _as_drawn(logits: Tensor, ids: Sequence[int], sampling: Sampling) -> list[Token]:
     """Tokens with their log-probabilities in the distribution that they are drawn from, by logits [b, v].
 
-    They are those of training's loss, to the last bit where one rank has the whole vocabulary.
+    These are those of training's loss, to the last bit where one rank has the whole vocabulary.
     """
     scores = logits.float() if sampling.temperature == 1.0 else logits.float() / sampling.temperature
     kept: list[list[int]] = [[] for _ in ids]
@@ -72,9 +72,10 @@ def _as_drawn(logits: Tensor, ids: Sequence[int], sampling: Sampling) -> list[To
     part = VocabularySlice(OneRank(), 0, scores.shape[-1])
     drawn = torch.tensor(ids, device=logits.device)
     losses = vocab_parallel_losses(scores.contiguous(), drawn, part).loss.tolist()
+    entropies = torch.special.entr(scores.softmax(dim=-1)).sum(dim=-1, dtype=torch.float64).tolist()
     return [
-        Token(token, -loss, tuple((one, 0.0) for one in among))
-        for token, loss, among in zip(ids, losses, kept, strict=True)
+        Token(token, -loss, tuple((one, 0.0) for one in among), entropy)
+        for token, loss, among, entropy in zip(ids, losses, kept, entropies, strict=True)
     ]
 
 

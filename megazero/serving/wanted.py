@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megazero.errors import ConfigError
 from megazero.inference.sampling import Sampling
@@ -90,8 +90,7 @@ class Wanted:
                 raise ConfigError(f"`{name}` must be at least 0, but is {getattr(self, name)}; leave it out")
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """A token that was drawn, or one of a scored prompt.
 
     Log-probabilities are natural logarithms of the model's own distribution, before temperature, penalties
@@ -101,11 +100,13 @@ class Token:
         id: the token.
         logprob: its log-probability; None if nobody asked.
         best: (id, log-probability) of the likeliest tokens, from the likeliest.
+        entropy: with `Wanted.as_drawn`, that of the distribution that it was drawn from, in nats.
     """
 
     id: int
     logprob: float | None = None
     best: tuple[tuple[int, float], ...] = ()
+    entropy: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -135,3 +135,7 @@ def test_a_token_tells_what_it_was_drawn_from(sampling):
         assert [one for one, _ in token.best] == (kept.nonzero()[:, 0].tolist() if sampling.truncates else [])
         among = (row / sampling.temperature).masked_fill(~kept, -torch.inf)
         assert token.logprob == pytest.approx(among.log_softmax(0)[token.id].item(), rel=2e-6, abs=2e-6)
+        weights = [math.exp(x) for x in among.tolist()]
+        shares = [weight / sum(weights) for weight in weights]
+        by_hand = -sum(share * math.log(share) for share in shares if share)
+        assert token.entropy == pytest.approx(by_hand, rel=1e-5, abs=1e-6)

@@ -18,17 +18,26 @@ def prompts_are_given(case: Case) -> bool:
     return bool(case.config.policy.prompts)
 
 
-@rule((_POLICY.reward_functions,), "add `--reward-functions file.py:function`", where=_answers)
+@rule(
+    (_POLICY.reward_functions, _POLICY.reward_model),
+    "add `--reward-functions file.py:function` or `--reward-model FOLDER`",
+    where=_answers,
+)
 def rewards_are_given(case: Case) -> bool:
-    """`reward_functions` must name a function with `policy_method`"""
-    return bool(case.config.policy.reward_functions)
+    """`reward_functions` must name a function with `policy_method`, unless `reward_model` names a folder"""
+    return bool(case.config.policy.reward_functions or case.config.policy.reward_model)
 
 
-@rule((_POLICY.reward_weights, _POLICY.reward_functions), "give one for each function", where=_answers)
+@rule(
+    (_POLICY.reward_weights, _POLICY.reward_functions, _POLICY.reward_model),
+    "give one for each function, and one for the model",
+    where=_answers,
+)
 def each_reward_has_a_weight(case: Case) -> bool:
-    """`reward_weights` must be as many as `reward_functions`"""
+    """`reward_weights` must be as many as `reward_functions`, and one more with `reward_model`"""
     policy = case.config.policy
-    return len(policy.reward_weights) in (0, len(policy.reward_functions))
+    rewards = len(policy.reward_functions) + (policy.reward_model is not None)
+    return len(policy.reward_weights) in (0, rewards)
 
 
 @rule(

@@ -49,8 +49,10 @@ class PolicyConfig(Section):
     reward_functions: tuple[str, ...] = option(())
     """Python functions as module:function or file.py:function, called as in TRL: (prompts, completions,
     completion_ids, **columns) -> a list of numbers, None where one does not apply"""
-    reward_weights: tuple[float, ...] = option((), needs=(here.policy_method, here.reward_functions))
-    """weight of each reward function in the sum; default: 1 each"""
+    reward_model: str | None = option(None)
+    """folder of a reward model: a run, one checkpoint, or Hugging Face's; its score is one more reward"""
+    reward_weights: tuple[float, ...] = option(())
+    """weight of each reward function in the sum, and then of the reward model; default: 1 each"""
     reward_timeout: PositiveFloat = option(60.0, unit="seconds")
     """the longest that a reward function may take for a replica's answers; they then have no reward by it"""
     group_size: Annotated[int, Field(ge=2)] = option(8, roles=Role.SCHEDULE)
@@ -86,6 +88,9 @@ class PolicyConfig(Section):
     `max_answer_tokens`; default: the method's"""
     drop_equal_groups: bool | None = option(None)
     """leave out groups whose rewards are all equal, which teach nothing; default: the method's"""
+    resample_rounds: NonNegativeInt = option(0)
+    """while groups have equal rewards, answer further prompts instead of theirs, at most so many times (the
+    dynamic sampling of DAPO)"""
     mask_truncated: bool = option(False)
     """leave answers that were cut out of the loss"""
     kl_coef: PositiveFloat | None = option(None)

@@ -27,8 +27,17 @@ from megazero.post_training.policy import objective as counts
 from megazero.post_training.policy.methods import Method, advantages, deviations, equal_groups, weighted_sum
 from megazero.post_training.policy.prompts import Prompts
 from megazero.post_training.policy.reference import score
+from megazero.post_training.policy.reward_model import RewardModel
 from megazero.post_training.policy.rewards import Rewards
-from megazero.post_training.policy.rollout import FAILED, REFERENCE, REWARDS, Copies, Drawing, Rollout
+from megazero.post_training.policy.rollout import (
+    FAILED,
+    REFERENCE,
+    REWARDS,
+    Copies,
+    Drawing,
+    Rollout,
+    micro_batches,
+)
 from megazero.train.parts.vocabulary import Vocabulary
 from megazero.train.step.engine import Engine
 from megazero.train.step.feed import Feed
@@ -43,10 +52,12 @@ class Judges:
 
     Attributes:
         rewards: the reward functions.
+        model: the reward model; None without one.
         reference: this rank's chunks of the reference; None without one.
     """
 
     rewards: Rewards
+    model: RewardModel | None
     reference: dict[int, LanguageModel] | None
 
 
@@ -88,9 +99,11 @@ class Cycle(SampleDataset):
         stops = frozenset(() if vocabulary.eod is None else (vocabulary.eod,))
         self._drawing = Drawing(config, students, context, Copies.of(context), stops)
         self._drawing.prepare(students)
-        if judges.reference is not None:
-            self._drawing.prepare(judges.reference)
+        for scorer in (judges.reference, judges.model and judges.model.chunks):
+            if scorer is not None:
+                self._drawing.prepare(scorer)
         self.number = -1
+        self._place: int | None = None
         self._rollout: Rollout | None = None
         self._rows: dict[str, np.ndarray] = {}
 
@@ -134,8 +147,9 @@ class Cycle(SampleDataset):
         self.note({"task": {**self.facts(), **rollout}})
 
     def facts(self) -> dict[str, str]:
-        """Facts that a resumed run compares."""
-        return {"prompts": self.prompts.digest}
+        """Facts that a resumed run compares or goes on from: the place of the next prompt in their order."""
+        place = {} if self._place is None else {"place": str(self._place)}
+        return {"prompts": self.prompts.digest, **place}
 
     def resume(self, saved: Mapping[str, str]) -> None:
         """Take a checkpoint's rollout over.
@@ -148,6 +162,8 @@ class Cycle(SampleDataset):
                 "`prompts` must hold the prompts that the checkpoint was trained on, in their order, but "
                 "hold others; use the same, or begin anew with `--finetune`"
             )
+        if "place" in saved:
+            self._place = int(saved["place"])
         if "answers" in saved:
             self._hold(int(saved["rollout"]), Rollout.unpacked(saved["answers"]))
 
@@ -157,32 +173,61 @@ class Cycle(SampleDataset):
         return {name: array[rows] for name, array in self._rows.items()}
 
     def _made(self, number: int) -> Rollout:
-        """Answer the prompts of a rollout, and judge the answers."""
-        group = self.config.policy.group_size
-        first = number * self._prompts
-        prompts = [self.prompts.at(first + place) for place in range(self._prompts)]
-        sharding = self.engine.executor.sharding
+        """Answer the prompts of a rollout, and judge the answers.
+
+        Groups of equal rewards are exchanged for those of further prompts (Yu et al. 2025, dynamic sampling).
+        """
+        policy, sharding = self.config.policy, self.engine.executor.sharding
         assert isinstance(sharding, DataParallel), "an engine's weights are sharded so"
+        first = number * self._prompts if self._place is None else self._place
         with sharding.gathered(), varying_shapes():
-            rollout = self._drawing(prompts, first * group)
-        rows = self._drawing.copies.share(self._prompts, group)
-        functions = len(self.judges.rewards.functions)
-        own = np.zeros((self._answers, functions)), np.zeros(self._answers, np.int64)
-        clause = None
-        if self._drawing.copies.leads:
+            rollout = self._judged(first, self._prompts)
+            self._place = first + self._prompts
+            for _ in range(policy.resample_rounds):
+                rows = np.flatnonzero(self._equal(rollout))
+                if not len(rows):
+                    break
+                count = len(rows) // policy.group_size
+                rollout = rollout.replaced(rows, self._judged(self._place, count))
+                self._place += count
+        short = int(self._equal(rollout).sum()) // policy.group_size if policy.resample_rounds else 0
+        if short:
+            tried = f"after {policy.resample_rounds} further rounds of prompts"
+            self.say(f"warning: {short} of {self._prompts} groups have equal rewards {tried}")
+        if self.judges.reference is not None:
+            reference = {REFERENCE: self._scored(rollout, self.judges.reference)}
+            rollout = replace(rollout, judged={**rollout.judged, **reference})
+        return rollout
+
+    def _equal(self, rollout: Rollout) -> np.ndarray:
+        """Whether an answer is of a group whose rewards are all equal, bool [B]."""
+        policy = self.config.policy
+        rewards = weighted_sum(rollout.judged[REWARDS], policy.reward_weights)
+        return np.repeat(equal_groups(rewards.reshape(-1, policy.group_size)), policy.group_size)
+
+    def _judged(self, first: int, count: int) -> Rollout:
+        """Answers to so many prompts from the place `first` of their order, with rewards."""
+        group = self.config.policy.group_size
+        prompts = [self.prompts.at(first + place) for place in range(count)]
+        rollout = self._drawing(prompts, first * group)
+        rows = self._drawing.copies.share(count, group)
+        answers, functions = count * group, len(self.judges.rewards.functions)
+        own = np.zeros((answers, functions)), np.zeros(answers, np.int64)
+        clause, mine = None, self._drawing.copies.leads
+        if mine:
             ids = [rollout.answer(row) for row in rows]
             texts = [self._text(answer) for answer in ids]
             asked = [prompts[row // group] for row in rows]
             own[0][rows.start : rows.stop] = self.judges.rewards(asked, texts, ids)
             clause = "; ".join(self.judges.rewards.failures) or None
             own[1][rows.start : rows.stop] = clause is not None
-        mine = self._drawing.copies.leads
         judged = self._drawing.everywhere({REWARDS: own[0], FAILED: own[1]}, mine=mine)
-        rollout = replace(rollout, judged=judged)
+        if self.judges.model is not None:
+            scores, mine = self.judges.model(rollout)
+            column = self._drawing.everywhere({REWARDS: scores[:, None]}, mine=mine)
+            judged[REWARDS] = np.concatenate((judged[REWARDS], column[REWARDS]), axis=1)
         self._report(judged[REWARDS], clause)
-        if self.judges.reference is not None:
-            judged[REFERENCE] = self._scored(rollout, self.judges.reference)
-        return rollout
+        return replace(rollout, judged=judged)
 
     def _report(self, rewards: np.ndarray, clause: str | None) -> None:
         """Say which reward function failed, on the first copy where one did."""
@@ -190,7 +235,7 @@ class Cycle(SampleDataset):
         failure = first_value(context.world, clause, context.device)
         if failure is None:
             return
-        if np.isnan(rewards).all():
+        if len(rewards) == self._answers and np.isnan(rewards).all():
             raise DataError(
                 f"`reward_functions` must reward an answer, but none of {self._answers} has a reward: "
                 f"{failure[1]}."
@@ -208,10 +253,7 @@ class Cycle(SampleDataset):
         """The log-probabilities of all labels under the reference, float32 [B, W - 1], on every rank."""
         context, size = self.engine.context, self.config.batch.micro_batch_size
         self._hold(-1, rollout)
-        replica = np.array_split(np.arange(self._answers), context.data.size)[context.data.rank]
-        most = -(-self._answers // context.data.size)
-        padded = np.resize(replica, -(-most // size) * size)
-        parts = padded.reshape(-1, size)
+        parts, there = micro_batches(self._answers, size, context.data)
         collate = AnswerCollate.of(self.config, self.vocabulary, context)
         batches = [collate(self.batch(part), tuple(part.tolist())) for part in parts]
         logs = score(self.config, context, reference, counts.PolicyObjective.of(self.config), batches)
@@ -220,7 +262,7 @@ class Cycle(SampleDataset):
             places = collate.columns.places(one.shape[1] * collate.columns.ranks)
             mine = np.flatnonzero(places[: whole.shape[1]] >= 0)
             whole[np.ix_(part, mine)] = one.cpu().numpy()[:, places[mine]]
-        mine_alone = context.tp.rank == 0 and bool(logs)
+        mine_alone = context.tp.rank == 0 and bool(logs) and there
         return self._drawing.everywhere({"logs": whole * rollout.answered()}, mine=mine_alone)["logs"]
 
     def _hold(self, number: int, rollout: Rollout) -> None:
@@ -233,7 +275,7 @@ class Cycle(SampleDataset):
             apart = ((rollout.logs - reference) * answered).sum(1, dtype=np.float64)
             rewards = rewards - (policy.kl_coef or 0.0) * apart
         groups = rewards.reshape(-1, policy.group_size)
-        equal = np.repeat(equal_groups(groups), policy.group_size)
+        equal = self._equal(rollout)
         counted = ~equal if self._method.drop_equal_groups else np.ones_like(equal)
         if policy.mask_truncated:
             counted &= rollout.ended != 0
@@ -256,6 +298,8 @@ class Cycle(SampleDataset):
             "truncated": (rollout.ended == 0).astype(np.float32),
             "equal_groups": equal.astype(np.float32),
             "failed_rewards": rollout.judged[FAILED].astype(np.float32),
+            "resampled": rollout.rounds.astype(np.float32),
+            "entropy": rollout.entropies.astype(np.float32),
             "counted": counted.astype(np.float32),
         }
         if reference is not None:

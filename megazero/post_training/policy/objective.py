@@ -23,8 +23,9 @@ ANSWERS, TOKENS, ALL, ALL_TOKENS, REWARDED = (
     "answers", "answer_tokens", "all_answers", "all_answer_tokens", "rewarded"
 )  # fmt: skip
 """Counts: answers that the loss counts and their tokens; all of them and theirs; those with a reward."""
-_PER_ROW = (("reward", REWARDED), ("reward_std", ALL), ("answer_length", ALL), ("truncated", ALL),
-            ("equal_groups", ALL), ("failed_rewards", ALL))  # fmt: skip
+PER_ROW = (("reward", REWARDED), ("reward_std", ALL), ("answer_length", ALL), ("truncated", ALL),
+            ("equal_groups", ALL), ("failed_rewards", ALL), ("resampled", ALL),
+            ("entropy", ALL_TOKENS))  # fmt: skip
 """What is reported of whole answers, and over which count its mean is."""
 _FP32, _SLICED, _BF16, _ORDINARY = 2e-6, 2e-5, 1e-3, 1000.0
 
@@ -85,7 +86,7 @@ class PolicyObjective(Objective):
         trained = [LossTerm(LOSS, over=over)]
         if self.estimator is not None:
             trained.append(LossTerm(KL, self.kl_coef, over))
-        reported = (*_PER_ROW, *((name, ALL_TOKENS) for name in ("clipped", "log_ratio", "surprisal", APART)))
+        reported = (*PER_ROW, *((name, ALL_TOKENS) for name in ("clipped", "log_ratio", "surprisal", APART)))
         return (*trained, *(LossTerm(name, 0.0, over) for name, over in reported))
 
     def changed(self, logits: Tensor, batch: AnswerBatch, first: int) -> Tensor:
@@ -123,7 +124,7 @@ class PolicyObjective(Objective):
         terms["surprisal"] = -(logs.detach() * answered).sum()
         # Of a large number, the last bits are larger.
         terms[APART] = (gap > self.tolerance * logs.detach().abs().clamp(min=1)).float().sum()
-        return {**terms, **{name: given[name].sum() / cp.size for name, _ in _PER_ROW}}
+        return {**terms, **{name: given[name].sum() / cp.size for name, _ in PER_ROW}}
 
     def _ratio(self, difference: Tensor, lengths: Tensor, cp: Group) -> Tensor:
         """The log-ratio that each token's loss is of, [s, b], from the differences of its own."""

@@ -25,13 +25,14 @@ from megazero.inference.staged import StagedModel
 from megazero.models.batch import Batch
 from megazero.models.language_model import LanguageModel
 from megazero.mpu.context import ParallelContext
+from megazero.mpu.group import Group
 from megazero.post_training.policy.objective import invariant
 from megazero.post_training.policy.prompts import Prompt
 from megazero.serving.engine import Completed, complete
 from megazero.serving.wanted import Wanted
 from megazero.train.parts.chunks import schedule_of
 
-ARRAYS = ("tokens", "prompts", "lengths", "ended", "logs", "kept")
+ARRAYS = ("tokens", "prompts", "lengths", "ended", "logs", "kept", "entropies", "rounds")
 REWARDS, FAILED, REFERENCE = JUDGED = "rewards", "failed", "reference"
 _MODEL_GROUPS = ("tp", "ep", "pp")
 """The groups whose ranks compute answers together."""
@@ -49,7 +50,10 @@ class Rollout:
         logs: float32 [B, W - 1], the log-probability of each label when it was drawn; 0 elsewhere.
         kept: int64 [B, answer tokens, K], the tokens that each was drawn among, and -1 behind; K is 0 where
             those are all.
-        judged: ``rewards``, float64 [B, functions], where NaN is none; ``failed``, int64 [B], whether a
+        entropies: float64 [B], the sum over an answer's tokens of the entropy of the distribution that each
+            was drawn from, in nats.
+        rounds: int64 [B], how many prompts were answered in vain before that of the answer (see `replaced`).
+        judged: ``rewards``, float64 [B, judges], where NaN is none; ``failed``, int64 [B], whether a
             reward function failed; with a reference ``reference``, float32 [B, W - 1], the log-probability of
             each label under it.
     """
@@ -60,6 +64,8 @@ class Rollout:
     ended: np.ndarray
     logs: np.ndarray
     kept: np.ndarray
+    entropies: np.ndarray
+    rounds: np.ndarray
     judged: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def packed(self) -> str:
@@ -91,6 +97,25 @@ class Rollout:
         """The tokens of an answer."""
         answer: list[int] = self.tokens[row, self.prompts[row] : self.lengths[row]].tolist()
         return answer
+
+    def replaced(self, rows: np.ndarray, others: Rollout) -> Rollout:
+        """This rollout with `others` in these rows, answers to prompts that were drawn for theirs."""
+
+        def joined(name: str, before: np.ndarray, now: np.ndarray) -> np.ndarray:
+            shape = np.maximum(before.shape[1:], now.shape[1:])
+            blank = -1 if name == "kept" else 0
+            whole, those = (
+                np.pad(x, [(0, 0), *((0, n - m) for n, m in zip(shape, x.shape[1:], strict=True))],
+                       constant_values=blank)
+                for x in (before, now)
+            )  # fmt: skip
+            whole[rows] = those
+            return whole
+
+        arrays: dict[str, Any] = {n: joined(n, getattr(self, n), getattr(others, n)) for n in ARRAYS}
+        arrays["rounds"][rows] = self.rounds[rows] + 1
+        judged = {name: joined(name, array, others.judged[name]) for name, array in self.judged.items()}
+        return Rollout(**arrays, judged=judged)
 
     def answered(self) -> np.ndarray:
         """Which labels are tokens of answers, bool [B, W - 1]."""
@@ -207,6 +232,15 @@ class Drawing:
         return summed
 
 
+def micro_batches(count: int, size: int, data: Group) -> tuple[np.ndarray, bool]:
+    """A replica's share of `count` rows, int64 [micro-batches, size], and whether it has any.
+
+    All replicas have as many micro-batches; its first rows stand again where rows are missing.
+    """
+    own, most = np.array_split(np.arange(count), data.size)[data.rank], -(-count // data.size)
+    return np.resize(own, (-(-most // size), size)), len(own) > 0
+
+
 def _arrays(
     answers: Sequence[Completed], asked: Sequence[Wanted], share: range, shape: tuple[int, int, int]
 ) -> dict[str, np.ndarray]:
@@ -216,22 +250,19 @@ def _arrays(
     """
     count, width, longest = shape
     widest = max((len(token.best) for one in answers for token in one.tokens), default=0)
-    tokens, logs = np.zeros((count, width), np.int64), np.zeros((count, width - 1), np.float32)
-    prompts, lengths, ended = np.zeros((3, count), np.int64)
-    kept = np.zeros((count, longest, widest), np.int64)
+    whole = {name: np.zeros(count, np.int64) for name in ("prompts", "lengths", "ended", "rounds")}
+    whole["tokens"], whole["logs"] = (
+        np.zeros((count, width), np.int64),
+        np.zeros((count, width - 1), np.float32),
+    )
+    whole["kept"], whole["entropies"] = np.zeros((count, longest, widest), np.int64), np.zeros(count)
     for row, wanted, answer in zip(share, asked, answers, strict=True):
         ids = [*wanted.prompt, *(token.id for token in answer.tokens)]
         start, end = len(wanted.prompt), len(ids)
-        tokens[row, :end], prompts[row], lengths[row] = ids, start, end
-        ended[row] = answer.reason == "stop"
-        logs[row, start - 1 : end - 1] = [token.logprob for token in answer.tokens]
+        whole["tokens"][row, :end], whole["prompts"][row], whole["lengths"][row] = ids, start, end
+        whole["ended"][row] = answer.reason == "stop"
+        whole["entropies"][row] = sum(token.entropy for token in answer.tokens)
+        whole["logs"][row, start - 1 : end - 1] = [token.logprob for token in answer.tokens]
         for place, token in enumerate(answer.tokens):
-            kept[row, place, : len(token.best)] = [one + 1 for one, _ in token.best]
-    return {
-        "tokens": tokens,
-        "logs": logs,
-        "prompts": prompts,
-        "lengths": lengths,
-        "ended": ended,
-        "kept": kept,
-    }
+            whole["kept"][row, place, : len(token.best)] = [one + 1 for one, _ in token.best]
+    return whole

@@ -14,6 +14,7 @@ from megazero.post_training.policy.cycle import Cycle, Judges, PolicyFeed
 from megazero.post_training.policy.objective import APART, PolicyObjective
 from megazero.post_training.policy.prompts import Prompts, read_prompts
 from megazero.post_training.policy.reference import load_reference
+from megazero.post_training.policy.reward_model import RewardModel
 from megazero.post_training.policy.rewards import Rewards
 from megazero.train.assemble import Run, TrainingTask, assemble
 from megazero.train.observe.evaluation import PeriodicEvaluation
@@ -72,10 +73,12 @@ class PolicyTraining(TrainingTask):
         return take_foreign_weights(config, context, vocab_size, engine)
 
     def feeds(self, resumed: Resumed, vocabulary: Vocabulary, context: ParallelContext) -> Feeds:
-        config, reference = resumed.config, None
+        config, reference, model = resumed.config, None, None
         if config.policy.kl_coef is not None:
             reference = load_reference(config, vocabulary, context)
-        judges = Judges(self.rewards, reference)
+        if config.policy.reward_model is not None:
+            model = RewardModel.load(config, vocabulary, context)
+        judges = Judges(self.rewards, model, reference)
         self.cycle = Cycle(config, resumed.engine, vocabulary, self.prompts, judges)
         return Feeds(PolicyFeed.of_cycle(self.cycle), None, None)
 

@@ -24,7 +24,7 @@ from megazero.post_training.policy.methods import (
     equal_groups,
     weighted_sum,
 )
-from megazero.post_training.policy.objective import ANSWERS, KL, LOSS, TOKENS, PolicyObjective
+from megazero.post_training.policy.objective import ANSWERS, KL, LOSS, PER_ROW, TOKENS, PolicyObjective
 
 pytestmark = pytest.mark.fast
 NAN = math.nan
@@ -115,8 +115,7 @@ def batch_of(old, signs, lengths, width=9, dtype=torch.float64) -> tuple[AnswerB
         first = row % (width - n)
         mask[row, first : first + n] = True
         logs[row, first : first + n] = torch.tensor(old[row], dtype=dtype)
-    names = ("reward", "reward_std", "answer_length", "truncated", "equal_groups", "failed_rewards")
-    zeros = {name: torch.zeros(b) for name in names}
+    zeros = {name: torch.zeros(b) for name, _ in PER_ROW}
     given = {
         **zeros,
         "answered": mask.to(dtype),

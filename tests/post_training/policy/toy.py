@@ -9,7 +9,6 @@ from typing import Any
 
 from megazero.config.policy.settings import PolicyConfig
 from megazero.config.tree.config import Config
-from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.post_training.policy.run import policy_on
@@ -35,6 +34,7 @@ def config_of(layout: Layout, folder: Path, steps: int, sections: Mapping[str, A
     """The configuration of a layout's model on the toy; `policy` and others in `sections` change settings."""
     config = layout.config(steps=steps)
     model = {"vocab_size": 16, "seq_length": 16, "mtp_num_layers": None}
+    model |= (sections or {}).get("model", {})
     policy = {
         "policy_method": "grpo",
         "prompts": (str(write_prompts(folder)),),
@@ -43,15 +43,15 @@ def config_of(layout: Layout, folder: Path, steps: int, sections: Mapping[str, A
         "max_answer_tokens": ANSWER,
     }
     changes: dict[str, Mapping[str, Any]] = {
-        "model": model,
         "data": {"mock_data": False},
+        "tokenizer": {"tokenizer_type": "NullTokenizer"},
         "logging": {"metrics_jsonl": str(folder / "metrics.jsonl"), "log_interval": 1},
         **(sections or {}),
+        "model": model,
     }
     updates = {name: getattr(config, name).model_copy(update=dict(of)) for name, of in changes.items()
                if name != "policy"}  # fmt: skip
     updates["policy"] = PolicyConfig(**{**policy, **(sections or {}).get("policy", {})})
-    updates["tokenizer"] = TokenizerConfig(tokenizer_type="NullTokenizer")
     return config.model_copy(update=updates)
 
 
