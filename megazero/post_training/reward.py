@@ -38,7 +38,7 @@ class RewardTask(AnswerTask[PairBatch]):
             raise ConfigError(
                 f"`num_classes` must be 1 for a reward model, but is {config.model.num_classes}; leave it out"
             )
-        model = config.model.model_copy(update={"num_classes": 1})
+        model = config.model.model_copy(update={"num_classes": 1, "classifier_bias": False})
         return config.model_copy(update={"model": model})
 
     def objective(self, config: Config) -> LossChange:
