@@ -32,11 +32,12 @@ from megazero.config.training_plan import training_plan_of  # noqa: E402
 from megazero.data.build_report import ProgressLog  # noqa: E402
 from megazero.formats.hf.writer import write_hf  # noqa: E402
 from megazero.mpu.context import solo_context  # noqa: E402
+from megazero.post_training.outputs import outputs_of  # noqa: E402
 from megazero.post_training.preference import PreferenceTask  # noqa: E402
-from megazero.post_training.reference import score  # noqa: E402
+from megazero.post_training.reference import sums_of  # noqa: E402
 from megazero.post_training.run import read_task  # noqa: E402
-from megazero.post_training.task import completed, feed_of  # noqa: E402
 from megazero.train.build import build_model  # noqa: E402
+from megazero.train.finetuning.epochs import feed_of  # noqa: E402
 from megazero.train.folders import read_folder  # noqa: E402
 from megazero.train.parts.vocabulary import build_vocabulary  # noqa: E402
 from megazero.train.resume.resume import Resumed  # noqa: E402
@@ -159,7 +160,7 @@ def ours(folder: Path, flags: str, place: Path) -> tuple[list[float], list[dict[
     )
     config = parse_config(line.split(), world_size=1, reader=read_folder).config
     context, vocabulary, task = solo_context(), build_vocabulary(config), read_task(config)
-    config = completed(config, task.splits, context, **task.implied)
+    config = task.completed(config, context)
     plan = training_plan_of(config, 1)
     engine = build_model(vocabulary, context, config, plan, task.objective(config))
     task.begin(config, context, vocabulary.size, engine)
@@ -168,7 +169,8 @@ def ours(folder: Path, flags: str, place: Path) -> tuple[list[float], list[dict[
         feed = feed_of(
             config, context, task.splits.train, task.collate(config, vocabulary.size, context, None)
         )
-        task.splits.train.reference[:] = score(engine, feed, count, ProgressLog(str, ""))[:count]
+        outputs = outputs_of(engine, config, feed, ProgressLog(str, ""))
+        task.splits.train.reference[:] = sums_of(outputs, task.splits.train)
     record = record_steps(engine, plan, STEPS, feeds.train.of_step)
     terms = engine.executor.terms
     losses = [sum(t.coefficient * step[t.label] for t in terms if t.trained) for step in record.losses]

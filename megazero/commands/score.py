@@ -59,7 +59,12 @@ def config_of(flags: argparse.Namespace, rest: Sequence[str], world_size: int | 
         raise CheckpointError(
             f"`CKPT` must be a folder with a model, but {flags.checkpoint} has none; check the path"
         )
-    rewards = stated.model.num_classes is not None
+    classes, bias = stated.model.num_classes, stated.model.classifier_bias
+    if (rewards := classes is not None) and (classes, bias) != (1, False):
+        raise CheckpointError(
+            f"`CKPT` must be a model of words or of rewards, but {flags.checkpoint} is a classifier of a "
+            "task; `megazero finetune --epochs 0 --predictions FILE` writes its answers"
+        )
     if rewards and flags.per_token:
         raise ConfigError("`per_token` must be left out for a reward model, which scores whole answers")
     given = ["--load-hf" if hugging_face else "--pretrained-checkpoint", flags.checkpoint]

@@ -51,8 +51,8 @@ class ClassifierHead(nn.Module):
         self.norm = Norm("final_norm", spec.norm, whole)
         self.pooler = ReplicatedLinear("pooler", size, size, whole, std) if pooler else None
         self.classifier = ReplicatedLinear("classifier", size, spec.classes, whole, std)
-        if spec.classes == 1 and not pooler:
-            self.classifier.bias = None  # scores are compared, and have none in transformers
+        if not spec.classifier_bias:
+            self.classifier.bias = None
 
     def forward(self, x: Tensor, batch: LabelledBatch, deferred: Deferred | None = None) -> Tensor:
         """Hidden states [s, b, h] ([s/tp, b, h] under sequence parallelism) -> scores [b, classes]."""

@@ -29,7 +29,8 @@ from megazero.mpu.context import ParallelContext
 from megazero.mpu.rng import sample_keys
 from megazero.post_training.files import read_splits
 from megazero.post_training.losses import CHOSEN_TOKENS, PAIRS, PreferenceLoss
-from megazero.post_training.reference import Reference, score
+from megazero.post_training.outputs import outputs_of
+from megazero.post_training.reference import Reference, sums_of
 from megazero.post_training.task import AnswerTask, Splits
 from megazero.train.assemble import Run
 from megazero.train.finetuning.epochs import feed_of
@@ -160,8 +161,7 @@ class PreferenceTask(AnswerTask[AnswerBatch]):
     def _scores(self, run: Run, samples: PairSamples) -> np.ndarray:
         config, engine = run.resumed.config, run.resumed.engine
         collate = PairCollate.of(config, self._vocab_size, engine.context, None)
-        feed, size = feed_of(config, engine.context, samples, collate), config.batch.global_batch_size
-        assert size is not None, "`completed` sets it"
+        feed = feed_of(config, engine.context, samples, collate)
         log = ProgressLog(run.monitor.message, "scoring by the reference")
         with run.meters.timers("evaluation"):
-            return score(engine, feed, size, log)[: len(samples)]
+            return sums_of(outputs_of(engine, config, feed, log), samples)

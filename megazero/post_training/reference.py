@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -21,17 +20,13 @@ from torch import Tensor
 from megazero.checkpoint.part import Part
 from megazero.checkpoint.saver import together
 from megazero.checkpoint.shards import parts_to_write
-from megazero.data.build_report import ProgressLog
 from megazero.data.labelled.dataset import digest_of
 from megazero.data.preferences.dataset import PairSamples
 from megazero.errors import CheckpointError
-from megazero.models.objective import LOGS, AnswerBatch
 from megazero.mpu.context import ParallelContext
 from megazero.train.resume.resume import Resumed
 from megazero.train.step.engine import Engine
-from megazero.train.step.feed import Feed
 
-_AT_ONCE = 16  # global batches whose outputs are kept
 _SLICE = 1 << 22  # elements that are hashed at once
 _MIXERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
@@ -104,30 +99,18 @@ class Reference:
         return scores
 
 
-def score(engine: Engine, feed: Feed[AnswerBatch], batch_size: int, log: ProgressLog) -> np.ndarray:
-    """The log-probability of each answer, float32 [samples, 2]; every rank calls this.
-
-    Args:
-        feed: the pairs in the files' order, in whole global batches and without dropout.
-        batch_size: pairs in a global batch.
-        log: reports the progress.
-    """
-    spec, context = feed.spec, engine.context
-    sums = torch.zeros(len(feed.dataset), 2, dtype=torch.float32, device=context.device)
-    own, count = spec.data_parallel_rank * spec.micro_batch_size, len(feed.dataset) // batch_size
-    starts = iter(log.over(range(0, len(feed.dataset), batch_size), count))
-    while some := list(islice(starts, _AT_ONCE)):
-        batches = [feed.micro_batches(start, batch_size // spec.stride) for start in some]
-        outputs = engine.evaluate(batches).outputs
-        for start, micro_batches, by_number in zip(some, batches, outputs, strict=True):
-            for i, output in by_number.items() if context.tp.rank == 0 else ():
-                first = start + i * spec.stride + own
-                rows = micro_batches[i].learnt.weighted(output[LOGS]).sum(0)
-                sums[first : first + spec.micro_batch_size] = rows.view(-1, 2)
-    # Ranks that share sequences have sums over their columns; of all others one has a row, the rest zeros.
-    context.world.all_reduce(sums).wait()
-    scores: np.ndarray = sums.cpu().numpy()
-    return scores
+def sums_of(outputs: Iterable[np.ndarray], samples: PairSamples) -> np.ndarray:
+    """The log-probability of each answer, float32 [n, 2], from those of tokens in global batches."""
+    sums, first = np.zeros((len(samples), 2), np.float32), 0
+    for logs in outputs:
+        count = min(len(logs), len(samples) - first)
+        arrays = samples.batch(range(first, first + count))
+        begins, ends = (arrays[name][..., None] - 1 for name in ("answers", "lengths"))
+        places = np.arange(logs.shape[-1])
+        counted = (places >= begins) & (places < ends)
+        sums[first : first + count] = logs[:count].sum(-1, dtype=np.float64, where=counted)
+        first += count
+    return sums
 
 
 def weights_digest(engine: Engine, dtype: str) -> str:

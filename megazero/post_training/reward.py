@@ -33,13 +33,7 @@ class RewardTask(AnswerTask[PairBatch]):
         return cls(splits)
 
     def implied(self, config: Config) -> Config:
-        """Give the model one score."""
-        if config.model.num_classes not in (None, 1):
-            raise ConfigError(
-                f"`num_classes` must be 1 for a reward model, but is {config.model.num_classes}; leave it out"
-            )
-        model = config.model.model_copy(update={"num_classes": 1})
-        return config.model_copy(update={"model": model})
+        return with_score(config)
 
     def objective(self, config: Config) -> LossChange:
         return RewardLoss(config.reward)
@@ -53,3 +47,17 @@ class RewardTask(AnswerTask[PairBatch]):
         self, config: Config, context: ParallelContext, vocab_size: int, engine: Engine
     ) -> tuple[str, ...]:
         return take_pretrained(config, context, vocab_size, engine)
+
+
+def with_score(config: Config) -> Config:
+    """The configuration of a model with one score.
+
+    Raises:
+        ConfigError: another number of classes is given.
+    """
+    if config.model.num_classes not in (None, 1):
+        raise ConfigError(
+            f"`num_classes` must be 1 for a reward model, but is {config.model.num_classes}; leave it out"
+        )
+    model = config.model.model_copy(update={"num_classes": 1, "classifier_bias": False})
+    return config.model_copy(update={"model": model})

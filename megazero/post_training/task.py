@@ -49,15 +49,6 @@ class AnswerTask(TrainingTask, Generic[M]):
         self.noted: dict[str, str] = {}
         self._feeds: dict[str, Feed[M]] = {}
 
-    @classmethod
-    @abstractmethod
-    def read(cls, config: Config) -> AnswerTask[M]:
-        """Read the files of the configured task.
-
-        Raises:
-            DataError: a file cannot be read, or a split holds nothing to train on.
-        """
-
     def completed(self, config: Config, context: ParallelContext) -> Config:
         """The configuration with what the task implies, its global batch and its length.
 

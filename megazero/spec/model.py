@@ -90,6 +90,7 @@ class HeadSpec:
         exact_gelu: whether a masked-LM head takes the erf form of GELU.
         binary: whether there is a head for the order of segments (BERT).
         classes: classes of a classifier; None for a model that predicts words.
+        classifier_bias: whether their scores have a bias.
         losses: weights of further losses of its words, by their names in `WORD_LOSSES`.
     """
 
@@ -102,6 +103,7 @@ class HeadSpec:
     exact_gelu: bool = True
     binary: bool = False
     classes: int | None = None
+    classifier_bias: bool = True
     losses: tuple[tuple[str, float], ...] = ()
 
 

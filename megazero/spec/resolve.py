@@ -99,6 +99,7 @@ def _head(model: ModelConfig, stream: StreamSpec, norm: NormSpec) -> HeadSpec:
         factor=factor,
         softcap=model.final_logit_softcapping,
         bias=model.family == "bert" or (model.family == "t5" and tied and not google),
+        classifier_bias=model.classifier_bias,
         exact_gelu=model.bert_head_activation == "gelu_exact",
         binary=model.bert_binary_head,
         classes=model.num_classes,

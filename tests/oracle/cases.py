@@ -242,7 +242,10 @@ NOT_STATED = MappingProxyType(
             (f"data.train_{kind}_idx_path" for kind in ("doc", "sample", "shuffle")),
             "an index that is not built: tests/data/test_prepared.py",
         ),
-        "model.num_classes": "fine-tuning has tests of its own: tests/equivalence/test_classifiers.py",
+        **dict.fromkeys(
+            ("model.num_classes", "model.classifier_bias"),
+            "fine-tuning has tests of its own: tests/equivalence/test_classifiers.py",
+        ),
         "precision.tf32": "a CPU has no such products: tests/train/test_determinism.py",
         "optimizer.lion_beta1": _SIGNS,
         "optimizer.lion_beta2": _SIGNS,

@@ -97,3 +97,9 @@ class ClassifierConfig(AttentionConfig):
         "fine-tuning: classes of the task, or 1 for multiple choice; default: the number of labels",
         Role.HEAD,
     )
+    classifier_bias: bool = of_model(
+        True,
+        "leave the bias of a classifier's scores out, as `--task reward` does",
+        Role.HEAD | Role.VARIANT,
+        flag="--disable-classifier-bias",
+    )

@@ -31,7 +31,7 @@ def scoring(base: Architecture) -> Architecture:
         ),
         copies=(),
         settings=(*base.settings, FieldPair(COUNT, "num_classes", 2)),
-        ours_fixed=(*base.ours_fixed, ("num_classes", 1)),
+        ours_fixed=(*base.ours_fixed, ("num_classes", 1), ("classifier_bias", False)),
         plain=plain,
         complete=complete,
         classifies=True,

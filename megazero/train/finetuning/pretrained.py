@@ -10,6 +10,7 @@ from megazero.checkpoint.part import Source
 from megazero.checkpoint.saver import together
 from megazero.config.derive import FREE_MODEL_FIELDS
 from megazero.config.tree.config import Config
+from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.sparse import SPARSE_FIELDS
 from megazero.errors import CheckpointError
 from megazero.formats.hf.config_json import Description
@@ -51,7 +52,7 @@ def take_pretrained(
 
         opener = opened
         labels = saved.sections.get("finetune", {}).get("labels") or ()
-        same = _same_classes(saved.sections["model"].get("num_classes"), tuple(labels), config)
+        same = _same_classes(saved.settings, tuple(labels), config)
         without = () if same else ("classifier.",)
     elif hugging_face is not None:
         path, folder = hugging_face, config.data.object_cache.model_folder(hugging_face, weights=True)
@@ -59,7 +60,7 @@ def take_pretrained(
         descriptions: list[Description] = []
         together(context, lambda: descriptions.append(Description.read(Path(folder))), f"open {path}")
         (description,) = descriptions
-        same = _same_classes(description.model.num_classes, description.labels, config)
+        same = _same_classes(description.model, description.labels, config)
         without = () if same else ("classifier.",)
     elif config.finetune.epochs == 0:
         raise CheckpointError(
@@ -82,10 +83,11 @@ def take_pretrained(
     return tuple(remarks)
 
 
-def _same_classes(classes: int | None, labels: tuple[str, ...], config: Config) -> bool:
+def _same_classes(model: ModelConfig, labels: tuple[str, ...], config: Config) -> bool:
     """Whether a classifier with these labels has the same classes as the configured one.
 
     A multiple-choice classifier has one row for all choices, and may have no labels.
     """
-    unnamed = classes == 1 and len(labels) < 2
-    return classes == config.model.num_classes and (unnamed or labels == config.finetune.labels)
+    ours, unnamed = config.model, model.num_classes == 1 and len(labels) < 2
+    alike = (model.num_classes, model.classifier_bias) == (ours.num_classes, ours.classifier_bias)
+    return alike and (unnamed or labels == config.finetune.labels)

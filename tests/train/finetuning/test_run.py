@@ -19,11 +19,13 @@ from megazero.mpu.context import solo_context
 from megazero.mpu.launch import Launch
 from megazero.train.build import build_engine
 from megazero.train.parts.chunks import build_chunks
-from megazero.train.parts.vocabulary import build_vocabulary
+from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
 from megazero.train.pretraining import pretrain
+from megazero.train.resume.saved import SavedModel
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.resume.trained import load_for_inference
 from megazero.train.step.state import TrainState
+from tests.layouts.layout import Layout
 from tests.train.finetuning.samples import FAMILIES, MODEL, make_files, run, steps
 
 
@@ -111,6 +113,22 @@ def test_a_run_that_stops_within_an_epoch_goes_on_bit_for_bit(files, family, tas
         a, b = tensors(files / "a" / place), tensors(files / "b" / place)
         assert a.keys() == b.keys()
         assert all(torch.equal(a[k], b[k]) for k in a), place
+
+
+def test_an_older_multiple_choice_checkpoint_keeps_its_bias(files):
+    """It was written before `classifier_bias` was a setting; for a day, its bias fitted no model."""
+    run(files, "gpt", "choices", "--epochs", 1, "--save", files / "s")
+    facts = json.loads((files / "s/iter_0000003/state.json").read_text())
+    assert facts["config"]["model"].pop("classifier_bias") is True
+    older = SavedModel(facts["vocab_size"], facts["config"], files / "state.json").settings
+    names = {name.partition("/")[2] for name in tensors(files / "s") if "classifier" in name}
+    assert {"classifier.weight", "classifier.bias"} <= names
+    for bias in (True, False):
+        model = older if bias else older.model_copy(update={"classifier_bias": False})
+        config = Layout().config().model_copy(update={"model": model})
+        vocabulary, context = Vocabulary(facts["vocab_size"], 384, None, None), solo_context()
+        (chunk,) = build_chunks(config, vocabulary, context, context.device).values()
+        assert ("head.classifier.bias" in dict(chunk.named_parameters())) == bias
 
 
 @pytest.mark.fast
