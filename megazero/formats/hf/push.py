@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
@@ -37,7 +37,7 @@ from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, TCPStore
 
 from megazero.checkpoint.saver import together
 from megazero.errors import CommunicationError
-from megazero.formats.hf.stream import WeightStream, hash_of
+from megazero.formats.hf.stream import WeightStream
 from megazero.mpu.context import ParallelContext
 
 _Result = TypeVar("_Result")
@@ -80,7 +80,7 @@ def send_weights(
     """Send a stream into the engine at `url`; every rank calls this, and the first one speaks with it.
 
     Args:
-        stream: the weights; a stream that has not begun.
+        stream: the weights; a stream that has not begun, with a version.
         context: the ranks that gather them.
         url: the server, such as ``http://127.0.0.1:8000``.
         protocol: that of TRL's server for vLLM, or vLLM's own.
@@ -95,43 +95,35 @@ def send_weights(
         CheckpointError: on every rank: the server cannot be reached or refuses, or the weights cannot be
             gathered. What was sent stays in the engine, and its cache is not reset.
     """
-    sent: dict[str, str] = {}
     send = _send_to_trl if protocol == "trl" else _send_to_vllm
 
     def work() -> None:
         try:
             if stream.yields:
-                for name, digest in send(stream, _Server(url.rstrip("/"), timeout), (host, port), connect):
-                    sent[name] = digest
+                send(stream, _Server(url.rstrip("/"), timeout), (host, port), connect)
         except (CommunicationError, RuntimeError) as error:
             raise OSError(str(error)) from error
         finally:
             stream.finish()
 
     together(context, work, f"send weights to {url}")
-    return sent
+    return stream.hashes
 
 
-def _send_to_trl(
-    stream: WeightStream, server: _Server, place: tuple[str, int], connect: Connect
-) -> Iterator[tuple[str, str]]:
+def _send_to_trl(stream: WeightStream, server: _Server, place: tuple[str, int], connect: Connect) -> None:
     ranks, version = server.ranks("get_world_size/"), stream.version
     body = {"host": place[0], "port": place[1], "world_size": ranks + 1, "version": version}
     server.ask("init_communicator/", body)
     broadcast = connect(*place, ranks, ranks + 1)
     for name, tensor in stream:
-        digest = hash_of(tensor)
         body = {"name": name, "dtype": str(tensor.dtype), "shape": list(tensor.shape)}
-        server.ask("update_named_param/", {**body, "version": version, "sha256": digest})
+        server.ask("update_named_param/", {**body, "version": version, "sha256": stream.hashes.get(name)})
         broadcast(tensor.contiguous())
-        yield name, digest
     server.ask("reset_prefix_cache/", {})
     server.ask("close_communicator/", {})
 
 
-def _send_to_vllm(
-    stream: WeightStream, server: _Server, place: tuple[str, int], connect: Connect
-) -> Iterator[tuple[str, str]]:
+def _send_to_vllm(stream: WeightStream, server: _Server, place: tuple[str, int], connect: Connect) -> None:
     size = server.ranks("get_world_size") + 1
     meeting = {"master_address": place[0], "master_port": place[1], "rank_offset": 1, "world_size": size}
     begin = partial(connect, *place, 0, size)
@@ -142,7 +134,6 @@ def _send_to_vllm(
         dtype = str(tensor.dtype).removeprefix("torch.")
         update = {"names": [name], "dtype_names": [dtype], "shapes": [list(tensor.shape)], "packed": False}
         server.ask_during(partial(broadcast, tensor.contiguous()), "update_weights", {"update_info": update})
-        yield name, hash_of(tensor)
     server.ask("finish_weight_update", {})
     server.ask("resume", {})
 

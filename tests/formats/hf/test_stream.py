@@ -21,7 +21,7 @@ from megazero.config.steps import Progress
 from megazero.config.tree.checkpoint import CheckpointConfig
 from megazero.errors import CheckpointError
 from megazero.formats.hf.convert import convert_to_hf
-from megazero.formats.hf.push import send_weights
+from megazero.formats.hf.push import gloo, send_weights
 from megazero.formats.hf.save import FolderAtEnd
 from megazero.formats.hf.stream import GatheredSource, hash_of
 from megazero.mpu.context import thread_context
@@ -382,8 +382,15 @@ def test_an_engine_gets_the_stream_by_vllms_own_protocol(untied, tmp_path):
     assert server.told[2][1] == {"is_checkpoint_format": True}
 
 
-@pytest.mark.parametrize("route", ["init_weight_transfer_engine", "update_weights"])
-def test_what_vllm_refuses_is_told_at_once_and_nothing_is_finished(route, tmp_path):
+@pytest.mark.parametrize(
+    ("route", "connect"),
+    [
+        ("init_weight_transfer_engine", lambda host, port, rank, size: lambda tensor: None),
+        ("update_weights", gloo),
+    ],
+    ids=["begin", "update"],
+)
+def test_what_vllm_refuses_is_told_at_once_and_nothing_is_finished(route, connect, tmp_path):
     layout = Layout()
     config = config_of(layout, "llama", False, save_hf=str(tmp_path / "hf"))
     port = free_port()
@@ -394,7 +401,7 @@ def test_what_vllm_refuses_is_told_at_once_and_nothing_is_finished(route, tmp_pa
         folder = FolderAtEnd.of(config, VOCABULARY, {}, context)
         stream = folder.stream(parts_of(resumed.engine), context, 7)
         with pytest.raises(CheckpointError, match=rf"{route}` must answer, but does not: .*500"):
-            send_weights(stream, context, url, protocol="vllm", port=port)
+            send_weights(stream, context, url, protocol="vllm", port=port, connect=connect)
         return True
 
     assert on_ranks(layout, config, work) == [True]
