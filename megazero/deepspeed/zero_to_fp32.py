@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megazero.checkpoint.part import Key
+from megazero.checkpoint.tensor_file import Later
 from megazero.checkpoint.writer import deal
 from megazero.deepspeed.checkpoint.saved import Saved, open_saved
 from megazero.deepspeed.checkpoint.tags import newest_tag
+from megazero.deepspeed.weights_file import write_weights
 from megazero.errors import CheckpointError, ConfigError, exit_status
 from megazero.formats.deepspeed.files import find_files, inventory
 
@@ -70,14 +72,21 @@ class LazyState(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._names)
 
+    @property
+    def first_names(self) -> dict[str, str]:
+        """Name -> the first name of the same tensor, which differs for the others of a tied parameter."""
+        return {name: self._saved.names.shared.get(name, name) for name in self._names}
+
+    def later(self, name: str) -> Later:
+        """Describe a tensor, which is read again when it is written."""
+        value = self[name]
+        return Later(value.dtype, tuple(value.shape), partial(self.__getitem__, name))
+
     def whole(self) -> dict[str, Tensor]:
         """All tensors; the names of a tied parameter share one tensor."""
-        tensors: dict[str, Tensor] = {}
-        for name in self._names:
-            first = self._saved.names.shared.get(name, name)
-            tensors[name] = tensors[first] if first in tensors else self[name]
-            tensors.setdefault(first, tensors[name])
-        return {name: tensors[name] for name in self._names}
+        firsts = self.first_names
+        tensors = {first: self[first] for first in dict.fromkeys(firsts.values())}
+        return {name: tensors[first] for name, first in firsts.items()}
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -176,35 +185,21 @@ def write_shards(
     """Write a state dict to files of at most `largest` bytes; a larger tensor gets a file of its own."""
     limit = sys.maxsize if largest is None else parse_size(largest)
     stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
-    sizes = {name: value.nbytes for name, value in state.items()}
+    laters = {name: state.later(name) for name in state}
+    sizes = {name: math.prod(later.shape) * later.dtype.itemsize for name, later in laters.items()}
     shards = deal(sizes, sizes.__getitem__, limit)
-    folder.mkdir(parents=True, exist_ok=True)
     if len(shards) < 2:
-        write_state(state.whole(), folder / f"{stem}{suffix}")
+        distinct = dict.fromkeys(state.first_names.values())
+        tensors = [(name, laters[name]) for name in distinct]
+        write_weights(folder / f"{stem}{suffix}", tensors, state.first_names)
         return
     files: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         path = folder / f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}"
-        write_state({name: state[name].clone() for name in names}, path)
+        write_weights(path, [(name, laters[name]) for name in names], {name: name for name in names})
         files |= dict.fromkeys(names, path.name)
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
     (folder / f"{stem}{suffix}.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def write_state(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write whole tensors to a file: safetensors if its name ends so, or else torch's format.
-
-    Raises:
-        CheckpointError: safetensors cannot hold them.
-    """
-    if path.suffix == ".safetensors":
-        # Safetensors has no tied weights: each name gets a copy.
-        try:
-            save_file({name: value.clone().contiguous() for name, value in state.items()}, path)
-        except SafetensorError as error:
-            raise CheckpointError(f"`{path}` cannot be written: {error}") from error
-    else:
-        torch.save(dict(state), path)
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:

@@ -21,7 +21,7 @@ from megazero.config.tree.recompute import RecomputeConfig
 from megazero.data.blended import SampleDataset
 from megazero.errors import ConfigError
 from megazero.formats.foreign import open_foreign
-from megazero.formats.hf.config_json import TokenIds
+from megazero.formats.hf.convert import ModelFacts
 from megazero.formats.megatron.reader import ImportOptions
 from megazero.models.batch import Batch, TextCollate
 from megazero.models.chunk import Part, Slice
@@ -111,14 +111,9 @@ class BlockModel:
         return model_spec(self.config.model)
 
     @property
-    def tokens(self) -> TokenIds | None:
-        """The special tokens that the folder names; None for those of the tokenizer."""
-        stored = self.facts.get("token_ids") or {}
-        return (
-            TokenIds.of_json({f"{role}_token_id": value for role, value in stored.items()})
-            if stored
-            else None
-        )
+    def known(self) -> ModelFacts:
+        """What goes into the ``config.json`` of a folder of transformers."""
+        return ModelFacts.of(self.facts, self.saved.place.parent)
 
     @property
     def dtype(self) -> str:
@@ -127,12 +122,6 @@ class BlockModel:
         stored = origin.get("dtype") if isinstance(origin, dict) else None
         trained = {"fp16": "float16", "bf16": "bfloat16"}.get(self.saved.config().precision.dtype)
         return stored if stored in ("float16", "bfloat16") else trained or "float32"
-
-    @property
-    def origin(self) -> str | None:
-        """The class of transformers that the weights come from."""
-        origin = self.facts.get("converted_from")
-        return origin.get("architecture") if isinstance(origin, dict) else None
 
     @property
     def parts(self) -> list[Part]:

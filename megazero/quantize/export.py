@@ -59,7 +59,7 @@ class Layout:
                 f"the model must be in full precision, but has weights of {bits} bits already; take "
                 "that which it was made from"
             )
-        settings, wanted = model.config.model, name or model.origin
+        settings, wanted = model.config.model, name or model.known.converted_from
         fitting = [own for own in DECODERS if not objections(own, settings) and wanted in (None, own.name)]
         if not fitting:
             fitting = [architecture_of(settings, name)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from megazero.checkpoint.disk import Disk
@@ -10,8 +11,7 @@ from megazero.checkpoint.tensor_file import write_bytes
 from megazero.checkpoint.writer import SHARD_BYTES
 from megazero.errors import ConfigError
 from megazero.formats.hf.packed import FIELD
-from megazero.formats.hf.tokenizer_files import tokenizer_files
-from megazero.formats.hf.writer import ModelFiles, write_hf
+from megazero.formats.hf.writer import write_hf
 from megazero.mpu.context import ParallelContext
 from megazero.quantize.blocks import BlockModel, Samples
 from megazero.quantize.export import Layout, QuantizedSource
@@ -70,7 +70,8 @@ def quantize(
             yield block
 
     settings, section = model.config.model, {FIELD: layout.quantization_config()}
-    files = tokenizer_files(model.config.tokenizer, settings.vocab_size, settings.positions)
+    where, name = model.saved.place.parent, layout.architecture.name
+    extras, _ = model.known.extras(settings, model.config.tokenizer, where, name)
     source = QuantizedSource(model.source, told())
     exported = write_hf(
         source,
@@ -79,9 +80,7 @@ def quantize(
         out,
         dtype=recipe.grid.dtype,
         max_shard_bytes=max_shard_bytes,
-        extras=ModelFiles(
-            model.tokens or files.tokens, files.files, (), layout.architecture.name, settings=section
-        ),
+        extras=replace(extras, labels=(), settings=section),
         packing=lambda tensor: layout.stored(tensor, source),
     )
     source.finish()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,11 +13,14 @@ from torch import Tensor, nn
 
 from megazero.checkpoint.part import Key, Part, Source
 from megazero.checkpoint.saver import together
+from megazero.checkpoint.tensor_file import Later
 from megazero.deepspeed.engine.state import EngineState
-from megazero.deepspeed.moe.experts import with_all_experts
+from megazero.deepspeed.moe.experts import names_on_ranks
 from megazero.deepspeed.tensor_parallel.layers import whole_value
+from megazero.deepspeed.tensor_parallel.slices import sliced_of
+from megazero.deepspeed.weights_file import write_weights
 from megazero.deepspeed.zero.gathered import GatheredParameters
-from megazero.deepspeed.zero_to_fp32 import write_state
+from megazero.formats.hf.stream import WeightStream
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import gather_values
 
@@ -23,28 +28,88 @@ from megazero.mpu.messages import gather_values
 def module_state(
     engine: EngineState, exclude_frozen: bool = False, *, keep: bool = True
 ) -> dict[str, Tensor]:
-    """The module's whole `state_dict` on the CPU, gathered parameter by parameter; every rank calls this.
+    """The module's whole `state_dict` on the CPU; every rank calls this. For arguments, see `module_stream`.
+
+    The names of a tied parameter have one tensor. A rank that does not `keep` gets an empty dictionary.
+    """
+    stream, names = module_stream(engine, exclude_frozen, keep=keep)
+    tensors = dict(stream)
+    return {name: tensors[own] for name, own in names.items()} if keep else {}
+
+
+def module_stream(
+    engine: EngineState, exclude_frozen: bool = False, *, keep: bool = True
+) -> tuple[WeightStream, dict[str, str]]:
+    """The distinct tensors of the module's whole `state_dict`, each gathered when its turn comes.
+
+    Every rank calls this and iterates.
 
     Args:
         engine: the engine's state.
         exclude_frozen: leave out frozen parameters.
-        keep: whether this rank wants the result; without it the rank takes part, and gets an empty one.
+        keep: whether this rank is given the tensors.
+
+    Returns:
+        The stream, and name in the `state_dict` -> name in the stream, which differ for tied parameters. Of
+        what several pipeline stages hold, it is the first one's.
     """
-    state: dict[str, Tensor] = {}
-    copies: dict[int, Tensor] = {}
+    context, own = engine.context, engine.module.state_dict(keep_vars=True)
     frozen = frozen_names(engine.module) if exclude_frozen else set()
-    groups = engine.context.groups
-    sends = groups["ep"].size > 1 or groups["pp"].size > 1
-    for name, value in engine.module.state_dict(keep_vars=True).items():
+    held: list[tuple[str, str, str, list[int], str, int | None]] = []
+    firsts: dict[int, str] = {}
+    for name, value in own.items():
         if not isinstance(value, Tensor) or name in frozen:
             continue
-        if id(value) not in copies:  # tied weights stay one tensor
+        sliced = sliced_of(value)
+        shape = list(value.shape if sliced is None else sliced.shape)
+        for whole_name, rank in names_on_ranks(name, engine.module, context):
+            first = whole_name if rank is not None else firsts.setdefault(id(value), name)
+            held.append((whole_name, first, name, shape, str(value.dtype).removeprefix("torch."), rank))
+    laters: dict[str, Later] = {}
+    names: dict[str, str] = {}
+    for stage, rows in enumerate(gather_values(context.pp, held, context.device)):
+        for whole_name, first, name, shape, dtype, rank in rows:
+            if names.setdefault(whole_name, first) == whole_name and whole_name not in laters:
+                place = _Place(context, stage, rank)
+                value = own[name] if stage == context.pp.rank else None
+                make = partial(place.fetch, value, getattr(torch, dtype), shape)
+                laters[whole_name] = Later(getattr(torch, dtype), tuple(shape), make)
+    return WeightStream(laters.items(), yields=keep), names
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The ranks that hold a tensor.
+
+    Attributes:
+        context: this rank.
+        stage: the pipeline stage.
+        experts: the expert-parallel rank; None if all of them hold it.
+    """
+
+    context: ParallelContext
+    stage: int
+    experts: int | None
+
+    @torch.no_grad()
+    def fetch(self, value: Tensor | None, dtype: torch.dtype, shape: list[int]) -> Tensor:
+        """The whole tensor on the CPU; every rank calls this.
+
+        Args:
+            value: on the ranks of the stage, their slice of it or of their own expert in its place.
+            dtype, shape: those of the whole tensor.
+        """
+        context, whole = self.context, None
+        if value is not None and self.experts in (None, context.groups["ep"].rank):
             with GatheredParameters(value):
-                whole = whole_value(value, engine.context.tp)
-                copies[id(value)] = whole.clone().cpu() if keep or sends else whole.new_empty(0)
-        state[name] = copies[id(value)]
-    state = whole_state(with_all_experts(state, engine.module, engine.context), engine.context)
-    return state if keep else {}
+                whole = whole_value(value, context.tp).clone().contiguous()
+        if whole is None:
+            whole = torch.empty(shape, dtype=dtype, device=context.device)
+        if value is not None and self.experts is not None:
+            context.groups["ep"].broadcast(whole, self.experts).wait()
+        if context.pp.size > 1:
+            context.pp.broadcast(whole, self.stage).wait()
+        return whole.cpu()
 
 
 def frozen_names(module: nn.Module) -> set[str]:
@@ -61,19 +126,21 @@ def shared_names(module: nn.Module) -> dict[str, str]:
 
 
 def save_module(engine: EngineState, path: Path, exclude_frozen: bool) -> None:
-    """Write `module_state` to a file; every rank calls this.
+    """Write the module's whole `state_dict` to a file; every rank calls this, and none holds it whole.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: on every rank: it cannot be written.
     """
-    first = engine.context.rank == 0
-    state = module_state(engine, exclude_frozen, keep=first)
+    stream, names = module_stream(engine, exclude_frozen, keep=engine.context.rank == 0)
 
-    def write() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_state(state, path)
+    def work() -> None:
+        try:
+            if stream.yields:
+                write_weights(path, stream.laters, names)
+        finally:
+            stream.finish()
 
-    together(engine.context, write if first else None, f"write {path}")
+    together(engine.context, work, f"write {path}")
 
 
 class StateSource:
@@ -129,23 +196,3 @@ def _empty_absent(part: nn.Module, state: dict[str, object], prefix: str, local_
                 "`zero.GatheredParameters(module.parameters())` first",
                 stacklevel=2,
             )
-
-
-def whole_state(own: Mapping[str, Tensor], context: ParallelContext) -> dict[str, Tensor]:
-    """Merge the states of all pipeline stages, on the CPU; every rank calls this.
-
-    A tensor that several stages hold is the first one's.
-    """
-    if context.pp.size == 1:
-        return dict(own)
-    described = [(name, list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in own.items()]
-    state: dict[str, Tensor] = {}
-    for stage, items in enumerate(gather_values(context.pp, described, context.device)):
-        for name, shape, dtype in items:
-            if stage == context.pp.rank:
-                tensor = own[name].to(context.device).contiguous()
-            else:
-                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=context.device)
-            context.pp.broadcast(tensor, stage).wait()
-            state.setdefault(name, tensor.cpu())
-    return state

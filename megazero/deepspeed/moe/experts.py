@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megazero.deepspeed.moe.layer import EXPERTS, OLD_NAMES, MoE
 from megazero.errors import ConfigError
@@ -65,28 +64,20 @@ def without(groups: list[dict[str, Any]], removed: set[int]) -> None:
         group["params"] = [param for param in group["params"] if id(param) not in removed]
 
 
-def with_all_experts(
-    state: Mapping[str, Tensor], model: nn.Module, context: ParallelContext
-) -> dict[str, Tensor]:
-    """Add the experts of all ranks to a module's state, on the CPU; every rank calls this."""
-    group = context.groups["ep"]
-    paths = {f"{_path(name)}.": layer for name, layer in expert_layers(model).items()}
-    if group.size == 1 or not paths:
-        return dict(state)
-    whole: dict[str, Tensor] = {}
-    for key, value in state.items():
-        path = next((path for path in paths if key.startswith(path)), None)
-        if path is None:
-            whole[key] = value
-            continue
-        number, _, rest = key.removeprefix(path).partition(".")
-        per_rank = paths[path].num_experts // group.size
-        own = value.to(context.device).contiguous()
-        gathered = own.new_empty(group.size, *own.shape)
-        group.all_gather(gathered.view(-1), own.view(-1)).wait()
-        for rank, part in enumerate(torch.unbind(gathered.cpu())):
-            whole[f"{path}{int(number) % per_rank + rank * per_rank}.{rest}"] = part.clone()
-    return whole
+def names_on_ranks(name: str, model: nn.Module, context: ParallelContext) -> list[tuple[str, int | None]]:
+    """The tensors of the whole model that expert-parallel ranks hold where this rank holds `name`.
+
+    Returns:
+        The name and the expert-parallel rank of each: an expert's counterparts on all ranks. Any other tensor
+        is itself, on all ranks: None.
+    """
+    ranks = context.groups["ep"].size
+    for path, layer in expert_layers(model).items() if ranks > 1 else ():
+        if name.startswith(start := f"{_path(path)}."):
+            number, _, rest = name.removeprefix(start).partition(".")
+            per_rank = layer.num_experts // ranks
+            return [(f"{start}{int(number) % per_rank + r * per_rank}.{rest}", r) for r in range(ranks)]
+    return [(name, None)]
 
 
 def older_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
