@@ -15,7 +15,7 @@ from megazero.ops.chunks import row_chunks
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
 from megazero.ops.dispatch import TRAINING_FLOATS, CallFacts, Implementation, Operator, kinds_of_calls, where
 from megazero.ops.example import Example, Traffic
-from megazero.ops.native import NATIVE, address, adjacent, heads_of, on_native_cpu, rows_of
+from megazero.ops.native import NATIVE, adjacent, heads_of, on_native_cpu, rows_of
 from megazero.ops.rotary_frequencies import UNSCALED, RotaryScaling, rotary_frequencies
 
 
@@ -103,11 +103,11 @@ def _turned_natively(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Ten
     x = adjacent(x)
     s, b, n, d = x.shape
     out = torch.empty(s, b, n, d, dtype=x.dtype)
+    rows, (places, samples, _, half) = rows_of(out, n * d, s * b), cos.shape
     # A size of one stands for all rows or samples.
-    steps = (cos.stride(dim) if cos.shape[dim] > 1 else 0 for dim in range(2))
-    tables = (address(cos), address(sin), *steps)
-    rows = rows_of(out, n * d, s * b)
-    NATIVE.rotary(rows, b, n, cos.shape[-1], heads_of(x), *tables, direction, heads_of(out))
+    steps = cos.stride(0) if places > 1 else 0, cos.stride(1) if samples > 1 else 0
+    tables = (cos.data_ptr(), sin.data_ptr(), *steps)
+    NATIVE.rotary(rows, b, n, half, heads_of(x), *tables, direction, heads_of(out))
     return out
 
 

@@ -124,14 +124,13 @@ class AttentionCall:
         pattern, part = self.pattern.within(queries, keys), self.part
         if self.documents is not None and self.pattern.sinks and pattern.sides()[0] >= 0:
             pattern = replace(pattern, sinks=self.pattern.sinks)
-        ids = None if part is None else part.query_ids
-        placed = not pattern.idle or isinstance(self.bias, Slopes)
-        whole = self.shift(s, t) == t - s and not pattern.special
-        if part is not None and ids is None and (whole or not placed):
-            part = None
+        if part is not None and part.query_ids is None:
+            placed = not pattern.idle or isinstance(self.bias, Slopes)
+            if not placed or (self.shift(s, t) == t - s and not pattern.special):
+                part = None
         if pattern == self.pattern and part is self.part:
             return self
-        return replace(self, pattern=pattern, part=part)
+        return AttentionCall(self.scale, self.mask, self.documents, self.bias, self.dropout, pattern, part)
 
     def query_ids(self, s: int) -> Tensor:
         """int [b, s], the documents of the queries, for a call that has documents."""

@@ -107,9 +107,9 @@ class _Attention(torch.autograd.Function):
 def _without(call: AttentionCall) -> AttentionCall:
     """The call without its mask and the keys of its dropout, which are its own."""
     dropout = call.dropout
-    if dropout is not None:
-        dropout = replace(dropout, keys=dropout.keys.new_empty(0))
-    return replace(call, mask=None, dropout=dropout)
+    if dropout is None:
+        return call if call.mask is None else replace(call, mask=None)
+    return replace(call, mask=None, dropout=replace(dropout, keys=dropout.keys.new_empty(0)))
 
 
 def _with(call: AttentionCall, mask: Tensor | None, keys: Tensor | None) -> AttentionCall:

@@ -6,7 +6,7 @@ position in its sequence, wherever the row is computed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from operator import and_
 
@@ -61,7 +61,7 @@ class Pattern:
 
     def causally(self, causal: bool) -> Pattern:
         """The pattern without later keys, a prefix aside, if `causal`: a window with nothing to its right."""
-        return replace(self, window=self.sides(True)) if causal else self
+        return Pattern(self.sides(True), self.sinks, self.prefix, self.layout) if causal else self
 
     def within(self, queries: range, keys: range) -> Pattern:
         """The pattern without restrictions that have no effect on these places.
