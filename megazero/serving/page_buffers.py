@@ -27,8 +27,8 @@ PANEL = 16
 
 def on_device(device: torch.device, *lists: Sequence[int]) -> tuple[Tensor, ...]:
     """Lists of numbers as int64 tensors on a device, where they arrive in one copy."""
-    whole = torch.tensor([number for one in lists for number in one], dtype=torch.int64, device=device)
-    return whole.split([len(one) for one in lists])
+    numbers = [number for one in lists for number in one]
+    return tuple(torch.tensor(numbers, dtype=torch.int64, device=device).split([*map(len, lists)]))
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,12 @@ class AttentionCall:
     documents: Documents | None = None
     bias: Bias | None = None
     dropout: AttentionDropout | None = None
-    pattern: Pattern = ALL
+    pattern: Pattern = None  # type: ignore[assignment]  # as torch 2.11 traces no default of another class
     part: Part | None = None
+
+    def __post_init__(self) -> None:
+        if self.pattern is None:
+            object.__setattr__(self, "pattern", ALL)
 
     @property
     def causal(self) -> bool:
