@@ -26,12 +26,14 @@ GROUP = 4
 THEIRS = """
 import sys, types
 import numpy as np, torch
-from verl.trainer.ppo import core_algos as verl
-given = {k: torch.from_numpy(v) for k, v in np.load(sys.argv[1]).items()}
-mask, results = given["mask"], {}
 class Settings(types.SimpleNamespace):
     def get(self, name, default=None):
         return getattr(self, name, default)
+# Of verl's settings of workers, whose modules import its engines, only this class is asked for.
+sys.modules["verl.workers.config"] = types.SimpleNamespace(ActorConfig=Settings)
+from verl.trainer.ppo import core_algos as verl
+given = {k: torch.from_numpy(v) for k, v in np.load(sys.argv[1]).items()}
+mask, results = given["mask"], {}
 config = Settings(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0,
                   global_batch_info={"loss_scale_factor": mask.shape[1]})
 for kind in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"):

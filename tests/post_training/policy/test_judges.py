@@ -135,7 +135,7 @@ def test_the_end_of_an_answer_is_learnt_and_said_once(tmp_path, rollouts):
             assert rollout.answered()[row, last - 1], "the label of the end counts"
             assert rollout.logs[row, last - 1] < 0
             ends += 1
-    assert ends > 1
+    assert ends > 0
 
 
 def test_statistics_are_of_whole_groups_and_of_all_ranks(tmp_path):

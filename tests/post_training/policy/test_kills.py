@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-STEPS = 12
+STEPS, KILLS = 8, 3
 LINE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --normalization RMSNorm "
     "--activation swiglu --disable-bias-linear --position-embedding-type rope --init-method-std 0.1 "
@@ -51,7 +51,7 @@ def command(folder: Path, run: str, pause: float) -> list[str]:
     prompts, place = write_prompts(folder), str(folder / run)
     files = ["--prompts", str(prompts), "--reward-functions", f"{judge}:judge", "--save", place]
     files += ["--load", place, "--metrics-jsonl", str(folder / f"{run}.jsonl")]
-    ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return [sys.executable, *ranks, "-m", "megazero.cli", "rl", *LINE.split(), *files]
 
 
@@ -82,14 +82,14 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(tmp_path)
     rng, kills, parts = random.Random(5), [], tmp_path / "parts"
     for attempt in range(40):
         process = subprocess.Popen(
-            command(tmp_path, "parts", 0.3 if attempt < 6 else 0.0),
+            command(tmp_path, "parts", 0.3 if attempt < KILLS else 0.0),
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
         begun, saving = latest_iteration(parts) if parts.exists() else None, attempt % 3 == 2
         deadline = None
-        while process.poll() is None and len(kills) < 6:
+        while process.poll() is None and len(kills) < KILLS:
             now = latest_iteration(parts) if parts.exists() else None
             # A checkpoint that is being written has a folder that is not yet the latest.
             writes = any(parts.glob("iter_*")) and len([*parts.glob("*iter_*")]) > (now or 0)
@@ -101,10 +101,10 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(tmp_path)
                 break
             time.sleep(0.002)
         process.wait()
-        if len(kills) >= 6 and process.returncode == 0:
+        if len(kills) >= KILLS and process.returncode == 0:
             break
     assert process.returncode == 0
-    assert len(kills) == 6
+    assert len(kills) == KILLS
     assert latest_iteration(parts) == latest_iteration(tmp_path / "whole") == STEPS
     assert curve(tmp_path / "parts.jsonl") == curve(tmp_path / "whole.jsonl")
     a, b = tensors(tmp_path / "whole"), tensors(parts)

@@ -97,7 +97,7 @@ def drawn(seed: int, count: int = 2000) -> list[Layout]:
 def compare(layout: Layout, number: int, folder: Path) -> float:
     """Train on a layout and in one process; return the largest relative difference of what is rounded."""
     rows, worst = train(layout, folder, STEPS, of(number)), 0.0
-    one = alone(layout.serial, number % 10, folder)
+    one = alone(layout.serial, number % 10)
     assert len(one) == len(rows) == STEPS
     assert any(row["grad_norm"] > 0 for row in one)
     for want, got in zip(one, rows, strict=True):
@@ -111,9 +111,10 @@ def compare(layout: Layout, number: int, folder: Path) -> float:
 
 
 @cache
-def alone(layout: Layout, number: int, folder: Path) -> list[dict]:
+def alone(layout: Layout, number: int) -> list[dict]:
     """The figures of one process."""
-    return train(layout, folder, STEPS, of(number))
+    with tempfile.TemporaryDirectory() as folder:
+        return train(layout, Path(folder), STEPS, of(number))
 
 
 @pytest.mark.seconds(6)
@@ -127,12 +128,12 @@ def test_a_layout_answers_and_learns_like_one_process(layout, tmp_path, record_p
 def chosen() -> list[tuple[int, Layout]]:
     """45 layouts beside those above, in which every two values meet that the rules allow together."""
 
-    def allowed(layout: Layout) -> bool:
-        return not broken_rules(
-            config_of(layout, Path(tempfile.gettempdir()), STEPS, of(0)), layout.world_size
-        )
+    with tempfile.TemporaryDirectory() as folder:
 
-    layouts = list(covering(drawn(3), 45, allowed=allowed))
+        def allowed(layout: Layout) -> bool:
+            return not broken_rules(config_of(layout, Path(folder), STEPS, of(0)), layout.world_size)
+
+        layouts = list(covering(drawn(3), 45, allowed=allowed))
     assert len({*layouts, *LAYOUTS}) >= 60
     return list(enumerate(layouts))
 

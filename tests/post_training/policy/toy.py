@@ -62,7 +62,7 @@ def train(layout: Layout, folder: Path, steps: int, sections: Mapping[str, Any] 
     if layout.world_size == 1:
         policy_on(config, solo_context())
     else:
-        world = ThreadWorld(layout.world_size)
+        world = ThreadWorld(layout.world_size, timeout=600.0)  # machines are shared
         world.run(lambda rank: policy_on(config, thread_context(world, layout.grid, rank)))
     return curve(folder)
 
