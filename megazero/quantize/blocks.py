@@ -112,7 +112,7 @@ class BlockModel:
 
     @property
     def known(self) -> ModelFacts:
-        """What goes into the ``config.json`` of a folder of transformers."""
+        """The facts that a folder of transformers states."""
         return ModelFacts.of(self.facts, self.saved.place.parent)
 
     @property
