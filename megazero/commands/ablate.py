@@ -35,16 +35,17 @@ def build_parser() -> argparse.ArgumentParser:
         "over all files, as in `megazero ablate examples_3d/moe -- --bf16`. Status 0: all runs are finished; "
         "1: some failed; 2: refused; 130: interrupted.",
     )
-    add = parser.add_argument
-    add("folder", metavar="FOLDER", type=Path, help="the configurations")
-    add("--seeds", type=int, default=1, help="runs of each: its seed and the next (default 1)")
-    add("--nproc", type=int, default=1, help="ranks of each run (default 1)")
-    add(
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="the configurations")
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="runs of each: its seed and the next (default 1)"
+    )
+    parser.add_argument("--nproc", type=int, default=1, help="ranks of each run (default 1)")
+    parser.add_argument(
         "--steps",
         type=int,
         help="optimizer steps of each run, with everything in it at the same places (default: the files')",
     )
-    add(
+    parser.add_argument(
         "--shares",
         type=float,
         nargs="+",
@@ -53,9 +54,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="train each at these multiples of its length, with everything in it at the same places: "
         "learning rate, schedules, evaluations (default 1); NAME@S is NAME at S times its length",
     )
-    add("--only", nargs="+", default=[], metavar="NAME", help="train only these and those they learn from")
-    add("--baseline", metavar="NAME", help="the one that the others are compared with (default: the first)")
-    add(
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="train only these and those they learn from"
+    )
+    parser.add_argument(
+        "--baseline", metavar="NAME", help="the one that the others are compared with (default: the first)"
+    )
+    parser.add_argument(
         "--out",
         type=output_folder,
         help="where everything is written (default: out/ablate/ and the folder's name)",

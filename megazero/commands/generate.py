@@ -24,8 +24,7 @@ from megazero.report.run_folder import SAMPLES, add_samples
 def build_parser() -> argparse.ArgumentParser:
     """Build a parser of the flags, which have the names of Megatron's text generation."""
     parser = argparse.ArgumentParser(prog="megazero generate", description="Generate text from a checkpoint.")
-    add = parser.add_argument
-    add("--load", required=True, help="folder of the checkpoint")
+    parser.add_argument("--load", required=True, help="folder of the checkpoint")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--prompt",
@@ -34,15 +33,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     source.add_argument("--prompt-file", help="UTF-8 file with one prompt per line")
     add_sizes(parser)
-    add("--max-new-tokens", type=int, default=64, help="most tokens to add (default 64)")
-    add("--num-samples", type=int, default=1, help="continuations per prompt (default 1)")
-    add("--temperature", type=float, default=1.0, help="divides the logits (default 1)")
-    add("--top-k", type=int, default=0, help="draw among this many most likely tokens; 0: all (default)")
-    add("--top-p", type=float, default=1.0, help="draw within this probability mass; 1: all (default)")
-    add("--greedy", action="store_true", help="always take the most likely token")
-    add("--seed", type=int, default=0, help="seed of the random choices (default 0)")
-    add("--batch-size", type=int, default=16, help="prompts at a time (default 16)")
-    add(
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="most tokens to add (default 64)")
+    parser.add_argument("--num-samples", type=int, default=1, help="continuations per prompt (default 1)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="divides the logits (default 1)")
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="draw among this many most likely tokens; 0: all (default)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="draw within this probability mass; 1: all (default)"
+    )
+    parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (default 0)")
+    parser.add_argument("--batch-size", type=int, default=16, help="prompts at a time (default 16)")
+    parser.add_argument(
         "--prefill-chunk",
         type=int,
         metavar="N",
@@ -50,7 +53,9 @@ def build_parser() -> argparse.ArgumentParser:
         "their keys and values (default: whole)",
     )
     add_cache(parser)
-    add("--save-samples", action="store_true", help="also add the texts to samples.jsonl in the run's folder")
+    parser.add_argument(
+        "--save-samples", action="store_true", help="also add the texts to samples.jsonl in the run's folder"
+    )
     return parser
 
 

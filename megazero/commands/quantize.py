@@ -23,27 +23,38 @@ def build_parser() -> argparse.ArgumentParser:
         description="Write a model with weights in integers of 8 or 4 bits, as a folder that transformers "
         "and vLLM load. Embeddings, head, norms, routers and biases stay as they are.",
     )
-    add = parser.add_argument
-    add("load", help="a run's folder, a checkpoint, or a folder of transformers")
-    add("--out", type=output_folder, required=True, help="folder to write; must be new or empty")
-    add(
+    parser.add_argument("load", help="a run's folder, a checkpoint, or a folder of transformers")
+    parser.add_argument(
+        "--out", type=output_folder, required=True, help="folder to write; must be new or empty"
+    )
+    parser.add_argument(
         "--scheme",
         choices=SCHEMES,
         default="W4",
         help="W8 and W4: weights of 8 or 4 bits; W8A8: inputs of products in 8 bits too (default W4)",
     )
-    add("--method", choices=METHODS, default="gptq", help="how codes are chosen (default gptq)")
-    add("--calibrate", metavar="PREFIX", help="dataset whose samples calibrate and measure")
-    add("--calibrate-samples", type=int, default=128, help="samples that calibrate (default 128)")
-    add("--held-out-samples", type=int, default=64, help="samples of the perplexity (default 64)")
-    add("--split", help="training, validation and test part of the dataset (default: as trained)")
-    add("--seq-length", type=int, help="tokens of a sample (default: as trained, at most 2048)")
-    add(
+    parser.add_argument(
+        "--method", choices=METHODS, default="gptq", help="how codes are chosen (default gptq)"
+    )
+    parser.add_argument("--calibrate", metavar="PREFIX", help="dataset whose samples calibrate and measure")
+    parser.add_argument(
+        "--calibrate-samples", type=int, default=128, help="samples that calibrate (default 128)"
+    )
+    parser.add_argument(
+        "--held-out-samples", type=int, default=64, help="samples of the perplexity (default 64)"
+    )
+    parser.add_argument(
+        "--split", help="training, validation and test part of the dataset (default: as trained)"
+    )
+    parser.add_argument(
+        "--seq-length", type=int, help="tokens of a sample (default: as trained, at most 2048)"
+    )
+    parser.add_argument(
         "--group-size",
         type=int,
         help="inputs that share a scale; 0: all of a row (default: 128 for W4, else 0)",
     )
-    add(
+    parser.add_argument(
         "--ignore",
         nargs="+",
         default=[],
@@ -51,11 +62,17 @@ def build_parser() -> argparse.ArgumentParser:
         help="modules of transformers that stay as they are, such as down_proj, or re:REGEX; all parts of a "
         "weight that is one here, such as queries, keys and values, stay with one of them",
     )
-    add("--damping", type=float, default=0.01, help="of GPTQ's products (default 0.01)")
-    add("--act-order", action="store_true", help="GPTQ: columns with the largest inputs first")
-    add("--smoothing-strength", type=float, default=0.5, help="the part that SmoothQuant moves (default 0.5)")
-    add("--dtype", choices=DTYPES, help="of scales and other weights (default: as trained)")
-    add("--architecture", metavar="CLASS", help="the class in transformers (default: that fits)")
+    parser.add_argument("--damping", type=float, default=0.01, help="of GPTQ's products (default 0.01)")
+    parser.add_argument(
+        "--act-order", action="store_true", help="GPTQ: columns with the largest inputs first"
+    )
+    parser.add_argument(
+        "--smoothing-strength", type=float, default=0.5, help="the part that SmoothQuant moves (default 0.5)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of scales and other weights (default: as trained)")
+    parser.add_argument(
+        "--architecture", metavar="CLASS", help="the class in transformers (default: that fits)"
+    )
     return parser
 
 

@@ -45,25 +45,30 @@ def build_parser() -> argparse.ArgumentParser:
         "global batch, precision and everything else stay as they are. Nothing is launched.",
         epilog=f"The exit status is 0 if a layout fits, and {DOES_NOT_FIT} if none does.",
     )
-    add = parser.add_argument
-    add("config", metavar="CONFIG", nargs="?", help="a YAML file of a training's settings")
-    add("--gpus", "--nproc", type=positive, required=True, help="ranks of the training")
-    add("--device", default="h100", help=f"{', '.join(known_devices())}, or a file (default: h100)")
-    add("--gpus-per-node", type=positive, help="ranks on each node (default: as the device's nodes have)")
-    add(
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file of a training's settings")
+    parser.add_argument("--gpus", "--nproc", type=positive, required=True, help="ranks of the training")
+    parser.add_argument(
+        "--device", default="h100", help=f"{', '.join(known_devices())}, or a file (default: h100)"
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=positive, help="ranks on each node (default: as the device's nodes have)"
+    )
+    parser.add_argument(
         "--price-per-hour",
         type=price,
         metavar="X",
         help="also say what the training costs at X a device-hour",
     )
-    add("--plans", type=positive, help=f"the most layouts that are planned (default: {_PLANS})")
-    add(
+    parser.add_argument(
+        "--plans", type=positive, help=f"the most layouts that are planned (default: {_PLANS})"
+    )
+    parser.add_argument(
         "--measure",
         type=positive,
         metavar="N",
         help="train the best N for a few steps on this machine, and compare with the plan",
     )
-    add(
+    parser.add_argument(
         "--output",
         type=output_folder,
         help="a folder for the best layouts as YAML files, and for plans.jsonl, from which a search goes on",

@@ -113,14 +113,19 @@ def _saved(folder: str) -> list[str]:
 def add_tokenizer_flags(parser: argparse.ArgumentParser, required: bool) -> None:
     """Add Megatron's flags that choose a tokenizer."""
     group = parser.add_argument_group("tokenizer")
-    add = group.add_argument
-    add("--tokenizer-type", required=required, choices=TOKENIZER_KINDS, help="kind of tokenizer")
-    add("--vocab-file", metavar="FILE", help="vocab.json (GPT-2) or vocab.txt (BERT)")
-    add("--merge-file", metavar="FILE", help="merges.txt (GPT-2)")
-    add("--tokenizer-model", metavar="PATH", help="SentencePiece .model, or tokenizer.json or its directory")
+    group.add_argument(
+        "--tokenizer-type", required=required, choices=TOKENIZER_KINDS, help="kind of tokenizer"
+    )
+    group.add_argument("--vocab-file", metavar="FILE", help="vocab.json (GPT-2) or vocab.txt (BERT)")
+    group.add_argument("--merge-file", metavar="FILE", help="merges.txt (GPT-2)")
+    group.add_argument(
+        "--tokenizer-model", metavar="PATH", help="SentencePiece .model, or tokenizer.json or its directory"
+    )
     size = "vocabulary size of NullTokenizer"
-    add("--vocab-size", type=positive_int, metavar="N", help=size)
-    add("--vocab-extra-ids", type=int, default=0, metavar="N", help="sentinel tokens after the vocabulary")
+    group.add_argument("--vocab-size", type=positive_int, metavar="N", help=size)
+    group.add_argument(
+        "--vocab-extra-ids", type=int, default=0, metavar="N", help="sentinel tokens after the vocabulary"
+    )
 
 
 def tokenizer_spec(args: argparse.Namespace) -> TokenizerSpec:

@@ -154,12 +154,19 @@ def _train_bpe(corpus: Iterator[str], size: int) -> tuple[Tokenizer, dict[str, s
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run the tool; returns 0 if the files were written."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.split("\n")[0])
-    add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="jsonl files or globs")
-    add("--output", required=True, metavar="DIR", help="directory for the files")
-    add("--type", choices=("bpe", "wordpiece"), default="bpe", help="kind of tokenizer (default: bpe)")
-    add("--cased", action="store_true", help="WordPiece that keeps case and accents (default: lower case)")
-    add("--vocab-size", type=cli.positive_int, default=8192, metavar="N", help="default: 8192")
-    add("--json-key", default="text", metavar="KEY", help="key to take text from (default: text)")
-    add("--sample-mb", type=float, metavar="N", help="train on the first N MB of jsonl only")
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="jsonl files or globs")
+    parser.add_argument("--output", required=True, metavar="DIR", help="directory for the files")
+    parser.add_argument(
+        "--type", choices=("bpe", "wordpiece"), default="bpe", help="kind of tokenizer (default: bpe)"
+    )
+    parser.add_argument(
+        "--cased", action="store_true", help="WordPiece that keeps case and accents (default: lower case)"
+    )
+    parser.add_argument(
+        "--vocab-size", type=cli.positive_int, default=8192, metavar="N", help="default: 8192"
+    )
+    parser.add_argument(
+        "--json-key", default="text", metavar="KEY", help="key to take text from (default: text)"
+    )
+    parser.add_argument("--sample-mb", type=float, metavar="N", help="train on the first N MB of jsonl only")
     return cli.run(train_tokenizer, parser.parse_args(argv))

@@ -37,18 +37,23 @@ def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         f"an index by which other programs find the weights ({NAMES}). The result is a checkpoint of the "
         "same iteration, which loads as the original does.",
     )
-    add = parser.add_argument
-    add("source", metavar="CKPT", help="a checkpoint, or a run's folder, whose newest is taken")
-    add("out", metavar="OUT", type=output_run, help="folder of a run for the result, made if missing")
-    add(
+    parser.add_argument(
+        "source", metavar="CKPT", help="a checkpoint, or a run's folder, whose newest is taken"
+    )
+    parser.add_argument(
+        "out", metavar="OUT", type=output_run, help="folder of a run for the result, made if missing"
+    )
+    parser.add_argument(
         "--dtype",
         choices=[name for name, _ in _DTYPES],
         help="type of the weights (default: as stored, which is fp32); from a narrower one, training does "
         "not continue bit for bit",
     )
-    add("--weights-only", action="store_true", help="leave out optimizer and random state")
-    add(*("--max-shard-size", "--shard-size"), default="5GB", help="most tensor bytes per file (default 5GB)")
-    add(
+    parser.add_argument("--weights-only", action="store_true", help="leave out optimizer and random state")
+    parser.add_argument(
+        *("--max-shard-size", "--shard-size"), default="5GB", help="most tensor bytes per file (default 5GB)"
+    )
+    parser.add_argument(
         "--format",
         choices=[OURS, TORCH_DIST],
         default=OURS,
