@@ -57,14 +57,23 @@ MEGAZERO_INLINE void few_rows(const Call& call, std::int64_t at, std::int64_t pa
     for (int j = 0; j < all; ++j) total[i][j] = memory[i * all + j];
   }
   for (std::int64_t k = 0; k < call.depth; scales += kPanel) {
+    Vector own[all];
+#pragma GCC unroll 16
+    for (int j = 0; j < all; ++j) own[j] = Set::uppermost(scales + j / Set::vectors * scales_stride, j % Set::vectors);
     for (const std::int64_t end = k + call.group; k < end; k += Set::run, codes += kPanel) {
+      // A panel is too short for a processor to see where it goes on.
+      for (int of = 0; of < Panels; ++of) __builtin_prefetch(codes + (of + Panels) * stride);
 #pragma GCC unroll 8
       for (int place = 0; place < Set::run; ++place) {
 #pragma GCC unroll 16
         for (int j = 0; j < all; ++j) {
           const std::int64_t of = j / Set::vectors, part = j % Set::vectors;
           Vector weight;
-          Set::decode(codes + of * stride, scales + of * scales_stride, part, place, weight);
+          if constexpr (Rows == 1) {
+            Set::decode(codes + of * stride, own[j], part, place, weight);
+          } else {  // here a mask would take a register that a sum needs
+            Set::decode(codes + of * stride, scales + of * scales_stride, part, place, weight);
+          }
 #pragma GCC unroll 4
           for (int i = 0; i < Rows; ++i) total[i][j] += x[i * call.depth + k + place] * weight;
         }
@@ -109,14 +118,27 @@ MEGAZERO_INLINE void many_rows(const Call& call, std::int64_t panel) {
   }
 }
 
+// Whether all scales of panels [begin, end) are 0, or large enough to stay exact when divided by 2^28.
+MEGAZERO_INLINE bool divisible(const Call& call, std::int64_t begin, std::int64_t end) {
+  constexpr std::int32_t least = (127 - 126 + 28) << 23;  // the bits of 2^-98
+  const std::int64_t panel = call.depth / call.group * kPanel;
+  std::int32_t small = 0;
+  for (std::int64_t i = begin * panel; i < end * panel; ++i) {
+    const std::int32_t bits = bits_as<std::int32_t>(call.scales[i]) & 0x7fffffff;
+    small |= (bits != 0) & (bits < least);
+  }
+  return small == 0;
+}
+
 // Panels [begin, end).
 template <typename Set, int Rows>
 MEGAZERO_INLINE void panels(const Call& call, std::int64_t begin, std::int64_t end) {
-  if (call.rows > 2) {
+  if (call.rows > 2 || !divisible(call, begin, end)) {
     for (; begin < end; ++begin) many_rows<Set, Rows>(call, begin);
     return;
   }
-  for (; begin + 4 <= end && call.rows == 1; begin += 4) few_rows<Set, 1, 4>(call, 0, begin);
+  constexpr int few = 4 / Set::vectors;
+  for (; begin + few <= end && call.rows == 1; begin += few) few_rows<Set, 1, few>(call, 0, begin);
   for (; begin + 2 <= end && call.rows == 2; begin += 2) few_rows<Set, 2, 2>(call, 0, begin);
   for (; begin < end; ++begin) {
     for (std::int64_t i = 0; i < call.rows; ++i) few_rows<Set, 1, 1>(call, i, begin);

@@ -36,6 +36,18 @@ struct Codes {
     weight = __builtin_convertvector(read << (32 - Bits * (place + 1)) >> (32 - Bits), Vector) *
              *reinterpret_cast<const Vector*>(scales + part * lanes);
   }
+
+  // The scales by which codes are multiplied that stay uppermost in their words.
+  static MEGAZERO_INLINE Vector uppermost(const float* scales, int part) {
+    return *reinterpret_cast<const Vector*>(scales + part * lanes) * (1.0f / static_cast<float>(1u << (32 - Bits)));
+  }
+
+  // The same weight with one shift: the code is left uppermost, and what is below it masked.
+  static MEGAZERO_INLINE void decode(const std::int32_t* words, Vector uppermost, int part, int place, Vector& weight) {
+    constexpr auto mask = static_cast<std::int32_t>(~0u << (32 - Bits));
+    const auto read = *reinterpret_cast<const typename Lanes::Words*>(words + part * lanes);
+    weight = __builtin_convertvector(read << (32 - Bits * (place + 1)) & mask, Vector) * uppermost;
+  }
 };
 
 }  // namespace megazero::coded

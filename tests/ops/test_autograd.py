@@ -51,3 +51,12 @@ def test_a_gradient_of_a_gradient_is_refused():
 def test_transforms_of_functions_are_refused_as_torch_refuses_them():
     with pytest.raises(RuntimeError, match="setup_context"):
         torch.func.vmap(lambda x: apply(Doubled, x))(torch.ones(2, 3))
+
+
+def test_without_gradients_the_forward_runs_alone(monkeypatch):
+    monkeypatch.setattr(Cubed, "apply", None)
+    x = torch.tensor([2.0], requires_grad=True)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            y = apply(Cubed, x)
+        assert (y.tolist(), y.requires_grad) == ([8.0], False)

@@ -117,6 +117,20 @@ def test_codes_have_the_bits_of_the_dequantized_weight(sizes, threads):
 
 
 @compiled
+@over_table("bits", [4, 8])
+@over_table("scale", [0.0, 1e-40, 2.0**-126, 2.0**-99, 2.0**-98, 1e30], ids=str)
+def test_scales_as_small_and_large_as_floats_are_have_the_same_bits(bits, scale):
+    """One row's kernels divide scales by a power of 2, which loses bits of scales below 2^-98."""
+    weight = weight_of(70, 64, 2, bits)
+    scales = weight.row_scales.clone()
+    scales[3::5] = scale * 1.2345678
+    weight, x = CodedWeight.of(weight.codes, scales, bits), drawn(1, 64) * 1e6
+    with torch.inference_mode():
+        expected = OrderedProduct()(x, weight.dequantized(), None)
+    assert torch.equal(coded_linear(x, weight, None), expected)
+
+
+@compiled
 @pytest.mark.parametrize("name", PATHS)
 @over_table("rows", [1, 2, 5])
 @over_table(("code", "value"), [(127, 255.0), (-128, 255.0), (127, -255.0), (-128, -255.0)], ids=str)
