@@ -242,8 +242,9 @@ def main() -> int:
             bad += abs(loss - theirs[case]) > _BOUND or here > max(_BOUND, there)
             largest = max((grads[key] - known[key]).abs().max().item() for key in known)
             print(
-                f"{case:18} loss {loss:.7f}, TRL's {theirs[case]:.7f}, in float64 {true:.7f}; gradients apart "
-                f"{apart(grads, known):.1e}, at most {largest:.1e}; from float64 {here:.1e}, TRL's {there:.1e}"
+                f"{case:18} loss {loss:.7f}, TRL's {theirs[case]:.7f}, in float64 {true:.7f}; gradients: "
+                f"apart {apart(grads, known):.1e}, at most {largest:.1e}; from float64 {here:.1e}, TRL's "
+                f"{there:.1e}"
             )
     return int(bad > 0)
 
