@@ -17,11 +17,11 @@ from megazero.data.indexed.format import dtype_for_vocab
 from megazero.data.labelled.dataset import EpochSamples
 from megazero.data.packed.dataset import PADDING_ID
 from megazero.data.packed.packing import Packing, pack
-from megazero.data_tools.conversations import lines_of, read_each
+from megazero.data_tools.conversations import read_each
 from megazero.errors import DataError
 from megazero.models.batch import Batch, Collate, TextCollate
 from megazero.mpu.context import ParallelContext
-from megazero.post_training.files import encoder_of
+from megazero.post_training.files import encoder_of, lines_in
 from megazero.post_training.task import AnswerTask, Splits
 
 
@@ -107,12 +107,12 @@ class ChatTask(AnswerTask[Batch]):
         def samples(name: str, paths: Sequence[str]) -> ChatSamples | None:
             if not paths:
                 return None
-            rows, counts = encoded(lines_of(paths, goes_on=False), encoder, length)
+            rows, counts = encoded(lines_in(paths), encoder, length)
             remarks.extend(f"{name}: {count:,} {what}" for what, count in counts.items() if count)
             if not rows:
                 raise DataError(
                     f"`{name}` must hold an answer that counts within {length} tokens, but holds none; check "
-                    "the files, or raise --seq-length."
+                    "the files and the chat template, or raise --seq-length."
                 )
             packed = ChatSamples.of(rows, length, config.training.seed)
             share = f"{packed.padding_share:.1%} padding"

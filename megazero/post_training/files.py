@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
 import numpy as np
 
 from megazero.config.tree.config import Config
@@ -9,6 +12,7 @@ from megazero.data.conversations.answers import ConversationEncoder
 from megazero.data.preferences.dataset import PairSamples
 from megazero.data.preferences.pairs import encode_pair, joined
 from megazero.data_tools.conversations import lines_of, read_each
+from megazero.errors import DataError
 from megazero.post_training.task import Splits
 
 
@@ -21,6 +25,16 @@ def encoder_of(config: Config) -> ConversationEncoder:
     section, model = config.finetune, config.tokenizer.tokenizer_model
     assert model is not None, "a need of `task`"
     return ConversationEncoder(model, section.chat_template, allow_special=section.allow_special_tokens)
+
+
+def lines_in(paths: Sequence[str]) -> Iterator[tuple[str, bytes | int]]:
+    """Each line's place and bytes, or the limit that it exceeds. Raises DataError if a file is missing."""
+    for path in paths:
+        if not Path(path).exists():
+            raise DataError(
+                f"`{path}` must be a file of conversations or pairs, but is missing; check the path"
+            )
+    return lines_of(paths, goes_on=False)
 
 
 def read_splits(config: Config, *, compared: bool = False) -> tuple[Splits, list[PairSamples]]:
@@ -38,7 +52,7 @@ def read_splits(config: Config, *, compared: bool = False) -> tuple[Splits, list
     remarks: list[str] = []
     for name, named in paths.items():
         if named:
-            rows = read_each(lines_of(named, goes_on=False), lambda line: encode_pair(line, encoder))
+            rows = read_each(lines_in(named), lambda line: encode_pair(line, encoder))
             pairs = joined(rows, encoder.vocab_size, length)
             scores = np.zeros((len(pairs), 2), np.float32) if compared else None
             read[name] = PairSamples(pairs, length, scores)

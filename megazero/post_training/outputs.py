@@ -10,6 +10,7 @@ import torch
 
 from megazero.config.tree.config import Config
 from megazero.data.build_report import ProgressLog
+from megazero.errors import CheckpointError
 from megazero.models.batch import Columns
 from megazero.models.classifier import SCORES
 from megazero.models.objective import LOGS
@@ -46,3 +47,10 @@ def outputs_of(engine: Engine, config: Config, feed: Feed[Any], log: ProgressLog
                 rows[..., torch.from_numpy(own).to(context.device)] = logs.t().reshape(len(rows), 2, -1)
         context.world.all_reduce(values).wait()  # each value is one rank's, and the others have zeros
         yield values.cpu().numpy()
+
+
+def checked(scores: np.ndarray, what: str) -> np.ndarray:
+    """The scores as they are. Raises CheckpointError if one is NaN or infinite; all ranks have the same."""
+    if not np.isfinite(scores).all():
+        raise CheckpointError(f"{what} must be finite, but some are NaN or infinite; check the weights")
+    return scores

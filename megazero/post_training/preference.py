@@ -29,7 +29,7 @@ from megazero.mpu.context import ParallelContext
 from megazero.mpu.rng import sample_keys
 from megazero.post_training.files import read_splits
 from megazero.post_training.losses import CHOSEN_TOKENS, PAIRS, PreferenceLoss
-from megazero.post_training.outputs import outputs_of
+from megazero.post_training.outputs import checked, outputs_of
 from megazero.post_training.reference import Reference, sums_of
 from megazero.post_training.task import AnswerTask, Splits
 from megazero.train.assemble import Run
@@ -164,4 +164,5 @@ class PreferenceTask(AnswerTask[AnswerBatch]):
         feed = feed_of(config, engine.context, samples, collate)
         log = ProgressLog(run.monitor.message, "scoring by the reference")
         with run.meters.timers("evaluation"):
-            return sums_of(outputs_of(engine, config, feed, log), samples)
+            sums = sums_of(outputs_of(engine, config, feed, log), samples)
+        return checked(sums, "the reference's scores")

@@ -17,14 +17,14 @@ from megazero.data.build_report import ProgressLog
 from megazero.data.conversations.rows import BadRow, read_object, read_row
 from megazero.data.preferences.dataset import PairSamples
 from megazero.data.preferences.pairs import Pairs, read_pair
-from megazero.data_tools.conversations import lines_of, read_each
+from megazero.data_tools.conversations import read_each
 from megazero.errors import DataError
 from megazero.models.batch import Collate
 from megazero.models.objective import LossChange
 from megazero.mpu.context import ParallelContext
-from megazero.post_training.files import encoder_of
+from megazero.post_training.files import encoder_of, lines_in
 from megazero.post_training.losses import PreferenceLoss
-from megazero.post_training.outputs import outputs_of
+from megazero.post_training.outputs import checked, outputs_of
 from megazero.post_training.preference import PairCollate
 from megazero.post_training.reward import with_score
 from megazero.post_training.scores import PairCollate as OfRewards
@@ -77,7 +77,7 @@ def read_lines(config: Config) -> list[ScoredLine]:
         return ScoredLine(tuple(rows), tuple(counted), tuple(texts))
 
     remedy = "correct the line, or raise --seq-length"
-    lines = list(read_each(lines_of([path], goes_on=False), read, remedy))
+    lines = list(read_each(lines_in([path]), read, remedy))
     if not lines:
         raise DataError(f"`data` must hold a conversation or more, but {path} has none; check the file.")
     return lines
@@ -131,7 +131,7 @@ class Scoring(AnswerTask[Any]):
                 logs = next(rows)
                 if config.model.num_classes is None:
                     logs = logs[: len(counted) - 1][counted[1:]]
-                record[name] = float(logs.sum(dtype=np.float64))
+                record[name] = float(checked(logs, "the scores").sum(dtype=np.float64))
                 if self.per_token:
                     record[f"{name}_tokens"] = logs.tolist()
             records.append(json.dumps(record) + "\n")

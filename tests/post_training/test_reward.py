@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megazero.checkpoint.folder import iteration_folder
 from megazero.commands.score import build_parser, config_of
 from megazero.errors import CheckpointError, ConfigError, DataError
 from megazero.formats.hf.convert import convert_to_hf
@@ -149,18 +148,6 @@ def test_log_probabilities_are_transformers_of_answers_alone(words):
         assert [line["chosen_tokens"] for line in again] == [
             pytest.approx(line["chosen_tokens"], abs=1e-5) for line in ours
         ]
-
-
-def test_a_resumed_training_goes_on_bit_for_bit(trained, tmp_path):
-    whole = ["--epochs", 2, "--metrics-jsonl", tmp_path / "whole.jsonl", "--save", tmp_path / "whole"]
-    run(trained, "reward", *whole)
-    part = ["--epochs", 2, "--metrics-jsonl", tmp_path / "part.jsonl", "--save", tmp_path / "part"]
-    run(trained, "reward", *part, "--exit-interval", 2)
-    assert not iteration_folder(tmp_path / "part", 6).exists()
-    run(trained, "reward", *part, "--load", tmp_path / "part")
-    convert_to_hf(tmp_path / "whole", tmp_path / "a")
-    convert_to_hf(tmp_path / "part", tmp_path / "b")
-    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
 
 
 def test_a_reward_model_begins_from_one_and_from_words(trained, words):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -22,11 +23,23 @@ from megazero.checkpoint.part import WEIGHT, Part
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.errors import CheckpointError, ConfigError, DataError
 from megazero.post_training.run import read_task
+from tests.formats.hf.test_stream import free_port
 from tests.post_training.samples import LENGTH, MODEL, STEP, TASKS, config_of, make_files, run, turns, write
 from tests.source_tree import ROOT
 from tests.tables import over_table
 
-SHOWN = ("lm_loss", "preference_loss", "sft_loss", "rewards_margins", "grad_norm", "learning_rate")
+SHOWN = (
+    *(
+        "lm_loss",
+        "preference_loss",
+        "sft_loss",
+        "reward_loss",
+        "rewards_margins",
+        "accuracy",
+        "reward_chosen",
+    ),
+    *("grad_norm", "learning_rate"),
+)
 
 
 @pytest.fixture
@@ -85,7 +98,7 @@ def test_every_layout_trains_the_same(files, task, ranks, flags):
         assert got == pytest.approx(want, rel=1e-5, abs=2e-6)
 
 
-@pytest.mark.parametrize("task", ["chat", "preference"])
+@pytest.mark.parametrize("task", ["chat", "preference", "reward"])
 def test_a_run_that_stops_within_an_epoch_goes_on_bit_for_bit(files, task):
     both = ("--epochs", 2, "--hidden-dropout", 0.1)
     straight = run(files, task, *both, "--save", files / "a")
@@ -216,6 +229,17 @@ def test_what_does_not_fit_is_refused_in_one_sentence(task, flags, what, tmp_pat
     assert what in str(caught.value), str(caught.value)
 
 
+@pytest.mark.parametrize("task", ["chat", "preference", "reward"])
+def test_a_file_that_is_missing_or_empty_is_named(files, task):
+    path = files / ("chats.jsonl" if task == "chat" else "pairs.jsonl")
+    path.write_text("")
+    with pytest.raises(DataError, match="must hold an answer that counts|but in one there is none"):
+        read_task(config_of(files, task, "--epochs", 1))
+    path.unlink()
+    with pytest.raises(DataError, match=f"`{path}` must be a file .* but is missing; check the path"):
+        read_task(config_of(files, task, "--epochs", 1))
+
+
 def test_a_line_that_is_no_conversation_is_named(files):
     with (files / "chats.jsonl").open("a") as file:
         file.write('{"messages": "Hi"}\n')
@@ -239,24 +263,40 @@ def test_weights_of_a_checkpoint_begin_another_task(files, capsys):
 
 
 @pytest.mark.slow
-def test_runs_that_are_killed_end_as_one_that_was_not(files):
-    """Killed again and again, within scoring, steps and saving."""
-    straight, _ = run(files, "preference", "--epochs", 2, "--save", files / "a", "--save-interval", 1)
+@pytest.mark.parametrize("task", ["chat", "preference", "reward"])
+def test_two_ranks_that_are_killed_end_as_those_that_were_not(files, task):
+    """At five moments drawn over the time of a whole run, within scoring, steps and saving too."""
+    line = f"{MODEL} {STEP} {TASKS[task]} --epochs 2 --save-interval 1 --zero-stage 2".format(folder=files)
+    dice = random.Random(task)
+
+    def started(folder: Path) -> list[subprocess.Popen]:
+        words = [*line.split(), "--save", str(folder), "--load", str(folder)]
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        shared |= {"LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return [
+            subprocess.Popen(
+                [sys.executable, str(ROOT / "finetune.py"), *words],
+                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.DEVNULL,
+            )
+            for rank in range(2)
+        ]
+
+    began = time.monotonic()
+    assert [rank.wait(600) for rank in started(files / "a")] == [0, 0]
+    whole = time.monotonic() - began
     for path in files.glob("*.reference-*"):
         path.unlink()
-    line = f"{MODEL} {STEP} {TASKS['preference']} --epochs 2 --save-interval 1".format(folder=files)
-    words = [*line.split(), "--save", f"{files}/b", "--load", f"{files}/b"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for seconds in (4, 8, 6, 9, 10, 600):
-        process = subprocess.Popen(
-            [sys.executable, str(ROOT / "finetune.py"), *words], env=environment, stdout=subprocess.DEVNULL
-        )
-        deadline = time.monotonic() + seconds
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert process.returncode == 0
-    assert latest_iteration(files / "b") == len(straight) == 6
+    for share in (dice.uniform(0.3, 1.0) for _ in range(5)):
+        ranks = started(files / "b")
+        deadline = time.monotonic() + share * whole
+        while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
+            time.sleep(0.02)
+        for rank in dice.sample(ranks, 2):
+            rank.send_signal(signal.SIGKILL)
+            rank.wait()
+    assert [rank.wait(600) for rank in started(files / "b")] == [0, 0]
+    assert latest_iteration(files / "b") == latest_iteration(files / "a")
     a, b = weights(files / "a"), weights(files / "b")
+    assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)

@@ -77,9 +77,12 @@ def joined(pairs: Iterable[EncodedPair], vocab_size: int, length: int) -> Pairs:
             answers += [begin - cut for _, begin in encoded]
             margins.append(margin)
     if not margins:
+        why = (
+            f"{too_long} do not and {same} have the same answer twice" if too_long + same else "there is none"
+        )
         raise DataError(
-            f"`train_data` and `valid_data` must hold pairs whose answers fit into {length} tokens, but of "
-            f"those in a file {too_long} do not and {same} have the same answer twice; check the files."
+            f"`train_data` and `valid_data` must hold pairs whose answers fit into {length} tokens, but in "
+            f"one {why}; check the files."
         )
     counts = (
         (shortened, f"pairs are longer than {length} tokens, and their prompts are cut at the left"),
