@@ -46,8 +46,7 @@ class ClassifierHead(nn.Module):
         assert spec.classes is not None, "a classifier has classes"
         self.spread = placement.spread
         self.placement = whole = placement.without_sequence_parallelism()
-        self.dropout = spec.stream.dropout
-        size, std = spec.stream.width, spec.stream.std
+        size, std, self.dropout = spec.stream.width, spec.stream.std, spec.stream.dropout
         self.norm = Norm("final_norm", spec.norm, whole)
         self.pooler = ReplicatedLinear("pooler", size, size, whole, std) if pooler else None
         self.classifier = ReplicatedLinear("classifier", size, spec.classes, whole, std)

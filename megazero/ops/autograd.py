@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -45,25 +46,8 @@ class Differentiable(Protocol[_P, _Result_co]):
         """Run forward and record it for backward."""
 
 
-class _Unrecorded:
-    """The context of a forward that nobody records: what is left on it is dropped."""
-
-    __slots__ = ()
-
-    def __setattr__(self, name: str, value: object) -> None:
-        pass
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Save nothing."""
-
-    def set_materialize_grads(self, value: bool) -> None:
-        """There will be no gradients."""
-
-    def mark_dirty(self, *tensors: Tensor) -> None:
-        """Nobody asks what was overwritten."""
-
-
-_UNRECORDED = _Unrecorded()
+def _nothing(*given: object) -> None:
+    """Take what forward leaves for a backward that will not be."""
 
 
 def apply(function: Differentiable[_P, _Result], *args: _P.args, **kwargs: _P.kwargs) -> _Result:
@@ -74,7 +58,8 @@ def apply(function: Differentiable[_P, _Result], *args: _P.args, **kwargs: _P.kw
     run = function.apply
     if not (torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()):
         if not torch.is_grad_enabled():
-            return function.forward(_UNRECORDED, *args, **kwargs)
+            left = dict.fromkeys(("save_for_backward", "set_materialize_grads", "mark_dirty"), _nothing)
+            return function.forward(SimpleNamespace(**left), *args, **kwargs)
         # torch's own wrapper first looks for functorch's tensors among the arguments, for 2 microseconds.
         run = super(torch.autograd.Function, function).apply  # type: ignore[safe-super]
     result: _Result = run(*args, **kwargs)

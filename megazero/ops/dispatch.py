@@ -75,37 +75,24 @@ class Requirement:
 
 @dataclass(frozen=True)
 class Requirements:
-    """A predicate over calls that can tell which of its requirements a call fails.
+    """A predicate over calls that can tell which of its requirements a call fails."""
 
-    Attributes:
-        devices, dtypes: those that are served; None: any.
-        others: what else is required.
-    """
-
-    devices: frozenset[str] | None
-    dtypes: frozenset[torch.dtype] | None
-    others: tuple[Requirement, ...]
+    requirements: tuple[Requirement, ...]
 
     def __call__(self, facts: CallFacts) -> bool:
-        if self.devices is not None and facts.device not in self.devices:
-            return False
-        if self.dtypes is not None and facts.dtype not in self.dtypes:
-            return False
-        for requirement in self.others:  # noqa: SIM110 -- a generator takes a microsecond
+        for requirement in self.requirements:  # noqa: SIM110 -- a generator takes a microsecond
             if not requirement.met(facts):
                 return False
         return True
 
     def unmet(self, facts: CallFacts) -> str | None:
         """The reason why a call is not served, or None if it is."""
-        for value, served in ((facts.device, self.devices), (facts.dtype, self.dtypes)):
-            if served is not None and value not in served:
-                return f"serves {_names(served)} only"
-        return next((one.otherwise for one in self.others if not one.met(facts)), None)
+        unmet = (one.otherwise for one in self.requirements if not one.met(facts))
+        return next(unmet, None)
 
     def needing(self, *further: Requirement) -> Requirements:
         """The same requirements and further ones."""
-        return replace(self, others=(*self.others, *further))
+        return Requirements((*self.requirements, *further))
 
 
 def where(
@@ -115,12 +102,18 @@ def where(
     **own: object,
 ) -> Requirements:
     """The requirements of an implementation: devices, dtypes (None: any), values of facts, being built."""
-    others = [
-        Requirement(_has(name, value), f"serves {name}={_text(value)} only") for name, value in own.items()
-    ]
+    requirements = []
+    if devices is not None:
+        requirements.append(
+            Requirement(lambda facts: facts.device in devices, f"serves {_names(devices)} only")
+        )
+    if dtypes is not None:
+        requirements.append(Requirement(lambda facts: facts.dtype in dtypes, f"serves {_names(dtypes)} only"))
+    for name, value in own.items():
+        requirements.append(Requirement(_has(name, value), f"serves {name}={_text(value)} only"))
     if built is not always:
-        others.append(Requirement(lambda facts: built(), "is not built"))
-    return Requirements(devices, dtypes, tuple(others))
+        requirements.append(Requirement(lambda facts: built(), "is not built"))
+    return Requirements(tuple(requirements))
 
 
 def _has(name: str, value: object) -> Callable[[CallFacts], bool]:
