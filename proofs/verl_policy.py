@@ -17,10 +17,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megazero.mpu.solo_group import SoloGroup
-from megazero.post_training.policy.methods import Method, advantages, divergence
-from megazero.post_training.policy.objective import LOSS, PolicyObjective
-from proofs.trl_policy import LONGEST, batch_of, tensors
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megazero.mpu.solo_group import SoloGroup  # noqa: E402
+from megazero.post_training.policy.methods import Method, advantages, divergence  # noqa: E402
+from megazero.post_training.policy.objective import LOSS, PolicyObjective  # noqa: E402
+from proofs.trl_policy import LONGEST, batch_of, tensors  # noqa: E402
 
 GROUP = 4
 THEIRS = """

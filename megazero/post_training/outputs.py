@@ -1,4 +1,4 @@
-"""What a model gives for the rows of samples, on any layout: a reward of each, or the logs of all tokens."""
+"""Outputs of a model for the rows of samples, on any layout: a reward of each, or the logs of all tokens."""
 
 from __future__ import annotations
 

@@ -30,9 +30,11 @@ from megazero.post_training.policy.reference import score
 from megazero.post_training.policy.reward_model import RewardModel
 from megazero.post_training.policy.rewards import Rewards
 from megazero.post_training.policy.rollout import (
+    ENTROPIES,
     FAILED,
     REFERENCE,
     REWARDS,
+    ROUNDS,
     Copies,
     Drawing,
     Rollout,
@@ -99,9 +101,10 @@ class Cycle(SampleDataset):
         stops = frozenset(() if vocabulary.eod is None else (vocabulary.eod,))
         self._drawing = Drawing(config, students, context, Copies.of(context), stops)
         self._drawing.prepare(students)
-        for scorer in (judges.reference, judges.model and judges.model.chunks):
-            if scorer is not None:
-                self._drawing.prepare(scorer)
+        if judges.reference is not None:
+            self._drawing.prepare(judges.reference)
+        if judges.model is not None:
+            self._drawing.prepare(judges.model.chunks)
         self.number = -1
         self._place: int | None = None
         self._rollout: Rollout | None = None
@@ -196,13 +199,13 @@ class Cycle(SampleDataset):
             self.say(f"warning: {short} of {self._prompts} groups have equal rewards {tried}")
         if self.judges.reference is not None:
             reference = {REFERENCE: self._scored(rollout, self.judges.reference)}
-            rollout = replace(rollout, judged={**rollout.judged, **reference})
+            rollout = replace(rollout, noted={**rollout.noted, **reference})
         return rollout
 
     def _equal(self, rollout: Rollout) -> np.ndarray:
         """Whether an answer is of a group whose rewards are all equal, bool [B]."""
         policy = self.config.policy
-        rewards = weighted_sum(rollout.judged[REWARDS], policy.reward_weights)
+        rewards = weighted_sum(rollout.noted[REWARDS], policy.reward_weights)
         return np.repeat(equal_groups(rewards.reshape(-1, policy.group_size)), policy.group_size)
 
     def _judged(self, first: int, count: int) -> Rollout:
@@ -227,7 +230,7 @@ class Cycle(SampleDataset):
             column = self._drawing.everywhere({REWARDS: scores[:, None]}, mine=mine)
             judged[REWARDS] = np.concatenate((judged[REWARDS], column[REWARDS]), axis=1)
         self._report(judged[REWARDS], clause)
-        return replace(rollout, judged=judged)
+        return replace(rollout, noted={**rollout.noted, **judged})
 
     def _report(self, rewards: np.ndarray, clause: str | None) -> None:
         """Say which reward function failed, on the first copy where one did."""
@@ -269,8 +272,8 @@ class Cycle(SampleDataset):
         """Make a rollout the current one, with what its updates are given."""
         self.number, self._rollout = number, rollout
         policy, answered = self.config.policy, rollout.answered()
-        rewards = weighted_sum(rollout.judged[REWARDS], policy.reward_weights)
-        reference = rollout.judged.get(REFERENCE)
+        rewards = weighted_sum(rollout.noted[REWARDS], policy.reward_weights)
+        reference = rollout.noted.get(REFERENCE)
         if reference is not None and policy.kl_in == "reward":
             apart = ((rollout.logs - reference) * answered).sum(1, dtype=np.float64)
             rewards = rewards - (policy.kl_coef or 0.0) * apart
@@ -297,9 +300,9 @@ class Cycle(SampleDataset):
             "answer_length": (rollout.lengths - rollout.prompts).astype(np.float32),
             "truncated": (rollout.ended == 0).astype(np.float32),
             "equal_groups": equal.astype(np.float32),
-            "failed_rewards": rollout.judged[FAILED].astype(np.float32),
-            "resampled": rollout.rounds.astype(np.float32),
-            "entropy": rollout.entropies.astype(np.float32),
+            "failed_rewards": rollout.noted[FAILED].astype(np.float32),
+            "resampled": rollout.noted[ROUNDS].astype(np.float32),
+            "entropy": rollout.noted[ENTROPIES].astype(np.float32),
             "counted": counted.astype(np.float32),
         }
         if reference is not None:

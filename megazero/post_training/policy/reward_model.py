@@ -48,7 +48,8 @@ class RewardModel:
         assert folder is not None, "asked for where it is set"
         with opened(config, folder, context) as (saved, reader):
             model, length = saved.settings, config.model.seq_length
-            if model.family != "gpt" or model.num_classes != 1:
+            kind = model.family, model.num_classes, model.classifier_bias
+            if kind != (config.model.family, 1, False):
                 raise CheckpointError(
                     "`reward_model` must be a decoder with one score, as `megazero finetune --task reward` "
                     f"trains, but {folder} holds another model; name a folder of one"
@@ -62,12 +63,17 @@ class RewardModel:
             own, names = config.model, ("make_vocab_size_divisible_by", "pad_vocab_size_to")
             model = model.model_copy(update={name: getattr(own, name) for name in names})
             # Its layers are laid out as the policy's; the rules on a task of classifiers are not meant here.
-            trunk = config.model_copy(update={"model": model.model_copy(update={"num_classes": None})})
+            plain = model.model_copy(update={"num_classes": None, "classifier_bias": True})
+            trunk = config.model_copy(update={"model": plain})
             if problems := check(trunk, context.world_size):
                 raise ConfigError([f"the reward model of {folder} does not fit here: {p}" for p in problems])
             config = config.model_copy(update={"model": model})
             loaded = load_chunks(config, build_vocabulary(config), context, reader)
-        chunks = {number: chunk.requires_grad_(False) for number, chunk in loaded.items()}
+        chunks = {
+            number: chunk.requires_grad_(False)
+            for number, chunk in loaded.items()
+            if isinstance(chunk, LastTokenClassifier)
+        }
         collate = PairCollate.of(config, vocabulary.size, context, None)
         return cls(config, context, chunks, collate)
 

@@ -10,7 +10,7 @@ import base64
 import io
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from megazero.errors import DamagedCheckpointError
 from megazero.inference.invariant import make_invariant
 from megazero.inference.sampling import Sampling
 from megazero.inference.staged import StagedModel
-from megazero.models.batch import Batch
+from megazero.models.chunk import StagedChunk
 from megazero.models.language_model import LanguageModel
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
@@ -32,8 +32,9 @@ from megazero.serving.engine import Completed, complete
 from megazero.serving.wanted import Wanted
 from megazero.train.parts.chunks import schedule_of
 
-ARRAYS = ("tokens", "prompts", "lengths", "ended", "logs", "kept", "entropies", "rounds")
-REWARDS, FAILED, REFERENCE = JUDGED = "rewards", "failed", "reference"
+ARRAYS = ("tokens", "prompts", "lengths", "ended", "logs", "kept")
+NOTED = ("entropies", "rounds", "rewards", "failed", "reference")
+ENTROPIES, ROUNDS, REWARDS, FAILED, REFERENCE = NOTED
 _MODEL_GROUPS = ("tp", "ep", "pp")
 """The groups whose ranks compute answers together."""
 
@@ -50,12 +51,11 @@ class Rollout:
         logs: float32 [B, W - 1], the log-probability of each label when it was drawn; 0 elsewhere.
         kept: int64 [B, answer tokens, K], the tokens that each was drawn among, and -1 behind; K is 0 where
             those are all.
-        entropies: float64 [B], the sum over an answer's tokens of the entropy of the distribution that each
-            was drawn from, in nats.
-        rounds: int64 [B], how many prompts were answered in vain before that of the answer (see `replaced`).
-        judged: ``rewards``, float64 [B, judges], where NaN is none; ``failed``, int64 [B], whether a
-            reward function failed; with a reference ``reference``, float32 [B, W - 1], the log-probability of
-            each label under it.
+        noted: ``entropies``, float64 [B], the sum over an answer's tokens of the entropy of the distribution
+            that each was drawn from, in nats; ``rounds``, int64 [B], how many prompts were answered in vain
+            before that of the answer (see `replaced`); ``rewards``, float64 [B, judges], where NaN is none;
+            ``failed``, int64 [B], whether a reward function failed; with a reference ``reference``, float32
+            [B, W - 1], the log-probability of each label under it.
     """
 
     tokens: np.ndarray
@@ -64,15 +64,13 @@ class Rollout:
     ended: np.ndarray
     logs: np.ndarray
     kept: np.ndarray
-    entropies: np.ndarray
-    rounds: np.ndarray
-    judged: Mapping[str, np.ndarray] = field(default_factory=dict)
+    noted: Mapping[str, np.ndarray]
 
     def packed(self) -> str:
         """The arrays as text, exactly, for a checkpoint's facts."""
         buffer = io.BytesIO()
         arrays: dict[str, Any] = {name: getattr(self, name) for name in ARRAYS}
-        np.savez(buffer, **arrays, **dict[str, Any](self.judged))
+        np.savez(buffer, **arrays, **dict[str, Any](self.noted))
         return base64.b64encode(zlib.compress(buffer.getvalue(), 6)).decode()
 
     @classmethod
@@ -85,9 +83,9 @@ class Rollout:
         try:
             with np.load(io.BytesIO(zlib.decompress(base64.b64decode(text)))) as stored:
                 arrays = dict(stored)
-            judged = {name: arrays.pop(name) for name in JUDGED if name in arrays}
+            noted = {name: arrays.pop(name) for name in NOTED if name in arrays}
             given: dict[str, Any] = {name: arrays[name] for name in ARRAYS}
-            return cls(**given, judged=judged)
+            return cls(**given, noted=noted)
         except (ValueError, KeyError, zlib.error, OSError) as error:
             raise DamagedCheckpointError(
                 f"`rollout` must be one of this version, but is not ({error})"
@@ -113,9 +111,9 @@ class Rollout:
             return whole
 
         arrays: dict[str, Any] = {n: joined(n, getattr(self, n), getattr(others, n)) for n in ARRAYS}
-        arrays["rounds"][rows] = self.rounds[rows] + 1
-        judged = {name: joined(name, array, others.judged[name]) for name, array in self.judged.items()}
-        return Rollout(**arrays, judged=judged)
+        noted = {name: joined(name, array, others.noted[name]) for name, array in self.noted.items()}
+        noted[ROUNDS][rows] = self.noted[ROUNDS][rows] + 1
+        return Rollout(**arrays, noted=noted)
 
     def answered(self) -> np.ndarray:
         """Which labels are tokens of answers, bool [B, W - 1]."""
@@ -175,10 +173,10 @@ class Drawing:
     copies: Copies
     stops: frozenset[int]
 
-    def prepare(self, chunks: Mapping[int, LanguageModel]) -> StagedModel[Batch]:
+    def prepare(self, chunks: Mapping[int, StagedChunk[Any]]) -> StagedModel[Any]:
         """Chunks as a model that answers; its products are batch-invariant where the settings ask for it."""
         stage_of = schedule_of(PipelineShape.of(self.config)).stage_of
-        model: StagedModel[Batch] = StagedModel(chunks, stage_of, self.context.pp)
+        model = StagedModel(chunks, stage_of, self.context.pp)
         if invariant(self.config):
             make_invariant(model)
         return model
@@ -218,8 +216,9 @@ class Drawing:
         trimmed = int(whole["lengths"].max())
         whole["tokens"], whole["logs"] = whole["tokens"][:, :trimmed], whole["logs"][:, : trimmed - 1]
         whole["kept"] -= 1
+        noted = {name: whole.pop(name) for name in (ENTROPIES, ROUNDS)}
         arguments: dict[str, Any] = whole
-        return Rollout(**arguments)
+        return Rollout(**arguments, noted=noted)
 
     def everywhere(self, arrays: Mapping[str, np.ndarray], *, mine: bool) -> dict[str, np.ndarray]:
         """Sum arrays over all ranks, of which each element has but one that is not 0: those with `mine`."""
@@ -250,18 +249,17 @@ def _arrays(
     """
     count, width, longest = shape
     widest = max((len(token.best) for one in answers for token in one.tokens), default=0)
-    whole = {name: np.zeros(count, np.int64) for name in ("prompts", "lengths", "ended", "rounds")}
-    whole["tokens"], whole["logs"] = (
-        np.zeros((count, width), np.int64),
-        np.zeros((count, width - 1), np.float32),
-    )
-    whole["kept"], whole["entropies"] = np.zeros((count, longest, widest), np.int64), np.zeros(count)
+    of_answers = ("prompts", "lengths", "ended", ROUNDS)
+    whole: dict[str, np.ndarray] = {name: np.zeros(count, np.int64) for name in of_answers}
+    whole["tokens"], whole[ENTROPIES] = np.zeros((count, width), np.int64), np.zeros(count)
+    whole["logs"] = np.zeros((count, width - 1), np.float32)
+    whole["kept"] = np.zeros((count, longest, widest), np.int64)
     for row, wanted, answer in zip(share, asked, answers, strict=True):
         ids = [*wanted.prompt, *(token.id for token in answer.tokens)]
         start, end = len(wanted.prompt), len(ids)
         whole["tokens"][row, :end], whole["prompts"][row], whole["lengths"][row] = ids, start, end
         whole["ended"][row] = answer.reason == "stop"
-        whole["entropies"][row] = sum(token.entropy for token in answer.tokens)
+        whole[ENTROPIES][row] = sum(token.entropy for token in answer.tokens)
         whole["logs"][row, start - 1 : end - 1] = [token.logprob for token in answer.tokens]
         for place, token in enumerate(answer.tokens):
             whole["kept"][row, place, : len(token.best)] = [one + 1 for one, _ in token.best]

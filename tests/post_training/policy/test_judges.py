@@ -69,11 +69,11 @@ def test_groups_of_equal_rewards_are_exchanged_for_those_of_further_prompts(tmp_
     for rollout in rollouts:
         firsts = rollout.tokens.reshape(4, GROUP, -1)[:, 0]
         seen += [tuple(row[:n]) for row, n in zip(firsts, rollout.prompts[::GROUP], strict=True)]
-        assert np.ptp(rollout.judged["rewards"].reshape(4, GROUP), axis=1).min() > 0
+        assert np.ptp(rollout.noted["rewards"].reshape(4, GROUP), axis=1).min() > 0
     assert len(set(seen)) == len(seen) == 8
     plain = train(ONE, tmp_path, 3, {"policy": {**RESAMPLED, "resample_rounds": 0}})
     assert plain[0]["equal_groups"] > 0
-    before, kept = rollouts[2], rollouts[0].rounds == 0
+    before, kept = rollouts[2], rollouts[0].noted["rounds"] == 0
     assert kept.any()
     assert not kept.all()
     width = min(before.tokens.shape[1], rollouts[0].tokens.shape[1])
@@ -191,9 +191,9 @@ def test_rewards_of_a_model_are_those_that_score_writes(tmp_path, judge, rollout
     flags = ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", str(judge), "--seq-length", str(LENGTH)]
     score_on(scored_by(given, flags, world_size=1), solo_context(), lines, str(out))
     wanted = [json.loads(line)["score"] for line in out.read_text().splitlines()]
-    assert first.judged["rewards"][:, 1] == pytest.approx(wanted, abs=1e-6)
+    assert first.noted["rewards"][:, 1] == pytest.approx(wanted, abs=1e-6)
     assert np.std(wanted) > 1e-3
-    both = (first.judged["rewards"] * weights).sum(1)
+    both = (first.noted["rewards"] * weights).sum(1)
     assert rows[0]["reward"] == pytest.approx(both.mean(), rel=1e-5)
 
 
@@ -215,7 +215,7 @@ def test_rewards_of_a_model_are_those_that_score_writes(tmp_path, judge, rollout
 def test_a_model_rewards_alike_on_every_layout(tmp_path, judge, rollouts, layout):
     settings = judged(judge, "run", reward_functions=(), **SEVERAL)
     one, rows = train(layout.serial, tmp_path, 3, settings), train(layout, tmp_path, 3, settings)
-    assert np.abs(rollouts[0].judged["rewards"] - rollouts[-1].judged["rewards"]).max() < 1e-6
+    assert np.abs(rollouts[0].noted["rewards"] - rollouts[-1].noted["rewards"]).max() < 1e-6
     for want, got in zip(one, rows, strict=True):
         assert got["reward"] == pytest.approx(want["reward"], rel=1e-5, abs=1e-6)
         assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-3)
