@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
@@ -46,20 +47,17 @@ class Differentiable(Protocol[_P, _Result_co]):
         """Run forward and record it for backward."""
 
 
-def _nothing(*given: object) -> None:
-    """Take what forward leaves for a backward that will not be."""
+_MARKS = tuple(name for name in vars(FunctionCtx) if not name.startswith("_"))
+"""Methods by which a forward says what backward needs."""
 
 
 def apply(function: Differentiable[_P, _Result], *args: _P.args, **kwargs: _P.kwargs) -> _Result:
-    """Run `function.apply` with the arguments and the result that its `forward` declares.
-
-    Where no gradients are recorded, its `forward` alone.
-    """
+    """Run `function.apply`, typed as its `forward`; where no gradients are recorded, `forward` alone."""
     run = function.apply
     if not (torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()):
         if not torch.is_grad_enabled():
-            left = dict.fromkeys(("save_for_backward", "set_materialize_grads", "mark_dirty"), _nothing)
-            return function.forward(SimpleNamespace(**left), *args, **kwargs)
+            left = SimpleNamespace(**dict.fromkeys(_MARKS, lambda *given: None))
+            return function.forward(left, *args, **kwargs)
         # torch's own wrapper first looks for functorch's tensors among the arguments, for 2 microseconds.
         run = super(torch.autograd.Function, function).apply  # type: ignore[safe-super]
     result: _Result = run(*args, **kwargs)

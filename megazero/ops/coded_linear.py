@@ -171,12 +171,11 @@ def coded_linear_native_cpu(
     """The compiled kernels of csrc/coded_linear; `most` is the most that they use of the processor."""
     depth, group, *codes = weight.for_kernels
     wide = _plain(x) if depth == weight.depth else F.pad(x.float(), (0, depth - weight.depth))
-    bias = None if bias is None else _plain(bias)
+    bias, greatest = (None if vector is None else _plain(vector) for vector in (bias, greatest))
     y = torch.empty(x.shape[0], weight.width)
     sizes, ends = (x.shape[0], weight.width, depth), (address(bias), y.data_ptr())
     path, threads = most or NATIVE.CodedPath.AVX512_VNNI, torch.get_num_threads()
     if weight.rounds_inputs:
-        greatest = None if greatest is None else _plain(greatest)
         NATIVE.integer_linear(*sizes, threads, address(wide), address(greatest), *codes, *ends, path)
     else:
         NATIVE.coded_linear(*sizes, group, weight.bits, threads, wide.data_ptr(), *codes, *ends, path)

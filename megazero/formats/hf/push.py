@@ -29,7 +29,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from threading import Thread
 from typing import Literal, Protocol, TypeVar, cast
 
 from torch import Tensor
@@ -39,6 +38,7 @@ from megazero.checkpoint.saver import together
 from megazero.errors import CommunicationError
 from megazero.formats.hf.stream import WeightStream
 from megazero.mpu.context import ParallelContext
+from megazero.mpu.threads import helper_thread
 
 _Result = TypeVar("_Result")
 Broadcast = Callable[[Tensor], None]
@@ -162,7 +162,7 @@ class _Server:
             except Exception as error:
                 done.set_exception(error)
 
-        Thread(target=run, daemon=True).start()
+        helper_thread(run, "weights").start()
         self.ask(route, body)
         return done.result(self.timeout)
 
