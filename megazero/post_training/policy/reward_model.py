@@ -64,6 +64,9 @@ class RewardModel:
             model = model.model_copy(update={name: getattr(own, name) for name in names})
             # Its layers are laid out as the policy's; the rules on a task of classifiers are not meant here.
             plain = model.model_copy(update={"num_classes": None, "classifier_bias": True})
+            if not model.num_experts:  # beside a policy with experts
+                dense = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+                config = config.model_copy(update={"parallel": config.parallel.model_copy(update=dense)})
             trunk = config.model_copy(update={"model": plain})
             if problems := check(trunk, context.world_size):
                 raise ConfigError([f"the reward model of {folder} does not fit here: {p}" for p in problems])
