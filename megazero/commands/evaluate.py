@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -135,7 +136,7 @@ def _checkpoint(flags: argparse.Namespace, given: Mapping[str, Any]) -> Stated:
     if foreign := open_foreign(place.load, import_options(place), place.ckpt_step):
         with closing(foreign):
             saved = read_saved_model(foreign.facts, foreign.folder, foreign.shapes)
-            return described_by(saved, given, anew=True)
+            return replace(described_by(saved, given, anew=True), place=str(foreign.folder))
     if stated := read_folder(given):
         return stated
     raise CheckpointError(f"`load` must hold a checkpoint, but {place.load} has none; check the path")

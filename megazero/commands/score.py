@@ -56,9 +56,7 @@ def config_of(flags: argparse.Namespace, rest: Sequence[str], world_size: int | 
     name = "checkpoint.load_hf" if hugging_face else "finetune.pretrained_checkpoint"
     stated = read_folder({name: flags.checkpoint})
     if stated is None:
-        raise CheckpointError(
-            f"`CKPT` must be a folder with a model, but {flags.checkpoint} has none; check the path"
-        )
+        raise CheckpointError(f"`CKPT` must hold a model, but {flags.checkpoint} has none; check the path")
     classes, bias = stated.model.num_classes, stated.model.classifier_bias
     if (rewards := classes is not None) and (classes, bias) != (1, False):
         raise CheckpointError(

@@ -165,7 +165,7 @@ def test_bad_input_is_refused_in_one_sentence(trained, words, tmp_path):
             ),
             [],
         )
-    with pytest.raises(CheckpointError, match=r"`CKPT` must be a folder with a model"):
+    with pytest.raises(CheckpointError, match=r"`CKPT` must hold a model"):
         config_of(build_parser().parse_args([str(tmp_path), "--data", "x", "--out", str(tmp_path / "o")]), [])
     with pytest.raises(DataError, match=r"`margin` must be left out of pairs with --reward-loss per_token"):
         run(trained, "reward", "--reward-loss", "per_token", "--epochs", 1)

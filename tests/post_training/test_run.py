@@ -23,7 +23,7 @@ from megazero.checkpoint.part import WEIGHT, Part
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.errors import CheckpointError, ConfigError, DataError
 from megazero.post_training.run import read_task
-from tests.formats.hf.test_stream import free_port
+from tests.formats.hf.test_push import free_port
 from tests.post_training.samples import LENGTH, MODEL, STEP, TASKS, config_of, make_files, run, turns, write
 from tests.source_tree import ROOT
 from tests.tables import over_table
